@@ -1,0 +1,62 @@
+"""Learn, plan and prove multi-million-token training. These are the public names, loaded when first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.ranks import Cluster
+    from lab import data, models, show, units
+    from lab.compose import apply_recipe
+    from lab.data import shard_batch
+    from lab.errors import LabError, RecipeError
+    from lab.memory.timeline import Timeline
+    from lab.recipe import Recipe, ladder
+    from lab.step import loss, train_step
+    from lab.verbs.run import Run, run
+
+__all__ = [
+    "Cluster",
+    "LabError",
+    "Recipe",
+    "RecipeError",
+    "Run",
+    "Timeline",
+    "apply_recipe",
+    "data",
+    "ladder",
+    "loss",
+    "models",
+    "run",
+    "shard_batch",
+    "show",
+    "train_step",
+    "units",
+]
+
+# `lab --help` must not wait seconds for torch: a name's module is imported when the name is first asked for.
+_HOME = {
+    "Cluster": "cluster.ranks",
+    "LabError": "lab.errors",
+    "Recipe": "lab.recipe",
+    "RecipeError": "lab.errors",
+    "Run": "lab.verbs.run",
+    "Timeline": "lab.memory.timeline",
+    "apply_recipe": "lab.compose",
+    "ladder": "lab.recipe",
+    "loss": "lab.step",
+    "run": "lab.verbs.run",
+    "shard_batch": "lab.data",
+    "train_step": "lab.step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in __all__:
+        return import_module(f"lab.{name}")
+    raise AttributeError(f"module 'lab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,21 @@
+"""What the lab refuses, by name. Each message says what was wrong and what would work."""
+
+
+class LabError(ValueError):
+    """Input the lab cannot work with; the command line prints its message as one line and exits with 2."""
+
+
+class RecipeError(LabError):
+    """A knob, or a combination of knobs, that a technique or the model forbids."""
+
+
+class ModelError(LabError):
+    """A model that is unknown, incomplete, or of a family the techniques do not cover."""
+
+
+class DataError(LabError):
+    """A text that is missing, empty, too short, or not text."""
+
+
+class NotebookError(LabError):
+    """A notebook that is unknown, a parameter it does not take, or a cell of it that failed."""

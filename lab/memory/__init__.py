@@ -1,0 +1,1 @@
+"""Where the bytes are: the meter counts them, the timeline holds them."""

@@ -1,0 +1,271 @@
+"""The meter: counts every storage that crosses torch's dispatcher, on every backend but CUDA.
+
+It is a dispatch mode. A storage is counted from the first operator that touches it until it dies (a weak
+reference tells) or is resized (FSDP frees an unsharded parameter by resizing its storage to nothing). The
+count is the same for real and for fake tensors, so a plan and a run can be compared to the byte.
+
+What an operator takes inside itself never crosses the dispatcher and is not counted: on CPU that is mostly
+flash attention's scratch, see ``lab_tests/test_meter.py`` for the comparison with the profiler's own events.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
+
+NO_OP = Op("-")
+"""Stands at the rows that mark the beginning and the end of a phase."""
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """A counted storage. Its death calls the meter back."""
+
+    __slots__ = ("category", "key", "size")
+
+    key: int
+    size: int
+    category: int
+
+
+class _Frame:
+    """A module whose forward is running: its path and the storages made directly in it."""
+
+    __slots__ = ("made", "path", "sequence")
+
+    def __init__(self, path: str, sequence: int) -> None:
+        self.path = path
+        self.sequence = sequence
+        self.made: list[_Block] = []
+
+
+class Meter(TorchDispatchMode):
+    """Measures the bytes of a step: ``with meter.measure(model, optimizer): ... with meter.phase("forward")``.
+
+    ``on_growth`` is called between operators, at most every ``interval`` seconds, with the rows that came
+    since the last call: the live timeline. It runs in the measured thread, so there is no sampler to outlive
+    the step; the price is that nothing is drawn while one long operator runs.
+    """
+
+    def __init__(
+        self, on_growth: Callable[[Timeline], None] | None = None, interval: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.rows = TimelineBuilder()
+        self.step = 0
+        self._on_growth, self._interval = on_growth, interval
+        self._sent, self._sent_at = 0, 0.0
+        self._start = time.perf_counter()
+        self._live: dict[int, _Block] = {}
+        self._held = [0] * len(CATEGORIES)
+        self._changed = True
+        self._phase = "setup"
+        self._frames: list[_Frame] = []
+        # Autograd numbers its nodes in order of creation, so a module's forward owns a range of numbers; the
+        # node running in backward is looked up in these ranges to name its module.
+        self._range_starts: list[int] = []
+        self._range_paths: list[str] = []
+        self._backward_path = ""
+        self._awaiting_gradient: list[nn.Parameter] = []
+
+    # ---- what a step calls -------------------------------------------------------------------------------
+
+    @contextmanager
+    def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """Count while the block runs, beginning with what the model and the optimizer hold already."""
+        self._mark(model.parameters(), PARAMETERS)
+        self._mark(model.buffers(), PARAMETERS)
+        self._mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
+        if optimizer is not None:
+            self._mark((v for s in optimizer.state.values() for v in s.values()), OPTIMIZER)
+        self._model = model
+        hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]
+        with _resizes_seen(self._resized), self:
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                self._frames.clear()
+                self._send()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name the part of the step that runs in the block: forward, backward, optimizer."""
+        outer, self._phase = self._phase, name
+        self._backward_path = ""
+        self._awaiting_gradient = [p for p in self._model.parameters() if p.requires_grad]
+        self._add_row(NO_OP, "")
+        yield
+        self._sweep_gradients()
+        self._add_row(NO_OP, "")
+        self._phase = outer
+
+    def timeline(self) -> Timeline:
+        """Everything measured so far."""
+        return self.rows.since(0)
+
+    # ---- counting ----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then count the storages of its inputs and outputs."""
+        # A wrapper (DTensor, an unfinished collective) holds no bytes: let it unwrap, and see what is inside.
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented
+        for value in args:
+            self._count(value, OTHER)
+        result = func(*args, **(kwargs or {}))
+        self._count(result, OTHER)
+        if self._changed:
+            self._add_row(Op(str(func.overloadpacket), _shapes(args)), self._path())
+        return result
+
+    def _count(self, value: Any, category: int) -> None:
+        if isinstance(value, torch.Tensor):
+            self._count_tensor(value, category)
+        elif isinstance(value, tuple | list):
+            for item in value:
+                self._count(item, category)
+
+    def _count_tensor(self, tensor: torch.Tensor, category: int) -> _Block | None:
+        # Shapes propagated on meta tensors (DTensor does it) take no memory.
+        if tensor.device.type == "meta":
+            return None
+        storage = tensor.untyped_storage()
+        block = self._live.get(storage._cdata)
+        if block is None:
+            block = _Block(storage, self._freed)
+            block.key, block.size, block.category = storage._cdata, storage.nbytes(), category
+            self._live[block.key] = block
+            self._held[category] += block.size
+            self._changed = True
+            if self._frames:
+                self._frames[-1].made.append(block)
+        return block
+
+    def _freed(self, block: _Block) -> None:
+        del self._live[block.key]
+        self._held[block.category] -= block.size
+        block.size = 0
+        self._changed = True
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        block = self._live.get(storage._cdata)
+        if block is not None:
+            self._held[block.category] += storage.nbytes() - block.size
+            block.size = storage.nbytes()
+            self._changed = True
+
+    def _mark(self, tensors: Iterable[torch.Tensor], category: int) -> None:
+        for tensor in tensors:
+            block = self._count_tensor(getattr(tensor, "_local_tensor", tensor), category)
+            if block is not None:
+                self._move(block, category)
+
+    def _move(self, block: _Block, category: int) -> None:
+        self._held[block.category] -= block.size
+        self._held[category] += block.size
+        block.category = category
+
+    # ---- where: modules in forward, autograd nodes in backward -----------------------------------------------
+
+    def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
+        def enter(module: nn.Module, _: Any) -> None:
+            # FSDP has gathered by now: what stands in the module's slots is the unsharded parameter.
+            self._mark((p for p in module._parameters.values() if p is not None), PARAMETERS)
+            self._open_range(path)
+            self._frames.append(_Frame(path, torch._C._autograd._get_sequence_nr()))
+
+        def leave(*_: Any) -> None:
+            for block in self._frames.pop().made:
+                if block.size and block.category == OTHER:
+                    self._move(block, ACTIVATIONS)
+            self._open_range(self._frames[-1].path if self._frames else "")
+
+        yield module.register_forward_pre_hook(enter, prepend=True)
+        yield module.register_forward_hook(leave, always_call=True)
+
+    def _open_range(self, path: str) -> None:
+        start = torch._C._autograd._get_sequence_nr()
+        if self._range_starts and self._range_starts[-1] == start:
+            self._range_paths[-1] = path
+        else:
+            self._range_starts.append(start)
+            self._range_paths.append(path)
+
+    def _path(self) -> str:
+        if self._frames:
+            return self._frames[-1].path
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        found = bisect_right(self._range_starts, node._sequence_nr()) - 1
+        # Gradient accumulation has the highest number of all: it belongs to the node that ran before it.
+        if 0 <= found < len(self._range_starts) - 1 and self._range_paths[found] != self._backward_path:
+            self._backward_path = self._range_paths[found]
+            self._sweep_gradients()
+        return self._backward_path
+
+    def _sweep_gradients(self) -> None:
+        waiting = []
+        for parameter in self._awaiting_gradient:
+            if parameter.grad is None:
+                waiting.append(parameter)
+            else:
+                self._mark((parameter.grad,), GRADIENTS)
+        self._awaiting_gradient = waiting
+
+    # ---- rows --------------------------------------------------------------------------------------------
+
+    def _add_row(self, op: Op, module: str) -> None:
+        now = time.perf_counter()
+        self.rows.add(
+            now - self._start, self._held, 0, phase=self._phase, module=module, op=op, step=self.step
+        )
+        self._changed = False
+        if self._on_growth is not None and now - self._sent_at >= self._interval:
+            self._send()
+
+    def _send(self) -> None:
+        if self._on_growth is not None and self._sent < len(self.rows):
+            grown = self.rows.since(self._sent)
+            self._sent, self._sent_at = len(self.rows), time.perf_counter()
+            self._on_growth(grown)
+
+
+def _shapes(args: tuple[Any, ...]) -> str:
+    return " ".join("x".join(map(str, a.shape)) for a in args if isinstance(a, torch.Tensor))
+
+
+@contextmanager
+def _resizes_seen(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Report storages that are resized in the block: Python's ``resize_`` does not cross the dispatcher.
+
+    The class is patched because there is no other seam, and only while measuring (torch's own tracker does
+    the same).
+    """
+    inherited = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = inherited(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = inherited  # type: ignore[method-assign]

@@ -1,0 +1,59 @@
+"""Bytes and tokens: the binary units of the papers, parsed and printed.
+
+Tokens are counted as the papers count them: ``5M`` is 5 x 2**20 = 5,242,880 tokens.
+"""
+
+import re
+
+from lab.errors import LabError
+
+Ki, Mi, Gi = 2**10, 2**20, 2**30
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+
+_TOKENS = {"": 1, "K": Ki, "M": Mi}
+_BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_tokens(text: str | int) -> int:
+    """Read a token count: ``8192``, ``"128K"``, ``"5M"`` (5 x 2**20).
+
+    Raises:
+        LabError: not a positive whole number of tokens.
+    """
+    return _parse(text, _TOKENS, "a number of tokens", "8192, 128K or 5M")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read an amount of memory: ``"80GiB"``, ``"2TiB"``, or a plain number of bytes.
+
+    Raises:
+        LabError: not a positive whole number of bytes.
+    """
+    return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
+
+
+def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> int:
+    found = _NUMBER.fullmatch(str(text).strip())
+    factor = units.get(found[2].upper()) if found else None
+    value = float(found[1]) * factor if found and factor else 0.0
+    if value < 1 or value != int(value):
+        raise LabError(f"{text!r} is not {what}: write {examples}")
+    return int(value)
+
+
+def format_tokens(tokens: int) -> str:
+    """Print tokens in the largest unit that divides them: 5242880 -> ``5M``, 1000 -> ``1000``."""
+    for name, size in (("M", Mi), ("K", Ki)):
+        if tokens and tokens % size == 0:
+            return f"{tokens // size}{name}"
+    return str(tokens)
+
+
+def format_bytes(size: int | float) -> str:
+    """Print bytes to three or four significant digits in the unit that suits: ``15.0 GiB``, ``512 B``."""
+    for name, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(size) >= factor:
+            value = size / factor
+            return f"{value:.2f} {name}" if abs(value) < 10 else f"{value:.1f} {name}"
+    return f"{size:.0f} B"
