@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
+
     from lab import data, models, show, units
+    from lab.batches import Batch, shard_batch
     from lab.compose import apply_recipe
-    from lab.data import shard_batch
     from lab.errors import LabError, RecipeError
     from lab.memory.timeline import Timeline
     from lab.recipe import Recipe, ladder
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lab.verbs.run import Run, run
 
 __all__ = [
+    "Batch",
     "Cluster",
     "LabError",
     "Recipe",
@@ -35,6 +37,7 @@ __all__ = [
 
 # `lab --help` must not wait seconds for torch: a name's module is imported when the name is first asked for.
 _HOME = {
+    "Batch": "lab.batches",
     "Cluster": "cluster.ranks",
     "LabError": "lab.errors",
     "Recipe": "lab.recipe",
@@ -45,7 +48,7 @@ _HOME = {
     "ladder": "lab.recipe",
     "loss": "lab.step",
     "run": "lab.verbs.run",
-    "shard_batch": "lab.data",
+    "shard_batch": "lab.batches",
     "train_step": "lab.step",
 }
 

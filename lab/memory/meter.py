@@ -4,8 +4,9 @@ It is a dispatch mode. A storage is counted from the first operator that touches
 reference tells) or is resized (FSDP frees an unsharded parameter by resizing its storage to nothing). The
 count is the same for real and for fake tensors, so a plan and a run can be compared to the byte.
 
-What an operator takes inside itself never crosses the dispatcher and is not counted: on CPU that is mostly
-flash attention's scratch, see ``lab_tests/test_meter.py`` for the comparison with the profiler's own events.
+What an operator takes inside itself never crosses the dispatcher and is not counted. On CPU that is flash
+attention's scratch, about 1 MiB a thread whatever the length; all else agrees with the profiler's memory
+events to the byte (``lab_tests/test_meter.py`` measures both).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
@@ -51,19 +54,17 @@ class _Frame:
 
 
 class Meter(TorchDispatchMode):
-    """Measures the bytes of a step: ``with meter.measure(model, optimizer): ... with meter.phase("forward")``.
+    """Measures a step's bytes: ``measure(model, optimizer)`` around it, ``phase(name)`` around its parts.
 
     ``on_growth`` is called between operators, at most every ``interval`` seconds, with the rows that came
     since the last call: the live timeline. It runs in the measured thread, so there is no sampler to outlive
     the step; the price is that nothing is drawn while one long operator runs.
     """
 
-    def __init__(
-        self, on_growth: Callable[[Timeline], None] | None = None, interval: float = 0.1
-    ) -> None:
-        super().__init__()
+    def __init__(self, on_growth: Callable[[Timeline], None] | None = None, interval: float = 0.1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows = TimelineBuilder()
-        self.step = 0
+        self._step = -1
         self._on_growth, self._interval = on_growth, interval
         self._sent, self._sent_at = 0, 0.0
         self._start = time.perf_counter()
@@ -83,7 +84,12 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Count while the block runs, beginning with what the model and the optimizer hold already."""
+        """Count one step, the block, beginning with what the model and the optimizer hold already.
+
+        What happens between steps (the next batch is read) is not part of the timeline.
+        """
+        self._step += 1
+        self._fake_mode = detect_fake_mode()
         self._mark(model.parameters(), PARAMETERS)
         self._mark(model.buffers(), PARAMETERS)
         self._mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
@@ -119,7 +125,11 @@ class Meter(TorchDispatchMode):
     # ---- counting ----------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, then count the storages of its inputs and outputs."""
         # A wrapper (DTensor, an unfinished collective) holds no bytes: let it unwrap, and see what is inside.
@@ -141,8 +151,10 @@ class Meter(TorchDispatchMode):
                 self._count(item, category)
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> _Block | None:
-        # Shapes propagated on meta tensors (DTensor does it) take no memory.
+        # DTensor propagates shapes on meta and fake tensors of its own: they take no memory.
         if tensor.device.type == "meta":
+            return None
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake_mode:
             return None
         storage = tensor.untyped_storage()
         block = self._live.get(storage._cdata)
@@ -180,7 +192,7 @@ class Meter(TorchDispatchMode):
         self._held[category] += block.size
         block.category = category
 
-    # ---- where: modules in forward, autograd nodes in backward -----------------------------------------------
+    # ---- where: modules in forward, autograd nodes in backward -------------------------------------------
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
@@ -233,7 +245,7 @@ class Meter(TorchDispatchMode):
     def _add_row(self, op: Op, module: str) -> None:
         now = time.perf_counter()
         self.rows.add(
-            now - self._start, self._held, 0, phase=self._phase, module=module, op=op, step=self.step
+            now - self._start, self._held, 0, phase=self._phase, module=module, op=op, step=self._step
         )
         self._changed = False
         if self._on_growth is not None and now - self._sent_at >= self._interval:
@@ -264,7 +276,7 @@ def _resizes_seen(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[N
         resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

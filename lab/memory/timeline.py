@@ -1,10 +1,11 @@
-"""The one result type of every verb: bytes over the time of a step, by category, with the op at each point."""
+"""The one result type of every verb: bytes over time, by category, with the op at each point."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -123,17 +124,8 @@ class Timeline:
     def rows(self, keep: npt.ArrayLike) -> Timeline:
         """Only these rows (a slice's indices or a mask), with the tables as they are."""
         index = np.asarray(keep)
-        return Timeline(
-            self.seconds[index],
-            self.device[index],
-            self.host[index],
-            self.phase[index],
-            self.module[index],
-            self.op[index],
-            self.step[index],
-            self.phases,
-            self.modules,
-            self.ops,
+        return _from_columns(
+            [getattr(self, name)[index] for name in _COLUMNS], self.phases, self.modules, self.ops
         )
 
     def thin(self, points: int) -> Timeline:
@@ -147,7 +139,7 @@ class Timeline:
         total = self.total
         keep = {0, len(self) - 1, int(total.argmax()), int(self.host.argmax())}
         keep.update((np.flatnonzero(np.diff(self.phase)) + 1).tolist())
-        for start, end in zip(edges[:-1], edges[1:], strict=True):
+        for start, end in pairwise(edges.tolist()):
             if end > start:
                 stretch = total[start:end]
                 keep.update((start + int(stretch.argmax()), start + int(stretch.argmin()), int(end) - 1))
@@ -155,9 +147,8 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and strings, for a file or a message."""
-        arrays = ("seconds", "device", "host", "phase", "module", "op", "step")
         return {
-            **{name: getattr(self, name).tolist() for name in arrays},
+            **{name: getattr(self, name).tolist() for name in _COLUMNS},
             "phases": list(self.phases),
             "modules": list(self.modules),
             "ops": [asdict(op) for op in self.ops],
@@ -167,14 +158,22 @@ class Timeline:
     def from_json(cls, document: dict[str, Any] | str) -> Timeline:
         """Read what ``to_json`` wrote, as a dict or as its text."""
         d = json.loads(document) if isinstance(document, str) else document
-        return cls(
-            np.asarray(d["seconds"], dtype=np.float64),
-            np.asarray(d["device"], dtype=np.int64).reshape(-1, len(CATEGORIES)),
-            *(np.asarray(d[name], dtype=np.int64) for name in ("host", "phase", "module", "op", "step")),
-            phases=tuple(d["phases"]),
-            modules=tuple(d["modules"]),
-            ops=tuple(Op(**op) for op in d["ops"]),
-        )
+        columns = [d[name] for name in _COLUMNS]
+        return _from_columns(columns, d["phases"], d["modules"], (Op(**op) for op in d["ops"]))
+
+
+_COLUMNS = ("seconds", "device", "host", "phase", "module", "op", "step")
+
+
+def _from_columns(
+    columns: Sequence[Any], phases: Iterable[str], modules: Iterable[str], ops: Iterable[Op]
+) -> Timeline:
+    arrays: dict[str, Any] = {
+        name: np.asarray(column, dtype=np.float64 if name == "seconds" else np.int64)
+        for name, column in zip(_COLUMNS, columns, strict=True)
+    }
+    arrays["device"] = arrays["device"].reshape(-1, len(CATEGORIES))
+    return Timeline(**arrays, phases=tuple(phases), modules=tuple(modules), ops=tuple(ops))
 
 
 class TimelineBuilder:
@@ -214,16 +213,5 @@ class TimelineBuilder:
 
     def since(self, row: int = 0) -> Timeline:
         """The rows from ``row`` on, as a timeline of their own."""
-        seconds, device, host, phase, module, op, step = (
-            zip(*self._rows[row:], strict=True) if len(self._rows) > row else ((),) * 7
-        )
-        integers = (np.asarray(column, dtype=np.int64) for column in (host, phase, module, op, step))
-        phases, modules, ops = self._tables
-        return Timeline(
-            np.asarray(seconds, dtype=np.float64),
-            np.asarray(device, dtype=np.int64).reshape(-1, len(CATEGORIES)),
-            *integers,
-            phases=tuple(phases),
-            modules=tuple(modules),
-            ops=tuple(ops),
-        )
+        columns = list(zip(*self._rows[row:], strict=True)) or [()] * len(_COLUMNS)
+        return _from_columns(columns, *self._tables)

@@ -1,0 +1,31 @@
+"""An asyncio loop in a thread of its own: ipyparallel's launchers need one that outlives each call.
+
+A notebook's main thread already runs a loop, and a loop made for one call would be closed before the
+launchers' threads report to it that a process has ended.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Runs coroutines for callers that cannot await them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cluster launchers", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Return the coroutine's result, or raise its error; TimeoutError after `timeout` seconds."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def close(self) -> None:
+        """Stop the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

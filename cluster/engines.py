@@ -1,0 +1,146 @@
+"""The processes behind a cluster: one controller, one engine a rank, and the client that talks to them."""
+
+import logging
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+
+import ipyparallel
+import psutil
+from traitlets.config import Config
+
+from cluster.background import BackgroundLoop
+from cluster.client import Published, RankClient, Returned
+from cluster.errors import ClusterError, name_ranks
+from cluster.launcher import ControllerLauncher, RankSetLauncher
+from cluster.processes import end, family, kill
+from cluster.watchdog import is_alive
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.05
+END_PATIENCE_SECONDS = 1.0
+LEAVE_SECONDS = 5.0
+
+# The client sees an engine after its second heartbeat, hence the short period. Deaths are told by nannies,
+# so a machine too busy to answer for a minute need not lose an engine.
+CONTROLLER_ARGS = [
+    "--IPController.use_threads=True",
+    "--HeartMonitor.period=500",
+    "--HeartMonitor.max_heartmonitor_misses=120",
+]
+ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=120", "--IPEngine.timeout=30"]
+
+# Its files are in the cluster's own directory; in a notebook nobody wants to read it.
+_quiet = logging.getLogger(__name__)
+_quiet.addHandler(logging.NullHandler())
+_quiet.propagate = False
+
+
+class Engines:
+    """`ranks` engines with the ids 0 to ranks-1, launched as `profile` says.
+
+    Start and restart take `timeout` seconds at most, or raise ClusterError; `directory` then keeps the logs.
+    """
+
+    def __init__(self, ranks: int, profile: str, timeout: float) -> None:
+        self.ranks = ranks
+        self.timeout = timeout
+        self.inbox: SimpleQueue[Published | Returned] = SimpleQueue()
+        self.directory = Path(tempfile.mkdtemp(prefix="cluster-"))
+        self._processes: set[psutil.Process] = set()
+        self._client: RankClient | None = None
+        self._background = BackgroundLoop()
+        config = Config()
+        config.RankSetLauncher.profile = profile
+        config.RankSetLauncher.engine_args = ENGINE_ARGS
+        self._cluster = ipyparallel.Cluster(
+            n=ranks,
+            controller=ControllerLauncher,
+            engines=RankSetLauncher,
+            controller_ip=LOOPBACK,
+            controller_location=LOOPBACK,
+            controller_args=CONTROLLER_ARGS,
+            profile_dir=str(self.directory),
+            load_profile=False,
+            delay=0,
+            shutdown_atexit=False,
+            config=config,
+            log=_quiet,
+        )
+
+    @property
+    def client(self) -> RankClient:
+        """The connected client. Raises ClusterError before the start and after the stop."""
+        if self._client is None:
+            raise ClusterError("the cluster is not started; cluster.start() starts it")
+        return self._client
+
+    def start(self) -> None:
+        """Launch the controller and the engines, and return when all of them answer to their ids."""
+        deadline = time.monotonic() + self.timeout
+        self._background.run(self._cluster.start_cluster(), self.timeout)
+        info = self._background.run(self._cluster.controller.get_connection_info(), self.timeout)
+        self._client = RankClient(info["client"], cluster_id=self._cluster.cluster_id)
+        self._client.inbox = self.inbox
+        self._wait_for_ids(list(range(self.ranks)), deadline)
+
+    def restart(self) -> None:
+        """End the engines, whatever they are doing, and launch others with the same ids."""
+        deadline = time.monotonic() + self.timeout
+        # The nannies stay for the moment: they are the ones who free the ids.
+        kill(process for pid in self._engine_pids() for process in family([pid]) if process.pid == pid)
+        self._wait_for_ids([], time.monotonic() + LEAVE_SECONDS)
+        end(self._processes - family(self._controller_pids()), END_PATIENCE_SECONDS)
+        self._background.run(self._cluster.restart_engines(), self.timeout)
+        self._wait_for_ids(list(range(self.ranks)), deadline)
+
+    def stop(self) -> None:
+        """End every process of the cluster and remove its directory; works in any state."""
+        if self._client is not None:
+            self._client.close(linger=0)
+            self._client = None
+        end(self._processes | family(self._controller_pids() + self._engine_pids()), END_PATIENCE_SECONDS)
+        self._background.run(self._cluster.stop_cluster(), self.timeout)
+        self._background.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have no engine any more."""
+        present = self.client.ids
+        return [rank for rank in range(self.ranks) if rank not in present]
+
+    def check_controller(self) -> None:
+        """Raise ClusterError if the controller, without which nothing arrives, is gone."""
+        for pid in self._controller_pids():
+            with suppress(psutil.NoSuchProcess):
+                if is_alive(psutil.Process(pid)):
+                    return
+        raise ClusterError("the cluster's controller has ended; cluster.recover() starts everything anew")
+
+    def exit_code(self, rank: int) -> int | None:
+        """Return how the engine of `rank` ended, negative for a signal; None where that is not known."""
+        ended = self._cluster.engine_set.stop_data.get("engines", {})
+        code = ended.get(str(rank), {}).get("exit_code")
+        return None if code is None else int(code)
+
+    def _controller_pids(self) -> list[int]:
+        return [self._cluster.controller.pid] if self._cluster.controller else []
+
+    def _engine_pids(self) -> list[int]:
+        return [e.pid for engines in self._cluster.engines.values() for e in engines.launchers.values()]
+
+    def _wait_for_ids(self, ids: list[int], deadline: float) -> None:
+        while sorted(self.client.ids) != ids:
+            alive = self._engine_pids()
+            if ids and len(alive) < self.ranks:
+                raise ClusterError(f"an engine ended while it started; logs are in {self.directory}/log")
+            if time.monotonic() > deadline:
+                present = name_ranks(self.client.ids) if self.client.ids else "no rank"
+                raise ClusterError(
+                    f"{present} answered where {len(ids)} were waited for; logs are in {self.directory}/log"
+                )
+            time.sleep(POLL_SECONDS)
+        self._processes = family(self._controller_pids() + self._engine_pids())

@@ -1,0 +1,93 @@
+"""Real text -> tokens -> batches, the same on every rank and in every run."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lab.errors import DataError
+
+
+def read_text(path: str | Path | None = None) -> str:
+    """All text of a file, or of every readable text file under a folder in sorted order.
+
+    Without a path: the top-level modules of the Python standard library, some 10 MB that are on every
+    machine this runs on.
+
+    Raises:
+        DataError: the path is missing, holds nothing, or is not text.
+    """
+    if path is None:
+        return _standard_library()
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"no text at {str(path)!r}: give a text file or a folder of text files")
+    if root.is_file():
+        text = _decoded(root)
+        if text is None:
+            raise DataError(f"{str(path)!r} is not text: give a file in UTF-8, or a folder of such files")
+    else:
+        files = sorted(f for f in root.rglob("*") if f.is_file())
+        text = "".join(t for f in files if (t := _decoded(f)) is not None)
+    if not text.strip():
+        raise DataError(f"{str(path)!r} holds no text: give a text file or a folder of text files")
+    return text
+
+
+def encode(text: str, *, tokenizer: str | Path | None = None, vocab_size: int = 256) -> Tensor:
+    """Tokens of a text, int64 [n]: its UTF-8 bytes, or what a tokenizer in a local directory makes of it.
+
+    Raises:
+        DataError: the directory holds no tokenizer, or its tokens do not fit a vocabulary of this size.
+    """
+    if tokenizer is None:
+        tokens = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokens = torch.tensor(
+                AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)(text)["input_ids"]
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(f"no tokenizer in {str(tokenizer)!r}: give a directory that holds one") from error
+    if int(tokens.max()) >= vocab_size:
+        raise DataError(
+            f"the text has token {int(tokens.max())}, the model's vocabulary ends at {vocab_size - 1}: "
+            "take the tokenizer that belongs to the model"
+        )
+    return tokens
+
+
+def batch(tokens: Tensor, *, rows: int, length: int, step: int) -> Tensor:
+    """The token ids of one training step, [rows, length]: consecutive windows, over and over.
+
+    Raises:
+        DataError: the text is shorter than one row.
+    """
+    windows = len(tokens) // length
+    if windows == 0:
+        raise DataError(
+            f"the text has {len(tokens)} tokens and one row takes {length}: "
+            "give a longer text or a shorter context"
+        )
+    picked = [(step * rows + row) % windows for row in range(rows)]
+    return torch.stack([tokens[w * length : (w + 1) * length] for w in picked])
+
+
+@cache
+def _standard_library() -> str:
+    folder = Path(sysconfig.get_path("stdlib"))
+    return "".join(t for f in sorted(folder.glob("*.py")) if (t := _decoded(f)) is not None)
+
+
+def _decoded(file: Path) -> str | None:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text

@@ -1,0 +1,62 @@
+"""What this machine has, what the lab would use of it, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil
+import torch
+
+from lab.units import format_bytes
+
+_PACKAGES = (
+    "torch", "transformers", "deepspeed", "ipyparallel", "jupyterlab", "ipywidgets", "anywidget",
+    "papermill", "matplotlib",
+)  # fmt: skip
+_OPTIONAL = {
+    "flash-attn": "torch's own flash attention is used instead",
+    "liger-kernel": "the lab's tiled loss is used instead",
+}
+
+
+def report() -> str:
+    """The findings as text, a line each."""
+    return "\n".join(f"{what:<14} {finding}" for what, finding in _findings())
+
+
+def _findings() -> Iterator[tuple[str, str]]:
+    memory = psutil.virtual_memory()
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    yield "memory", f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
+    gpus = torch.cuda.device_count()
+    for index in range(gpus):
+        properties = torch.cuda.get_device_properties(index)
+        yield f"gpu {index}", f"{properties.name}, {format_bytes(properties.total_memory)}"
+    if not gpus:
+        yield "gpu", "none: ranks run on the CPU"
+    yield "ranks", f"{'one a GPU, joined by nccl' if gpus else 'CPU processes, joined by gloo'}"
+    yield "attention", _attention(bool(gpus))
+    for package in _PACKAGES:
+        yield package, _version(package) or "MISSING: pip install longcontext-lab"
+    for package, instead in _OPTIONAL.items():
+        yield package, _version(package) or f"not installed (optional, for GPUs): {instead}"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
+
+
+def _attention(cuda: bool) -> str:
+    if not cuda:
+        return "torch's flash attention for CPU (aten._scaled_dot_product_flash_attention_for_cpu)"
+    return "torch's flash attention for CUDA (aten._scaled_dot_product_flash_attention)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,143 @@
+"""Notebooks as programs: find them, check their parameters, execute them into copies."""
+
+from __future__ import annotations
+
+import ast
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from rich.console import Console
+
+from lab.errors import NotebookError
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """A notebook and the defaults of its ``parameters`` cell, by name."""
+
+    path: Path
+    defaults: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return self.path.stem
+
+
+def find(names: list[str]) -> list[Notebook]:
+    """The notebooks of these names (or paths); all of the lab's own, in order, when none is given.
+
+    Raises:
+        NotebookError: no such notebook, or one without a ``parameters`` cell of literals.
+    """
+    known = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
+    return [
+        _read(known[name.removesuffix(".ipynb")])
+        if name.removesuffix(".ipynb") in known
+        else _read(_outside(name, known))
+        for name in names or known
+    ]
+
+
+def with_parameters(notebook: Notebook, given: dict[str, str]) -> dict[str, Any]:
+    """The given values, each read as the type of the notebook's own default.
+
+    Raises:
+        NotebookError: a name the notebook does not take, or a value of another type.
+    """
+    values = {}
+    for name, text in given.items():
+        if name not in notebook.defaults:
+            raise NotebookError(
+                f"{notebook.name} has no parameter {name!r}: it takes {', '.join(notebook.defaults)}"
+            )
+        values[name] = _as_type_of(notebook.defaults[name], text, f"{notebook.name}: {name}")
+    return values
+
+
+def execute(names: list[str], given: dict[str, str], out: Path | None = None) -> list[str]:
+    """Execute notebooks one after the other into copies under ``out``; return the names that failed.
+
+    Everything is checked before the first one starts. A failure is printed with its cell and its message
+    (which names the rank, where a rank failed) and the rest goes on.
+    """
+    console = Console(stderr=True, highlight=False)
+    work = [(notebook, with_parameters(notebook, given)) for notebook in find(names)]
+    folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if folder.resolve() == FOLDER:
+        raise NotebookError(f"--out {folder} is where the notebooks are: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for notebook, values in work:
+        start = time.perf_counter()
+        try:
+            papermill.execute_notebook(
+                notebook.path,
+                folder / notebook.path.name,
+                parameters=values,
+                kernel_name="python3",
+                progress_bar={"desc": notebook.name},
+                request_save_on_cell_execute=True,
+            )
+        except papermill.PapermillExecutionError as error:
+            failed.append(notebook.name)
+            where = f"{notebook.name}, cell {error.cell_index}"
+            console.print(f"[red]failed[/] {where}: {error.ename}: {error.evalue}")
+        else:
+            seconds = time.perf_counter() - start
+            copy = folder / notebook.path.name
+            console.print(f"[green]passed[/] {notebook.name} in {seconds:.0f} s -> {copy}")
+    return failed
+
+
+def _outside(name: str, known: dict[str, Path]) -> Path:
+    if Path(name).is_file():
+        return Path(name)
+    close = get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise NotebookError(f"unknown notebook {name!r}{hint}: the lab has {', '.join(known)}")
+
+
+def _read(path: Path) -> Notebook:
+    cells = nbformat.read(path, as_version=4).cells
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    if not tagged:
+        raise NotebookError(f"{path.name} has no cell tagged 'parameters'")
+    defaults = {}
+    for statement in ast.parse(tagged[0].source).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                try:
+                    defaults[name] = ast.literal_eval(value)
+                except ValueError:
+                    raise NotebookError(f"{path.name}: parameter {name} is not a literal") from None
+    return Notebook(path, defaults)
+
+
+def _as_type_of(default: Any, text: str, where: str) -> Any:
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(default) and default is not None:
+        raise NotebookError(
+            f"{where} = {text!r} is not {_named(default)}: give a value like {default!r}, its default"
+        )
+    return value
+
+
+def _named(value: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "True or False", list: "a list", dict: "a dict"}
+    return names.get(type(value), type(value).__name__)

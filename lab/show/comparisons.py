@@ -1,0 +1,138 @@
+"""Bars of bytes side by side, and lines of bytes or seconds over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+
+from lab.errors import LabError
+from lab.memory.timeline import Moment
+from lab.show.palette import COLOURS, SERIES_COLOURS
+from lab.show.picture import OVERLAY, Picture, drawing, head
+from lab.show.scales import byte_axis, format_seconds, log_axis, quiet
+from lab.units import format_bytes, format_tokens
+
+
+def stack(
+    bars: Mapping[str, Mapping[str, int] | Moment], *, title: str = "", limit: int | None = None
+) -> Picture:
+    """Draw one bar a name, split by what holds the bytes, its total at the end: before and after, a ladder.
+
+    A bar is a moment of a timeline (its device bytes) or bytes by category: a timeline's categories,
+    ``"host"`` and ``"workspace"``. ``limit`` rules a line, for instance at what the device has.
+
+    Raises:
+        LabError: no bars, or a category that has no colour.
+    """
+    parts = {name: bar.by_category if isinstance(bar, Moment) else bar for name, bar in bars.items()}
+    unknown = {category for part in parts.values() for category in part} - COLOURS.keys()
+    if unknown or not parts:
+        raise LabError(f"no bars to draw, or unknown categories {sorted(unknown)}: use {', '.join(COLOURS)}")
+    totals = [sum(part.values()) for part in parts.values()]
+    top = max(*totals, limit or 0, 1)
+    with drawing(0.85 + 0.3 * len(parts)) as figure:
+        axes = figure.subplots()
+        starts = [0] * len(parts)
+        for category, colour in COLOURS.items():
+            widths = [part.get(category, 0) for part in parts.values()]
+            if any(widths):
+                axes.barh(range(len(parts)), widths, 0.7, starts, color=colour, label=category)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        for row, total in enumerate(totals):
+            # A label that would stand across the line stands right of it.
+            at = limit if limit is not None and total <= limit < total + top / 10 else total
+            _label(axes, total, (at, row), (4, 0), va="center", fontsize=7.5)
+        axes.set_yticks(range(len(parts)), list(parts))
+        axes.invert_yaxis()
+        # Room at the right for the longest bar's label.
+        axes.set_xlim(0, top * 1.1)
+        byte_axis(axes.xaxis, top, ticks=6)
+        quiet(axes, along="x")
+        if limit is not None:
+            axes.axvline(limit, **OVERLAY)
+            _label(
+                axes, limit, (limit, 1), (0, 2), xycoords=("data", "axes fraction"), ha="center", fontsize=7
+            )
+        head(figure, title, *axes.get_legend_handles_labels())
+    said = ", ".join(f"{name} {format_bytes(total)}" for name, total in zip(parts, totals, strict=True))
+    end = f"; the line stands at {format_bytes(limit)}" if limit is not None else ""
+    return Picture(figure, f"{title or 'Bytes'}: {said}{end}.")
+
+
+def _label(axes: Axes, size: int, at: tuple[float, float], points: tuple[int, int], **style: Any) -> None:
+    axes.annotate(format_bytes(size), at, points, textcoords="offset points", **style)
+
+
+def curves(
+    tokens: Sequence[int],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    unit: Literal["bytes", "seconds"] = "bytes",
+    xlabel: str = "tokens",
+    ylabel: str = "",
+    title: str = "",
+    log: bool = True,
+) -> Picture:
+    """Draw one line a name over tokens, its measured points marked, its name where it ends.
+
+    ``None`` stands for what could not be measured, as it did not fit. With ``log`` both axes are logarithmic:
+    what grows with the tokens' square rises twice as steeply as what grows with the tokens.
+
+    Raises:
+        LabError: no series, one without points, or one whose length is not that of ``tokens``.
+    """
+    wrong = [name for name, values in series.items() if len(values) != len(tokens)]
+    lines = {
+        name: [(count, value) for count, value in zip(tokens, values, strict=False) if value is not None]
+        for name, values in series.items()
+    }
+    if wrong or not lines or not all(lines.values()):
+        raise LabError(f"each line needs {len(tokens)} values, not all None; wrong: {wrong or list(lines)}")
+    with drawing(2.9) as figure:
+        axes = figure.subplots()
+        for line, colour in zip(lines.values(), cycle(SERIES_COLOURS), strict=False):
+            axes.plot(*zip(*line, strict=True), "o-", color=colour, markersize=4, linewidth=1.6)
+        highest = max(value for line in lines.values() for _, value in line)
+        base = 2 if unit == "bytes" else 10
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=base)
+            log_axis(axes.yaxis, unit, base=base)
+        else:
+            axes.set_ylim(0, highest * 1.08)
+            if unit == "bytes":
+                byte_axis(axes.yaxis, highest)
+        quiet(axes)
+        axes.set_xticks(tokens, [format_tokens(count) for count in tokens], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel or axes.get_ylabel() or ("" if log else unit))
+        _name_ends(axes, {name: line[-1] for name, line in lines.items()})
+        head(figure, title)
+    written = format_bytes if unit == "bytes" else format_seconds
+    said = ", ".join(
+        f"{name} {written(value)} at {format_tokens(count)}"
+        for name, (count, value) in ((name, line[-1]) for name, line in lines.items())
+    )
+    return Picture(figure, f"{title or ylabel or unit.capitalize()} over {xlabel}: {said}.")
+
+
+def _name_ends(axes: Axes, ends: Mapping[str, tuple[int, float]]) -> None:
+    """Write each line's name right of its last point, pushed up where two would meet."""
+    colours = dict(zip(ends, cycle(SERIES_COLOURS), strict=False))
+    free = -1.0
+    for name, (count, value) in sorted(ends.items(), key=lambda end: end[1][1]):
+        across, up = axes.transAxes.inverted().transform(axes.transData.transform((count, value)))
+        free = max(float(up), free + 0.06)
+        axes.annotate(
+            name,
+            (across, free),
+            (7, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            color=colours[name],
+        )

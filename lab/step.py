@@ -1,0 +1,74 @@
+"""The training step of every verb: forward, backward, clipping, optimizer, under a meter."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lab.batches import Batch
+from lab.memory.meter import Meter
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross-entropy over all labels of the global batch, a scalar, the same number on every rank.
+
+    After ``.backward()`` each parameter's gradient is the dense model's: a rank contributes the gradient of
+    its own labels, divided by the global count, and the ranks' contributions are summed.
+    """
+    local: Tensor = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
+    ).loss
+    total: Tensor = _SumOverRanks.apply(local, batch.group)  # type: ignore[no-untyped-call]
+    return total / batch.label_count
+
+
+def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW with its state made at once, so that the first step weighs as much as every other."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+    return optimizer
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    meter: Meter,
+    clip_norm: float = 1.0,
+) -> Tensor:
+    """One optimizer step; returns the loss before it, a detached scalar.
+
+    Gradients are clipped to ``clip_norm`` by their global norm over all parameters and ranks.
+    """
+    with meter.measure(model, optimizer):
+        with meter.phase("forward"):
+            value = loss(model, batch)
+        with meter.phase("backward"):
+            value.backward()
+        with meter.phase("optimizer"):
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return value.detach()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Forward: all-reduce sum. Backward: identity, each rank answers for its own labels."""
+
+    @staticmethod
+    def forward(ctx: object, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, *gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[0], None

@@ -1,0 +1,181 @@
+"""Run: train on real ranks, and bring back losses, seconds and every rank's memory timeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lab import data, models
+from lab.batches import shard_batch
+from lab.compose import apply_recipe
+from lab.memory.meter import Meter
+from lab.memory.timeline import Timeline
+from lab.recipe import Recipe, named
+from lab.step import make_optimizer, train_step
+from lab.units import format_tokens, parse_tokens
+
+if TYPE_CHECKING:
+    # A machine without ipyparallel can still import the lab, to plan and to rehearse.
+    from cluster.ranks import Cluster
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank needs to know to train; everything in it travels to the ranks."""
+
+    model: models.ModelLike
+    recipe: Recipe
+    tokens: int
+    steps: int
+    rows: int
+    text: str | Path | None
+    tokenizer: str | Path | None
+    learning_rate: float
+    clip_norm: float
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """One message of a running rank: where it is, and the timeline's rows since its previous message."""
+
+    rank: int
+    ranks: int
+    step: int
+    steps: int
+    loss: float | None
+    timeline: Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a run brings back.
+
+    ``losses`` and ``seconds`` have one entry a step (the loss is the global mean, the time rank 0's);
+    ``timelines`` one a rank.
+    """
+
+    title: str
+    training: Training
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    timelines: tuple[Timeline, ...]
+
+    @property
+    def device_peak(self) -> int:
+        """The most device bytes any rank held."""
+        return max(timeline.device_peak for timeline in self.timelines)
+
+    @property
+    def host_peak(self) -> int:
+        """The most host bytes any rank held."""
+        return max(timeline.host_peak for timeline in self.timelines)
+
+
+Watch: TypeAlias = Callable[[Progress | Run], None]
+"""Called with each message of each rank while the run goes on, and once with the run at its end."""
+
+
+def run(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "plain",
+    *,
+    tokens: int | str,
+    cluster: Cluster,
+    steps: int = 3,
+    rows: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    seed: int = 0,
+    watch: Watch | None = None,
+) -> Run:
+    """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
+
+    ``text`` is a file or folder (by default the Python standard library's sources), ``tokenizer`` a local
+    directory (by default bytes are the tokens).
+
+    Raises:
+        LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        RankError: a rank failed; the text names it and holds its traceback.
+    """
+    training = Training(
+        model=model,
+        recipe=named(recipe),
+        tokens=parse_tokens(tokens),
+        steps=steps,
+        rows=rows,
+        text=text,
+        tokenizer=tokenizer,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        seed=seed,
+    )
+    config = models.config_of(model)
+    source = data.encode(data.read_text(text), tokenizer=tokenizer, vocab_size=config.vocab_size)
+    data.batch(source, rows=rows, length=training.tokens, step=0)
+
+    def on_record(rank: int, record: object) -> None:
+        if watch is not None and isinstance(record, Progress):
+            watch(record)
+
+    results = cluster.apply(_train, training, on_record=on_record)
+    losses, seconds, _ = results[0]
+    finished = Run(
+        title=_title(training, cluster.ranks, recipe),
+        training=training,
+        losses=losses,
+        seconds=seconds,
+        timelines=tuple(timeline for _, _, timeline in results),
+    )
+    if watch is not None:
+        watch(finished)
+    return finished
+
+
+def _title(training: Training, ranks: int, recipe: str | Recipe) -> str:
+    model = training.model if isinstance(training.model, str) else "model"
+    if isinstance(recipe, Recipe):
+        recipe = " + ".join(name for name, value in recipe.to_json().items() if value) or "plain"
+    return f"{model} · {recipe} · {ranks} ranks · {format_tokens(training.tokens)} tokens"
+
+
+def _train(training: Training) -> tuple[tuple[float, ...], tuple[float, ...], Timeline]:
+    """Runs on every rank."""
+    from cluster.live import publish
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = init_device_mesh(device.type, (ranks,))
+    model = models.build(training.model, seed=training.seed)
+    model.to(device)  # type: ignore[arg-type]
+    model.train()
+    apply_recipe(model, training.recipe, mesh)
+    optimizer = make_optimizer(model, learning_rate=training.learning_rate)
+    source = data.encode(
+        data.read_text(training.text), tokenizer=training.tokenizer, vocab_size=model.config.vocab_size
+    )
+    losses: list[float] = []
+    seconds: list[float] = []
+
+    def grown(rows: Timeline) -> None:
+        last = losses[-1] if losses else None
+        publish(Progress(rank, ranks, len(losses), training.steps, last, rows))
+
+    meter = Meter(on_growth=grown)
+    for step in range(training.steps):
+        start = time.perf_counter()
+        ids = data.batch(source, rows=training.rows, length=training.tokens, step=step).to(device)
+        batch = shard_batch(ids, training.recipe, mesh)
+        loss = train_step(model, optimizer, batch, meter=meter, clip_norm=training.clip_norm)
+        losses.append(float(loss))
+        seconds.append(time.perf_counter() - start)
+    return tuple(losses), tuple(seconds), meter.timeline()

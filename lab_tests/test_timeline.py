@@ -1,0 +1,68 @@
+import json
+
+import numpy as np
+import pytest
+
+from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+
+
+@pytest.fixture()
+def timeline() -> Timeline:
+    builder = TimelineBuilder()
+    for row in range(700):
+        held = [10, 0, 20, row % 97, 900 if row == 333 else 3]
+        builder.add(
+            row / 100,
+            held,
+            5 * (row == 401),
+            phase="forward" if row < 300 else "backward",
+            module=f"layers.{row % 7}",
+            op=Op("aten.mm", f"{row % 5}x3"),
+            step=row // 500,
+        )
+    return builder.since(0)
+
+
+def test_the_peak_says_what_ran_where_and_who_held_what(timeline):
+    peak = timeline.peak
+    assert (peak.device, peak.phase, peak.module, peak.op, peak.shapes, peak.step) == (
+        10 + 20 + 333 % 97 + 900, "backward", "layers.4", "aten.mm", "3x3", 0,
+    )  # fmt: skip
+    assert peak.by_category == dict(zip(CATEGORIES, (10, 0, 20, 333 % 97, 900), strict=True))
+    assert timeline.host_peak == 5
+
+
+def test_at_gives_the_last_point_before(timeline):
+    assert timeline.at(3.3349).device == timeline.device_peak
+    assert timeline.at(-1.0).seconds == 0.0
+
+
+def test_spans_cover_the_steps_in_order(timeline):
+    assert list(timeline.spans()) == [
+        ("forward", 0, 0.0, 3.0),
+        ("backward", 0, 3.0, 5.0),
+        ("backward", 1, 5.0, 6.99),
+    ]
+
+
+def test_thinning_keeps_the_peaks_and_the_phases(timeline):
+    thin = timeline.thin(60)
+    assert len(thin) < 75
+    assert thin.device_peak == timeline.device_peak
+    assert thin.host_peak == timeline.host_peak
+    assert [span[0] for span in thin.spans()] == [span[0] for span in timeline.spans()]
+
+
+def test_json_both_ways(timeline):
+    again = Timeline.from_json(json.dumps(timeline.to_json()))
+    assert again.to_json() == timeline.to_json()
+    assert again.moment(333) == timeline.moment(333)
+
+
+def test_since_hands_out_only_what_is_new(timeline):
+    builder = TimelineBuilder()
+    assert len(builder.since(0)) == 0
+    for second in range(4):
+        builder.add(second, (1, 2, 3, 4, 5), 0, phase="p", module="m", op=Op("o"), step=0)
+    assert builder.since(3).seconds.tolist() == [3.0]
+    assert np.array_equal(builder.since(0).total, [15] * 4)
