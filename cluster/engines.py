@@ -33,10 +33,9 @@ CONTROLLER_ARGS = [
 ]
 ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=120", "--IPEngine.timeout=30"]
 
-# Its files are in the cluster's own directory; in a notebook nobody wants to read it.
+# What ipyparallel says of starts and stops; the processes' own logs are in the cluster's directory.
 _quiet = logging.getLogger(__name__)
-_quiet.addHandler(logging.NullHandler())
-_quiet.propagate = False
+_quiet.setLevel(logging.CRITICAL + 1)
 
 
 class Engines:
@@ -97,15 +96,18 @@ class Engines:
         self._background.run(self._cluster.restart_engines(), self.timeout)
         self._wait_for_ids(list(range(self.ranks)), deadline)
 
-    def stop(self) -> None:
-        """End every process of the cluster and remove its directory; works in any state."""
+    def stop(self, *, keep_logs: bool) -> None:
+        """End every process of the cluster, in whatever state, and remove its directory or leave the logs."""
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
         end(self._processes | family(self._controller_pids() + self._engine_pids()), END_PATIENCE_SECONDS)
-        self._background.run(self._cluster.stop_cluster(), self.timeout)
-        self._background.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        try:
+            self._background.run(self._cluster.stop_cluster(), self.timeout)
+        finally:
+            self._background.close()
+            if not keep_logs:
+                shutil.rmtree(self.directory, ignore_errors=True)
 
     def missing(self) -> list[int]:
         """Return the ranks that have no engine any more."""

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# The kind of a failure that is not an exception: the rank's process is gone.
+PROCESS_DIED = "ProcessDied"
+
 
 class ClusterError(ValueError):
     """The cluster cannot do what was asked; the message says what would work."""

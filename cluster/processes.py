@@ -1,9 +1,14 @@
 """The processes of one cluster: found as descendants of those it started, ended by their id."""
 
 import contextlib
+import time
 from collections.abc import Iterable
 
 import psutil
+
+from cluster.watchdog import is_alive
+
+POLL_SECONDS = 0.02
 
 
 def family(pids: Iterable[int]) -> set[psutil.Process]:
@@ -24,11 +29,21 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def end(processes: Iterable[psutil.Process], patience: float) -> None:
-    """Ask each to end, kill after `patience` seconds those that have not, and return when all are gone."""
+    """Ask each to end, kill those still there after `patience` seconds, and return when all are gone."""
     asked = list(processes)
     for process in asked:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, left = psutil.wait_procs(asked, timeout=patience)
+    left = _outlive(asked, patience)
     kill(left)
-    psutil.wait_procs(left, timeout=patience)
+    _outlive(left, patience)
+
+
+def _outlive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    # psutil.wait_procs would wait for those that are dead but not reaped, which only their parent can change.
+    deadline = time.monotonic() + seconds
+    left = [process for process in processes if is_alive(process)]
+    while left and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        left = [process for process in left if is_alive(process)]
+    return left

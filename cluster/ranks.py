@@ -4,8 +4,9 @@ import atexit
 import secrets
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ import cloudpickle
 from cluster import remote
 from cluster.capacity import check_capacity, visible_devices
 from cluster.engines import Engines
-from cluster.errors import ClusterError, RankError, name_ranks
+from cluster.errors import PROCESS_DIED, ClusterError, Failure, RankError, name_ranks
 from cluster.profiles import find_profile
 from cluster.waiting import OnRecord, Run
 
@@ -59,30 +60,26 @@ class Cluster:
             self._engines.start()
             self._join()
         except BaseException:
-            self.stop()
+            self._end(keep_logs=True)
             raise
         return self
 
     def stop(self) -> None:
         """End every process of the cluster, stuck ones too. Does nothing on one that is not started."""
-        engines, self._engines = self._engines, None
-        self._broken = None
-        atexit.unregister(self.stop)
-        if engines is not None:
-            engines.stop()
+        self._end(keep_logs=False)
 
     def recover(self) -> None:
         """Restart the ranks, with the same numbers, and join them in a new process group."""
         engines = self._started()
-        try:
-            engines.check_controller()
-            engines.restart()
-        except ClusterError:
-            self.stop()
-            self.start()
-            return
-        self._broken = None
-        self._join()
+        with self._alone():
+            try:
+                engines.check_controller()
+                engines.restart()
+                self._join()
+            except ClusterError:
+                self.stop()
+                self.start()
+            self._broken = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -109,16 +106,18 @@ class Cluster:
         when the cluster is broken, is busy with another call, or did not answer in time.
         """
         engines = self._started()
-        if self._broken is None and engines.missing():
-            self._broken = f"{name_ranks(engines.missing())} ended since the last call"
-        if self._broken is not None:
-            raise ClusterError(f"the cluster is broken: {self._broken}; cluster.recover() restarts the ranks")
         payload = cloudpickle.dumps((fn, args, kwargs))
-        run = self._run(dict.fromkeys(range(self.ranks), payload), on_record, timeout)
-        if on_record is not None and not self._wait_for_records(run, RECORDS_SECONDS):
-            warnings.warn(
-                f"not all records of {name_ranks(run.unrecorded)} arrived", RuntimeWarning, stacklevel=2
-            )
+        with self._alone():
+            if self._broken is None and engines.missing():
+                self._broken = f"{name_ranks(engines.missing())} ended since the last call"
+            if self._broken is not None:
+                raise ClusterError(
+                    f"the cluster is broken: {self._broken}; cluster.recover() restarts the ranks"
+                )
+            run = self._run(dict.fromkeys(range(self.ranks), payload), on_record, timeout)
+            if on_record is not None and not self._wait_for_records(run, RECORDS_SECONDS):
+                lost = f"not all records of {name_ranks(run.unrecorded)} arrived"
+                warnings.warn(lost, RuntimeWarning, stacklevel=2)
         return [cloudpickle.loads(run.answers[rank]) for rank in run.ranks]
 
     def _started(self) -> Engines:
@@ -126,11 +125,25 @@ class Cluster:
             raise ClusterError(NOT_STARTED)
         return self._engines
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise ClusterError("the cluster is busy with another call; wait for that one")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _end(self, *, keep_logs: bool) -> None:
+        engines, self._engines = self._engines, None
+        self._broken = None
+        atexit.unregister(self.stop)
+        if engines is not None:
+            engines.stop(keep_logs=keep_logs)
+
     def _run(self, payloads: dict[int, bytes], on_record: OnRecord | None, timeout: float | None) -> Run:
         """Run one payload a rank; return when each has answered, or raise for the first failure."""
         engines = self._started()
-        if not self._busy.acquire(blocking=False):
-            raise ClusterError("the cluster is busy with another call; wait for that one")
         run = Run(secrets.token_hex(8), list(payloads), on_record)
         try:
             for rank, payload in payloads.items():
@@ -143,28 +156,35 @@ class Cluster:
             )
             if run.failures:
                 run.wait(engines.inbox, lambda: not run.waiting, GRACE_SECONDS)
-                raise self._failed(run)
+                raise RankError([self._explained(failure) for failure in run.failures.values()], run.waiting)
             if not answered:
-                waiting = run.waiting
+                late = name_ranks(run.waiting)
                 raise ClusterError(
-                    f"no answer within {timeout:g} s from {name_ranks(waiting)}; "
-                    "cluster.recover() restarts the ranks"
+                    f"no answer within {timeout:g} s from {late}; cluster.recover() restarts them"
                 )
         except BaseException:
-            # What interrupts the wait, an error in on_record for one, leaves the ranks at work.
-            run.on_record = None
-            if not run.wait(engines.inbox, lambda: not run.waiting, 0 if run.failures else GRACE_SECONDS):
-                self._broken = f"{name_ranks(run.waiting)} did not come back from a call"
+            self._settle(run)
             raise
-        finally:
-            self._busy.release()
         return run
 
-    def _failed(self, run: Run) -> RankError:
-        dead = [rank for rank, failure in run.failures.items() if failure.kind == "ProcessDied"]
+    def _explained(self, failure: Failure) -> Failure:
+        code = self._started().exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
+        if code is None:
+            return failure
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return replace(failure, message=f"{failure.message} ({how})")
+
+    def _settle(self, run: Run) -> None:
+        """After a call that failed or was interrupted: see whether the cluster can serve another."""
+        run.on_record = None
+        # Said first, so that it stands if this wait is interrupted too.
+        self._broken = f"{name_ranks(run.waiting or run.ranks)} did not come back from a call"
+        free = run.wait(self._started().inbox, lambda: not run.waiting, 0 if run.failures else GRACE_SECONDS)
+        dead = [rank for rank, failure in run.failures.items() if failure.kind == PROCESS_DIED]
         if dead:
             self._broken = f"the process of {name_ranks(dead)} ended"
-        return RankError(list(run.failures.values()), run.waiting)
+        elif free:
+            self._broken = None
 
     def _wait_for_records(self, run: Run, seconds: float) -> bool:
         return run.wait(self._started().inbox, lambda: not run.unrecorded, seconds)
@@ -178,9 +198,10 @@ class Cluster:
             for rank in range(self.ranks)
         }
         run = self._run(joining, None, self.timeout)
+        nothing = cloudpickle.dumps((remote.nothing, (), {}))
         # A channel that is only being opened loses what is sent on it.
         for _ in range(int(self.timeout / FIRST_RECORD_SECONDS)):
             if self._wait_for_records(run, FIRST_RECORD_SECONDS):
                 return
-            run = self._run(dict.fromkeys(range(self.ranks), cloudpickle.dumps((remote.nothing, (), {}))), None, self.timeout)
+            run = self._run(dict.fromkeys(range(self.ranks), nothing), None, self.timeout)
         raise ClusterError(f"nothing that {name_ranks(run.unrecorded)} published arrived")

@@ -6,6 +6,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import cloudpickle
 import torch
@@ -16,7 +17,8 @@ from cluster.live import recording
 
 LOOPBACK = "127.0.0.1"
 
-_store: dist.TCPStore | None = None
+# Held here because the rendezvous is served for as long as it is referenced.
+_store: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def open_store(ranks: int, timeout: float) -> int:
     listening = socket.create_server((LOOPBACK, 0))
     port = int(listening.getsockname()[1])
     # The store takes over a socket that already listens: no port to lose, no interface but loopback.
-    _store = dist.TCPStore(
+    _store = dist.TCPStore(  # type: ignore[attr-defined]
         LOOPBACK,
         port,
         ranks,
@@ -73,7 +75,9 @@ def join(rank: int, ranks: int, port: int, timeout: float) -> None:
     limit = timedelta(seconds=timeout)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if rank != 0:
-        _store = dist.TCPStore(LOOPBACK, port, ranks, is_master=False, timeout=limit)
+        _store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, port, ranks, is_master=False, timeout=limit
+        )
     backend, device = "gloo", None
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")

@@ -9,7 +9,7 @@ import cloudpickle
 from ipyparallel.error import RemoteError
 
 from cluster.client import Published, Returned
-from cluster.errors import Failure
+from cluster.errors import PROCESS_DIED, Failure
 from cluster.live import Stamp
 
 OnRecord = Callable[[int, Any], None]
@@ -95,7 +95,7 @@ class Run:
         except RemoteError as error:
             if error.ename == "EngineError":
                 died = time.time() - DEATH_LAG_SECONDS
-                self.failures[rank] = Failure(rank, "ProcessDied", "its process ended", "", died)
+                self.failures[rank] = Failure(rank, PROCESS_DIED, "its process ended", "", died)
             else:
                 self.failures[rank] = Failure(rank, error.ename, error.evalue, error.traceback, time.time())
             return

@@ -15,7 +15,7 @@ import psutil
 
 POLL_SECONDS = 2.0
 
-# An owner's creation time, read by two processes, differs by the correction of the clock between the readings.
+# An owner's creation time, read by two processes, differs by what the clock was corrected between.
 CREATED_TOLERANCE_SECONDS = 5.0
 
 

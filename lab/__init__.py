@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
-
     from lab import data, models, show, units
     from lab.batches import Batch, shard_batch
     from lab.compose import apply_recipe
     from lab.errors import LabError, RecipeError
+    from lab.memory.measured import measure
     from lab.memory.timeline import Timeline
     from lab.recipe import Recipe, ladder
     from lab.step import loss, train_step
@@ -27,6 +27,7 @@ __all__ = [
     "data",
     "ladder",
     "loss",
+    "measure",
     "models",
     "run",
     "shard_batch",
@@ -47,6 +48,7 @@ _HOME = {
     "apply_recipe": "lab.compose",
     "ladder": "lab.recipe",
     "loss": "lab.step",
+    "measure": "lab.memory.measured",
     "run": "lab.verbs.run",
     "shard_batch": "lab.batches",
     "train_step": "lab.step",

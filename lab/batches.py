@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lab.recipe import Recipe
-
-IGNORED = -100
-"""The label of a position that has no target; cross-entropy's own convention."""
+from lab.techniques.tiled_loss import IGNORED
 
 
 @dataclass(frozen=True, eq=False)

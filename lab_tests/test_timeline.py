@@ -6,7 +6,7 @@ import pytest
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
 
 
-@pytest.fixture()
+@pytest.fixture
 def timeline() -> Timeline:
     builder = TimelineBuilder()
     for row in range(700):

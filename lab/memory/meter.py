@@ -5,8 +5,8 @@ reference tells) or is resized (FSDP frees an unsharded parameter by resizing it
 count is the same for real and for fake tensors, so a plan and a run can be compared to the byte.
 
 What an operator takes inside itself never crosses the dispatcher and is not counted. On CPU that is flash
-attention's scratch, about 1 MiB a thread whatever the length; all else agrees with the profiler's memory
-events to the byte (``lab_tests/test_meter.py`` measures both).
+attention's scratch in backward, 4 bytes a head and token and 1 MiB a thread; all else agrees with the
+profiler's memory events to the byte (``lab_tests/test_meter.py`` measures both).
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
+
+HOST = len(CATEGORIES)
+"""Stands behind the device's categories: what ``lab::to_host`` returns, on CPU the one sign of the host."""
 
 NO_OP = Op("-")
 """Stands at the rows that mark the beginning and the end of a phase."""
@@ -69,7 +72,7 @@ class Meter(TorchDispatchMode):
         self._sent, self._sent_at = 0, 0.0
         self._start = time.perf_counter()
         self._live: dict[int, _Block] = {}
-        self._held = [0] * len(CATEGORIES)
+        self._held = [0] * (len(CATEGORIES) + 1)
         self._changed = True
         self._phase = "setup"
         self._frames: list[_Frame] = []
@@ -138,7 +141,7 @@ class Meter(TorchDispatchMode):
         for value in args:
             self._count(value, OTHER)
         result = func(*args, **(kwargs or {}))
-        self._count(result, OTHER)
+        self._count(result, HOST if func.name() == "lab::to_host" else OTHER)
         if self._changed:
             self._add_row(Op(str(func.overloadpacket), _shapes(args)), self._path())
         return result
@@ -244,8 +247,9 @@ class Meter(TorchDispatchMode):
 
     def _add_row(self, op: Op, module: str) -> None:
         now = time.perf_counter()
+        *device, host = self._held
         self.rows.add(
-            now - self._start, self._held, 0, phase=self._phase, module=module, op=op, step=self._step
+            now - self._start, device, host, phase=self._phase, module=module, op=op, step=self._step
         )
         self._changed = False
         if self._on_growth is not None and now - self._sent_at >= self._interval:

@@ -13,6 +13,7 @@ import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from PIL import Image
 
 from lab.show.palette import TEXT
 
@@ -50,7 +51,7 @@ OVERLAY: dict[str, Any] = {
     "linewidth": 0.9,
     "path_effects": [withStroke(linewidth=2.2, foreground="white")],
 }
-"""A line over coloured areas: dark with a light edge, so that it is seen on every colour, by day and by night."""
+"""A line over coloured areas: dark with a light edge, to be seen on every colour, by day and by night."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +67,12 @@ class Picture:
     @cached_property
     def png(self) -> bytes:
         """The picture as stored, transparent, rendered once."""
-        stream = BytesIO()
-        self.figure.savefig(stream, format="png", dpi=DPI, transparent=True, metadata={"Software": None})
-        return stream.getvalue()
+        drawn, stored = BytesIO(), BytesIO()
+        self.figure.savefig(drawn, format="png", dpi=DPI, transparent=True)
+        # Few colours, so a palette does: a third of the size, and notebooks are kept in git.
+        palette = Image.open(drawn).quantize(256, method=Image.Quantize.FASTOCTREE)
+        palette.save(stored, "PNG", optimize=True)
+        return stored.getvalue()
 
     def __repr__(self) -> str:
         return self.text
@@ -91,7 +95,7 @@ def head(figure: Figure, title: str, marks: Sequence[Artist] = (), names: Sequen
     """Write the title at the upper left and the legend beside it, or in its place."""
     if title:
         # With a legend beside it the layout has made room already, and the two should share a line.
-        at = {"y": 0.985} if marks else {}
+        at = {"y": 1 - 0.06 / figure.get_figheight()} if marks else {}
         figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, **at)
     if marks:
         figure.legend(

@@ -32,12 +32,12 @@ def apply_checkpointing(model: nn.Module) -> None:
 
     Raises ``RecipeError`` where the layers are checkpointed already, by this function or by transformers.
     """
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise RecipeError(
-            "checkpoint=True on a model whose own gradient checkpointing is on: a layer would be recomputed "
-            "twice; call model.gradient_checkpointing_disable() first"
-        )
     for layer in model.model.layers:  # type: ignore[union-attr]
+        if getattr(layer, "gradient_checkpointing", False):
+            raise RecipeError(
+                "checkpoint=True on a model whose own gradient checkpointing is on: a layer would be "
+                "recomputed twice; call model.gradient_checkpointing_disable() first"
+            )
         if getattr(layer.forward, "checkpointed", False):
             raise RecipeError("checkpoint=True on a model that is checkpointed already: apply it once")
         layer.forward = _checkpointed(layer.forward)

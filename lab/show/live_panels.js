@@ -1,0 +1,145 @@
+// One panel a rank, on one canvas and on the same axes. Lengths are CSS pixels, `ratio` device pixels in one.
+const STRIP = 14; // above the highest peak: the names of the phases
+const LANE_GAP = 8;
+
+// Where the panels stand, and how far their axes reach.
+function arrange(store, width, height) {
+  const count = store.ranks.length;
+  const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), Math.floor(width / 190)));
+  const rows = Math.ceil(count / columns);
+  const [left, right, below, title, gap] = [56, 14, 20, 22, 18];
+  const across = (width - left - right - gap * (columns - 1)) / columns;
+  const down = (height - below - LANE_GAP * (rows - 1)) / rows;
+  const host = most(store, (row) => row.host);
+  const lane = host > 0 ? Math.max(14, Math.round(0.17 * (down - title))) : 0;
+  const panels = store.ranks.map((rank, n) => ({
+    rank,
+    name: `rank ${n}`,
+    x: Math.round(left + (n % columns) * (across + gap)),
+    y: Math.round(Math.floor(n / columns) * (down + LANE_GAP) + title),
+    width: Math.floor(across),
+    height: Math.floor(down - title - (lane && lane + LANE_GAP)),
+    lane,
+    leftmost: n % columns === 0,
+    lowest: n + columns >= count,
+  }));
+  const scale = { seconds: roundUp(most(store, (row) => row.seconds) || 1), bytes: highestPeak(store) || 1, host };
+  return { panels, scale };
+}
+
+function drawPanel(pen, panel, scale, look, names, ratio) {
+  const { x, y, width, height, rank } = panel;
+  const floor = y + height;
+  const up = (bytes) => floor - (bytes / scale.bytes) * (height - STRIP);
+  panel.shown = byColumn(rank.rows, scale.seconds, Math.round(width * ratio));
+  const runs = phaseRuns(panel.shown, ratio);
+  drawTitle(pen, panel);
+  for (const run of runs) drawPhase(pen, panel, run, names[run.phase], look.tints[names[run.phase]]);
+  drawByteTicks(pen, panel, scale.bytes, up, ratio);
+  // From the whole stack down to its lowest part, each painted over the one before: no seams.
+  for (let parts = look.categories.length; parts > 0; parts--) {
+    const held = (row) => up(row.held.subarray(0, parts).reduce((a, b) => a + b, 0));
+    fillArea(pen, panel, floor, held, look.categories[parts - 1][1], ratio);
+  }
+  runs.forEach((run, n) => {
+    if (n === 0 || run.step === runs[n - 1].step) return;
+    for (let at = y; at < floor; at += 5) fill(pen, 0.5, x + run.start, at, 1 / ratio, 2.5);
+  });
+  fill(pen, 0.5, x, floor - 0.5, width, 1);
+  if (rank.peak) ring(pen, x + (rank.peak.seconds / scale.seconds) * width, up(rank.peak.total));
+  if (panel.lane) {
+    const bottom = floor + LANE_GAP + panel.lane;
+    fillArea(pen, panel, bottom, (row) => bottom - (row.host / scale.host) * panel.lane, look.host, ratio);
+    fill(pen, 0.5, x, bottom - 0.5, width, 1);
+    if (panel.leftmost) write(pen, 0.7, "right", "host", x - 8, bottom - panel.lane / 2);
+  }
+  if (panel.lowest) drawSecondTicks(pen, panel, scale.seconds);
+}
+
+// Stretches of columns in one phase of one step.
+function phaseRuns(shown, ratio) {
+  const runs = [];
+  shown.forEach((row, column) => {
+    const run = runs.at(-1);
+    if (!row) return;
+    if (run && run.phase === row.phase && run.step === row.step) run.end = (column + 1) / ratio;
+    else runs.push({ phase: row.phase, step: row.step, start: column / ratio, end: (column + 1) / ratio });
+  });
+  return runs;
+}
+
+function drawTitle(pen, panel) {
+  const { x, y, width, rank } = panel;
+  pen.font = pen.font.replace(/^/, "600 ");
+  write(pen, 1, "left", panel.name, x, y - 10);
+  const after = pen.measureText(`${panel.name}  `).width;
+  pen.font = pen.font.replace(/^600 /, "");
+  if (!rank.peak) return;
+  const now = `now ${formatBytes(rank.rows.at(-1).total)}`;
+  const peak = `peak ${formatBytes(rank.peak.total)}`;
+  const host = panel.lane ? `host ${formatBytes(rank.rows.at(-1).host)}` : "";
+  const said = [[now, peak, host], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
+  const fits = said.find((text) => after + pen.measureText(text).width <= width) ?? "";
+  write(pen, 0.75, "left", fits, x + after, y - 10);
+}
+
+function drawPhase(pen, panel, run, name, tint) {
+  if (!tint) return;
+  fill(pen, tint, panel.x + run.start, panel.y, run.end - run.start, panel.height);
+  if (pen.measureText(name).width + 8 > run.end - run.start) return;
+  write(pen, 0.65, "center", name, panel.x + (run.start + run.end) / 2, panel.y + 8);
+}
+
+function drawByteTicks(pen, panel, top, up, ratio) {
+  const [unit, size] = unitFor(top);
+  ticks(top / size, 4).forEach((tick, n, all) => {
+    const at = Math.round(up(tick * size) * ratio) / ratio;
+    if (n > 0) fill(pen, 0.14, panel.x, at, panel.width, 1 / ratio);
+    const said = n === all.length - 1 ? `${+tick.toFixed(3)} ${unit}` : `${+tick.toFixed(3)}`;
+    if (panel.leftmost) write(pen, 0.7, "right", said, panel.x - 8, at);
+  });
+}
+
+function drawSecondTicks(pen, panel, seconds) {
+  const bottom = panel.y + panel.height + (panel.lane && panel.lane + LANE_GAP);
+  ticks(seconds, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
+    const said = n === all.length - 1 ? `${+tick.toFixed(3)} s` : `${+tick.toFixed(3)}`;
+    write(pen, 0.7, "center", said, panel.x + (tick / seconds) * panel.width, bottom + 11);
+  });
+}
+
+function fillArea(pen, panel, floor, height, colour, ratio) {
+  pen.save();
+  pen.fillStyle = colour;
+  pen.beginPath();
+  pen.moveTo(panel.x, floor);
+  panel.shown.forEach((row, column) => {
+    const at = row ? height(row) : floor;
+    pen.lineTo(panel.x + column / ratio, at);
+    pen.lineTo(panel.x + (column + 1) / ratio, at);
+  });
+  pen.lineTo(panel.x + panel.shown.length / ratio, floor);
+  pen.fill();
+  pen.restore();
+}
+
+function ring(pen, x, y) {
+  pen.globalAlpha = 0.8;
+  pen.beginPath();
+  pen.arc(x, y, 3.5, 0, 2 * Math.PI);
+  pen.stroke();
+  pen.globalAlpha = 1;
+}
+
+function fill(pen, alpha, x, y, width, height) {
+  pen.globalAlpha = alpha;
+  pen.fillRect(x, y, width, height);
+  pen.globalAlpha = 1;
+}
+
+function write(pen, alpha, align, text, x, y) {
+  pen.globalAlpha = alpha;
+  pen.textAlign = align;
+  pen.fillText(text, x, y);
+  pen.globalAlpha = 1;
+}

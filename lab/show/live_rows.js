@@ -1,0 +1,87 @@
+// What has arrived: rows by rank, and what can be said of them.
+// A row is seconds, bytes of five categories, host bytes, numbers of phase, module and operator, step.
+const WIDTH = 11;
+const MOST_ROWS = 3000; // of a rank; more are thinned to a third of it
+const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+
+function unitFor(top) {
+  return UNITS.find(([, size]) => top >= size) ?? UNITS[3];
+}
+
+function formatBytes(bytes) {
+  if (bytes < 2 ** 10) return `${bytes.toFixed(0)} B`;
+  const [name, size] = unitFor(bytes);
+  const value = bytes / size;
+  return `${value.toFixed(value < 10 ? 2 : 1)} ${name}`;
+}
+
+function ticks(top, count) {
+  const raw = top / count;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw);
+  return Array.from({ length: Math.floor(top / step + 1e-9) + 1 }, (_, n) => n * step);
+}
+
+// An axis that grows in jumps stands still in between.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return power * [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((factor) => factor * power >= value);
+}
+
+function receive(store, message, buffer) {
+  message.names.forEach((name, n) => (store.names[message.known + n] = name));
+  for (let rank = store.ranks.length; rank < message.ranks; rank++) store.ranks.push({ rows: [], peak: null });
+  store.step = Math.max(store.step, Math.min(message.step + 1, message.steps));
+  store.steps = message.steps;
+  store.loss = message.loss ?? store.loss;
+  const rank = store.ranks[message.rank];
+  const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
+  for (let start = 0; start < numbers.length; start += WIDTH) {
+    const [seconds, , , , , , host, phase, module, op, step] = numbers.subarray(start, start + WIDTH);
+    const held = numbers.subarray(start + 1, start + 6);
+    const row = { seconds, held, total: held.reduce((a, b) => a + b), host, phase, module, op, step };
+    if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
+    rank.rows.push(row);
+  }
+  if (rank.rows.length > MOST_ROWS) rank.rows = thin(rank.rows, MOST_ROWS / 6);
+}
+
+// Each stretch of time keeps its highest row and its last.
+function thin(rows, stretches) {
+  const stretch = (row) => Math.floor((row.seconds / (rows.at(-1).seconds || 1)) * stretches);
+  const kept = [];
+  let highest = null;
+  rows.forEach((row, n) => {
+    if (!highest || row.total > highest.total) highest = row;
+    if (n + 1 < rows.length && stretch(rows[n + 1]) === stretch(row)) return;
+    if (highest !== row) kept.push(highest);
+    kept.push(row);
+    highest = null;
+  });
+  return kept;
+}
+
+function most(store, value) {
+  return Math.max(0, ...store.ranks.map((rank) => rank.rows.reduce((top, row) => Math.max(top, value(row)), 0)));
+}
+
+function highestPeak(store) {
+  return Math.max(0, ...store.ranks.map((rank) => rank.peak?.total ?? 0));
+}
+
+// The row that each of `count` pixel columns shows: the highest there, or what still holds.
+function byColumn(rows, seconds, count) {
+  const shown = [];
+  let holds = null;
+  let n = 0;
+  for (let column = 0; column < count && n < rows.length; column++) {
+    let highest = holds;
+    const end = ((column + 1) / count) * seconds;
+    for (; n < rows.length && rows[n].seconds <= end; n++) {
+      holds = rows[n];
+      if (!highest || holds.total > highest.total) highest = holds;
+    }
+    shown.push(highest);
+  }
+  return shown;
+}

@@ -1,0 +1,112 @@
+"""The live memory timeline: drawn while the ranks train, a picture once they are done."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import anywidget
+import traitlets
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+
+from lab.memory.timeline import CATEGORIES
+from lab.show.figures import timeline
+from lab.show.messages import Names, delta
+from lab.show.palette import COLOURS, PHASE_TINTS
+from lab.show.picture import Picture
+from lab.verbs.run import Progress, Run
+
+_HERE = Path(__file__).parent
+
+_WARM_UP = 0.4
+"""Seconds for which the first messages wait: a browser that still loads the script would lose them."""
+
+
+class _Widget(anywidget.AnyWidget):
+    """The canvas in the browser. It is sent messages; its traits never change."""
+
+    # A widget is one module of script: its parts are plain scripts, joined.
+    _esm = "\n".join(_HERE.joinpath(f"live_{part}.js").read_text() for part in ("rows", "panels", "timeline"))
+    _css = _HERE.joinpath("live_timeline.css").read_text()
+    look = traitlets.Dict().tag(sync=True)
+
+
+class LiveTimeline:
+    """Give it to ``lab.run(..., watch=...)``: it draws each message, and turns into a picture at the end.
+
+    Where no browser looks on (papermill, a script) there is the picture only. It can watch one run after
+    another.
+    """
+
+    def __init__(self, height: int) -> None:
+        self._height = height
+        self._showing: _Showing | None = None
+
+    def __call__(self, message: Progress | Run) -> None:
+        """Draw a message of a running rank, or the finished run."""
+        if isinstance(message, Run):
+            self._finish(timeline(message))
+            return
+        if self._showing is None and _is_watched():
+            self._showing = _Showing(self._height)
+        if self._showing is not None:
+            self._showing.draw(message)
+
+    def _finish(self, picture: Picture) -> None:
+        if self._showing is None:
+            _publish(picture)
+        else:
+            self._showing.replace(picture)
+            self._showing = None
+
+
+class _Showing:
+    """A displayed widget, and what its script has been told."""
+
+    def __init__(self, height: int) -> None:
+        self._widget = _Widget(
+            look={
+                "categories": [[name, COLOURS[name]] for name in CATEGORIES],
+                "host": COLOURS["host"],
+                "tints": PHASE_TINTS,
+                "height": height,
+            }
+        )
+        self._place = uuid4().hex
+        _publish(self._widget, display_id=self._place)
+        self._opened = time.monotonic()
+        self._waiting: list[Progress] = []
+        self._names = Names()
+
+    def draw(self, progress: Progress) -> None:
+        self._waiting.append(progress)
+        if time.monotonic() - self._opened < _WARM_UP:
+            return
+        for message in self._waiting:
+            content, rows = delta(message, self._names)
+            self._widget.send(content, buffers=[rows])
+        self._waiting.clear()
+
+    def replace(self, picture: Picture) -> None:
+        # The picture first: a closed widget leaves an empty place, and the cells below would jump.
+        _publish(picture, display_id=self._place, update=True)
+        self._widget.close()
+
+
+def live(*, height: int = 400) -> LiveTimeline:
+    """Watch a run: ``lab.run(..., watch=lab.show.live())``; ``height`` in pixels, of all ranks together."""
+    return LiveTimeline(height)
+
+
+def _publish(shown: Picture | _Widget, **where: Any) -> None:
+    # IPython says that it is typed, and this function is not.
+    display(shown, **where)  # type: ignore[no-untyped-call]
+
+
+def _is_watched() -> bool:
+    """Whether a notebook's page runs this cell: a page names the cell that it runs, papermill does not."""
+    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)()
+    return "cellId" in parent.get("metadata", {})

@@ -1,0 +1,204 @@
+"""Sequence tiling: modules that treat every token alone run slice by slice, forward and backward.
+
+One combinator, ``tiled``, and the modules it is applied to here: MLPs and norms. The loss with its head is
+the third, in ``tiled_loss.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from lab.errors import RecipeError
+
+
+def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
+    """Run the MLP of every decoder layer over slices of ``tile`` tokens: ``[b, s, E]`` -> ``[b, s, E]``.
+
+    With I the intermediate size, w bytes an element and t = min(tile, s) tokens a tile. A gated MLP keeps
+    its input and four tensors ``[b, s, I]``; a tiled one keeps its input.
+    Saves: 4*b*s*I*w bytes between a layer's forward and its backward, and in the peak of either all but t
+    of the s tokens of everything ``[b, s, I]``.
+    Costs: one more MLP forward in backward, which under activation checkpointing takes the place of the
+    recomputed one (2 in all, not 3). Sums of weight gradients in fp32 or wider: 3*E*I*4 bytes (fp32 and
+    narrower) while the backward of one MLP runs.
+    Source: ALST (arXiv 2506.13996, section 3.1.1, "TiledMLP").
+    Composes with: checkpointing (applied after), FSDP2 per layer (applied after: the layer's parameters are
+    whole while its backward runs), everything in attention. Tiles that do not divide s leave a shorter last
+    one.
+
+    Raises ``RecipeError`` where ``tile`` is less than 1.
+    """
+    _check("mlp_tile", tile)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        _tile_module(layer.mlp, tile)
+
+
+def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
+    """Run the norms over the hidden size in slices of ``tile`` tokens: ``[b, s, E]`` -> ``[b, s, E]``.
+
+    The norms before attention and before the MLP of every layer, and the one before the head; norms per
+    head (Qwen3's q_norm and k_norm) belong to the attention.
+    Saves: an RMS norm keeps, of w bytes an element, its input in fp32 (4*E bytes a token; its own input
+    where w = 4), the normalised input in fp32 and once more rounded (where w < 4) and 4 bytes of scale: for
+    w = 2, b*s*(10*E + 4) bytes a norm. A tiled norm keeps its input, which the residual stream holds anyway.
+    Costs: one more norm forward in backward.
+    Source: Untied Ulysses (arXiv 2602.21196) tiles the norms beside the MLP of ALST.
+    Composes with: everything; checkpointing and FSDP2 are applied after.
+
+    Raises ``RecipeError`` where ``tile`` is less than 1.
+    """
+    _check("norm_tile", tile)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        _tile_module(layer.input_layernorm, tile)
+        _tile_module(layer.post_attention_layernorm, tile)
+    _tile_module(model.model.norm, tile)  # type: ignore[arg-type]
+
+
+def tiled(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *beside: Tensor, tile: int) -> Tensor:
+    """Compute ``fn(x, *beside)`` in slices of ``tile`` along dim 1, and hold the inside of one at a time.
+
+    ``fn`` maps ``[b, t, ...]`` to ``[b, t, ...]`` token by token with the parameters of ``module``; ``x`` is
+    ``[b, s, ...]`` and gets a gradient, ``beside`` is sliced with it and gets none.
+
+    1. Forward: each slice's output goes into its place of one preallocated tensor; nothing inside is kept.
+    2. Between: ``x`` and ``beside`` are kept, and the parameters where the module has them.
+    3. Backward: each slice runs again with gradients and is differentiated; dx goes into its place, and the
+       parameters' gradients into sums that are fp32 or the parameter's dtype, whichever is wider. Rounding
+       to the parameter's dtype after every slice is off by 1.5e-2 over 160 slices, once at the end by 2e-3.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
+        return _forward(fn, tile, x, beside)
+    # The input is saved by a node of its own, before anything is computed. A checkpointed layer recomputes
+    # until it has what it saved: it stops here, and the slices run twice in all and not three times.
+    kept: Tensor = _Keep.apply(x, len(beside), *beside, *parameters)  # type: ignore[no-untyped-call]
+    out: Tensor = _Tiled.apply(  # type: ignore[no-untyped-call]
+        fn, module, tile, kept.grad_fn, x.requires_grad, beside, kept, *parameters
+    )
+    return out
+
+
+class _Keep(Function):
+    """Pass x on unchanged and save it, with what lies beside it. The parameters make it a node of the graph
+    where x itself needs no gradient, so that what is saved goes when backward has passed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *beside_and_parameters: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, *beside_and_parameters[:count])
+        ctx.inputs = 2 + len(beside_and_parameters)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Any, ...]:
+        return dx, *(None,) * (ctx.inputs - 1)
+
+
+class _Tiled(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fn: Callable[..., Tensor],
+        module: nn.Module,
+        tile: int,
+        keep: Any,
+        x_needs_grad: bool,
+        beside: tuple[Tensor, ...],
+        x: Tensor,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        ctx.fn, ctx.module, ctx.tile, ctx.keep, ctx.x_needs_grad = fn, module, tile, keep, x_needs_grad
+        return _forward(fn, tile, x, beside)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        x, *beside = ctx.keep.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
+        with _standing_in(ctx.module) as parameters:
+            sums = [torch.zeros_like(p, dtype=_wider(p.dtype)) for p in parameters]
+            for start, length in slices(x.shape[1], ctx.tile):
+                x_tile = x.narrow(1, start, length).detach().requires_grad_(ctx.x_needs_grad)
+                with torch.enable_grad():
+                    out = ctx.fn(x_tile, *(b.narrow(1, start, length) for b in beside))
+                wanted = [x_tile, *parameters] if ctx.x_needs_grad else parameters
+                grads = list(torch.autograd.grad(out, wanted, dout.narrow(1, start, length)))
+                if dx is not None:
+                    dx.narrow(1, start, length).copy_(grads.pop(0))
+                for total, grad in zip(sums, grads, strict=True):
+                    total.add_(grad)
+                # Or the next slice would be computed with this one still held.
+                del out, grads, x_tile, wanted
+            gradients = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        return *(None,) * 6, dx, *gradients
+
+
+def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
+    out: Tensor | None = None
+    for start, length in slices(x.shape[1], tile):
+        part = fn(x.narrow(1, start, length), *(b.narrow(1, start, length) for b in beside))
+        if out is None:
+            out = part.new_empty(part.shape[0], x.shape[1], *part.shape[2:])
+        out.narrow(1, start, length).copy_(part)
+        del part
+    assert out is not None, "a sequence has at least one token"
+    return out
+
+
+@contextmanager
+def _standing_in(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Let leaves that share the trainable parameters' memory stand in their place; yield them in order.
+
+    Differentiating by the parameters themselves would run their gradient hooks (data parallel ranks sum
+    there) once a slice, on top of the once that autograd runs them on what backward returns.
+    """
+    stand_ins: dict[nn.Parameter, Tensor] = {
+        p: p.detach().requires_grad_() for p in module.parameters() if p.requires_grad
+    }
+    slots = [
+        (m._parameters, name, p)
+        for m in module.modules()
+        for name, p in m._parameters.items()
+        if p in stand_ins
+    ]
+    for owner, name, parameter in slots:
+        owner[name] = stand_ins[parameter]  # type: ignore[assignment]
+    try:
+        yield list(stand_ins.values())
+    finally:
+        for owner, name, parameter in slots:
+            owner[name] = parameter
+
+
+def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` gives (0, 8), (8, 8), (16, 4)."""
+    for start in range(0, length, tile):
+        yield start, min(tile, length - start)
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check(knob: str, tile: int) -> None:
+    if tile < 1:
+        raise RecipeError(
+            f"{knob}={tile}: a tile is a number of tokens; use 1 or more, or None for no tiling"
+        )
+
+
+def _tile_module(module: nn.Module, tile: int) -> None:
+    inner = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return tiled(inner, module, x, tile=tile)
+
+    module.forward = forward

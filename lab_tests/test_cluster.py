@@ -1,0 +1,310 @@
+"""The cluster: who is who, what comes back and when, who is blamed, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from cluster import capacity, watchdog
+from cluster.errors import ClusterError, Failure, RankError
+from cluster.live import publish
+from cluster.ranks import Cluster
+
+
+def identity() -> dict[str, Any]:
+    from ipyparallel.engine.app import IPEngine
+
+    return {
+        "engine": IPEngine.instance().id,
+        "rank": dist.get_rank(),
+        "ranks": dist.get_world_size(),
+        "threads": torch.get_num_threads(),
+        "variable": os.environ["OMP_NUM_THREADS"],
+        "pid": os.getpid(),
+        "backend": dist.get_backend(),
+    }
+
+
+def affine(slope: int, *, offset: int) -> tuple[int, int]:
+    return dist.get_rank(), slope * dist.get_rank() + offset
+
+
+def sum_over_ranks(start: float) -> float:
+    value = torch.tensor(start ** dist.get_rank())
+    dist.all_reduce(value)
+    return float(value)
+
+
+def publish_slowly(count: int, pause: float) -> float:
+    for index in range(count):
+        publish({"index": index, "square": (index + dist.get_rank()) ** 2})
+        time.sleep(pause)
+    return time.time()
+
+
+def publish_many(count: int) -> None:
+    for index in range(count):
+        publish(index)
+
+
+def leave_a_sampler(seconds: float) -> None:
+    def sample() -> None:
+        end = time.time() + seconds
+        while time.time() < end:
+            publish("from the run before")
+            time.sleep(0.01)
+
+    threading.Thread(target=sample, daemon=True).start()
+
+
+def publish_one(pause: float) -> None:
+    time.sleep(pause)
+    publish("own")
+
+
+def fail_while_others_wait(culprit: int) -> None:
+    if dist.get_rank() == culprit:
+        time.sleep(0.2)
+        raise ArithmeticError("7 is not 11")
+    dist.barrier()
+
+
+def fail_one_after_another(order: list[int]) -> None:
+    time.sleep(0.15 * order.index(dist.get_rank()))
+    raise LookupError(f"place {order.index(dist.get_rank())}")
+
+
+def end_process(culprit: int, *, code: int) -> None:
+    if dist.get_rank() == culprit:
+        os._exit(code)
+    dist.barrier()
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert [p for p in left if watchdog.is_alive(p)] == []
+
+
+def test_rank_is_engine_id_and_threads_are_shared_out(ranks4: Cluster) -> None:
+    found = ranks4.apply(identity)
+    threads = max(1, (os.cpu_count() or 1) // 4)
+    assert [f["engine"] for f in found] == [0, 1, 2, 3]
+    assert [f["rank"] for f in found] == [0, 1, 2, 3]
+    assert {f["ranks"] for f in found} == {ranks4.ranks} == {4}
+    assert {f["threads"] for f in found} == {threads}
+    assert {f["variable"] for f in found} == {str(threads)}
+    assert len({f["pid"] for f in found} | {os.getpid()}) == 5
+    if ranks4.device_type == "cpu":
+        assert {f["backend"] for f in found} == {"gloo"}
+
+
+def test_results_come_in_rank_order(ranks4: Cluster) -> None:
+    assert ranks4.apply(affine, 7, offset=-3) == [(0, -3), (1, 4), (2, 11), (3, 18)]
+
+
+def test_lambdas_and_closures_travel(ranks4: Cluster) -> None:
+    factor = 13
+    assert ranks4.apply(lambda: dist.get_rank() * factor) == [0, 13, 26, 39]
+
+
+def test_all_ranks_share_one_group(ranks4: Cluster) -> None:
+    assert ranks4.apply(sum_over_ranks, 3.0) == [1 + 3 + 9 + 27] * 4
+
+
+def test_records_arrive_while_the_call_blocks(ranks4: Cluster) -> None:
+    arrivals: list[tuple[int, dict[str, int], float, int]] = []
+
+    def note(rank: int, record: dict[str, int]) -> None:
+        arrivals.append((rank, record, time.time(), threading.get_ident()))
+
+    ended = ranks4.apply(publish_slowly, 5, 0.1, on_record=note)
+    for rank in range(4):
+        own = [a for a in arrivals if a[0] == rank]
+        assert [a[1] for a in own] == [{"index": i, "square": (i + rank) ** 2} for i in range(5)]
+        assert own[0][2] < ended[rank] - 0.3
+    assert {a[3] for a in arrivals} == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("count", [1, 211])
+def test_every_record_is_there_when_the_call_returns(ranks4: Cluster, count: int) -> None:
+    got: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    ranks4.apply(publish_many, count, on_record=lambda rank, record: got[rank].append(record))
+    assert got == {rank: list(range(count)) for rank in range(4)}
+
+
+def test_a_record_is_not_credited_to_the_next_run(ranks4: Cluster) -> None:
+    early: list[str] = []
+    ranks4.apply(leave_a_sampler, 0.6, on_record=lambda rank, record: early.append(record))
+    late: list[str] = []
+    ranks4.apply(publish_one, 0.2, on_record=lambda rank, record: late.append(record))
+    assert late == ["own"] * 4
+
+
+def test_publish_elsewhere_does_nothing() -> None:
+    publish(object())
+
+
+def test_an_error_in_on_record_reaches_the_caller(ranks4: Cluster) -> None:
+    def refuse(rank: int, record: Any) -> None:
+        raise BufferError(f"{record}")
+
+    with pytest.raises(BufferError, match="own"):
+        ranks4.apply(publish_one, 0.0, on_record=refuse)
+    assert not ranks4.broken
+
+
+def test_the_earliest_failure_is_the_cause(ranks4: Cluster) -> None:
+    with pytest.raises(RankError, match=r"^rank 2 failed first: LookupError: place 0") as caught:
+        ranks4.apply(fail_one_after_another, [2, 0, 3, 1])
+    assert caught.value.victims == (0, 3, 1)
+    assert caught.value.waiting == ()
+    assert "rank 1 failed after it" in str(caught.value)
+    assert not ranks4.broken
+    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+
+
+def test_failing_rank_is_named_while_others_wait_and_recover_restores(ranks4: Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks4.apply(fail_while_others_wait, 2)
+    assert time.monotonic() - began < 2.2
+    text = str(caught.value)
+    assert text.splitlines()[0] == "rank 2 failed first: ArithmeticError: 7 is not 11"
+    assert 'raise ArithmeticError("7 is not 11")' in text
+    assert "remote.py" not in text
+    assert "ranks 0, 1, 3 still waiting" in text
+    assert caught.value.waiting == (0, 1, 3)
+
+    assert ranks4.broken
+    with pytest.raises(ClusterError, match=r"ranks 0, 1, 3.*cluster\.recover\(\)"):
+        ranks4.apply(affine, 1, offset=0)
+
+    began = time.monotonic()
+    ranks4.recover()
+    assert time.monotonic() - began < 15
+    assert [f["engine"] for f in ranks4.apply(identity)] == [0, 1, 2, 3]
+    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+
+
+def test_a_dead_rank_is_named_and_recover_replaces_it(ranks4: Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
+        ranks4.apply(end_process, 1, code=87)
+    assert time.monotonic() - began < 2.0
+    with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
+        ranks4.apply(affine, 1, offset=0)
+
+    ranks4.recover()
+    victim = ranks4.apply(identity)[3]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises((RankError, ClusterError), match="rank 3"):
+        ranks4.apply(sum_over_ranks, 2.0)
+    assert time.monotonic() - began < 2.0
+
+
+def test_unanswered_in_time(ranks4: Cluster) -> None:
+    with pytest.raises(ClusterError, match=r"no answer within 0\.3 s from ranks 0, 1, 2, 3"):
+        ranks4.apply(sleep, 0.9, timeout=0.3)
+    assert not ranks4.broken, "the ranks came back within the grace"
+
+
+def test_interrupt_ends_the_wait(ranks4: Cluster) -> None:
+    threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ranks4.apply(sleep, 1.0)
+    assert 0.2 < time.monotonic() - began < 1.9
+    assert not ranks4.broken
+
+
+def test_too_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = psutil.virtual_memory()._replace(available=3 * capacity.RANK_MEMORY + 17)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(capacity, "visible_devices", list)
+    capacity.check_capacity(3)
+    with pytest.raises(ClusterError, match=r"ranks=5: .*ranks=3 would work"):
+        Cluster(ranks=5)
+    monkeypatch.setattr(capacity, "visible_devices", lambda: ["2", "5"])
+    capacity.check_capacity(2)
+    with pytest.raises(ClusterError, match=r"ranks=3: .*GPU.* 2; ranks=2 would work"):
+        capacity.check_capacity(3)
+
+
+@pytest.mark.parametrize("ranks", [0, -2, 2.5, True, "4"])
+def test_ranks_must_be_a_whole_number(ranks: Any) -> None:
+    with pytest.raises(ClusterError, match="ranks="):
+        Cluster(ranks=ranks)
+
+
+def test_unknown_profile_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"'lokal' is not known; known are: local"):
+        Cluster(profile="lokal")
+
+
+def test_a_cluster_that_is_not_started_says_so() -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.start\(\)"):
+        Cluster(ranks=2).apply(identity)
+
+
+def leave_with_a_stuck_rank(directories: list[Path]) -> None:
+    with Cluster(ranks=2) as cluster:
+        assert cluster._engines is not None
+        directories.append(cluster._engines.directory)
+        assert directories[0].exists()
+        with pytest.raises(RankError):
+            cluster.apply(fail_while_others_wait, 1)
+        raise ZeroDivisionError
+
+
+def test_nothing_is_left_after_an_error_with_a_stuck_rank(no_process_left: None) -> None:
+    directories: list[Path] = []
+    with pytest.raises(ZeroDivisionError):
+        leave_with_a_stuck_rank(directories)
+    assert not directories[0].exists()
+
+
+OWNER = """
+import sys, time, psutil
+from cluster import Cluster
+
+with Cluster(ranks=2) as cluster:
+    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        assert len(processes) >= 5, "a controller, two engines, two nannies"
+        owner.kill()
+        deadline = time.monotonic() + 20
+        while any(watchdog.is_alive(p) for p in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert [p.pid for p in processes if watchdog.is_alive(p)] == []
+
+
+def test_failures_are_told_in_the_order_of_time() -> None:
+    failures = [Failure(4, "OSError", "closed", "", 30.5), Failure(6, "KeyError", "'b'", "", 29.25)]
+    assert str(RankError(failures)).startswith("rank 6 failed first: KeyError: 'b'\n\nrank 4 failed after it")

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from lab import data
+from lab.errors import DataError
+
+
+def test_the_standard_library_is_there_and_is_python():
+    text = data.read_text()
+    assert len(text) > 2**20
+    assert "def " in text
+
+
+def test_bytes_are_tokens():
+    assert data.encode("Aé").tolist() == [65, 0xC3, 0xA9]
+
+
+def test_a_folder_is_read_in_order_and_what_is_not_text_is_left_out(tmp_path):
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.txt").write_text("one ")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    assert data.read_text(tmp_path) == "one two"
+
+
+def test_batches_are_consecutive_and_start_again():
+    tokens = torch.arange(23)
+    assert data.batch(tokens, rows=2, length=5, step=0).tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert data.batch(tokens, rows=2, length=5, step=2).tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert data.batch(tokens, rows=3, length=5, step=1)[0].tolist() == [15, 16, 17, 18, 19]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no text at .*: give a text file or a folder"),
+        (b"", "holds no text"),
+        (b"  \n", "holds no text"),
+        (b"\xff\xfe\x01", "is not text: give a file in UTF-8"),
+        (b"a\0b", "is not text: give a file in UTF-8"),
+    ],
+)
+def test_a_text_that_cannot_be_used(tmp_path, content, message):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        data.read_text(path)
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(DataError, match="holds no text: give a text file or a folder"):
+        data.read_text(tmp_path)
+
+
+def test_a_text_shorter_than_one_row():
+    with pytest.raises(DataError, match="the text has 3 tokens and one row takes 4: give a longer text"):
+        data.batch(data.encode("abc"), rows=1, length=4, step=0)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer in .*: give a directory that holds one"):
+        data.encode("text", tokenizer=tmp_path)
+
+
+def test_tokens_that_the_vocabulary_does_not_hold():
+    with pytest.raises(DataError, match="the text has token 122, the model's vocabulary ends at 99"):
+        data.encode("z", vocab_size=100)
+
+
+def test_a_tokenizer_from_a_directory(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"long": 0, "context": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    assert data.encode("long long context x", tokenizer=tmp_path).tolist() == [0, 0, 1, 2]

@@ -1,0 +1,104 @@
+"""The step on real ranks: the dense model's loss and gradients, whatever the recipe."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig
+
+import lab
+from lab import models
+from lab.memory.meter import Meter
+from lab.recipe import ladder
+from lab.step import make_optimizer
+
+ROWS, TOKENS = 3, 40
+LEARNING_RATE = 1e-3
+
+
+def small():
+    return LlamaConfig(
+        hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=12,
+        num_key_value_heads=6, head_dim=10, vocab_size=101,
+    )  # fmt: skip
+
+
+def ids(step: int = 0) -> torch.Tensor:
+    return torch.randint(0, 101, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
+
+
+def dense_losses_and_gradients(steps: int):
+    """Plain transformers, plain torch, one process: the reference."""
+    model = models.build(small()).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, gradients = [], {}
+    for step in range(steps):
+        loss = torch.nn.functional.cross_entropy(
+            model(input_ids=ids(step)).logits[:, :-1].flatten(0, 1), ids(step)[:, 1:].flatten()
+        )
+        loss.backward()
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gradients
+
+
+def sharded(recipe, ranks):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert dist.get_world_size() == ranks
+    model = models.build(small()).train()
+    lab.apply_recipe(model, recipe, mesh)
+    return model, mesh
+
+
+def gradients_on_rank(recipe):
+    model, mesh = sharded(recipe, 4)
+    for _ in range(2):  # accumulated over two backward passes of half the loss each
+        loss = lab.loss(model, lab.shard_batch(ids(), recipe, mesh))
+        (loss / 2).backward()
+    return loss.item(), {
+        name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()
+    }
+
+
+def losses_on_rank(recipe, steps):
+    model, mesh = sharded(recipe, 4)
+    optimizer = make_optimizer(model, learning_rate=LEARNING_RATE)
+    meter = Meter()
+    batches = (lab.shard_batch(ids(step), recipe, mesh) for step in range(steps))
+    losses = [lab.train_step(model, optimizer, b, meter=meter, clip_norm=0.1).item() for b in batches]
+    return losses, meter.timeline().device_peak
+
+
+@pytest.mark.parametrize("name", ladder())
+def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
+    losses, expected = dense_losses_and_gradients(1)
+    for loss, gradients in ranks4.apply(gradients_on_rank, ladder()[name]):
+        assert loss == pytest.approx(losses[0], rel=1e-6)
+        assert gradients.keys() == expected.keys()
+        for parameter, gradient in gradients.items():
+            error = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+            assert error < 5e-6, parameter
+
+
+@pytest.mark.parametrize("name", ladder())
+def test_twenty_clipped_steps_follow_the_dense_model(ranks4, name):
+    expected, _ = dense_losses_and_gradients(20)
+    for losses, _ in ranks4.apply(losses_on_rank, ladder()[name], 20):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_first_step_weighs_as_much_as_every_other():
+    model = models.build(small())
+    optimizer = make_optimizer(model, learning_rate=LEARNING_RATE)
+    held = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values())
+    parameters = sum(p.numel() for p in model.parameters())
+    assert held == 8 * parameters + 4 * len(list(model.parameters()))
+    before = {p: p.detach().clone() for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert all(not torch.equal(p, before[p]) for p in model.parameters())
