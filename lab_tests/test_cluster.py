@@ -8,17 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from cluster import capacity, watchdog
+from cluster.client import Published, Returned
 from cluster.errors import ClusterError, Failure, RankError
-from cluster.live import publish
+from cluster.live import Stamp, publish
 from cluster.ranks import Cluster
+from cluster.waiting import Run
 
 
 def identity() -> dict[str, Any]:
@@ -110,6 +114,9 @@ def test_rank_is_engine_id_and_threads_are_shared_out(ranks4: Cluster) -> None:
     assert {f["ranks"] for f in found} == {ranks4.ranks} == {4}
     assert {f["threads"] for f in found} == {threads}
     assert {f["variable"] for f in found} == {str(threads)}
+    assert ranks4._engines is not None
+    launched = ranks4._engines._cluster.engine_set.launchers
+    assert {str(f["rank"]): f["pid"] for f in found} == {name: e.pid for name, e in launched.items()}
     assert len({f["pid"] for f in found} | {os.getpid()}) == 5
     if ranks4.device_type == "cpu":
         assert {f["backend"] for f in found} == {"gloo"}
@@ -155,6 +162,20 @@ def test_a_record_is_not_credited_to_the_next_run(ranks4: Cluster) -> None:
     late: list[str] = []
     ranks4.apply(publish_one, 0.2, on_record=lambda rank, record: late.append(record))
     assert late == ["own"] * 4
+
+
+def test_what_an_earlier_run_sent_is_ignored() -> None:
+    got: list[str] = []
+    run = Run("now", [3], lambda rank, record: got.append(record))
+    inbox: SimpleQueue[Published | Returned] = SimpleQueue()
+    for stamp, record in [
+        (Stamp("then", 3), "old"),
+        (Stamp("then", 3, end=True), None),
+        (Stamp("now", 3), "new"),
+    ]:
+        inbox.put(Published(cloudpickle.dumps((stamp, record))))
+    assert not run.wait(inbox, lambda: bool(run.ended), 0.2)
+    assert got == ["new"]
 
 
 def test_publish_elsewhere_does_nothing() -> None:

@@ -59,7 +59,7 @@ def test_a_callable():
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ModelError, match=r"unknown model 'tinny' \(did you mean 'tiny'\?\): give one of tiny, ll"):
+    with pytest.raises(ModelError, match=r"'tinny' \(did you mean 'tiny'\?\): give one of tiny, llama"):
         models.build("tinny")
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import pairwise
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_the_default_is_the_plain_model():
 
 def test_each_rung_adds_one_technique():
     rungs = list(ladder().values())
-    for below, above in zip(rungs, rungs[1:], strict=False):
+    for below, above in pairwise(rungs):
         changed = [k for k, v in above.to_json().items() if v != below.to_json()[k]]
         assert len(changed) == 1
 

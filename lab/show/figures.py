@@ -57,7 +57,7 @@ def timeline(
     columns = columns_for(len(timelines))
     rows = ceil(len(timelines) / columns)
     lanes = 2 if any(t.host_peak for t in timelines) else 1
-    height = 0.75 + rows * ((2.0 if rows > 1 else 2.7) + 0.55 * (lanes - 1))
+    height = 0.75 + rows * ((1.65 if rows > 1 else 2.6) + 0.45 * (lanes - 1))
     with drawing(height) as figure:
         grid = figure.subplots(
             rows * lanes,

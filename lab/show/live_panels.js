@@ -1,5 +1,5 @@
 // One panel a rank, on one canvas and on the same axes. Lengths are CSS pixels, `ratio` device pixels in one.
-const STRIP = 14; // above the highest peak: the names of the phases
+const STRIP = 18; // above the highest peak: the names of the phases
 const LANE_GAP = 8;
 
 // Where the panels stand, and how far their axes reach.
@@ -85,7 +85,10 @@ function drawTitle(pen, panel) {
 
 function drawPhase(pen, panel, run, name, tint) {
   if (!tint) return;
+  const ink = pen.fillStyle;
+  pen.fillStyle = "#767676"; // the grey that tints by day and by night alike
   fill(pen, tint, panel.x + run.start, panel.y, run.end - run.start, panel.height);
+  pen.fillStyle = ink;
   if (pen.measureText(name).width + 8 > run.end - run.start) return;
   write(pen, 0.65, "center", name, panel.x + (run.start + run.end) / 2, panel.y + 8);
 }
@@ -104,7 +107,8 @@ function drawSecondTicks(pen, panel, seconds) {
   const bottom = panel.y + panel.height + (panel.lane && panel.lane + LANE_GAP);
   ticks(seconds, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
     const said = n === all.length - 1 ? `${+tick.toFixed(3)} s` : `${+tick.toFixed(3)}`;
-    write(pen, 0.7, "center", said, panel.x + (tick / seconds) * panel.width, bottom + 11);
+    const align = n === 0 ? "left" : tick > 0.95 * seconds ? "right" : "center"; // beside the next panel's
+    write(pen, 0.7, align, said, panel.x + (tick / seconds) * panel.width, bottom + 11);
   });
 }
 

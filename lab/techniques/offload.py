@@ -33,7 +33,7 @@ def apply_offload(model: nn.Module, *, pin: bool = True) -> None:
     travels. Pinned memory comes in powers of two (torch's host allocator rounds up), and what is pinned no
     process can page out: at A = 5 GiB a layer holds 8. ``pin=False`` takes what it needs and waits for
     every copy.
-    Source: ALST (arXiv 2506.13996, section 3.3, checkpoint offload); Untied Ulysses (arXiv 2602.21196)
+    Source: ALST (arXiv 2506.13996), its checkpoint offload; Untied Ulysses (arXiv 2602.21196)
     offloads block inputs: 31 x S x 8192 bytes for the 32 layers of Llama3-8B.
     Composes with: checkpointing, which must be applied before; FSDP2, applied after.
 
@@ -159,9 +159,12 @@ def _offloaded(inner: Callable[..., Any], road: _Road, *, first: bool, last: boo
     """Wrap the forward of a checkpointed layer so that the tensor it saves is a parcel."""
 
     def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
+        # Not the tensor itself: autograd keeps the hooks as long as the parcel, and they would keep it.
+        wanted = id(hidden_states)
+
         def pack(tensor: Tensor) -> Tensor | _Parcel:
-            # Of what checkpoint saves (older releases: an empty tensor, too) this one is the layer's input.
-            if tensor is not hidden_states:
+            # Checkpoint saves the layer's input (and in older releases an empty tensor).
+            if id(tensor) != wanted:
                 return tensor
             parcel = _Parcel(road, None if first else road.newest, tensor, stays=last)
             road.newest = None if last else parcel

@@ -58,16 +58,16 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
        head's own backward makes the hidden state's gradient and the weight's, which is summed in fp32 or
        wider over tiles.
 
-    Saves: of w bytes an element and W = max(w, 4), the plain loss keeps b*s*V*W bytes from forward to
-    backward and peaks at b*s*V*(2*W + w) (2*W at w = 4) with its logits, their fp32 copy and its gradient;
-    the tiled one keeps nothing but the hidden state and peaks at t*V*w + ceil(t/16)*V*4 in forward. In
-    backward V*E*(w + 4) for the head's gradient and its sum come on top.
+    Saves: of w bytes an element and W = max(w, 4), the plain loss keeps b*s*V*W bytes (a log-softmax) from
+    forward to backward, where it peaks at 3*b*s*V*W. The tiled one keeps the hidden state, as the plain one
+    does, and nothing more. Its forward peaks at V*(t*w + ceil(t/16)*W); its backward at V*(t*w + E*(w + W)):
+    a tile's logits, the head's gradient of the tile and the sum of them.
     Costs: the logits once more. At long context the head is a small share of a step; gradients made in the
     forward pass would spare it, and hold the head's V*E*4 from there on, under every scaling twice.
     Composes with: a scaled loss, accumulation over batches, labels ignored by the tile, tied heads (the
     head's gradient adds to the embedding's), FSDP2 (applied after, and with the head in the root's group:
     the root does not reshard after forward, so the head is whole in both passes).
-    Source: ALST (arXiv 2506.13996, section 3.1.2); Liger Kernel (arXiv 2410.10989, section 3.2).
+    Source: ALST (arXiv 2506.13996), its tiled logits; Liger Kernel (arXiv 2410.10989), FusedLinearCrossEntropy.
 
     Without labels the model answers as before. Raises ``RecipeError`` where ``tile`` is less than 1.
     """

@@ -21,14 +21,13 @@ from lab.errors import RecipeError
 def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
     """Run the MLP of every decoder layer over slices of ``tile`` tokens: ``[b, s, E]`` -> ``[b, s, E]``.
 
-    With I the intermediate size, w bytes an element and t = min(tile, s) tokens a tile. A gated MLP keeps
-    its input and four tensors ``[b, s, I]``; a tiled one keeps its input.
-    Saves: 4*b*s*I*w bytes between a layer's forward and its backward, and in the peak of either all but t
-    of the s tokens of everything ``[b, s, I]``.
+    With I the intermediate size, w bytes an element, W = max(w, 4) and t = min(tile, s) tokens a tile:
+    Saves: 4*b*s*I*w bytes a layer between forward and backward (a gated MLP keeps its input and four tensors
+    ``[b, s, I]``, a tiled one its input). At the peak, where tokens and not weights weigh most, forward
+    holds 3*b*t*I*w of them instead of 4*b*s*I*w, and backward 6*b*t*I*w instead of 6*b*s*I*w.
     Costs: one more MLP forward in backward, which under activation checkpointing takes the place of the
-    recomputed one (2 in all, not 3). Sums of weight gradients in fp32 or wider: 3*E*I*4 bytes (fp32 and
-    narrower) while the backward of one MLP runs.
-    Source: ALST (arXiv 2506.13996, section 3.1.1, "TiledMLP").
+    recomputed one (2 in all, not 3). Sums of weight gradients: 3*E*I*W while the backward of one MLP runs.
+    Source: ALST (arXiv 2506.13996), its TiledMLP.
     Composes with: checkpointing (applied after), FSDP2 per layer (applied after: the layer's parameters are
     whole while its backward runs), everything in attention. Tiles that do not divide s leave a shorter last
     one.
@@ -45,9 +44,8 @@ def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
 
     The norms before attention and before the MLP of every layer, and the one before the head; norms per
     head (Qwen3's q_norm and k_norm) belong to the attention.
-    Saves: an RMS norm keeps, of w bytes an element, its input in fp32 (4*E bytes a token; its own input
-    where w = 4), the normalised input in fp32 and once more rounded (where w < 4) and 4 bytes of scale: for
-    w = 2, b*s*(10*E + 4) bytes a norm. A tiled norm keeps its input, which the residual stream holds anyway.
+    Saves: b*s*(4*E + 4) bytes a norm between forward and backward, in every dtype: the fp32 copy of its
+    input, or in fp32 the normalised input, and the scale of each token. A tiled norm keeps its input.
     Costs: one more norm forward in backward.
     Source: Untied Ulysses (arXiv 2602.21196) tiles the norms beside the MLP of ALST.
     Composes with: everything; checkpointing and FSDP2 are applied after.
@@ -126,19 +124,32 @@ class _Tiled(Function):
         with _standing_in(ctx.module) as parameters:
             sums = [torch.zeros_like(p, dtype=_wider(p.dtype)) for p in parameters]
             for start, length in slices(x.shape[1], ctx.tile):
-                x_tile = x.narrow(1, start, length).detach().requires_grad_(ctx.x_needs_grad)
-                with torch.enable_grad():
-                    out = ctx.fn(x_tile, *(b.narrow(1, start, length) for b in beside))
-                wanted = [x_tile, *parameters] if ctx.x_needs_grad else parameters
-                grads = list(torch.autograd.grad(out, wanted, dout.narrow(1, start, length)))
-                if dx is not None:
-                    dx.narrow(1, start, length).copy_(grads.pop(0))
-                for total, grad in zip(sums, grads, strict=True):
-                    total.add_(grad)
-                # Or the next slice would be computed with this one still held.
-                del out, grads, x_tile, wanted
+                x_tile, dout_tile, *beside_tile = (a.narrow(1, start, length) for a in (x, dout, *beside))
+                dx_tile = None if dx is None else dx.narrow(1, start, length)
+                _backward_tile(ctx.fn, x_tile, beside_tile, dout_tile, parameters, dx_tile, sums)
             gradients = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
         return *(None,) * 6, dx, *gradients
+
+
+def _backward_tile(
+    fn: Callable[..., Tensor],
+    x: Tensor,
+    beside: list[Tensor],
+    dout: Tensor,
+    parameters: list[Tensor],
+    dx: Tensor | None,
+    sums: list[Tensor],
+) -> None:
+    """Run one slice again and differentiate it: write its dx, add to the sums. Nothing else outlives it."""
+    x = x.detach().requires_grad_(dx is not None)
+    wanted = [*parameters] if dx is None else [x, *parameters]
+    with torch.enable_grad():
+        out = fn(x, *beside)
+    grads = list(torch.autograd.grad(out, wanted, dout))
+    if dx is not None:
+        dx.copy_(grads.pop(0))
+    for total, grad in zip(sums, grads, strict=True):
+        total.add_(grad)
 
 
 def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tensor, ...]) -> Tensor:

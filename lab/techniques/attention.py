@@ -1,0 +1,289 @@
+"""The kernel seam: flash attention forward and backward as pure functions, and the one registry entry."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lab.errors import RecipeError
+
+NAME = "lab"
+"""What ``config._attn_implementation`` is called in transformers' two registries."""
+
+_aten = torch.ops.aten
+
+
+# ---- the kernel: [b, h, S, D], k and v may have fewer heads -----------------------------------------------
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention, and the logarithm of its softmax's denominators, by torch's own flash kernels.
+
+    ``q`` [b, h, S, D], ``k, v`` [b, h/G, S', D] -> out [b, h, S, D], lying in memory as q does, and LSE
+    [b, h, S] in fp32 (fp64 for fp64). Query head i attends to key/value head i // G, without k and v being
+    expanded. Any strides will do where D is innermost. ``scale`` is 1/sqrt(D) unless given. ``causal`` wants
+    S == S', because kernels disagree on the corner a mask of another shape starts from.
+
+    CPU takes fp64, fp32 and bf16. CUDA takes bf16 and fp16, and a D that 8 does not divide costs a padded
+    copy of q, k and v.
+
+    Saves: S*S'/(D+1) of the memory of the scores. Costs: 4*b*h*S*S'*D flops, half of it if causal.
+    Source: FlashAttention (arXiv 2205.14135), section 3.1; FlashAttention-2 (arXiv 2307.08691), section 3.1.
+
+    Raises:
+        ValueError: causal with S != S'.
+        RecipeError: a dtype that the CUDA kernel has not.
+    """
+    scale = _checked(q, k, causal, scale)
+    if q.device.type != "cuda":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    head_dim = q.shape[-1]
+    q, k, v = _padded(q), _padded(k), _padded(v)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out[..., :head_dim], lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from what ``flash_forward`` gave; the attention itself is not run again.
+
+    ``grad_out, q, out`` [b, h, S, D], ``k, v`` [b, h/G, S', D], ``lse`` [b, h, S] -> dq like q, dk and dv
+    like k, on CPU lying in memory as [b, S, h, D]. ``out`` and ``lse`` may come from an attention over more
+    keys than these: then the results are these keys' exact share of the gradients, which is what ring
+    attention is built on.
+
+    Costs: 2.5 times the forward's flops. On CUDA the kernel takes an fp32 dq and, where G > 1, dk and dv of
+    all h heads inside itself.
+    Source: FlashAttention (arXiv 2205.14135), appendix B.4.
+
+    Raises:
+        ValueError: causal with S != S'.
+        RecipeError: a dtype that the CUDA kernel has not.
+    """
+    scale = _checked(q, k, causal, scale)
+    if q.device.type != "cuda":
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+    head_dim, lengths = q.shape[-1], (q.shape[2], k.shape[2])
+    grad_out, q, k, v, out = (_padded(t) for t in (grad_out, q, k, v, out))
+    # The random state of dropout: there is none, and the kernel wants the tensors all the same.
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, seed, scale=scale
+    )
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+
+def _checked(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys")
+    if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
+        raise RecipeError(f"attention in {q.dtype} on CUDA: compute_dtype='bfloat16' works there")
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros added to D up to the next multiple of 8: they change neither scores nor outputs."""
+    return pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
+
+
+# ---- the same as a differentiable function -----------------------------------------------------------
+
+
+class _Forward(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _Backward(Protocol):
+    def __call__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Kernel(NamedTuple):
+    """An attention forward and its backward from out and LSE: flash on one rank, or a ring of ranks."""
+
+    forward: _Forward
+    backward: _Backward
+
+
+FLASH = Kernel(flash_forward, flash_backward)
+"""The kernel of one rank, and the default everywhere."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scale: float | None) -> Tensor:
+        out, lse = kernel.forward(q, k, v, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kernel, ctx.scale = kernel, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.kernel.backward(grads[0], *ctx.saved_tensors, scale=ctx.scale), None, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kernel: Kernel = FLASH
+) -> Tensor:
+    """Causal attention with gradients: ``q`` [b, h, S, D], ``k, v`` [b, h/G, S, D] -> [b, h, S, D].
+
+    Keeps q, k, v, out and LSE for backward: w*b*h*S*D*(2 + 2/G) + 4*b*h*S bytes at w bytes an element.
+    """
+    return _Attention.apply(q, k, v, kernel, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ---- the seam in transformers ------------------------------------------------------------------------------
+
+
+def attention_of_module(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for ``"lab"``: [b, H, s, D] and twice [b, K, s, D] -> [b, s, H, D].
+
+    The attention module's own ``lab_attention`` (an exchange of sequence for heads) and ``lab_kernel`` (a
+    ring) stand around and in it where a technique has set them; else it is local and causal.
+
+    Raises:
+        RecipeError: a mask, dropout or a window, none of which this attention has.
+    """
+    if attention_mask is not None or dropout or sliding_window is not None:
+        raise RecipeError(
+            f"attention with mask={attention_mask is not None}, dropout={dropout}, window={sliding_window}: "
+            "it is causal over whole rows here; give no attention_mask, dropout 0 and no window"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise RecipeError(
+            f"attention of {query.shape[2]} new tokens to a cache of keys: pass use_cache=False"
+        )
+    attend = getattr(module, "lab_attention", attention)
+    out = attend(query, key, value, scale=scaling, kernel=getattr(module, "lab_kernel", FLASH))
+    return out.transpose(1, 2), None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """The mask function that belongs to it: causality is the kernel's, so no [s, S] mask is ever made."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention_of_module)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
+
+
+def apply_attention(model: nn.Module) -> None:
+    """Let every attention of ``model`` run through ``attention``; other models are untouched.
+
+    The model's configs are copied before they are changed, for a config may be shared between models. The
+    key/value cache is switched off in the copies: it serves generation, and would hold a second copy of k and
+    v of every layer in training.
+
+    Saves: the [s, S] masks that transformers makes from position_ids, b*s*S bytes.
+    Costs: nothing. Composes with everything; ``apply_ulysses``, ``apply_upipe`` and ``apply_ring`` call it.
+
+    Raises:
+        RecipeError: see ``check_attention``; or a model whose layers are not of the Llama family.
+    """
+    check_attention(model.config)  # type: ignore[arg-type]
+    for module in attention_modules(model):
+        if getattr(module, "is_causal", True) is False:
+            raise RecipeError("attention that is not causal: the techniques here are for decoders")
+    copies: dict[int, PretrainedConfig] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig) and config._attn_implementation != NAME:
+            if id(config) not in copies:
+                copies[id(config)] = copy.deepcopy(config)
+                copies[id(config)]._attn_implementation = NAME
+                copies[id(config)].use_cache = False
+            module.config = copies[id(config)]  # type: ignore[assignment]
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The ``self_attn`` of each layer, in order.
+
+    Raises:
+        RecipeError: a layer without the Hugging Face attribute names.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise RecipeError(f"{type(model).__name__} has no model.layers: give a decoder of the Llama family")
+    modules = [getattr(layer, "self_attn", None) for layer in layers]
+    for module in modules:
+        missing = [n for n in ("q_proj", "k_proj", "v_proj", "o_proj") if not hasattr(module, n)]
+        if missing:
+            raise RecipeError(
+                f"the attention of {type(model).__name__} has no {', '.join(missing)}: "
+                "Llama, Qwen2, Qwen3 and Mistral have"
+            )
+    return modules  # type: ignore[return-value]
+
+
+def check_attention(config: PretrainedConfig) -> None:
+    """Refuse by name what these kernels would compute wrongly.
+
+    Raises:
+        RecipeError: a sliding or chunked window that is on, dropout in attention, a mixture of experts,
+            capped scores.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    windowed = bool(kinds - {"full_attention"}) or (
+        not kinds and window is not None and getattr(config, "use_sliding_window", True)
+    )
+    if windowed:
+        named = ", ".join(sorted(kinds - {"full_attention"})) or "every layer"
+        raise RecipeError(
+            f"sliding_window={window} ({named}): every layer must attend to the whole past; "
+            "set sliding_window=None and layer_types to full_attention, if the model was trained so"
+        )
+    dropout = getattr(config, "attention_dropout", None) or 0.0
+    if dropout > 0:
+        raise RecipeError(f"attention_dropout={dropout}: flash attention runs without it; set it to 0.0")
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        experts = getattr(config, name, None)
+        if experts:
+            raise RecipeError(f"{name}={experts}: a mixture of experts; take a model with a dense MLP")
+    for name in ("attn_logit_softcapping", "attn_logit_softcap"):
+        cap = getattr(config, name, None)
+        if cap:
+            raise RecipeError(f"{name}={cap}: the kernels have no capped scores; set it to None")

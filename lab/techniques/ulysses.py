@@ -1,0 +1,54 @@
+"""Ulysses: each rank holds a piece of the sequence, except inside attention, where it holds some heads."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lab.techniques.attention import FLASH, Kernel, apply_attention, attention, attention_modules
+from lab.techniques.exchange import check_degree, heads_from_sequence, sequence_from_heads, size_of
+
+
+def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+    """Shard the sequence over ``group``, contiguously and in rank order; C is the size of the group.
+
+    The hidden state of rank c is [b, s, E], tokens c*s to (c+1)*s; ``position_ids`` must say so. q, k and v
+    go from [b, s, H, D] to [b, S, H/C, D] by all-to-all, attention runs on whole sequences, and its output
+    goes back. Everything else in a decoder works on single tokens and does not notice. K < C key/value heads are
+    given to C/K ranks each.
+
+    Saves: activations are s = S/C tokens' worth, 1/C of the plain model's in every layer and kind.
+    Costs: 4 all-to-alls a layer forward and 4 backward, w*b*s*D*(2H + 2*max(K, C)) bytes sent each way (no
+    more for larger C at the same s), and a second copy of q, k, v and out in each layer.
+    Source: DeepSpeed-Ulysses (arXiv 2309.14509), section 3.
+    Composes with ring (``apply_ring`` on the same model, in either order: the ring runs inside the exchange),
+    checkpointing, tiling, FSDP; UPipe takes its place where attention's own memory is too much.
+
+    Raises:
+        RecipeError: C does not divide H, or of C and K neither divides the other; or ``apply_attention``'s.
+    """
+    apply_attention(model)
+    config = model.config
+    check_degree(config.num_attention_heads, config.num_key_value_heads, size_of(group))  # type: ignore[arg-type, union-attr]
+    for module in attention_modules(model):
+        module.lab_attention = partial(ulysses_attention, group=group)  # type: ignore[assignment]
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    scale: float | None = None,
+    kernel: Kernel = FLASH,
+) -> Tensor:
+    """Causal attention of a sharded sequence: ``q`` [b, H, s, D], ``k, v`` [b, K, s, D] -> [b, H, s, D].
+
+    [b, H, s, D] -> [b, s, H, D] -> all-to-all [b, S, H/C, D] -> [b, H/C, S, D] -> attention -> and back.
+    """
+    q, k, v = (heads_from_sequence(t.transpose(1, 2), group).transpose(1, 2) for t in (q, k, v))
+    out = attention(q, k, v, scale=scale, kernel=kernel)
+    return sequence_from_heads(out.transpose(1, 2), group).transpose(1, 2)

@@ -1,0 +1,116 @@
+"""A real Jupyter server and a real browser page on it, for tests that look at what a reader sees."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+from playwright.sync_api import Page, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running Jupyter server: ``url("lab/tree/a.ipynb")`` opens a page of it."""
+
+    port: int
+    token: str
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}/{path}?token={self.token}"
+
+
+@contextmanager
+def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Iterator[Server]:
+    """Start a Jupyter server, yield it when it answers, stop it and all it started by their ids.
+
+    ``command`` has ``{port}`` where the port belongs. Settings and runtime files go to ``home``, and the
+    server's words to ``home/server.log``.
+    """
+    server = Server(_free_port(), uuid4().hex)
+    folders = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    lab = {name: str(home / name.lower()) for name in ("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")}
+    with open(home / "server.log", "w") as log:
+        process = subprocess.Popen(
+            [part.format(port=server.port) for part in command],
+            env={**os.environ, **folders, **lab, "JUPYTER_TOKEN": server.token},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            _wait_until_up(server, process, home / "server.log", seconds)
+            yield server
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def browser_page(*, width: int = 1200, height: int = 1000, ratio: float = 1) -> Iterator[Page]:
+    """A page of a headless browser, ``ratio`` device pixels to a pixel."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(_FLAGS))
+        try:
+            yield browser.new_page(
+                viewport={"width": width, "height": height}, device_scale_factor=ratio
+            )
+        finally:
+            browser.close()
+
+
+@contextmanager
+def jupyter_page(command: Sequence[str], path: str, *, home: Path) -> Iterator[Page]:
+    """A browser page on ``path`` of a Jupyter server that runs as long as the block: see ``jupyter``."""
+    with jupyter(command, home=home) as server, browser_page() as page:
+        page.goto(server.url(path))
+        yield page
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(urllib.error.URLError, ConnectionError):
+            urllib.request.urlopen(server.url("api/status"), timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not come up:\n{log.read_text()[-2000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    # Taken first: once the server is gone its kernels can no longer be told from others.
+    with suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.kill()
+    process.wait()

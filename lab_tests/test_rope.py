@@ -1,0 +1,140 @@
+"""Angles that stay exact past five million tokens."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from lab.errors import RecipeError
+from lab.techniques.rope import apply_rope, inverse_frequencies, rotate_, tables
+from lab_tests.reference import build, config
+
+FAR = 5 * 2**20
+KINDS = {
+    "default": {"rope_type": "default", "rope_theta": 500_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn with its temperature": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 20,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+}
+
+
+def rotary(parameters, **more):
+    return build(config(rope_parameters=parameters, head_dim=64, **more), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_near_the_start_it_is_transformers_own(kind):
+    theirs, ours = rotary(KINDS[kind]), rotary(KINDS[kind])
+    apply_rope(ours)
+    x, positions = torch.zeros(2, 3), torch.stack((torch.arange(300), torch.arange(7, 307)))
+    for found, right in zip(
+        ours.model.rotary_emb(x, position_ids=positions),
+        theirs.model.rotary_emb(x, position_ids=positions),
+        strict=True,
+    ):
+        assert found.shape == (2, 300, 64)
+        torch.testing.assert_close(found, right, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_inverse_frequencies_are_transformers_own_before_their_rounding(kind):
+    model = rotary(KINDS[kind])
+    found, factor = inverse_frequencies(KINDS[kind], 64, max_positions=4096)
+    right = model.model.rotary_emb.inv_freq.double()
+    assert factor == pytest.approx(model.model.rotary_emb.attention_scaling, rel=1e-12)
+    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), right, rtol=4e-7, atol=0)
+
+
+def test_yarn_takes_its_factor_from_the_lengths_where_none_is_given():
+    given = KINDS["yarn"]
+    without = {**given, "factor": None}
+    assert inverse_frequencies(without, 64, max_positions=2048) == inverse_frequencies(given, 64)
+
+
+def test_five_million_tokens_on_the_tables_are_as_exact_as_their_dtype():
+    parameters = KINDS["default"]
+    model = rotary(parameters)
+    apply_rope(model)
+    positions = torch.arange(FAR - 50, FAR + 50)[None]
+    cos, sin = model.model.rotary_emb(torch.zeros(1), position_ids=positions)
+    # The truth in rational arithmetic: the exact product of two fp64 numbers, reduced by pi to 60 digits.
+    two_pi = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
+    frequencies, _ = inverse_frequencies(parameters, 64)
+    worst = 0.0
+    for row, position in enumerate(positions[0].tolist()):
+        for i, frequency in enumerate(frequencies):
+            angle = float(position * Fraction(frequency) % two_pi)
+            worst = max(worst, abs(cos[0, row, i].item() - math.cos(angle)))
+            worst = max(worst, abs(sin[0, row, 32 + i].item() - math.sin(angle)))
+    assert worst < 1e-6
+    # and transformers' own tables are not: the reason this file exists
+    theirs = rotary(parameters).model.rotary_emb(torch.zeros(1), position_ids=positions)[0]
+    assert (theirs - cos).abs().max() > 0.1
+
+
+def test_only_the_given_positions_are_computed():
+    far = torch.tensor([[FAR - 1]])
+    cos, sin = tables(torch.zeros(1, dtype=torch.bfloat16), far, frequencies=[1.0, 0.5])
+    assert cos.shape == sin.shape == (1, 1, 4)
+    assert cos.dtype == torch.bfloat16
+
+
+def test_other_models_keep_their_own():
+    first, second = rotary(KINDS["default"]), rotary(KINDS["default"])
+    apply_rope(first)
+    assert "forward" in vars(first.model.rotary_emb)
+    assert "forward" not in vars(second.model.rotary_emb)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
+        ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "the same in every layer"),
+    ],
+)
+def test_other_types_are_refused_by_name(parameters, named):
+    with pytest.raises(RecipeError, match=named):
+        inverse_frequencies(parameters, 64)
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_rotation_is_transformers_own_and_its_transpose_is_its_gradient(scratch):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 20, 4, 10, dtype=torch.float64)
+    cos, sin = tables(x, torch.arange(20)[None], frequencies=[1.0, 0.5, 0.2, 0.1, 0.05], factor=1.3)
+    flat = x.flatten(0, 1).requires_grad_()
+    right, _ = apply_rotary_pos_emb(flat, flat, cos, sin, unsqueeze_dim=2)
+    grad = torch.randn_like(right)
+    right.backward(grad)
+    room = {"scratch": torch.full((x.numel(),), torch.nan, dtype=x.dtype)} if scratch else {}
+    torch.testing.assert_close(rotate_(x.clone(), cos, sin, **room).flatten(0, 1), right.detach())
+    back = rotate_(grad.clone().view_as(x), cos, sin, transposed=True, **room)
+    torch.testing.assert_close(back.flatten(0, 1), flat.grad)
