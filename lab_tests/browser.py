@@ -49,7 +49,9 @@ def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Itera
     """
     server = Server(_free_port(), uuid4().hex)
     folders = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
-    lab = {name: str(home / name.lower()) for name in ("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")}
+    lab = {
+        name: str(home / name.lower()) for name in ("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+    }
     with open(home / "server.log", "w") as log:
         process = subprocess.Popen(
             [part.format(port=server.port) for part in command],
@@ -71,9 +73,7 @@ def browser_page(*, width: int = 1200, height: int = 1000, ratio: float = 1) -> 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(_FLAGS))
         try:
-            yield browser.new_page(
-                viewport={"width": width, "height": height}, device_scale_factor=ratio
-            )
+            yield browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=ratio)
         finally:
             browser.close()
 

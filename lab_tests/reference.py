@@ -114,7 +114,9 @@ def error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """The worst relative Frobenius error of any parameter's gradient."""
     assert found.keys() == right.keys()
     assert all(found[n].isfinite().all() and right[n].norm() > 0 for n in right)
-    return max(float((found[n].double() - right[n].double()).norm() / right[n].double().norm()) for n in right)
+    return max(
+        float((found[n].double() - right[n].double()).norm() / right[n].double().norm()) for n in right
+    )
 
 
 def subgroup(size: int) -> dist.ProcessGroup:

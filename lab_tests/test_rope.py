@@ -116,7 +116,10 @@ def test_other_models_keep_their_own():
     [
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
         ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
-        ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5",
+        ),
         ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "the same in every layer"),
     ],
 )

@@ -74,7 +74,7 @@ def timeline(
             draw_stack(axes, drawn)
             if plan is not None:
                 draw_planned(axes, one, plan, over)
-            _name(axes, f"rank {rank}" if len(timelines) > 1 else "", one.peak, 160 // columns)
+            _name(axes, f"rank {rank}" if len(timelines) > 1 else "", one.peak, 152 // columns)
             if lanes == 2:
                 draw_host(grid[row * lanes + 1, column], drawn)
         _finish(grid.tolist(), timelines, lanes, over, plan)
@@ -111,7 +111,7 @@ def _name(axes: Axes, rank: str, peak: Moment, characters: int) -> None:
         (0, 4),
         xycoords="axes fraction",
         textcoords="offset points",
-        fontsize=6.5,
+        fontsize=7,
     )
 
 

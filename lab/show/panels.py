@@ -75,7 +75,7 @@ def draw_phases(axes: Axes, panel: Panel) -> None:
                 transform=axes.get_xaxis_transform(),
                 ha="center",
                 va="top",
-                fontsize=6.5,
+                fontsize=7,
             )
     for row in np.flatnonzero(np.diff(rows.step)) + 1:
         axes.axvline(at[row], color=TEXT, linewidth=0.6, linestyle=(0, (2, 2)))

@@ -78,7 +78,7 @@ class Picture:
         return self.text
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
-        return self.png, {"width": round(self.figure.get_figwidth() * _SCREEN_DPI), "alt": self.text}
+        return self.png, {"width": round(self.figure.get_figwidth() * _SCREEN_DPI)}
 
 
 @contextmanager

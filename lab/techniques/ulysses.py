@@ -27,7 +27,7 @@ def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     checkpointing, tiling, FSDP; UPipe takes its place where attention's own memory is too much.
 
     Raises:
-        RecipeError: C does not divide H, or of C and K neither divides the other; or ``apply_attention``'s.
+        RecipeError: C does not divide H, or of C and K neither divides the other; see ``apply_attention``.
     """
     apply_attention(model)
     config = model.config

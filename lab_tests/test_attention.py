@@ -1,0 +1,197 @@
+"""The kernel seam: out, LSE and gradients; one registry entry, and no other model notices."""
+
+import copy
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lab.errors import RecipeError
+from lab.memory.meter import Meter
+from lab.techniques.attention import (
+    NAME,
+    apply_attention,
+    attention,
+    check_attention,
+    flash_backward,
+    flash_forward,
+)
+from lab_tests.reference import (
+    FAMILIES,
+    build,
+    config,
+    error,
+    exact_rotary,
+    gradients,
+    loss_of,
+    tokens,
+    truth,
+)
+
+B, S, H, K, D = 2, 20, 12, 3, 10
+
+
+def qkv(dtype=torch.float64, keys=S, heads=H):
+    make = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(B, n, h, D, generator=make, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for n, h in ((S, heads), (keys, K), (keys, K))
+    ]
+
+
+def by_hand(q, k, v, causal, scale):
+    """The textbook, in fp64."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize(("causal", "keys"), [(True, S), (False, S), (False, 8), (False, 33)])
+def test_forward_and_backward_are_the_textbooks(dtype, tolerance, causal, keys):
+    q, k, v = qkv(dtype, keys)
+    scale = 0.21
+    out, lse = flash_forward(q, k, v, causal=causal, scale=scale)
+    inputs = [t.double().detach().requires_grad_() for t in (q, k, v)]
+    right, right_lse = by_hand(*inputs, causal, scale)
+    assert (out.double() - right).norm() / right.norm() < tolerance
+    assert lse.dtype == torch.promote_types(dtype, torch.float32)
+    assert (lse - right_lse).abs().max() < 100 * tolerance
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    right.backward(grad.double())
+    found = flash_backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+    for gradient, source in zip(found, inputs, strict=True):
+        assert gradient.dtype == dtype
+        assert (gradient.double() - source.grad).norm() / source.grad.norm() < tolerance
+
+
+def test_backward_from_a_global_lse_gives_these_keys_share():
+    """Gradients over two halves of the keys, each from the out and LSE of the whole, add up: a ring's ground."""
+    q, k, v = qkv(keys=S)
+    out, lse = flash_forward(q, k, v, causal=False)
+    grad = torch.randn_like(out)
+    whole = flash_backward(grad, q, k, v, out, lse, causal=False)
+    halves = [
+        flash_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, causal=False)
+        for part in (slice(0, 7), slice(7, S))
+    ]
+    torch.testing.assert_close(halves[0][0] + halves[1][0], whole[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat((halves[0][i], halves[1][i]), 2), whole[i])
+
+
+def test_attention_keeps_what_its_docstring_says():
+    q, k, v = (t.requires_grad_() for t in qkv(torch.bfloat16))
+    meter = Meter()
+    with meter.measure(torch.nn.Module()):
+        out = attention(q, k, v)
+    held = meter.timeline().total[-1]
+    assert held == 2 * B * S * D * (2 * H + 2 * K) + 4 * B * H * S
+    out.sum().backward()
+    assert q.grad is not None and k.grad.shape == k.shape
+
+
+def test_causal_between_different_lengths_is_refused():
+    q, k, v = qkv(keys=33)
+    with pytest.raises(ValueError, match="20 queries to 33 keys"):
+        flash_forward(q, k, v)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_heads", [24, 6, 1])
+def test_every_family_computes_what_it_computed(family, kv_heads):
+    cfg, ids = config(family, kv_heads=kv_heads), tokens(2, 33)
+    model = exact_rotary(build(cfg))
+    apply_attention(model)
+    loss = loss_of(model(input_ids=ids).logits, ids.roll(-1, 1)) / ids.numel()
+    loss.backward()
+    right_loss, right = truth(cfg, ids)
+    assert abs(loss - right_loss) < 1e-9 * abs(right_loss)
+    assert error(gradients(model), right) < 1e-9
+
+
+def test_no_mask_is_made_and_no_other_model_is_touched():
+    shared = config()
+    first, second = (AutoModelForCausalLM.from_config(shared, attn_implementation="sdpa") for _ in range(2))
+    for module in (*first.modules(), *second.modules()):
+        if hasattr(module, "config"):
+            module.config = shared
+    before, entries = copy.deepcopy(shared.to_dict()), set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    apply_attention(first)
+    apply_attention(first)
+    assert shared.to_dict() == before
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == entries
+    implementations = {m.config._attn_implementation for m in first.modules() if hasattr(m, "config")}
+    assert implementations == {NAME}
+    assert len({id(m.config) for m in first.modules() if hasattr(m, "config")}) == 1
+    assert second.model.layers[0].self_attn.config._attn_implementation == "sdpa"
+    masks = []
+    first.model.layers[0].register_forward_pre_hook(
+        lambda _, __, given: masks.append(given["attention_mask"]), with_kwargs=True
+    )
+    first(input_ids=tokens(1, 8), position_ids=torch.arange(8)[None])
+    assert masks == [None]
+
+
+@pytest.mark.parametrize(
+    "given", [{"attention_mask": torch.ones(1, 1, 8, 8)}, {"dropout": 0.1}, {"sliding_window": 4}]
+)
+def test_what_reaches_the_kernel_and_has_no_place_there_is_refused(given):
+    q, k, v = qkv()
+    call = ALL_ATTENTION_FUNCTIONS[NAME]
+    with pytest.raises(RecipeError, match="causal over whole rows"):
+        call(torch.nn.Module(), q, k, v, **{"attention_mask": None, **given})
+
+
+def test_a_cache_is_refused():
+    q, k, v = qkv(keys=33)
+    with pytest.raises(RecipeError, match="use_cache=False"):
+        ALL_ATTENTION_FUNCTIONS[NAME](torch.nn.Module(), q, k, v, None)
+
+
+def mixed_layers():
+    kinds = ["full_attention", "sliding_attention"]
+    return config("qwen3", use_sliding_window=True, sliding_window=16, layer_types=kinds)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: config("mistral", sliding_window=16), "sliding_window=16"),
+        (mixed_layers, "sliding_attention"),
+        (lambda: config(attention_dropout=0.1), "attention_dropout=0.1"),
+        (MixtralConfig, "experts=8"),
+        (Qwen3MoeConfig, "experts=128"),
+        (lambda: config(attn_logit_softcapping=30.0), "attn_logit_softcapping=30.0"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_refused_by_name(make, named):
+    with pytest.raises(RecipeError, match=named):
+        check_attention(make())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_they_can_is_not_refused(family):
+    check_attention(config(family))
+    check_attention(config("qwen2", sliding_window=16, use_sliding_window=False))
+
+
+def test_other_layers_are_refused_by_their_missing_names():
+    model = build(config())
+    del model.model.layers[1].self_attn.o_proj
+    with pytest.raises(RecipeError, match="has no o_proj"):
+        apply_attention(model)
+
+
+def test_fake_tensors_go_through_at_five_million_tokens():
+    with FakeTensorMode():
+        q = torch.empty(1, 5 * 2**20, 4, 128, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        k = torch.empty(1, 5 * 2**20, 1, 128, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        attention(q, k, k).sum().backward()
+        assert q.grad.shape == q.shape

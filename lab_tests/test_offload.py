@@ -1,0 +1,177 @@
+"""A layer's input waits on the host: the right one, for the right pass, and back one layer ahead."""
+
+import copy
+
+import pytest
+import torch
+from test_checkpointing import BATCH, FAMILIES, HIDDEN, LAYERS, TOKENS, VOCAB, batch, decoder, step, worst
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab.errors import RecipeError
+from lab.memory.meter import Meter
+from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.offload import apply_offload
+
+DEEP = 5
+CROSSINGS = ("lab::to_host", "lab::from_host")
+
+
+def offloaded(model, **knobs):
+    apply_checkpointing(model)
+    apply_offload(model, **knobs)
+    return model
+
+
+def measured(model, inputs):
+    meter = Meter()
+    with meter.measure(model):
+        with meter.phase("forward"):
+            loss = model(**inputs).loss
+        with meter.phase("backward"):
+            loss.backward()
+    return meter.timeline()
+
+
+def rows_of(timeline, phase):
+    return [row for row in range(len(timeline)) if timeline.phases[timeline.phase[row]] == phase]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bit_for_bit_what_checkpointing_alone_gives(family, dtype):
+    model = decoder(family, dtype)
+    checkpointed = copy.deepcopy(model)
+    apply_checkpointing(checkpointed)
+    assert worst(step(offloaded(model)), step(checkpointed)) == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, DEEP])
+def test_between_forward_and_backward_the_host_has_all_but_one(layers):
+    model = decoder(layers=layers)
+    checkpointed = copy.deepcopy(model)
+    apply_checkpointing(checkpointed)
+    block_input = BATCH * TOKENS * HIDDEN * 8
+    here, before = measured(offloaded(model), batch()), measured(checkpointed, batch())
+    end, end_before = rows_of(here, "forward")[-1], rows_of(before, "forward")[-1]
+    assert here.host[end] == (layers - 1) * block_input
+    assert before.total[end_before] - here.total[end] == (layers - 1) * block_input
+    assert here.host_peak == (layers - 1) * block_input
+    assert before.host_peak == 0
+    assert here.host[-1] == 0
+
+
+class Held(TorchDispatchMode):
+    """Device bytes of the meter around it at each layer's first attention op in backward."""
+
+    def __init__(self, meter):
+        super().__init__()
+        self.meter, self.seen = meter, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            self.seen.append(sum(self.meter._held[:-1]))
+        return result
+
+
+def test_backward_holds_two_block_inputs_at_most():
+    block_input = BATCH * TOKENS * HIDDEN * 8
+    seen = {}
+    for apply in (apply_checkpointing, offloaded):
+        model, meter = decoder(layers=DEEP), Meter()
+        apply(model)
+        with meter.measure(model), meter.phase("step"), Held(meter) as held:
+            model(**batch()).loss.backward()
+        seen[apply] = held.seen[DEEP:]  # those of the recomputation
+    saved = [a - b for a, b in zip(seen[apply_checkpointing], seen[offloaded], strict=True)]
+    # Layer i: its own input and those before it (i + 1), against its own and the one to come (2, the first 1).
+    assert saved == [(i + 1 - min(i + 1, 2)) * block_input for i in reversed(range(DEEP))]
+
+
+class Crossings(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in CROSSINGS or "flash_attention_for_cpu" in func.name():
+            self.order.append(func.name().removeprefix("lab::").removeprefix("aten::_scaled_dot_product_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_copy_each_way_and_back_before_it_is_wanted():
+    model = offloaded(decoder(layers=4))
+    with Crossings() as crossings:
+        step(model)
+    again, back = "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
+    forward = ["to_host", again] * 3 + [again]
+    backward = ["from_host", again, back] * 3 + [again, back]
+    assert crossings.order == forward + backward
+
+
+def test_passes_that_interleave_keep_their_own_inputs():
+    plain, model = decoder(layers=4), offloaded(decoder(layers=4))
+    torch.manual_seed(7)
+    batches = [{n: torch.randint(0, VOCAB, (1, length)) for n in ("input_ids", "labels")} for length in (20, 33)]
+    gradients = []
+    for each in (plain, model):
+        losses = [each(**b).loss for b in batches]
+        for loss in losses:  # both forwards before the first backward
+            (loss / 4).backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters()})
+    assert worst(gradients[1], gradients[0]) <= 1e-9
+
+
+def test_a_retained_graph_can_be_walked_twice():
+    plain, model = decoder(), offloaded(decoder())
+    wanted = step(plain)
+    loss = model(**batch()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+
+
+def test_after_a_pass_that_failed_the_next_is_right():
+    model, wanted = offloaded(decoder()), step(decoder())
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch())
+    hook.remove()
+    assert worst(step(model), wanted) <= 1e-9
+
+
+def test_frozen_embeddings():
+    plain, model = decoder(), decoder()
+    for each in (plain, model):
+        each.model.embed_tokens.requires_grad_(False)
+        each.model.layers[0].requires_grad_(False)
+    offloaded(model)
+    for each in (plain, model):
+        each(**batch()).loss.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert worst({n: p.grad for n, p in model.named_parameters()}, wanted) <= 1e-9
+    assert model.model.embed_tokens.weight.grad is None
+
+
+def test_a_plan_sees_both_lanes():
+    tokens = 2**20
+    block_input = tokens * HIDDEN * 2
+    with FakeTensorMode():
+        model, inputs, meter = offloaded(decoder(dtype=torch.bfloat16)), batch(tokens, rows=1), Meter()
+        with meter.measure(model):
+            with meter.phase("forward"):
+                loss = model.model(input_ids=inputs["input_ids"]).last_hidden_state.sum()
+            with meter.phase("backward"):
+                loss.backward()
+    timeline = meter.timeline()
+    assert timeline.host_peak == (LAYERS - 1) * block_input
+    assert timeline.host[-1] == 0
+
+
+def test_names_and_refusal():
+    model = decoder()
+    before = list(model.state_dict())
+    with pytest.raises(RecipeError, match="checkpoint=True"):
+        apply_offload(model)
+    assert list(offloaded(model, pin=False).state_dict()) == before

@@ -1,0 +1,372 @@
+"""What is drawn, what is said beside it, and what goes to the browser while ranks run."""
+
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from nbclient import NotebookClient
+from PIL import Image
+
+import lab.show
+from lab.errors import LabError
+from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+from lab.show import live_timeline, messages, palette, panels, thinning
+from lab.units import GiB, MiB
+from lab.verbs.run import Progress, Run
+
+ROOT = Path(__file__).parents[1]
+OPERATORS = (Op("aten.mm", "5x7 7x11"), Op("aten.silu", "5x11"), Op("aten.add", "5x7 5x7"))
+PEAK = 700 * MiB
+
+
+def measured(rank: int = 0, *, steps: int = 2, rows: int = 60, host: int = 0) -> TimelineBuilder:
+    """A timeline of ``rows`` rows a phase whose peak is in the last step's backward, in ``layers.3``."""
+    builder = TimelineBuilder()
+    seconds = 0.01 * (rank + 1)
+    for step in range(steps):
+        for phase, level in (("forward", 200), ("backward", 300), ("optimizer", 90)):
+            for row in range(rows):
+                top = phase == "backward" and step == steps - 1 and row == 7
+                held = [40 * MiB, 30 * MiB, 20 * MiB, level * MiB, (rank + row) % 5 * MiB]
+                if top:
+                    held[3] += PEAK - sum(held)
+                seconds += 0.013
+                module = "layers.3" if top else f"layers.{row % 3}"
+                builder.add(
+                    seconds,
+                    held,
+                    host * row,
+                    phase=phase,
+                    module=module,
+                    op=OPERATORS[0] if top else OPERATORS[row % 3],
+                    step=step,
+                )
+    return builder
+
+
+def finished(ranks: int = 3, **how: Any) -> Run:
+    timelines = tuple(measured(rank, **how).since() for rank in range(ranks))
+    return Run("tiny · fsdp", None, (2.5, 2.25), (0.5, 0.25), timelines)  # type: ignore[arg-type]
+
+
+def pixels(picture: lab.show.Picture) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGBA")).astype(int)
+
+
+def painted(picture: lab.show.Picture, colour: str) -> int:
+    """How many pixels have this colour, as nearly as the stored palette has it."""
+    wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)] + [255]
+    return int((np.abs(pixels(picture) - wanted).max(axis=2) < 10).sum())
+
+
+# ---- pictures -----------------------------------------------------------------------------------------------
+
+
+def test_each_category_has_its_colour_everywhere() -> None:
+    assert dict(zip(CATEGORIES, palette.CATEGORY_COLOURS, strict=True)) == {
+        "parameters": "#0072B2",
+        "gradients": "#E69F00",
+        "optimizer": "#009E73",
+        "activations": "#D55E00",
+        "other": "#999999",
+    }
+
+
+def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
+    picture = lab.show.timeline(measured().since())
+    assert picture.png.startswith(b"\x89PNG")
+    assert 5_000 < len(picture.png) < 200_000
+    areas = [painted(picture, colour) for colour in palette.CATEGORY_COLOURS]
+    # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
+    assert areas[3] > areas[0] > areas[1] > areas[2] > areas[4] > 500
+    assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm 5x7 7x11 in layers.3)."
+    assert pyplot.get_fignums() == []
+
+
+def test_a_picture_reads_on_white_and_on_black() -> None:
+    picture = pixels(lab.show.timeline(measured().since()))
+    assert (picture[0, 0, 3], picture[-1, -1, 3]) == (0, 0)
+    level = int(palette.TEXT[1:3], 16) / 255
+    linear = ((level + 0.055) / 1.055) ** 2.4
+    # WCAG's contrast of small text.
+    assert min(1.05 / (linear + 0.05), (linear + 0.05) / 0.05) > 4.5
+
+
+def test_a_run_has_a_panel_for_each_rank_and_names_every_peak() -> None:
+    run = finished(3)
+    picture = lab.show.timeline(run)
+    titles = [axes.get_title(loc="left") for axes in picture.figure.axes]
+    assert titles == [f"rank {rank} · peak 700.0 MiB" for rank in range(3)]
+    assert len({axes.get_xlim() for axes in picture.figure.axes}) == 1
+    assert len({axes.get_ylim() for axes in picture.figure.axes}) == 1
+    assert picture.text.startswith("Memory timeline of tiny · fsdp: rank 0 peaks at 700.0 MiB (backward: ")
+    assert picture.text.count("peaks at") == 3
+
+
+def test_host_bytes_get_a_lane_of_their_own() -> None:
+    without, lane = lab.show.timeline(finished(2)), lab.show.timeline(finished(2, host=MiB))
+    assert len(lane.figure.axes) == 2 * len(without.figure.axes)
+    assert painted(lane, palette.COLOURS["host"]) > 10_000 > painted(without, palette.COLOURS["host"])
+
+
+def test_operators_can_stand_where_seconds_would_lie() -> None:
+    figure = lab.show.timeline(measured(rows=11).since(), over="operators").figure
+    assert figure.axes[0].get_xlim() == (0, 2 * 3 * 11 - 1)
+    assert figure.axes[0].get_xlabel() == "operators"
+
+
+def test_an_empty_timeline_is_refused() -> None:
+    with pytest.raises(LabError, match="no rows"):
+        lab.show.timeline(TimelineBuilder().since())
+
+
+def test_a_plan_lies_on_the_measured_clock() -> None:
+    run, plan = measured(steps=3).since(), measured(rank=2, steps=2).since()
+    laid = panels.planned_over(run, plan, run.seconds)
+    assert np.array_equal(np.concatenate([at for at, _ in laid]), run.seconds)
+    # The third step is compared with the plan's last.
+    held = [bytes_ for _, bytes_ in laid]
+    assert np.array_equal(np.concatenate(held[:6]), plan.total)
+    assert [h.max() for h in held[6:]] == [h.max() for h in held[3:6]]
+    text = lab.show.timeline(run, planned=plan).text
+    assert text.endswith("; planned peak 700.0 MiB.")
+
+
+@dataclass(frozen=True)
+class Planned:
+    timeline: Timeline
+
+
+def test_a_plan_is_taken_for_its_timeline() -> None:
+    plan = Planned(measured().since())
+    assert lab.show.timeline(plan).text == lab.show.timeline(plan.timeline).text
+    assert "planned peak" in lab.show.timeline(plan, planned=plan).text
+
+
+def test_bars_are_stacked_and_summed() -> None:
+    bars = {"plain": {"parameters": 3 * GiB, "activations": 9 * GiB}, "fsdp": measured().since().peak}
+    picture = lab.show.stack(bars, title="tiny", limit=8 * GiB)
+    assert picture.text == "tiny: plain 12.0 GiB, fsdp 700.0 MiB; the line stands at 8.00 GiB."
+    written = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert written == ["12.0 GiB", "700.0 MiB", "8.00 GiB"]
+    ratio = painted(picture, palette.COLOURS["activations"]) / painted(picture, palette.COLOURS["parameters"])
+    assert 2.7 < ratio < 3.3
+    assert picture.figure.axes[0].get_xlabel() == "GiB"
+
+
+def test_a_category_without_colour_is_refused() -> None:
+    with pytest.raises(LabError, match=r"\['fish'\].*parameters, gradients"):
+        lab.show.stack({"plain": {"fish": 3}})
+
+
+def test_curves_end_where_nothing_more_fits() -> None:
+    picture = lab.show.curves(
+        [1024, 4096, 16384], {"naive": [16.0, 256.0, None], "flash": [8.0, 32.0, 128.0]}
+    )
+    assert picture.text == "Bytes over tokens: naive 256 B at 4K, flash 128 B at 16K."
+    lines = picture.figure.axes[0].lines
+    assert [list(line.get_xdata()) for line in lines] == [[1024, 4096], [1024, 4096, 16384]]
+    assert picture.figure.axes[0].get_xscale() == picture.figure.axes[0].get_yscale() == "log"
+    seconds = lab.show.curves([8, 32], {"a": [0.25, 4]}, unit="seconds", log=False, title="Steps")
+    assert seconds.text == "Steps over tokens: a 4 s at 32."
+    assert seconds.figure.axes[0].get_yscale() == "linear"
+
+
+def test_curves_of_another_length_are_refused() -> None:
+    with pytest.raises(LabError, match=r"2 values.*\['a'\]"):
+        lab.show.curves([1, 2], {"a": [1.0], "b": [1.0, 2.0]})
+
+
+def test_source_is_named_within_the_project() -> None:
+    shown = lab.show.source(Timeline.at)
+    line = next(n for n, text in enumerate(_lines("lab/memory/timeline.py"), 1) if "def at(" in text)
+    assert shown.place == f"lab/memory/timeline.py:{line}"
+    assert shown.code.startswith("def at(self, seconds: float) -> Moment:\n    ")
+    assert str(ROOT) not in shown._repr_markdown_() + repr(shown)
+    assert "~~~~python\ndef at(" in shown._repr_markdown_()
+    assert re.fullmatch(r"json:\d+", lab.show.source(json.dumps).place)
+
+
+def _lines(path: str) -> list[str]:
+    return (ROOT / path).read_text().splitlines()
+
+
+# ---- thinning -----------------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_the_highest_and_the_last_of_each_stretch() -> None:
+    random = np.random.default_rng(7)
+    at, held = np.sort(random.random(1000) ** 3), random.integers(0, 10**9, 1000)
+    kept = thinning.thinned(at, held, 13)
+    stretch = np.minimum((at - at[0]) / (at[-1] - at[0]) * 13, 12).astype(int)
+    for n in range(13):
+        rows = np.flatnonzero(stretch == n)
+        assert set(kept[np.isin(kept, rows)]) == {rows[held[rows].argmax()], rows[-1]}
+    assert len(thinning.thinned(at[:0], held[:0], 13)) == 0
+
+
+def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
+    at = np.array([0.0, 0.5, 0.5 + 1e-9, 1.0])
+    places, rows = thinning.widened(at, np.array([3, 9, 2, 2]), 10)
+    assert rows.tolist() == [0, 1, 2, 3]
+    assert places.tolist() == pytest.approx([0, 0.5, 0.6, 1.0])
+
+
+# ---- live ---------------------------------------------------------------------------------------------------
+
+
+def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
+    """As the script reads it: seconds, total, host, phase, module, op, step of each row."""
+    names.update(enumerate(content["names"], content["known"]))
+    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 11).astype(float)
+    return [
+        (row[0], row[1:6].sum(), row[6], *(names[int(n)] for n in row[7:10]), int(row[10])) for row in table
+    ]
+
+
+def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
+    builder, known, names = measured(host=3 * MiB), messages.Names(), {}
+    first, second = builder.since(), builder.since(170)
+    sent = decoded(*messages.delta(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
+    content, buffer = messages.delta(Progress(1, 5, 1, 2, 2.5, second), known)
+    assert (content["rank"], content["ranks"], content["step"], content["steps"]) == (1, 5, 1, 2)
+    assert content["loss"] == 2.5
+    # The first rows were forward, backward and optimizer in layers 0 to 2: layer 3 alone is new.
+    assert content["names"] == ["layers.3"]
+    again = decoded(content, buffer, names)
+    assert min(row[0] for row in again) == pytest.approx(second.seconds[0], abs=0.5)
+    assert min(row[0] for row in again) > max(row[0] for row in sent)
+    for row in sent + again:
+        moment = first.at(row[0] + 1e-5)
+        assert row[1:] == (
+            moment.device,
+            moment.host,
+            moment.phase,
+            moment.module,
+            f"{moment.op} {moment.shapes}",
+            moment.step,
+        )
+
+
+def test_a_message_is_small_and_holds_the_peak() -> None:
+    timeline = measured(rows=4000).since()
+    content, buffer = messages.delta(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
+    assert len(buffer) <= 2 * messages.STRETCHES * 11 * 4
+    assert len(json.dumps(content)) < 1000
+    assert max(row[1] for row in decoded(content, buffer, {})) == PEAK
+
+
+class Page:
+    """Stands for a notebook's page: takes what is displayed and sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, metadata: dict[str, str]) -> None:
+        self.shown: list[tuple[Any, dict[str, Any]]] = []
+        self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
+        self.open_at_update: list[bool] = []
+        monkeypatch.setattr(live_timeline, "get_ipython", lambda: self)
+        monkeypatch.setattr(live_timeline, "display", self._display)
+        monkeypatch.setattr(
+            live_timeline._Widget, "send", lambda _, content, buffers: self.sent.append((content, buffers))
+        )
+        self._metadata = metadata
+
+    def get_parent(self) -> dict[str, Any]:
+        return {"metadata": self._metadata}
+
+    def _display(self, thing: Any, **where: Any) -> None:
+        if where.get("update"):
+            self.open_at_update.append(self.shown[-1][0].comm is not None)
+        self.shown.append((thing, where))
+
+
+def follow(watch: live_timeline.LiveTimeline, run: Run, pieces: int = 6) -> None:
+    """Give the run to ``watch`` rank by rank and piece by piece, then as a whole."""
+    for piece in range(pieces):
+        for rank, timeline in enumerate(run.timelines):
+            rows = np.array_split(np.arange(len(timeline)), pieces)[piece]
+            watch(Progress(rank, len(run.timelines), piece // 3, 2, None, timeline.rows(rows)))
+    watch(run)
+
+
+def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_timeline, "_WARM_UP", 0.0)
+    page, run = Page(monkeypatch, {"cellId": "a"}), finished(3)
+    follow(lab.show.live(height=321), run)
+    (widget, opened), (picture, closed) = page.shown
+    assert isinstance(widget, live_timeline._Widget)
+    assert widget.look["height"] == 321
+    assert [colour for _, colour in widget.look["categories"]] == list(palette.CATEGORY_COLOURS)
+    assert closed == {"display_id": opened["display_id"], "update": True}
+    assert picture.text == lab.show.timeline(run).text
+    assert page.open_at_update == [True]
+    assert widget.comm is None
+    assert len(page.sent) == 6 * 3
+    names: dict[int, str] = {}
+    rows = [decoded(content, buffers[0], names) for content, buffers in page.sent]
+    assert max(row[1] for some in rows for row in some) == PEAK
+    assert len({name for content, _ in page.sent for name in content["names"]}) == len(names) == 10
+
+
+def test_the_first_messages_wait_until_a_page_can_have_loaded_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([10.0, *(10.0 + 0.1 * n for n in range(1, 100))])
+    monkeypatch.setattr(live_timeline.time, "monotonic", lambda: next(clock))
+    page, timeline, watch = Page(monkeypatch, {"cellId": "a"}), measured().since(), lab.show.live()
+    counts = []
+    for _ in range(6):
+        watch(Progress(0, 1, 0, 2, None, timeline))
+        counts.append(len(page.sent))
+    assert counts == [0, 0, 0, 4, 5, 6]
+
+
+def test_one_watcher_follows_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_timeline, "_WARM_UP", 0.0)
+    page, watch = Page(monkeypatch, {"cellId": "a"}), lab.show.live()
+    follow(watch, finished(1))
+    first = len(page.sent)
+    follow(watch, finished(2))
+    assert len({where["display_id"] for _, where in page.shown}) == 2
+    assert page.sent[first][0]["known"] == 0
+    assert page.sent[first][0]["names"]
+
+
+def test_where_nobody_looks_on_there_is_the_picture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, run = Page(monkeypatch, {}), finished(2)
+    follow(lab.show.live(), run)
+    assert [(thing.text, where) for thing, where in page.shown] == [(lab.show.timeline(run).text, {})]
+    assert page.sent == []
+
+
+def test_a_script_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    follow(lab.show.live(), finished(1))
+    assert capsys.readouterr().out.startswith("Memory timeline of tiny · fsdp: peaks at 700.0 MiB")
+
+
+def test_an_executed_notebook_stores_a_picture_and_its_words(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "lab_tests")!r}]
+from test_show import finished, follow
+import lab.show
+follow(lab.show.live(), finished(2))
+lab.show.timeline(finished(1))
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    outputs = notebook.cells[0].outputs
+    assert [output.output_type for output in outputs] == ["display_data", "execute_result"]
+    for output in outputs:
+        assert set(output.data) == {"image/png", "text/plain"}
+        assert output.data["text/plain"].startswith("Memory timeline of tiny · fsdp: ")
+        assert output.metadata["image/png"] == {"width": 900}
+    assert "widgets" not in notebook.metadata

@@ -1,0 +1,342 @@
+"""MLP, norms and loss slice by slice: the plain model's numbers, fewer bytes, no slice lost or run too often."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_checkpointing import (
+    BATCH, FAMILIES, HIDDEN, LAYERS, TOKENS, TOLERANCE, VOCAB, Counting, batch, decoder, step, worst,
+)  # fmt: skip
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from lab.errors import RecipeError
+from lab.memory.meter import Meter
+from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.offload import apply_offload
+from lab.techniques.sharding import apply_fsdp
+from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss, summed_cross_entropy
+from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
+
+APPLY = {"mlp": apply_tiled_mlp, "norms": apply_tiled_norms, "loss": apply_tiled_loss}
+DIVIDES, DOES_NOT = 5, 11
+
+
+def everything(model, tile=DOES_NOT, offload=False):
+    apply_tiled_mlp(model, tile=tile)
+    apply_tiled_norms(model, tile=tile - 2)
+    apply_checkpointing(model)
+    if offload:
+        apply_offload(model)
+    apply_tiled_loss(model, tile=tile + 2)
+    return model
+
+
+def tiles(length, tile):
+    return -(-length // tile)
+
+
+# ---- exact ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("what", APPLY)
+def test_loss_and_every_gradient_are_the_plain_models(what, family, dtype):
+    plain = decoder(family, dtype)
+    wanted = step(plain)
+    for tile in (DIVIDES, DOES_NOT, 10**6):
+        model = copy.deepcopy(plain)
+        APPLY[what](model, tile=tile)
+        assert worst(step(model), wanted) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_together_under_checkpointing_and_offload(family):
+    plain = decoder(family)
+    assert worst(step(everything(copy.deepcopy(plain), offload=True)), step(plain)) <= 1e-9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("what", [*APPLY, "everything"])
+def test_bf16_is_as_near_to_fp32_as_the_plain_model_is(what, family):
+    exact = decoder(family, torch.float32)
+    plain = copy.deepcopy(exact).bfloat16()
+    model = copy.deepcopy(plain)
+    everything(model) if what == "everything" else APPLY[what](model, tile=DOES_NOT)
+    wanted, rounded, got = step(exact), step(plain), step(model)
+    for name in wanted:
+        one = {name: wanted[name]}
+        assert worst(got, one) <= 1.5 * worst(rounded, one), name
+
+
+def test_weight_gradients_are_summed_in_fp32_and_rounded_once():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(24, 16, bias=False, dtype=torch.bfloat16), torch.rand(1, 2560, 24).bfloat16()
+    dout = torch.rand(1, 2560, 16).bfloat16()  # positive: a running sum grows and small addends are lost
+    exact = dout[0].double().T @ x[0].double()
+    (gradient,) = torch.autograd.grad(tiled(layer, layer, x, tile=16), layer.weight, dout)
+    assert ((gradient.double() - exact).norm() / exact.norm()).item() < 2.5e-3
+
+
+def test_the_plain_loss_sums_over_shifted_labels():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 7, 11, dtype=torch.bfloat16)
+    labels = torch.randint(0, 11, (2, 7)).index_fill_(1, torch.tensor([2, 6]), -100)
+    by_hand = sum(
+        -F.log_softmax(logits[b, i].double(), -1)[labels[b, i]]
+        for b in range(2) for i in range(7) if i not in (2, 6)
+    )  # fmt: skip
+    loss = summed_cross_entropy(logits, labels, 11, num_items_in_batch=3)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, by_hand.float())
+    assert summed_cross_entropy(logits.double(), labels, 11).dtype == torch.float64
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_scaled_and_accumulated_losses_and_tiles_without_labels(family):
+    plain = decoder(family)
+    model = everything(copy.deepcopy(plain))
+    gradients = []
+    for each in (plain, model):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            ids = torch.randint(0, VOCAB, (BATCH, TOKENS))
+            labels = torch.randint(0, VOCAB, (BATCH, TOKENS))
+            labels[0, :26] = -100  # two whole tiles of 13
+            if seed == 2:
+                labels[:] = -100
+            loss = each(input_ids=ids, labels=labels).loss
+            assert torch.isfinite(loss)
+            assert bool(loss == 0) == (seed == 2)
+            (loss / 4).backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters()})
+    assert worst(gradients[1], gradients[0]) <= 1e-9
+
+
+def test_large_logits_neither_overflow_nor_vanish():
+    plain = decoder(dtype=torch.float32)
+    plain.lm_head.weight.data.mul_(3e4)
+    model = copy.deepcopy(plain)
+    apply_tiled_loss(model, tile=DOES_NOT)
+    assert worst(step(model), step(plain)) <= 5e-6
+
+
+def test_frozen_parameters_get_no_gradient_and_the_rest_theirs():
+    plain, model = decoder(), everything(decoder())
+    for each in (plain, model):
+        each.model.embed_tokens.requires_grad_(False)
+        each.model.layers[0].requires_grad_(False)
+        each.model.layers[0].mlp.up_proj.requires_grad_(True)
+        each.lm_head.requires_grad_(False)
+        each(**batch()).loss.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert worst({n: p.grad for n, p in model.named_parameters()}, wanted) <= 1e-9
+    assert [n for n, p in model.named_parameters() if p.grad is None] == [
+        n for n, p in plain.named_parameters() if p.grad is None
+    ]
+
+
+def test_gradient_hooks_run_once_a_step():
+    model, calls = everything(decoder("qwen2")), []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: calls.append(name))
+    step(model)
+    assert sorted(calls) == sorted(n for n, _ in model.named_parameters())
+
+
+def test_a_retained_graph_of_the_loss_is_refused_or_right():
+    plain, model = decoder(), everything(decoder())
+    wanted, loss = step(plain), model(**batch()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+
+
+def test_without_labels_the_model_answers_as_before():
+    plain, model = decoder(), everything(decoder())
+    ids = batch(rows=1)["input_ids"]
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    options = dict(max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+# ---- under FSDP2 ---------------------------------------------------------------------------------------
+
+
+def sharded_step(family):
+    model = everything(decoder(family), offload=True)
+    apply_fsdp(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    row = {name: t[dist.get_rank() :][:1] for name, t in batch(rows=4).items()}
+    model(**row).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_fsdp_has_the_parameters_whole_where_the_tiles_need_them(family, ranks4):
+    plain = decoder(family)
+    plain(**batch(rows=4)).loss.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    for got in ranks4.apply(sharded_step, family):
+        assert got.keys() == wanted.keys()
+        assert worst(got, wanted) <= 1e-9
+
+
+# ---- integers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("checkpoint", "norms"), [(False, (2, 2, 2)), (True, (3, 3, 2))])
+@pytest.mark.parametrize("tile", [DIVIDES, DOES_NOT])
+def test_slices_run_twice_also_in_a_checkpointed_layer(tile, checkpoint, norms):
+    model = decoder()
+    apply_tiled_mlp(model, tile=tile)
+    apply_tiled_norms(model, tile=tile)
+    apply_tiled_loss(model, tile=tile)
+    if checkpoint:
+        apply_checkpointing(model)
+    heads = []
+    model.lm_head.register_forward_hook(lambda _, args, out: heads.append(out.shape[:-1].numel()))
+    with Counting() as counting:
+        step(model)
+    n = tiles(TOKENS, tile)
+    assert counting.ops["aten.silu"] == 2 * LAYERS * n
+    # The norm before attention and the one before the MLP feed what is recomputed; the last norm does not.
+    assert counting.ops["aten.rsqrt"] == n * (LAYERS * (norms[0] + norms[1]) + norms[2])
+    assert len(heads) == 2 * tiles(BATCH * TOKENS, tile)
+    assert max(heads) == tile
+    assert sum(heads) == 2 * BATCH * TOKENS
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------
+
+
+def peaks(model, run):
+    """Bytes held after forward, and the peaks of forward and backward."""
+    meter = Meter()
+    with meter.measure(model):
+        with meter.phase("forward"):
+            loss = run()
+        with meter.phase("backward"):
+            loss.sum().backward()
+    timeline = meter.timeline()
+    forward = timeline.phase == timeline.phases.index("forward")
+    total = timeline.total
+    return int(total[forward][-1]), int(total[forward].max()), int(total[~forward].max())
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+
+
+@DTYPES
+def test_held_by_an_mlp_and_a_norm_after_forward(dtype):
+    held = {}
+    for what in ("plain", "mlp", "norms"):
+        model = decoder(dtype=dtype)
+        if what != "plain":
+            APPLY[what](model, tile=DOES_NOT)
+        # Not the loss, whose graph would keep the last norm's output in both.
+        held[what] = peaks(model, lambda: model.model(input_ids=batch()["input_ids"]).last_hidden_state)[0]  # noqa: B023
+    tokens = BATCH * TOKENS
+    assert held["plain"] - held["mlp"] == LAYERS * 4 * tokens * 88 * dtype.itemsize
+    assert held["plain"] - held["norms"] == (2 * LAYERS + 1) * tokens * (4 * HIDDEN + 4)
+
+
+def mlp_peaks(inner, tile, dtype, hidden=6):
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_attention_heads=1)
+    mlp = LlamaMLP(config).to(dtype)
+    if tile is not None:
+        apply_tiled_mlp(SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(mlp=mlp)])), tile=tile)
+    x = torch.randn(BATCH, TOKENS, hidden, dtype=dtype, requires_grad=True)
+    return peaks(mlp, lambda: mlp(x))
+
+
+@DTYPES
+@pytest.mark.parametrize("tile", [24, 16, None])
+def test_peaks_of_an_mlp(dtype, tile):
+    """What grows with I, to the byte: two sizes of I, all else (x, the output, dx) taken out by subtraction."""
+    w, wide, e = dtype.itemsize, max(dtype.itemsize, 4), 6
+    small, large = mlp_peaks(88, tile, dtype), mlp_peaks(120, tile, dtype)
+    grown = [(b - a) / (120 - 88) for a, b in zip(small, large, strict=True)]
+    tokens, weights, down = BATCH * (tile or TOKENS) * w, 3 * e * w, e * w
+    if tile is None:
+        assert grown == [weights + 4 * tokens, weights + 4 * tokens, weights + 6 * tokens + down]
+    else:
+        assert grown == [weights, weights + 3 * tokens, weights + 6 * tokens + down + 3 * e * wide]
+
+
+class Headed(nn.Module):
+    """A hidden state [b, s, E] and a head: what is left of a decoder when the layers are done."""
+
+    def __init__(self, vocab, dtype, hidden=12):
+        super().__init__()
+        hidden_state = torch.randn(BATCH, TOKENS, hidden, dtype=dtype, requires_grad=True)
+        self.model = lambda **_: SimpleNamespace(last_hidden_state=hidden_state)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False, dtype=dtype)
+
+    def forward(self, labels):
+        logits = self.lm_head(self.model().last_hidden_state)
+        return SimpleNamespace(loss=summed_cross_entropy(logits, labels, self.lm_head.out_features))
+
+
+def loss_peaks(vocab, tile, dtype):
+    torch.manual_seed(0)
+    model, labels = Headed(vocab, dtype), torch.randint(0, vocab, (BATCH, TOKENS))
+    if tile is not None:
+        apply_tiled_loss(model, tile=tile)
+    return peaks(model, lambda: model(labels=labels).loss)
+
+
+@DTYPES
+@pytest.mark.parametrize("tile", [32, 13, None])
+def test_what_the_loss_holds_grows_with_the_tile_and_not_with_the_sequence(dtype, tile):
+    """What grows with V, to the byte."""
+    w, wide, e, tokens = dtype.itemsize, max(dtype.itemsize, 4), 12, BATCH * TOKENS
+    small, large = loss_peaks(200, tile, dtype), loss_peaks(300, tile, dtype)
+    held, forward, backward = ((b - a) / 100 - e * w for a, b in zip(small, large, strict=True))
+    if tile is None:
+        assert (held, backward) == (tokens * wide, 3 * tokens * wide)
+    else:
+        assert (held, forward) == (0, tile * w + tiles(tile, 16) * wide)
+        assert backward == tile * w + e * (w + wide)
+
+
+# ---- without data ----------------------------------------------------------------------------------------
+
+
+def test_runs_on_fake_tensors_at_any_length():
+    tokens, tile = 2**20, 2**17
+    with FakeTensorMode():
+        peak = {}
+        for what in ("plain", "tiled"):
+            model, inputs = decoder(dtype=torch.bfloat16), batch(tokens, rows=1)
+            if what == "tiled":
+                everything(model, tile)
+            else:
+                apply_checkpointing(model)
+            model.config._attn_implementation = "nothing"
+            for layer in model.model.layers:
+                layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+            meter = Meter()
+            with meter.measure(model):
+                with meter.phase("forward"):
+                    loss = model(**inputs).loss
+                with meter.phase("backward"):
+                    loss.backward()
+            peak[what] = meter.timeline().device_peak
+    assert peak["tiled"] < peak["plain"] / 2
+
+
+@pytest.mark.parametrize("what", APPLY)
+@pytest.mark.parametrize("tile", [0, -3])
+def test_refusals(what, tile):
+    knob = {"mlp": "mlp_tile", "norms": "norm_tile", "loss": "loss_tile"}[what]
+    with pytest.raises(RecipeError, match=f"{knob}={tile}: .* 1 or more"):
+        APPLY[what](decoder(), tile=tile)
