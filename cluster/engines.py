@@ -19,6 +19,7 @@ from cluster.launcher import ControllerLauncher, RankSetLauncher
 from cluster.processes import end, family, kill
 from cluster.watchdog import is_alive
 
+NOT_STARTED = "the cluster is not started; cluster.start() starts it"
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
 END_PATIENCE_SECONDS = 1.0
@@ -74,14 +75,17 @@ class Engines:
     def client(self) -> RankClient:
         """The connected client. Raises ClusterError before the start and after the stop."""
         if self._client is None:
-            raise ClusterError("the cluster is not started; cluster.start() starts it")
+            raise ClusterError(NOT_STARTED)
         return self._client
 
     def start(self) -> None:
         """Launch the controller and the engines, and return when all of them answer to their ids."""
         deadline = time.monotonic() + self.timeout
-        self._background.run(self._cluster.start_cluster(), self.timeout)
-        info = self._background.run(self._cluster.controller.get_connection_info(), self.timeout)
+        try:
+            self._background.run(self._cluster.start_cluster(), self.timeout)
+            info = self._background.run(self._cluster.controller.get_connection_info(), self.timeout)
+        except (RuntimeError, TimeoutError) as error:
+            raise ClusterError(f"the controller did not start; logs are in {self.directory}/log") from error
         self._client = RankClient(info["client"], cluster_id=self._cluster.cluster_id)
         self._client.inbox = self.inbox
         self._wait_for_ids(list(range(self.ranks)), deadline)

@@ -16,7 +16,15 @@ def import_path() -> str:
     return os.pathsep.join(dict.fromkeys(entries))
 
 
-class ControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
+class KeepsLogs:
+    """Leaves a process's log where it is: a start that failed is explained there."""
+
+    def get_output(self, remove: bool = False) -> str:
+        """Return nothing, and remove nothing; the cluster's directory goes as a whole."""
+        return ""
+
+
+class ControllerLauncher(KeepsLogs, LocalControllerLauncher):  # type: ignore[misc]
     """Start the controller under the watchdog."""
 
     def get_env(self) -> dict[str, str]:
@@ -28,7 +36,7 @@ class ControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
         return [*watched("ipyparallel.controller"), *self.cluster_args, *self.controller_args]
 
 
-class RankLauncher(LocalEngineLauncher):  # type: ignore[misc]
+class RankLauncher(KeepsLogs, LocalEngineLauncher):  # type: ignore[misc]
     """Start one engine under the watchdog; its place in the set, which names it, is its id."""
 
     def get_env(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ import cloudpickle
 
 from cluster import remote
 from cluster.capacity import check_capacity, visible_devices
-from cluster.engines import Engines
+from cluster.engines import NOT_STARTED, Engines
 from cluster.errors import PROCESS_DIED, ClusterError, Failure, RankError, name_ranks
 from cluster.profiles import find_profile
 from cluster.waiting import OnRecord, Run
@@ -22,8 +22,6 @@ from cluster.waiting import OnRecord, Run
 GRACE_SECONDS = 1.0
 RECORDS_SECONDS = 5.0
 FIRST_RECORD_SECONDS = 0.25
-
-NOT_STARTED = "the cluster is not started; cluster.start() starts it"
 
 
 class Cluster:

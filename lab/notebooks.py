@@ -13,6 +13,7 @@ from typing import Any
 import nbformat
 import papermill
 from rich.console import Console
+from traitlets.config import Config
 
 from lab.errors import NotebookError
 
@@ -39,12 +40,12 @@ def find(names: list[str]) -> list[Notebook]:
         NotebookError: no such notebook, or one without a ``parameters`` cell of literals.
     """
     known = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
-    return [
-        _read(known[name.removesuffix(".ipynb")])
-        if name.removesuffix(".ipynb") in known
-        else _read(_outside(name, known))
-        for name in names or known
-    ]
+    if not known:
+        raise NotebookError(
+            f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
+        )
+    paths = [known.get(name.removesuffix(".ipynb")) or _outside(name, known) for name in names or known]
+    return [_read(path) for path in paths]
 
 
 def with_parameters(notebook: Notebook, given: dict[str, str]) -> dict[str, Any]:
@@ -85,7 +86,8 @@ def execute(names: list[str], given: dict[str, str], out: Path | None = None) ->
                 parameters=values,
                 kernel_name="python3",
                 progress_bar={"desc": notebook.name},
-                request_save_on_cell_execute=True,
+                # Sockets of the file system: nothing of the kernel's traffic is on the network, not even locally.
+                config=Config({"KernelManager": {"transport": "ipc"}}),
             )
         except papermill.PapermillExecutionError as error:
             failed.append(notebook.name)
@@ -113,12 +115,13 @@ def _read(path: Path) -> Notebook:
         raise NotebookError(f"{path.name} has no cell tagged 'parameters'")
     defaults = {}
     for statement in ast.parse(tagged[0].source).body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                try:
-                    defaults[name] = ast.literal_eval(value)
-                except ValueError:
-                    raise NotebookError(f"{path.name}: parameter {name} is not a literal") from None
+        try:
+            [target], value = statement.targets, statement.value
+            defaults[target.id] = ast.literal_eval(value)
+        except (AttributeError, ValueError):
+            raise NotebookError(
+                f"{path.name}: its parameters are to be literals, {ast.unparse(statement)!r} is none"
+            ) from None
     return Notebook(path, defaults)
 
 

@@ -8,7 +8,7 @@ import re
 from lab.errors import LabError
 
 Ki, Mi, Gi = 2**10, 2**20, 2**30
-KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
 _TOKENS = {"": 1, "K": Ki, "M": Mi}
 _BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
@@ -52,7 +52,7 @@ def format_tokens(tokens: int) -> str:
 
 def format_bytes(size: int | float) -> str:
     """Print bytes to three or four significant digits in the unit that suits: ``15.0 GiB``, ``512 B``."""
-    for name, factor in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+    for name, factor in (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(size) >= factor:
             value = size / factor
             return f"{value:.2f} {name}" if abs(value) < 10 else f"{value:.1f} {name}"

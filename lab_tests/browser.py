@@ -52,6 +52,7 @@ def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Itera
     lab = {
         name: str(home / name.lower()) for name in ("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")
     }
+    _refuse_news(home / "jupyterlab_settings_dir")
     with open(home / "server.log", "w") as log:
         process = subprocess.Popen(
             [part.format(port=server.port) for part in command],
@@ -84,6 +85,20 @@ def jupyter_page(command: Sequence[str], path: str, *, home: Path) -> Iterator[P
     with jupyter(command, home=home) as server, browser_page() as page:
         page.goto(server.url(path))
         yield page
+
+
+def run_all_cells(page: Page) -> None:
+    """Run the open notebook from JupyterLab's menu. What is asked for before the kernel is ready is lost."""
+    page.get_by_text("| Idle").wait_for(timeout=60_000)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+
+def _refuse_news(settings: Path) -> None:
+    """JupyterLab's first start asks about news, over the lower right of the page; no option stops it."""
+    folder = settings / "@jupyterlab" / "apputils-extension"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
 
 
 def _free_port() -> int:

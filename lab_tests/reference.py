@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-VOCABULARY, WIDTH, HEAD_DIM = 101, 48, 10
+VOCABULARY, HEAD_DIM = 101, 10
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
 
 
 def config(
     family: str = "llama", heads: int = 24, kv_heads: int = 6, layers: int = 2, **more: Any
 ) -> LlamaConfig:
-    """A small config in which no two sizes coincide: E=48, D=10 (so H*D != E), V=101."""
+    """A small config in which no two sizes coincide: E=2H, D=10 (so H*D != E), V=101."""
     if family == "mistral":
         more.setdefault("sliding_window", None)
     sizes = {
-        "hidden_size": WIDTH,
+        "hidden_size": 2 * heads,
         "intermediate_size": 72,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -37,7 +39,7 @@ def config(
 
 
 def build(cfg: LlamaConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    """Transformers' model with sdpa, every parameter random: biases and norms too, or a bug hides in a zero."""
+    """Transformers' model with sdpa, every parameter random: a bug hides behind biases of 0, norms of 1."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(cfg, attn_implementation="sdpa", dtype=torch.float64)
     with torch.no_grad():
@@ -68,19 +70,19 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over b*S labels, one a token, in the dtype of the logits but at least fp32.
-
-    Transformers' own loss rounds fp64 logits to fp32.
-    """
+    """Sum over b*s labels in the dtype of the logits but at least fp32; transformers' rounds fp64 to fp32."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def truth(
-    cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64
+    cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the plain model in one process; the labels are ``ids`` turned by one."""
-    model = exact_rotary(build(cfg, dtype))
+    """Loss and gradients of the plain model in one process; the labels are ``ids`` turned by one.
+
+    ``rounded``: the weights are those of a model of this dtype, whatever the arithmetic.
+    """
+    model = exact_rotary(build(cfg, rounded or dtype).to(dtype))
     loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids.roll(-1, 1)) / ids.numel()
     loss.backward()
     return loss.detach(), gradients(model)
@@ -119,9 +121,45 @@ def error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     )
 
 
+def worst_errors(
+    cfg: LlamaConfig,
+    ids: Tensor,
+    model: nn.Module,
+    positions: Tensor,
+    group: dist.ProcessGroup,
+    right: tuple[Tensor, dict[str, Tensor]] | None = None,
+) -> tuple[float, float]:
+    """Relative error of the loss and of the worst gradient, in fp64 unless ``right`` is given."""
+    found_loss, found = sharded(model, ids, positions, group)
+    right_loss, grads = right or truth(cfg, ids)
+    return abs(float(found_loss / right_loss) - 1), error(found, grads)
+
+
 def subgroup(size: int) -> dist.ProcessGroup:
     """This rank's group of consecutive ranks; every rank must call it."""
     groups = [
         dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
     ]
     return groups[dist.get_rank() // size]
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called: ``with Calls() as calls: ...; calls["all_to_all"]``."""
+
+    NAMES = {
+        "c10d::alltoall_base_": "all_to_all",
+        "aten::_scaled_dot_product_flash_attention_for_cpu": "attention forward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> int:
+        assert name in self.NAMES.values()
+        return self.counts[name]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[self.NAMES.get(func._schema.name, "")] += 1
+        return func(*args, **(kwargs or {}))

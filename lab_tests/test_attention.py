@@ -72,7 +72,7 @@ def test_forward_and_backward_are_the_textbooks(dtype, tolerance, causal, keys):
 
 
 def test_backward_from_a_global_lse_gives_these_keys_share():
-    """Gradients over two halves of the keys, each from the out and LSE of the whole, add up: a ring's ground."""
+    """Over two parts of the keys, each from the out and LSE of the whole, gradients add up."""
     q, k, v = qkv(keys=S)
     out, lse = flash_forward(q, k, v, causal=False)
     grad = torch.randn_like(out)
@@ -94,7 +94,8 @@ def test_attention_keeps_what_its_docstring_says():
     held = meter.timeline().total[-1]
     assert held == 2 * B * S * D * (2 * H + 2 * K) + 4 * B * H * S
     out.sum().backward()
-    assert q.grad is not None and k.grad.shape == k.shape
+    assert q.grad is not None
+    assert k.grad.shape == k.shape
 
 
 def test_causal_between_different_lengths_is_refused():

@@ -85,7 +85,7 @@ def test_backward_holds_two_block_inputs_at_most():
             model(**batch()).loss.backward()
         seen[apply] = held.seen[DEEP:]  # those of the recomputation
     saved = [a - b for a, b in zip(seen[apply_checkpointing], seen[offloaded], strict=True)]
-    # Layer i: its own input and those before it (i + 1), against its own and the one to come (2, the first 1).
+    # Layer i: its own input and all before it (i + 1), against its own and the next to come (2, at last 1).
     assert saved == [(i + 1 - min(i + 1, 2)) * block_input for i in reversed(range(DEEP))]
 
 
@@ -113,7 +113,9 @@ def test_one_copy_each_way_and_back_before_it_is_wanted():
 def test_passes_that_interleave_keep_their_own_inputs():
     plain, model = decoder(layers=4), offloaded(decoder(layers=4))
     torch.manual_seed(7)
-    batches = [{n: torch.randint(0, VOCAB, (1, length)) for n in ("input_ids", "labels")} for length in (20, 33)]
+    batches = [
+        {n: torch.randint(0, VOCAB, (1, length)) for n in ("input_ids", "labels")} for length in (20, 33)
+    ]
     gradients = []
     for each in (plain, model):
         losses = [each(**b).loss for b in batches]
@@ -129,7 +131,9 @@ def test_a_retained_graph_can_be_walked_twice():
     loss = model(**batch()).loss
     loss.backward(retain_graph=True)
     loss.backward()
-    assert worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+    assert (
+        worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+    )
 
 
 def test_after_a_pass_that_failed_the_next_is_right():

@@ -66,7 +66,7 @@ def painted(picture: lab.show.Picture, colour: str) -> int:
     return int((np.abs(pixels(picture) - wanted).max(axis=2) < 10).sum())
 
 
-# ---- pictures -----------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------------
 
 
 def test_each_category_has_its_colour_everywhere() -> None:
@@ -86,7 +86,7 @@ def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
     areas = [painted(picture, colour) for colour in palette.CATEGORY_COLOURS]
     # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
     assert areas[3] > areas[0] > areas[1] > areas[2] > areas[4] > 500
-    assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm 5x7 7x11 in layers.3)."
+    assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm in layers.3)."
     assert pyplot.get_fignums() == []
 
 
@@ -198,7 +198,7 @@ def _lines(path: str) -> list[str]:
     return (ROOT / path).read_text().splitlines()
 
 
-# ---- thinning -----------------------------------------------------------------------------------------------
+# ---- thinning ------------------------------------------------------------------------------------------
 
 
 def test_thinning_keeps_the_highest_and_the_last_of_each_stretch() -> None:
@@ -219,7 +219,7 @@ def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
     assert places.tolist() == pytest.approx([0, 0.5, 0.6, 1.0])
 
 
-# ---- live ---------------------------------------------------------------------------------------------------
+# ---- live ----------------------------------------------------------------------------------------------
 
 
 def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:

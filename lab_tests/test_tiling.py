@@ -1,4 +1,4 @@
-"""MLP, norms and loss slice by slice: the plain model's numbers, fewer bytes, no slice lost or run too often."""
+"""MLP, norms and loss slice by slice: the plain model's numbers, fewer bytes, no slice lost or run again."""
 
 import copy
 from types import SimpleNamespace
@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_checkpointing import (
-    BATCH, FAMILIES, HIDDEN, LAYERS, TOKENS, TOLERANCE, VOCAB, Counting, batch, decoder, step, worst,
+    BATCH,
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    TOKENS,
+    TOLERANCE,
+    VOCAB,
+    Counting,
+    batch,
+    decoder,
+    step,
+    worst,
 )  # fmt: skip
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -21,7 +32,7 @@ from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.offload import apply_offload
 from lab.techniques.sharding import apply_fsdp
-from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss, summed_cross_entropy
+from lab.techniques.tiled_loss import apply_tiled_loss, summed_cross_entropy
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
 
 APPLY = {"mlp": apply_tiled_mlp, "norms": apply_tiled_norms, "loss": apply_tiled_loss}
@@ -151,19 +162,21 @@ def test_gradient_hooks_run_once_a_step():
     assert sorted(calls) == sorted(n for n, _ in model.named_parameters())
 
 
-def test_a_retained_graph_of_the_loss_is_refused_or_right():
+def test_a_retained_graph_can_be_walked_twice():
     plain, model = decoder(), everything(decoder())
     wanted, loss = step(plain), model(**batch()).loss
     loss.backward(retain_graph=True)
     loss.backward()
-    assert worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+    assert (
+        worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+    )
 
 
 def test_without_labels_the_model_answers_as_before():
     plain, model = decoder(), everything(decoder())
     ids = batch(rows=1)["input_ids"]
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
-    options = dict(max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
     assert list(model.state_dict()) == list(plain.state_dict())
 
@@ -261,7 +274,7 @@ def mlp_peaks(inner, tile, dtype, hidden=6):
 @DTYPES
 @pytest.mark.parametrize("tile", [24, 16, None])
 def test_peaks_of_an_mlp(dtype, tile):
-    """What grows with I, to the byte: two sizes of I, all else (x, the output, dx) taken out by subtraction."""
+    """What grows with I, to the byte: two sizes of I, all else taken out by subtraction."""
     w, wide, e = dtype.itemsize, max(dtype.itemsize, 4), 6
     small, large = mlp_peaks(88, tile, dtype), mlp_peaks(120, tile, dtype)
     grown = [(b - a) / (120 - 88) for a, b in zip(small, large, strict=True)]

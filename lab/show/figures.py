@@ -148,13 +148,15 @@ def _finish(
             byte_axis(axes.yaxis, tops[lane], ticks=4 if lane == 0 else 1)
             quiet(axes)
             axes.set_xlim(0, end)
-            axes.set_visible(number // lanes * len(row) + column < len(timelines))
+            rank = number // lanes * len(row) + column
+            axes.set_visible(rank < len(timelines))
             if column > 0:
                 axes.tick_params(labelleft=False)
                 axes.set_ylabel("")
             elif lane == 1:
                 axes.set_ylabel(f"host\n{axes.get_ylabel()}")
-            if number == len(grid) - 1:
+            if lane == lanes - 1 and rank + len(row) >= len(timelines):
+                axes.tick_params(labelbottom=True)
                 axes.set_xlabel(over)
 
 

@@ -86,7 +86,7 @@ class View {
 
 function said({ step, steps, loss }) {
   if (!steps) return "waiting for the ranks";
-  return `step ${step} of ${steps}` + (loss === null ? "" : ` · loss ${loss.toFixed(4)}`);
+  return `step ${step} of ${steps}` + (loss === null ? "" : ` · loss ${Number(loss).toFixed(4)}`);
 }
 
 function add(parent, tag, name = "") {

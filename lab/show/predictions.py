@@ -30,14 +30,18 @@ class Prediction:
         """The reader's number beside the measured one, and their ratio."""
         found = f"measured **{measured:.4g} {self.unit}**"
         if self.value is None:
-            return Markdown(f"{self.what}: {found} (no prediction was made)")
+            return _said(f"{self.what}: {found} (no prediction was made)")
         ratio = self.value / measured
-        return Markdown(f"{self.what}: predicted {self.value:.4g} {self.unit}, {found}, ratio {ratio:.2f}")
+        return _said(f"{self.what}: predicted {self.value:.4g} {self.unit}, {found}, ratio {ratio:.2f}")
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # Where no front end runs the widget, the stored notebook says in words what stands here.
         bundle: dict[str, Any] = self._field._repr_mimebundle_(**kwargs)
         return {**bundle, "text/plain": f"Your prediction: {self.what}, in {self.unit}"}
+
+
+def _said(text: str) -> Markdown:
+    return Markdown(text)  # type: ignore[no-untyped-call]
 
 
 def predict(what: str, *, unit: str) -> Prediction:

@@ -16,8 +16,8 @@ def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
 
     The hidden state of rank c is [b, s, E], tokens c*s to (c+1)*s; ``position_ids`` must say so. q, k and v
     go from [b, s, H, D] to [b, S, H/C, D] by all-to-all, attention runs on whole sequences, and its output
-    goes back. Everything else in a decoder works on single tokens and does not notice. K < C key/value heads are
-    given to C/K ranks each.
+    goes back. Everything else in a decoder works on single tokens and does not notice. K < C key/value heads
+    are given to C/K ranks each.
 
     Saves: activations are s = S/C tokens' worth, 1/C of the plain model's in every layer and kind.
     Costs: 4 all-to-alls a layer forward and 4 backward, w*b*s*D*(2H + 2*max(K, C)) bytes sent each way (no
@@ -48,6 +48,9 @@ def ulysses_attention(
     """Causal attention of a sharded sequence: ``q`` [b, H, s, D], ``k, v`` [b, K, s, D] -> [b, H, s, D].
 
     [b, H, s, D] -> [b, s, H, D] -> all-to-all [b, S, H/C, D] -> [b, H/C, S, D] -> attention -> and back.
+
+    With Kr = max(K, C), w bytes an element and b = 1, it holds w*s*D*(4H + 2K + 2Kr) + 4*s*H bytes after
+    forward (q, k, v before and after the exchange, out after and before, LSE), and at its peak one out more.
     """
     q, k, v = (heads_from_sequence(t.transpose(1, 2), group).transpose(1, 2) for t in (q, k, v))
     out = attention(q, k, v, scale=scale, kernel=kernel)

@@ -1,0 +1,189 @@
+"""What a UPipe stage works with: its buffers, its projections, its exchanges."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.techniques.exchange import all_to_all
+from lab.techniques.upipe_schedule import Run, Schedule
+
+
+class Bench:
+    """The buffers of one layer's pass over its stages, and what is done in them.
+
+    Letters: b rows, s local tokens, S = C*s, n query heads a rank and stage, m slots in flight. A *buffer*
+    holds the b*s*U*D elements of a stage's query heads, in one of two orders:
+
+    - by sequence, [C, b, s, n, D]: this rank's tokens, heads grouped by the rank they go to;
+    - by heads, [b, S, n, D]: all tokens, this rank's heads.
+
+    An all-to-all leads from one to the other, without a copy where b = 1. Projections write straight into the
+    order that is sent. Buffers are taken and given back by hand and serve all stages.
+    """
+
+    def __init__(self, plan: Schedule, group: dist.ProcessGroup | None, x: Tensor, head_dim: int) -> None:
+        self.plan, self.group = plan, group
+        self.batch, self.local = x.shape[:2]
+        self.head_dim = head_dim
+        self.x = x.reshape(-1, x.shape[-1])
+        self._free: list[Tensor] = []
+        kv = self.batch * self.local * plan.ranks * plan.slots_in_flight * head_dim
+        self.k, self.v = x.new_empty(kv), x.new_empty(kv)
+
+    # ---- buffers ---------------------------------------------------------------------------------------
+
+    def take(self) -> Tensor:
+        """A buffer, flat; what is in it is of no use."""
+        if self._free:
+            return self._free.pop()
+        return self.x.new_empty(self.batch * self.local * self.plan.chunk * self.head_dim)
+
+    def give(self, *buffers: Tensor) -> None:
+        """Hand buffers back for the next ``take``."""
+        self._free.extend(buffers)
+
+    def clear(self) -> None:
+        """Let go of buffers nobody holds: the attention is about to make a tensor of this size itself."""
+        self._free.clear()
+
+    def by_sequence(self, buffer: Tensor, heads: int | None = None) -> Tensor:
+        """The buffer's first b*s*C*heads*D elements as [C, b, s, heads, D]; heads is n unless given."""
+        shape = (self.plan.ranks, self.batch, self.local, heads or self.plan.heads_per_rank, self.head_dim)
+        return buffer[: torch.Size(shape).numel()].view(shape)
+
+    def by_heads(self, buffer: Tensor, heads: int | None = None) -> Tensor:
+        """The same elements as [b, S, heads, D]."""
+        return self.by_sequence(buffer, heads).view(
+            self.batch, self.plan.ranks * self.local, -1, self.head_dim
+        )
+
+    # ---- exchanges -------------------------------------------------------------------------------------
+
+    def to_heads(self, send: Tensor) -> Tensor:
+        """[C, b, s, n, D] -> [b, S, n, D]. Takes ``send``, returns the buffer with the result."""
+        if self.plan.ranks == 1:
+            return send
+        received = self.take()
+        all_to_all(self.by_sequence(send), self.group, out=self.by_sequence(received))
+        if self.batch == 1:
+            self.give(send)
+            return received
+        self._turn(received, send)
+        self.give(received)
+        return send
+
+    def to_sequence(self, send: Tensor) -> Tensor:
+        """[b, S, n, D] -> [C, b, s, n, D]. Takes ``send``, returns the buffer with the result."""
+        if self.plan.ranks == 1:
+            return send
+        received = self.take()
+        if self.batch > 1:
+            self._turn(send, received, back=True)
+            send, received = received, send
+        all_to_all(self.by_sequence(send), self.group, out=self.by_sequence(received))
+        self.give(send)
+        return received
+
+    def _turn(self, source: Tensor, target: Tensor, heads: int | None = None, back: bool = False) -> None:
+        """Copy [C, b, ...] to [b, C, ...], or back."""
+        shape = self.by_sequence(source, heads).shape
+        first = (shape[1], shape[0]) if back else (shape[0], shape[1])
+        turned = source[: shape.numel()].view(*first, *shape[2:]).transpose(0, 1)
+        target[: shape.numel()].view(turned.shape).copy_(turned)
+
+    def kv_to_heads(self, send: Tensor, target: Tensor, slots: int) -> None:
+        """The keys or values of ``slots`` slots: [C, b, s, m, D] in ``send`` -> [b, S, m, D] in ``target``."""
+        if self.plan.ranks == 1:
+            target.copy_(send[: target.numel()])
+            return
+        all_to_all(self.by_sequence(send, slots), self.group, out=self.by_sequence(target, slots))
+        if self.batch > 1:
+            self._turn(target, send, slots)
+            target.copy_(send[: target.numel()])
+
+    def kv_to_sequence(self, grad: Tensor, target: Tensor, slots: int) -> Tensor:
+        """Their gradient, [b, m, S, D] of any width -> [C, b, s, m, D] in ``target``, rounded to its dtype."""
+        send = self.take()
+        parts = grad.transpose(1, 2).unflatten(1, (self.plan.ranks, self.local)).transpose(0, 1)
+        shaped, received = self.by_sequence(send, slots), self.by_sequence(target, slots)
+        shaped.copy_(parts)
+        if self.plan.ranks == 1:
+            received.copy_(shaped)
+        else:
+            all_to_all(shaped, self.group, out=received)
+        self.give(send)
+        return received
+
+    # ---- projections -----------------------------------------------------------------------------------
+
+    def project_queries(
+        self, stage: tuple[Run, ...], weight: Tensor, bias: Tensor | None, buffer: Tensor
+    ) -> Tensor:
+        """x [b, s, E] times the stage's rows of W [H*D, E], into ``buffer`` as [C, b, s, n, D]."""
+        rows = self._by_slot(weight, 0)
+        biases = None if bias is None else self._by_slot(bias, 0)
+        for slot, queries, columns in self._pieces(stage, buffer):
+            part = rows[slot, :, queries].flatten(1, 2).transpose(1, 2)
+            _multiply(self.x, part, None if biases is None else biases[slot, :, queries].flatten(1, 2), columns)
+        return self.by_sequence(buffer)
+
+    def project_grad(self, stage: tuple[Run, ...], grad: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+        """dy [b, s, E] times the stage's columns of Wo [E, H*D], into ``buffer`` as [C, b, s, n, D]."""
+        columns_of = self._by_slot(weight, 1)
+        for slot, queries, columns in self._pieces(stage, buffer):
+            _multiply(grad, columns_of[:, slot, :, queries].flatten(2, 3).transpose(0, 1), None, columns)
+        return self.by_sequence(buffer)
+
+    def project_slots(self, slots: range, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+        """x times the slots' rows of W [K*D, E], into ``buffer`` as [C, b, s, m, D], each head on its ranks."""
+        plan = self.plan
+        shaped = self.by_sequence(buffer, len(slots))
+        # [C/replicas, replicas, b*s, m, D]: project once for the first replica, then copy
+        shared = shaped.view(-1, plan.replicas, *self.x.shape[:1], *shaped.shape[3:])
+        rows = weight.view(plan.slots, -1, self.head_dim, weight.shape[1])
+        for i, slot in enumerate(slots):
+            part = None if bias is None else bias.view(plan.slots, -1, self.head_dim)[slot]
+            _multiply(self.x, rows[slot].transpose(1, 2), part, shared[:, 0, :, i])
+        if plan.replicas > 1:
+            shared[:, 1:].copy_(shared[:, :1])
+        return shaped
+
+    def columns(self, full: Tensor, stage: tuple[Run, ...]) -> list[tuple[Tensor, slice]]:
+        """Where the stage's heads are in ``full`` [b, s, H*D]: views [C, b, s, heads, D], and their place in n."""
+        by_slot = full.view(*full.shape[:2], *self._sizes())
+        found, first = [], 0
+        for run in stage:
+            for slot in run.slots:
+                part = by_slot[:, :, slot, :, run.queries.start : run.queries.stop]
+                found.append((part.permute(2, 0, 1, 3, 4), slice(first, first + len(run.queries))))
+                first += len(run.queries)
+        return found
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """A model's H heads as [slots, C, G, D]: rank r's part of slot g are heads (g*C + r)*G to +G."""
+        return self.plan.slots, self.plan.ranks, self.plan.group, self.head_dim
+
+    def _by_slot(self, weight: Tensor, dim: int) -> Tensor:
+        return weight.unflatten(dim, self._sizes())
+
+    def _pieces(self, stage: tuple[Run, ...], buffer: Tensor) -> list[tuple[int, slice, Tensor]]:
+        """For each slot of the stage: its number, its queries, and its columns [C, b*s, heads*D] in ``buffer``."""
+        rows = buffer.view(self.plan.ranks, self.x.shape[0], -1)
+        found, first = [], 0
+        for run in stage:
+            width = len(run.queries) * self.head_dim
+            for slot in run.slots:
+                found.append((slot, slice(run.queries.start, run.queries.stop), rows[..., first : first + width]))
+                first += width
+        return found
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out`` [C, t, d] = x [t, E] times weight [C, E, d], plus bias [C, d]; x is not copied C times."""
+    everywhere = x.expand(weight.shape[0], *x.shape)
+    if bias is None:
+        torch.bmm(everywhere, weight, out=out)
+    else:
+        torch.baddbmm(bias[:, None], everywhere, weight, out=out)

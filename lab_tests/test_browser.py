@@ -1,0 +1,90 @@
+"""What a reader sees: notebooks driven in a real JupyterLab by a real browser."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from browser import CHROMIUM, jupyter_page, run_all_cells
+
+from lab.show import palette
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
+
+ROOT = Path(__file__).parents[1]
+
+FEED = f"""
+import sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "lab_tests")!r}]
+from test_show import finished
+from lab.verbs.run import Progress
+import numpy as np
+import lab.show
+
+run, watch = finished(2), lab.show.live(height=300)
+for rows in np.array_split(np.arange(len(run.timelines[0])), 60):
+    for rank, timeline in enumerate(run.timelines):
+        watch(Progress(rank, 2, 1, 3, 2.5, timeline.rows(rows)))
+    time.sleep(0.1)
+watch(run)
+"""
+
+COUNT_PAINTED = """([red, green, blue]) => {
+    const canvas = document.querySelector(".lab-live canvas");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let painted = 0;
+    for (let n = 0; n < data.length; n += 4)
+        painted += data[n] === red && data[n + 1] === green && data[n + 2] === blue && data[n + 3] === 255;
+    return painted;
+}"""
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.1)
+
+
+def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    path = folder / "live.ipynb"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cell = nbformat.v4.new_code_cell(FEED)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.ip=127.0.0.1"),
+        *("--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}"),
+        *(["--allow-root"] if os.geteuid() == 0 else []),
+    ]
+    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
+        run_all_cells(page)
+        page.locator(".lab-live canvas").wait_for(timeout=60_000)
+        colour = palette.COLOURS["activations"]
+        wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+        wait_for(lambda: page.evaluate(COUNT_PAINTED, wanted) > 0)
+        early = page.evaluate(COUNT_PAINTED, wanted)
+        wait_for(lambda: page.evaluate(COUNT_PAINTED, wanted) > early + 1000)
+        assert page.locator(".jp-InputPrompt").first.inner_text() == "[*]:"
+        assert page.locator(".lab-live-status").inner_text() == "step 2 of 3 · loss 2.5000"
+
+        picture = page.locator(".jp-OutputArea-output img")
+        picture.wait_for(timeout=60_000)
+        assert picture.evaluate("image => image.naturalWidth") == 1620
+        assert page.locator(".lab-live").count() == 0
+        page.keyboard.press("Control+s")
+        wait_for(lambda: bool(_outputs(path)))
+    (output,) = _outputs(path)
+    assert set(output["data"]) == {"image/png", "text/plain"}
+    assert "".join(output["data"]["text/plain"]).startswith("Memory timeline of tiny · fsdp: rank 0 peaks at")
+    assert "widgets" not in json.loads(path.read_text())["metadata"]
+
+
+def _outputs(path: Path) -> list[dict[str, dict[str, str]]]:
+    outputs: list[dict[str, dict[str, str]]] = json.loads(path.read_text())["cells"][0]["outputs"]
+    return outputs

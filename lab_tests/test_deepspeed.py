@@ -1,0 +1,164 @@
+"""DeepSpeed's Ulysses in our seam: the plain model's numbers, and ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lab.errors import RecipeError
+from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.tiled_loss import apply_loss
+from lab.techniques.ulysses import apply_ulysses
+
+TOKENS, VOCAB = 40, 67
+FAMILIES = {
+    "llama": (LlamaConfig, {"num_key_value_heads": 4, "head_dim": 10}),
+    "kv-replicated": (LlamaConfig, {"num_key_value_heads": 2, "head_dim": 10}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 12}),
+    "qwen3": (Qwen3Config, {"num_key_value_heads": 4, "head_dim": 10}),
+}
+APPLY = {"deepspeed": apply_deepspeed_ulysses, "ours": apply_ulysses}
+
+# The first use compiles an operator on this machine.
+pytestmark = pytest.mark.timeout(600)
+
+
+def decoder(family="llama", dtype=torch.float64):
+    config, further = FAMILIES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=VOCAB, hidden_size=48, intermediate_size=88, num_hidden_layers=2,
+            num_attention_heads=12, use_cache=False, **further,
+        ),
+        dtype=dtype, attn_implementation="sdpa",
+    )  # fmt: skip
+    apply_loss(model)
+    return model
+
+
+def batch(rows):
+    torch.manual_seed(rows)
+    return {name: torch.randint(0, VOCAB, (rows, TOKENS)) for name in ("input_ids", "labels")}
+
+
+def steps(model, shard):
+    """Two batches with different numbers of rows, their gradients added up."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for rows in (1, 3):
+        part = {name: shard(t) for name, t in batch(rows).items()}
+        positions = shard(torch.arange(TOKENS)[None]).expand(rows, -1)
+        each = model(position_ids=positions, **part).loss
+        each.backward()
+        loss += each.detach()
+    return {"loss": loss, **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def steps_on_rank(backend, family, dtype, size, checkpoint):
+    everyone = [dist.new_group(list(range(at, at + size))) for at in range(0, dist.get_world_size(), size)]
+    group = everyone[dist.get_rank() // size]
+    before = dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ
+    model = decoder(family, dtype)
+    APPLY[backend](model, group=group)
+    if checkpoint:
+        apply_checkpointing(model)
+    got = steps(model, lambda t: t.chunk(size, dim=1)[dist.get_rank(group)])
+    for tensor in got.values():
+        dist.all_reduce(tensor, group=group)
+    assert (dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ) == before
+    kinds = {
+        type(m.self_attn.lab_attention._made).__module__ for m in model.model.layers if backend == "deepspeed"
+    }
+    return got, kinds
+
+
+def worst(got, wanted):
+    assert got.keys() == wanted.keys()
+    return max(((got[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "size", "checkpoint"),
+    [
+        ("llama", torch.float64, 2, False),
+        ("llama", torch.float64, 4, True),
+        ("llama", torch.float32, 4, False),
+        ("kv-replicated", torch.float64, 4, False),
+        ("qwen2", torch.float64, 4, False),
+        ("qwen3", torch.float64, 4, True),
+    ],
+    ids=str,
+)
+def test_the_plain_models_loss_and_gradients_and_ours(family, dtype, size, checkpoint, ranks4):
+    wanted = steps(decoder(family, dtype), lambda t: t)
+    tolerance = 1e-9 if dtype == torch.float64 else 5e-6
+    theirs = ranks4.apply(steps_on_rank, "deepspeed", family, dtype, size, checkpoint)
+    ours = ranks4.apply(steps_on_rank, "ours", family, dtype, size, checkpoint)
+    for (got, kinds), (mine, _) in zip(theirs, ours, strict=True):
+        assert kinds == {"deepspeed.runtime.sequence_parallel.ulysses_sp"}
+        assert worst(got, wanted) <= tolerance
+        assert worst(got, mine) <= tolerance
+
+
+def refusals():
+    said = {}
+    with FakeTensorMode():
+        fake = decoder()
+    heads = decoder("qwen2")
+    heads.config.num_attention_heads, heads.config.num_key_value_heads = 6, 6
+    for name, model in {"fake": fake, "heads": heads}.items():
+        try:
+            apply_deepspeed_ulysses(model, group=dist.group.WORLD)
+        except RecipeError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_refusals(ranks4):
+    for said in ranks4.apply(refusals):
+        assert "ulysses_backend='lab'" in said["fake"]
+        assert "ulysses=4" in said["heads"]
+        assert "1, 2, 3, 6" in said["heads"]
+
+
+ALONE = """
+import sys
+
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+from lab.errors import RecipeError
+from lab.techniques.deepspeed import apply_deepspeed_ulysses
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = AutoModelForCausalLM.from_config(
+    LlamaConfig(vocab_size=7, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+)
+for without in ("a compiler", "DeepSpeed"):
+    if without == "DeepSpeed":
+        sys.modules["deepspeed.comm"] = None
+    try:
+        apply_deepspeed_ulysses(model, group=dist.group.WORLD)
+    except RecipeError as error:
+        print("without", without, str(error).replace(chr(10), " "))
+"""
+
+
+def test_without_a_compiler_or_deepspeed_it_says_so(tmp_path):
+    nothing = {"PATH": str(tmp_path), "CXX": "nothing", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    ran = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=Path(__file__).parent.parent, env=os.environ | nothing,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    refusals = [line for line in ran.stdout.splitlines() if line.startswith("without")]
+    assert len(refusals) == 2, ran.stdout + ran.stderr
+    assert "C++ compiler and ninja" in refusals[0]
+    assert "install deepspeed>=0.19" in refusals[1]
+    assert all("ulysses_backend='lab'" in line for line in refusals)
