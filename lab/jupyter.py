@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from jupyterlab.labapp import LabApp
 
@@ -25,17 +26,24 @@ def serve(*, port: int, browser: bool) -> None:
         except OSError:
             message = f"port {port} is in use: close what runs there or give another with --port"
             raise LabError(message) from None
-    arguments = [
-        f"--ServerApp.root_dir={FOLDER.parent}",
+    LabApp.launch_instance(
+        [
+            *arguments(FOLDER.parent, f"{FOLDER.name}/{find([])[0].path.name}"),
+            f"--ServerApp.port={port}",
+            f"--ServerApp.open_browser={browser}",
+        ]
+    )
+
+
+def arguments(root: Path, first: str) -> list[str]:
+    """JupyterLab's arguments for a server of the folder ``root`` that opens on the notebook ``first`` in it."""
+    return [
+        f"--ServerApp.root_dir={root}",
         "--ServerApp.ip=127.0.0.1",
-        f"--ServerApp.port={port}",
         "--ServerApp.port_retries=0",
-        f"--ServerApp.open_browser={browser}",
-        f"--LabApp.default_url=/lab/tree/notebooks/{find([])[0].path.name}",
-        # The first start would ask whether to fetch news, over the very first thing a newcomer sees.
-        "--LabApp.news_url=None",
-    ]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        f"--LabApp.default_url=/lab/tree/{first}",
+        # The first start would ask about news, over the very first thing a newcomer sees.
+        f"--LabApp.app_settings_dir={Path(__file__).parent / 'jupyter_settings'}",
         # Jupyter refuses root; inside containers there is often nobody else, and the server is on loopback.
-        arguments.append("--allow-root")
-    LabApp.launch_instance(arguments)
+        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
+    ]

@@ -52,7 +52,6 @@ def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Itera
     lab = {
         name: str(home / name.lower()) for name in ("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")
     }
-    _refuse_news(home / "jupyterlab_settings_dir")
     with open(home / "server.log", "w") as log:
         process = subprocess.Popen(
             [part.format(port=server.port) for part in command],
@@ -92,13 +91,6 @@ def run_all_cells(page: Page) -> None:
     page.get_by_text("| Idle").wait_for(timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-
-
-def _refuse_news(settings: Path) -> None:
-    """JupyterLab's first start asks about news, over the lower right of the page; no option stops it."""
-    folder = settings / "@jupyterlab" / "apputils-extension"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
 
 
 def _free_port() -> int:

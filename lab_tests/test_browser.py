@@ -1,7 +1,6 @@
 """What a reader sees: notebooks driven in a real JupyterLab by a real browser."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -9,8 +8,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from browser import CHROMIUM, jupyter_page, run_all_cells
+from browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
+from lab.jupyter import arguments
+from lab.notebooks import FOLDER
 from lab.show import palette
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
@@ -57,11 +58,8 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     cell = nbformat.v4.new_code_cell(FEED)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
-    command = [
-        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.ip=127.0.0.1"),
-        *("--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}"),
-        *(["--allow-root"] if os.geteuid() == 0 else []),
-    ]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
+    command += arguments(folder, path.name)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         page.locator(".lab-live canvas").wait_for(timeout=60_000)
@@ -83,6 +81,25 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
     assert set(output["data"]) == {"image/png", "text/plain"}
     assert "".join(output["data"]["text/plain"]).startswith("Memory timeline of tiny · fsdp: rank 0 peaks at")
     assert "widgets" not in json.loads(path.read_text())["metadata"]
+
+
+def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path) -> None:
+    """As a newcomer: open, look, run all cells. The notebook in the repository is not written."""
+    lab = str(Path(sys.executable).with_name("lab"))
+    with jupyter([lab, "open", "--no-browser", "--port", "{port}"], home=tmp_path) as server:
+        stored = (FOLDER / "00_memory_wall.ipynb").read_bytes()
+        with browser_page() as page:
+            page.goto(server.url(""))
+            page.get_by_role("heading", name="00 · The memory wall").wait_for(timeout=60_000)
+            run_all_cells(page)
+            page.locator(".lab-live canvas").wait_for(timeout=120_000)
+            colour = palette.COLOURS["optimizer"]
+            wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+            wait_for(lambda: page.evaluate(COUNT_PAINTED, wanted) > 1000)
+            # Three runs leave three pictures, and the last cell of all says that its exercise is solved.
+            page.get_by_text("every number here was one layer's").wait_for(timeout=180_000)
+            assert page.get_by_text("official Jupyter news").count() == 0
+    (FOLDER / "00_memory_wall.ipynb").write_bytes(stored)
 
 
 def _outputs(path: Path) -> list[dict[str, dict[str, str]]]:

@@ -100,14 +100,22 @@ def test_a_picture_reads_on_white_and_on_black() -> None:
 
 
 def test_a_run_has_a_panel_for_each_rank_and_names_every_peak() -> None:
-    run = finished(3)
+    run = finished(5)
     picture = lab.show.timeline(run)
-    titles = [axes.get_title(loc="left") for axes in picture.figure.axes]
-    assert titles == [f"rank {rank} · peak 700.0 MiB" for rank in range(3)]
-    assert len({axes.get_xlim() for axes in picture.figure.axes}) == 1
-    assert len({axes.get_ylim() for axes in picture.figure.axes}) == 1
+    shown = [axes for axes in picture.figure.axes if axes.get_visible()]
+    titles = [axes.get_title(loc="left") for axes in shown]
+    assert titles == [f"rank {rank} · peak 700.0 MiB" for rank in range(5)]
+    assert {axes.get_xlim() for axes in shown} == {(0, max(one.seconds[-1] for one in run.timelines))}
+    assert len({axes.get_ylim() for axes in shown}) == 1
+    # Three columns; below the third of them there is nothing.
+    assert [axes.get_xlabel() for axes in shown] == ["", "", "seconds", "seconds", "seconds"]
     assert picture.text.startswith("Memory timeline of tiny · fsdp: rank 0 peaks at 700.0 MiB (backward: ")
-    assert picture.text.count("peaks at") == 3
+    assert picture.text.count("peaks at") == 5
+
+
+def test_many_steps_are_drawn_with_few_shapes() -> None:
+    few, many = (lab.show.timeline(finished(1, steps=steps, rows=10)).figure.axes[0] for steps in (5, 500))
+    assert len(many.get_children()) <= len(few.get_children())
 
 
 def test_host_bytes_get_a_lane_of_their_own() -> None:

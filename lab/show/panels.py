@@ -57,28 +57,30 @@ def draw_stack(axes: Axes, panel: Panel) -> None:
         axes.fill_between(at, above, above + held, step="post", facecolor=colour, linewidth=0, label=category)
         above = above + held
     highest = int(above.argmax())
-    axes.plot(at[highest], above[highest], "o", markersize=5, markerfacecolor="none", color=TEXT)
+    axes.plot(
+        at[highest], above[highest], "o", markersize=5, markerfacecolor="none", color=TEXT, clip_on=False
+    )
 
 
 def draw_phases(axes: Axes, panel: Panel) -> None:
     """Tint the phases, name those that have room, and rule a line where a step begins."""
     at, rows = panel.at, panel.rows
     width = float(at[-1] - at[0]) or 1.0
+    upright = axes.get_xaxis_transform()
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in PHASE_TINTS}
     for phase, _, drawn in _runs(rows):
         start, end = at[drawn.start], at[min(drawn.stop, len(at) - 1)]
-        axes.axvspan(start, end, color=TEXT, alpha=PHASE_TINTS.get(phase, 0.0), linewidth=0, zorder=0)
-        if phase in PHASE_TINTS and (end - start) / width * panel.share * _LETTERS > len(phase) + 1:
-            axes.text(
-                (start + end) / 2,
-                0.985,
-                phase,
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                va="top",
-                fontsize=7,
-            )
-    for row in np.flatnonzero(np.diff(rows.step)) + 1:
-        axes.axvline(at[row], color=TEXT, linewidth=0.6, linestyle=(0, (2, 2)))
+        if phase not in spans:
+            continue
+        spans[phase].append((start, end - start))
+        if (end - start) / width * panel.share * _LETTERS > len(phase) + 1:
+            axes.text((start + end) / 2, 0.985, phase, transform=upright, ha="center", va="top", fontsize=7)
+    for phase, tint in PHASE_TINTS.items():
+        bands = axes.broken_barh(spans[phase], (0, 1), color=TEXT, alpha=tint, linewidth=0, zorder=0)
+        bands.set_transform(upright)
+    steps = np.flatnonzero(np.diff(rows.step)) + 1
+    if len(steps) < _LETTERS * panel.share:
+        axes.vlines(at[steps], 0, 1, transform=upright, color=TEXT, linewidth=0.6, linestyle=(0, (2, 2)))
 
 
 def draw_host(axes: Axes, panel: Panel) -> None:

@@ -59,6 +59,21 @@ class Bench:
             self.batch, self.plan.ranks * self.local, -1, self.head_dim
         )
 
+    @property
+    def keys(self) -> Tensor:
+        """[b, m, S, D], as the kernel wants them."""
+        return self.by_heads(self.k, self.plan.slots_in_flight).transpose(1, 2)
+
+    @property
+    def values(self) -> Tensor:
+        """The same of the values."""
+        return self.by_heads(self.v, self.plan.slots_in_flight).transpose(1, 2)
+
+    def runs(self, buffer: Tensor, stage: tuple[Run, ...]) -> list[Tensor]:
+        """A buffer by heads, cut into its stage's runs: views [b, heads, S, D]."""
+        sizes = [len(run.slots) * len(run.queries) for run in stage]
+        return list(self.by_heads(buffer).transpose(1, 2).split(sizes, 1))
+
     # ---- exchanges -------------------------------------------------------------------------------------
 
     def to_heads(self, send: Tensor) -> Tensor:
@@ -93,8 +108,9 @@ class Bench:
         turned = source[: shape.numel()].view(*first, *shape[2:]).transpose(0, 1)
         target[: shape.numel()].view(turned.shape).copy_(turned)
 
-    def kv_to_heads(self, send: Tensor, target: Tensor, slots: int) -> None:
-        """The keys or values of ``slots`` slots: [C, b, s, m, D] in ``send`` -> [b, S, m, D] in ``target``."""
+    def kv_to_heads(self, send: Tensor, target: Tensor) -> None:
+        """Keys or values, [C, b, s, m, D] in ``send`` -> [b, S, m, D] in ``target``; ``send`` is spoilt."""
+        slots = self.plan.slots_in_flight
         if self.plan.ranks == 1:
             target.copy_(send[: target.numel()])
             return
@@ -104,17 +120,26 @@ class Bench:
             target.copy_(send[: target.numel()])
 
     def kv_to_sequence(self, grad: Tensor, target: Tensor, slots: int) -> Tensor:
-        """Their gradient, [b, m, S, D] of any width -> [C, b, s, m, D] in ``target``, rounded to its dtype."""
+        """Their gradient, [b, m, S, D] of any width -> [C, b, s, m, D] in ``target``, in its dtype.
+
+        Replicas are summed, and only the first of each is returned: [C/replicas, b, s, m, D].
+        """
         send = self.take()
         parts = grad.transpose(1, 2).unflatten(1, (self.plan.ranks, self.local)).transpose(0, 1)
         shaped, received = self.by_sequence(send, slots), self.by_sequence(target, slots)
-        shaped.copy_(parts)
         if self.plan.ranks == 1:
-            received.copy_(shaped)
+            received.copy_(parts)
         else:
-            all_to_all(shaped, self.group, out=received)
+            all_to_all(shaped.copy_(parts), self.group, out=received)
         self.give(send)
-        return received
+        first = self.first_replicas(received)
+        if self.plan.replicas > 1:
+            first.copy_(received.unflatten(0, (-1, self.plan.replicas)).sum(1))
+        return first
+
+    def first_replicas(self, x: Tensor) -> Tensor:
+        """[C, ...] -> the view [C/replicas, ...]."""
+        return x.unflatten(0, (-1, self.plan.replicas))[:, 0]
 
     # ---- projections -----------------------------------------------------------------------------------
 
@@ -126,14 +151,21 @@ class Bench:
         biases = None if bias is None else self._by_slot(bias, 0)
         for slot, queries, columns in self._pieces(stage, buffer):
             part = rows[slot, :, queries].flatten(1, 2).transpose(1, 2)
-            _multiply(self.x, part, None if biases is None else biases[slot, :, queries].flatten(1, 2), columns)
+            _multiply(
+                self.x, part, None if biases is None else biases[slot, :, queries].flatten(1, 2), columns
+            )
         return self.by_sequence(buffer)
 
     def project_grad(self, stage: tuple[Run, ...], grad: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
         """dy [b, s, E] times the stage's columns of Wo [E, H*D], into ``buffer`` as [C, b, s, n, D]."""
         columns_of = self._by_slot(weight, 1)
         for slot, queries, columns in self._pieces(stage, buffer):
-            _multiply(grad, columns_of[:, slot, :, queries].flatten(2, 3).transpose(0, 1), None, columns)
+            _multiply(
+                grad.flatten(0, 1),
+                columns_of[:, slot, :, queries].flatten(2, 3).transpose(0, 1),
+                None,
+                columns,
+            )
         return self.by_sequence(buffer)
 
     def project_slots(self, slots: range, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
@@ -150,14 +182,30 @@ class Bench:
             shared[:, 1:].copy_(shared[:, :1])
         return shaped
 
-    def columns(self, full: Tensor, stage: tuple[Run, ...]) -> list[tuple[Tensor, slice]]:
-        """Where the stage's heads are in ``full`` [b, s, H*D]: views [C, b, s, heads, D], and their place in n."""
-        by_slot = full.view(*full.shape[:2], *self._sizes())
+    # ---- between a buffer and the whole [b, s, H*D] in model order ----------------------------------------
+
+    def write_columns(self, full: Tensor, stage: tuple[Run, ...], buffer: Tensor) -> None:
+        """Copy a stage's heads, by sequence in ``buffer``, to where the model has them in ``full``."""
+        for theirs, ours in self._columns(full, stage, buffer):
+            theirs.copy_(ours)
+
+    def read_columns(self, full: Tensor, stage: tuple[Run, ...], buffer: Tensor) -> None:
+        """Copy them from there to ``buffer``."""
+        for theirs, ours in self._columns(full, stage, buffer):
+            ours.copy_(theirs)
+
+    def write_slots(self, full: Tensor, slots: range, grad: Tensor) -> None:
+        """Copy [C/replicas, b, s, m, D] to where the model has these heads in ``full`` [b, s, K*D]."""
+        by_slot = full.unflatten(-1, (self.plan.slots, -1, self.head_dim))
+        by_slot[:, :, slots.start : slots.stop].copy_(grad.permute(1, 2, 3, 0, 4))
+
+    def _columns(self, full: Tensor, stage: tuple[Run, ...], buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
+        by_slot, ours = self._by_slot(full, 2), self.by_sequence(buffer)
         found, first = [], 0
         for run in stage:
             for slot in run.slots:
-                part = by_slot[:, :, slot, :, run.queries.start : run.queries.stop]
-                found.append((part.permute(2, 0, 1, 3, 4), slice(first, first + len(run.queries))))
+                theirs = by_slot[:, :, slot, :, run.queries.start : run.queries.stop].permute(2, 0, 1, 3, 4)
+                found.append((theirs, ours[..., first : first + len(run.queries), :]))
                 first += len(run.queries)
         return found
 
@@ -175,7 +223,9 @@ class Bench:
         for run in stage:
             width = len(run.queries) * self.head_dim
             for slot in run.slots:
-                found.append((slot, slice(run.queries.start, run.queries.stop), rows[..., first : first + width]))
+                found.append(
+                    (slot, slice(run.queries.start, run.queries.stop), rows[..., first : first + width])
+                )
                 first += width
         return found
 
