@@ -1,4 +1,4 @@
-"""Learn, plan and prove multi-million-token training. These are the public names, loaded when first used."""
+"""The public names, each loaded when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

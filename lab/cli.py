@@ -20,7 +20,6 @@ def _plainly(command: Callable[P, T]) -> Callable[P, T]:
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         from cluster.errors import ClusterError
-
         from lab.errors import LabError
 
         try:
@@ -61,6 +60,22 @@ def run(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out
     if failed:
         click.echo(f"lab: {len(failed)} failed: {', '.join(failed)}", err=True)
         sys.exit(1)
+
+
+@main.group()
+def bench() -> None:
+    """Measure ratios, each within one run on this machine."""
+
+
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plainly
+def meter(as_json: bool) -> None:
+    """A training step with the memory meter over the same step without it."""
+    from lab.bench.meter import measure_meter
+    from lab.bench.table import write
+
+    click.echo(write(measure_meter(), as_json=as_json))
 
 
 @main.command()

@@ -36,7 +36,7 @@ def serve(*, port: int, browser: bool) -> None:
 
 
 def arguments(root: Path, first: str) -> list[str]:
-    """JupyterLab's arguments for a server of the folder ``root`` that opens on the notebook ``first`` in it."""
+    """JupyterLab's arguments to serve the folder ``root``, opening on the notebook ``first`` in it."""
     return [
         f"--ServerApp.root_dir={root}",
         "--ServerApp.ip=127.0.0.1",

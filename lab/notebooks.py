@@ -86,7 +86,7 @@ def execute(names: list[str], given: dict[str, str], out: Path | None = None) ->
                 parameters=values,
                 kernel_name="python3",
                 progress_bar={"desc": notebook.name},
-                # Sockets of the file system: nothing of the kernel's traffic is on the network, not even locally.
+                # Sockets in the file system: the kernel's traffic is on no network, not even a local one.
                 config=Config({"KernelManager": {"transport": "ipc"}}),
             )
         except papermill.PapermillExecutionError as error:

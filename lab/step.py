@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.batches import Batch
-from lab.memory.meter import Meter
+
+
+class StepMeter(Protocol):
+    """What a step asks of a meter: to count while it runs, and to be told its parts."""
+
+    def measure(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Count one step."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name a part of it."""
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -41,7 +55,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     *,
-    meter: Meter,
+    meter: StepMeter,
     clip_norm: float = 1.0,
 ) -> Tensor:
     """One optimizer step; returns the loss before it, a detached scalar.

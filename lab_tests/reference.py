@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ def subgroup(size: int) -> dist.ProcessGroup:
 class Calls(TorchDispatchMode):
     """Counts the operators that are called: ``with Calls() as calls: ...; calls["all_to_all"]``."""
 
-    NAMES = {
+    NAMES: ClassVar[dict[str, str]] = {
         "c10d::alltoall_base_": "all_to_all",
         "aten::_scaled_dot_product_flash_attention_for_cpu": "attention forward",
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",

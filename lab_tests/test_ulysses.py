@@ -58,7 +58,7 @@ def test_in_single_precision(ranks4):
 
 
 def bf16_errors(cases):
-    """The worst gradient's error against fp32 arithmetic on the same rounded weights: ours, the plain model's."""
+    """The worst gradient's error against fp32 on the same rounded weights: ours, and the plain model's."""
     found = []
     for family, heads, kv_heads, ranks, rows, length in cases:
         cfg, ids, group = config(family, heads, kv_heads), tokens(rows, length), subgroup(ranks)

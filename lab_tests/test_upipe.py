@@ -1,15 +1,51 @@
 """UPipe gives the plain model's loss and gradients for every chunk; its calls and its bytes are counted."""
 
+import resource
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.rope import apply_rope
+from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe import apply_upipe
 from lab.techniques.upipe_schedule import schedule
-from lab_tests.reference import Calls, build, config, error, subgroup, tokens, truth, worst_errors
+from lab_tests.reference import (
+    Calls,
+    build,
+    config,
+    error,
+    gradients,
+    loss_of,
+    subgroup,
+    tokens,
+    truth,
+    worst_errors,
+)
+
+# family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,
+# whole slots, and slots that end in the middle of a stage (6: n=3 on G=4).
+CASES = [
+    ("llama", 24, 6, 1, 2, 35),
+    ("llama", 24, 6, 2, 2, 40),
+    ("llama", 24, 24, 4, 1, 44),
+    ("llama", 24, 2, 4, 2, 36),
+    ("llama", 40, 1, 4, 1, 36),
+    ("qwen2", 28, 4, 2, 1, 42),
+    ("qwen2", 28, 4, 4, 2, 36),
+    ("qwen3", 24, 6, 2, 2, 38),
+    ("qwen3", 24, 2, 4, 1, 36),
+    ("mistral", 40, 8, 4, 1, 52),
+]
 
 
 def chunks(heads, ranks):
@@ -20,5 +56,331 @@ def model_and_positions(cfg, ids, chunk, group, dtype):
     model = build(cfg, dtype)
     apply_rope(model)
     apply_upipe(model, head_chunk=chunk, group=group)
-    local = ids.shape[1] // dist.get_world_size(group) if group else ids.shape[1]
-    return model, torch.arange(local) + local * (dist.get_rank(group) if group else 0)
+    local = ids.shape[1] // dist.get_world_size(group)
+    return model, torch.arange(local) + local * dist.get_rank(group)
+
+
+def errors_of(cases, dtype, rounded=None):
+    groups = {ranks: subgroup(ranks) for ranks in (1, 2, 4)}
+    found = {}
+    for case in cases:
+        family, heads, kv_heads, ranks, rows, length = case
+        cfg, ids, group = config(family, heads, kv_heads), tokens(rows, length), groups[ranks]
+        right = truth(cfg, ids, torch.float64 if rounded is None else torch.float32, rounded)
+        plain = error(truth(cfg, ids, dtype)[1], right[1]) if rounded is not None else 0.0
+        for chunk in chunks(heads, ranks):
+            model, positions = model_and_positions(cfg, ids, chunk, group, dtype)
+            loss, gradient = worst_errors(cfg, ids, model, positions, group, right)
+            found[*case, chunk] = (loss, gradient, plain)
+    return found
+
+
+@pytest.mark.parametrize("part", [CASES[:3], CASES[3:6], CASES[6:]], ids=["first", "second", "third"])
+def test_loss_and_gradients_are_the_plain_models(ranks4, part):
+    for rank in ranks4.apply(errors_of, part, torch.float64):
+        for case, (loss, gradient, _) in rank.items():
+            assert loss < 1e-9, case
+            assert gradient < 1e-9, case
+
+
+def test_in_single_precision(ranks4):
+    for case, (loss, gradient, _) in ranks4.apply(errors_of, CASES[1:3], torch.float32)[0].items():
+        assert loss < 5e-6, case
+        assert gradient < 5e-6, case
+
+
+def test_bf16_is_no_worse_than_plain_bf16(ranks4):
+    cases = [CASES[1], CASES[4], CASES[7]]
+    found = ranks4.apply(errors_of, cases, torch.bfloat16, rounded=torch.bfloat16)[0]
+    for case, (_, gradient, plain) in found.items():
+        assert 0 < gradient < 1.5 * plain, case
+
+
+# ---- composed with what wraps it ---------------------------------------------------------------------------
+
+
+def under_fsdp_and_checkpoint(family, heads, kv_heads, chunk):
+    """FSDP2 per layer and root, each layer checkpointed: gradients, and what one step calls."""
+    group, ids, cfg = dist.group.WORLD, tokens(1, 44), config(family, heads, kv_heads)
+    model, positions = model_and_positions(cfg, ids, chunk, group, torch.float64)
+    mesh = init_device_mesh("cpu", (4,))
+    for layer in model.model.layers:
+        inner = layer.forward
+
+        def run(h, *a, inner=inner, **rest):
+            return checkpoint(lambda x: inner(x, *a, **rest), h, use_reentrant=False)
+
+        layer.forward = run
+        fully_shard(layer, mesh=mesh)
+        layer.set_gradient_divide_factor(1.0)
+    fully_shard(model, mesh=mesh)
+    model.set_gradient_divide_factor(1.0)
+    with Calls() as calls:
+        logits = model(input_ids=ids[:, positions], position_ids=positions[None]).logits
+        (loss_of(logits, ids.roll(-1, 1)[:, positions]) / ids.numel()).backward()
+    found = {name: grad.full_tensor() for name, grad in gradients(model).items()}
+    return error(found, truth(cfg, ids)[1]), calls["attention forward"], calls["attention backward"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_under_fsdp_and_checkpointing_each_attention_runs_twice_forward(ranks4, family):
+    # 24 heads, K=4, C=4: a chunk of 8 is 3 stages in each of the 2 layers
+    for gradient, forward, backward in ranks4.apply(under_fsdp_and_checkpoint, family, 24, 4, 8):
+        assert gradient < 1e-9
+        assert (forward, backward) == (2 * 2 * 3, 2 * 3)
+
+
+# ---- integers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eight() -> Iterator[dist.ProcessGroup]:
+    """A group of eight of which only this rank is there: what it sends is lost, and counted."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def calls_of_a_layer(heads, kv_heads, chunk, group):
+    cfg = config("llama", heads, kv_heads, layers=1)
+    model, positions = model_and_positions(cfg, tokens(1, 80), chunk, group, torch.float32)
+    with Calls() as forward:
+        logits = model(input_ids=tokens(1, 80)[:, positions], position_ids=positions[None]).logits
+    with Calls() as backward:
+        logits.sum().backward()
+    return [(c["all_to_all"], c["attention forward"], c["attention backward"]) for c in (forward, backward)]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "forward", "backward"),
+    [
+        (8, (10, 4, 0), (20, 0, 4)),  # 4 stages, one slot: q and out 4 times, k and v once
+        (16, (6, 2, 0), (12, 0, 2)),
+        (32, (4, 1, 0), (8, 0, 1)),  # Ulysses' four, and twice as many backward
+    ],
+)
+def test_all_to_alls_and_attentions_of_llama3s_heads(eight, chunk, forward, backward):
+    assert calls_of_a_layer(32, 8, chunk, eight) == [forward, backward]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "chunk"), [(64, 8, 16), (96, 48, 24), (56, 8, 8), (48, 16, 16)]
+)
+def test_all_to_alls_and_attentions_follow_the_schedule(eight, heads, kv_heads, chunk):
+    plan = schedule(heads, kv_heads, 8, chunk)
+    stages, sends = len(plan.stages), sum(plan.sends(t) for t in range(len(plan.stages)))
+    runs = sum(map(len, plan.stages))
+    assert calls_of_a_layer(heads, kv_heads, chunk, eight) == [
+        (2 * stages + 2 * sends, runs, 0),
+        (4 * stages + 4 * sends, 0, runs),
+    ]
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------
+
+
+def measured(cfg, chunk, group, local, dtype):
+    """Bytes of one attention module beyond its parameters and tables: forward peak, held, backward peak."""
+    module = build_upipe(cfg, chunk, group, dtype)
+    x = torch.randn(1, local, cfg.hidden_size, dtype=dtype, requires_grad=True)
+    tables = tuple(torch.randn(1, local, cfg.head_dim, dtype=dtype) for _ in range(2))
+    dy = torch.randn_like(x)
+    given = sum(t.nbytes for t in (*module.parameters(), *tables))
+    found = []
+    for backward in (False, True):
+        meter = Meter()
+        with meter.measure(module):
+            with meter.phase("forward"):
+                y, _ = module(hidden_states=x, position_embeddings=tables)
+            held = int(meter.timeline().total[-1]) - given - x.nbytes - y.nbytes
+            if backward:
+                loss = y.view(y.shape)  # the view lets go of y itself, as a layer's residual does
+                del y
+                with meter.phase("backward"):
+                    torch.autograd.grad(loss, [x, *module.parameters()], dy)
+                found.append(held)
+        # y is still held by the test in backward: it is not the attention's
+        found.append(meter.timeline().device_peak - given - (x.nbytes if backward else 0))
+    return tuple(found)
+
+
+def build_upipe(cfg, chunk, group, dtype):
+    model = build(cfg, dtype)
+    apply_upipe(model, head_chunk=chunk, group=group)
+    return model.model.layers[0].self_attn
+
+
+def formula(cfg, chunk, ranks, local, dtype):
+    """The docstring of ``apply_upipe``, symbol by symbol."""
+    heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+    width = dtype.itemsize
+    wide = max(width, 4)
+    hidden, head = width * local * cfg.hidden_size, width * local * cfg.head_dim
+    plan = schedule(heads, kv_heads, ranks, chunk)
+    in_flight = ranks * plan.slots_in_flight
+    held = head * heads + wide * local * heads
+    forward = hidden + held + max(head * (2 * chunk + 2 * in_flight), hidden)
+    summed = any(not (run.opens and run.closes) for stage in plan.stages for run in stage)
+    sums = summed * 2 * head * in_flight * wide // width
+    sums += (plan.slots > plan.slots_in_flight) * 2 * head * kv_heads
+    stage = head * (4 * chunk + 4 * in_flight) + sums
+    dwq = dwo = width * heads * cfg.head_dim * cfg.hidden_size
+    dwk = dwv = width * kv_heads * cfg.head_dim * cfg.hidden_size
+    end = hidden + 2 * head * kv_heads + dwq + dwk + dwv
+    return forward, held, 2 * hidden + held + dwo + max(stage, end)
+
+
+# The last is so short that the weights' gradients outweigh every stage: there the peak does not move.
+BF16, FP64 = torch.bfloat16, torch.float64
+SHAPES = [(64, 16, 60, BF16), (64, 64, 60, FP64), (64, 4, 60, BF16), (48, 24, 90, BF16), (64, 8, 3, BF16)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "local", "dtype"), SHAPES)
+def test_bytes_are_the_docstrings_and_grow_with_the_chunk(eight, heads, kv_heads, local, dtype):
+    peaks = []
+    cfg = config("llama", heads, kv_heads, layers=1)
+    for chunk in chunks(heads, 8):
+        plan = schedule(heads, kv_heads, 8, chunk)
+        found, right = measured(cfg, chunk, eight, local, dtype), formula(cfg, chunk, 8, local, dtype)
+        if all(len(stage) == 1 for stage in plan.stages):
+            assert found == right, chunk
+        else:  # a stage of several runs makes its attention's outputs one after the other
+            assert found[1] == right[1]
+            assert found[0] <= right[0]
+            assert found[2] <= right[2]
+        peaks.append(found[2])
+    assert peaks == sorted(peaks)
+    assert (peaks[0] < peaks[-1]) == (local > 3)
+
+
+def test_bytes_on_real_ranks_are_the_same(ranks4):
+    cfg = config("llama", 24, 4, layers=1)
+    for chunk in (4, 8):
+        found = ranks4.apply(lambda u: measured(cfg, u, dist.group.WORLD, 100, torch.bfloat16), chunk)
+        assert found == [formula(cfg, chunk, 4, 100, torch.bfloat16)] * 4
+
+
+@pytest.mark.parametrize("technique", ["ulysses", "upipe"])
+def test_fake_tensors_go_through_at_five_million_tokens(eight, technique):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cfg = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=16,
+        dtype=torch.bfloat16,
+        use_cache=False,
+    )
+    local = 5 * 2**20 // 8
+    with FakeTensorMode():
+        model = LlamaForCausalLM(cfg).to(torch.bfloat16)
+        apply_rope(model)
+        if technique == "ulysses":
+            apply_ulysses(model, group=eight)
+        else:
+            apply_upipe(model, head_chunk=8, group=eight)
+        meter = Meter()
+        with meter.measure(model), meter.phase("forward"):
+            ids = torch.zeros(1, local, dtype=torch.long)
+            model(input_ids=ids, position_ids=torch.arange(local)[None]).logits.sum().backward()
+    assert meter.timeline().device_peak > 30 * 2**30
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunk", "named"),
+    [
+        (0, "head_chunk=0: the Ulysses degree 1 does not divide it; these work: 1, 2, 3, 4, 6, 8, 12, 24"),
+        (5, "head_chunk=5: it does not divide the 24 query heads; these work: 1, 2, 3, 4, 6, 8, 12, 24"),
+        (48, "head_chunk=48: it does not divide the 24 query heads"),
+    ],
+)
+def test_other_chunks_are_refused_with_those_that_work(chunk, named):
+    model = build(config())
+    with pytest.raises(RecipeError, match=named):
+        apply_upipe(model, head_chunk=chunk, group=None)
+    assert "forward" not in vars(model.model.layers[0].self_attn)
+
+
+def test_masks_and_caches_are_refused():
+    model, ids = build(config(), torch.float32), tokens(1, 8)
+    apply_upipe(model, head_chunk=2, group=None)
+    with pytest.raises(RecipeError, match="use_cache=False"):
+        model(input_ids=ids, use_cache=True)
+    with pytest.raises(RecipeError, match="no attention_mask"):
+        model(input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
+
+
+def test_a_second_backward_is_refused_and_frozen_weights_get_no_gradient():
+    model, ids = build(config("qwen3"), torch.float32), tokens(1, 8)
+    apply_upipe(model, head_chunk=2, group=None)
+    attention = model.model.layers[0].self_attn
+    for frozen in (attention.q_proj.weight, attention.k_norm.weight):
+        frozen.requires_grad_(False)
+    loss = model(input_ids=ids).logits.sum()
+    loss.backward(retain_graph=True)
+    assert attention.q_proj.weight.grad is None
+    assert attention.k_norm.weight.grad is None
+    assert attention.q_norm.weight.grad is not None
+    with pytest.raises(RuntimeError, match="ran already"):
+        loss.backward()
+
+
+def test_parameter_names_stay():
+    model = build(config("qwen3"))
+    names = list(model.state_dict())
+    apply_upipe(model, head_chunk=2, group=None)
+    assert list(model.state_dict()) == names
+
+
+# ---- the schedule ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks"),
+    [(24, 6, 2), (32, 8, 8), (32, 8, 4), (28, 4, 2), (40, 8, 4), (24, 2, 4), (24, 24, 4)],
+)
+def test_every_head_goes_once_and_meets_its_own_key(heads, kv_heads, ranks):
+    for chunk in chunks(heads, ranks):
+        plan = schedule(heads, kv_heads, ranks, chunk)
+        sent = []
+        for t, stage in enumerate(plan.stages):
+            per_rank = [plan.query_heads(t, r) for r in range(ranks)]
+            assert {len(q) for q in per_rank} == {chunk // ranks}
+            sent += [q for queries in per_rank for q in queries]
+            for r, queries in enumerate(per_rank):
+                keys = [q * kv_heads // heads for q in queries]
+                assert list(dict.fromkeys(keys)) == list(dict.fromkeys(plan.kv_heads_of(t, r)))
+            assert all(run.queries.start == 0 for run in stage if run.opens)
+        assert sorted(sent) == list(range(heads))
+        assert sum(len(run.slots) for stage in plan.stages for run in stage if run.opens) == plan.slots
+        assert sum(len(run.slots) for stage in plan.stages for run in stage if run.closes) == plan.slots
+
+
+def test_with_the_smallest_chunk_it_is_the_papers():
+    plan = schedule(32, 8, 4, 4)
+    group = 4
+    for t in range(8):
+        for rank in range(4):
+            kv = (t // group) * 4 + rank
+            assert plan.kv_heads_of(t, rank) == [kv]
+            assert plan.query_heads(t, rank) == [kv * group + t % group]
+
+
+def test_a_slot_that_ends_within_a_stage():
+    plan = schedule(12, 4, 2, 4)  # G=3, n=2: parts of 2 and 1, 1 and 2 of the two slots
+    assert [
+        [(list(r.slots), list(r.queries), r.opens, r.closes) for r in stage] for stage in plan.stages
+    ] == [
+        [([0], [0, 1], True, False)],
+        [([0], [2], False, True), ([1], [0], True, False)],
+        [([1], [1, 2], False, True)],
+    ]
+    assert plan.slots_in_flight == 1
+    assert [plan.query_heads(1, rank) for rank in range(2)] == [[2, 6], [5, 9]]

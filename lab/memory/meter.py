@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.memory.module_paths import ModulePaths
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
@@ -45,17 +45,6 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     category: int
 
 
-class _Frame:
-    """A module whose forward is running: its path and the storages made directly in it."""
-
-    __slots__ = ("made", "path", "sequence")
-
-    def __init__(self, path: str, sequence: int) -> None:
-        self.path = path
-        self.sequence = sequence
-        self.made: list[_Block] = []
-
-
 class Meter(TorchDispatchMode):
     """Measures a step's bytes: ``measure(model, optimizer)`` around it, ``phase(name)`` around its parts.
 
@@ -75,12 +64,9 @@ class Meter(TorchDispatchMode):
         self._held = [0] * (len(CATEGORIES) + 1)
         self._changed = True
         self._phase = "setup"
-        self._frames: list[_Frame] = []
-        # Autograd numbers its nodes in order of creation, so a module's forward owns a range of numbers; the
-        # node running in backward is looked up in these ranges to name its module.
-        self._range_starts: list[int] = []
-        self._range_paths: list[str] = []
-        self._backward_path = ""
+        self._paths = ModulePaths()
+        self._made: list[list[_Block]] = []  # by each module that runs its forward, innermost last
+        self._swept = ""
         self._awaiting_gradient: list[nn.Parameter] = []
 
     # ---- what a step calls -------------------------------------------------------------------------------
@@ -92,6 +78,7 @@ class Meter(TorchDispatchMode):
         What happens between steps (the next batch is read) is not part of the timeline.
         """
         self._step += 1
+        self._paths = ModulePaths()
         self._fake_mode = detect_fake_mode()
         self._mark(model.parameters(), PARAMETERS)
         self._mark(model.buffers(), PARAMETERS)
@@ -106,14 +93,14 @@ class Meter(TorchDispatchMode):
             finally:
                 for hook in hooks:
                     hook.remove()
-                self._frames.clear()
+                self._made.clear()
                 self._send()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name the part of the step that runs in the block: forward, backward, optimizer."""
         outer, self._phase = self._phase, name
-        self._backward_path = ""
+        self._swept = ""
         self._awaiting_gradient = [p for p in self._model.parameters() if p.requires_grad]
         self._add_row(NO_OP, "")
         yield
@@ -143,7 +130,11 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._count(result, HOST if func.name() == "lab::to_host" else OTHER)
         if self._changed:
-            self._add_row(Op(str(func.overloadpacket), _shapes(args)), self._path())
+            module = self._paths.current()
+            if module != self._swept:
+                self._sweep_gradients()
+                self._swept = module
+            self._add_row(Op(str(func.overloadpacket), _shapes(args)), module)
         return result
 
     def _count(self, value: Any, category: int) -> None:
@@ -167,8 +158,8 @@ class Meter(TorchDispatchMode):
             self._live[block.key] = block
             self._held[category] += block.size
             self._changed = True
-            if self._frames:
-                self._frames[-1].made.append(block)
+            if self._made:
+                self._made[-1].append(block)
         return block
 
     def _freed(self, block: _Block) -> None:
@@ -195,44 +186,23 @@ class Meter(TorchDispatchMode):
         self._held[category] += block.size
         block.category = category
 
-    # ---- where: modules in forward, autograd nodes in backward -------------------------------------------
+    # ---- whose: modules promote what outlives them, parameters claim their gradients ---------------------
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
             # FSDP has gathered by now: what stands in the module's slots is the unsharded parameter.
             self._mark((p for p in module._parameters.values() if p is not None), PARAMETERS)
-            self._open_range(path)
-            self._frames.append(_Frame(path, torch._C._autograd._get_sequence_nr()))
+            self._paths.enter(path)
+            self._made.append([])
 
         def leave(*_: Any) -> None:
-            for block in self._frames.pop().made:
+            for block in self._made.pop():
                 if block.size and block.category == OTHER:
                     self._move(block, ACTIVATIONS)
-            self._open_range(self._frames[-1].path if self._frames else "")
+            self._paths.leave()
 
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
-
-    def _open_range(self, path: str) -> None:
-        start = torch._C._autograd._get_sequence_nr()
-        if self._range_starts and self._range_starts[-1] == start:
-            self._range_paths[-1] = path
-        else:
-            self._range_starts.append(start)
-            self._range_paths.append(path)
-
-    def _path(self) -> str:
-        if self._frames:
-            return self._frames[-1].path
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return ""
-        found = bisect_right(self._range_starts, node._sequence_nr()) - 1
-        # Gradient accumulation has the highest number of all: it belongs to the node that ran before it.
-        if 0 <= found < len(self._range_starts) - 1 and self._range_paths[found] != self._backward_path:
-            self._backward_path = self._range_paths[found]
-            self._sweep_gradients()
-        return self._backward_path
 
     def _sweep_gradients(self) -> None:
         waiting = []

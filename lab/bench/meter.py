@@ -1,0 +1,72 @@
+"""What the memory meter costs: the same step with and without it, in turns."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lab import data, models
+from lab.batches import shard_batch
+from lab.bench.table import Row
+from lab.compose import apply_recipe
+from lab.memory.meter import Meter
+from lab.recipe import Recipe
+from lab.step import StepMeter, make_optimizer, train_step
+
+REPEATS = 7
+TOKENS = (128, 512, 2048)
+
+
+class _NoMeter:
+    """Counts nothing."""
+
+    def measure(self, *_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def measure_meter() -> list[Row]:
+    """One row a context: median seconds of a step of ``tiny`` without and with the meter, and their ratio.
+
+    The steps take turns, so that a machine that slows down slows both. The shorter the context, the more of
+    a step is Python and the more the meter costs: it adds some microseconds to every operator.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        mesh, recipe = init_device_mesh("cpu", (1,)), Recipe()
+        model = models.build("tiny").train()
+        apply_recipe(model, recipe, mesh)
+        optimizer = make_optimizer(model, learning_rate=1e-3)
+        source = data.encode(data.read_text())
+        rows: list[Row] = []
+        for tokens in TOKENS:
+            batch = shard_batch(data.batch(source, rows=1, length=tokens, step=0), recipe, mesh)
+
+            def seconds(meter: StepMeter) -> float:
+                start = time.perf_counter()
+                train_step(model, optimizer, batch, meter=meter)  # noqa: B023  # called within the loop
+                return time.perf_counter() - start
+
+            seconds(Meter())
+            pairs = [(seconds(_NoMeter()), seconds(Meter())) for _ in range(REPEATS)]
+            without, metered = (median(times) for times in zip(*pairs, strict=True))
+            rows.append(
+                {
+                    "tokens": tokens,
+                    "threads": torch.get_num_threads(),
+                    "seconds without": without,
+                    "seconds with": metered,
+                    "with / without": median(with_ / without for without, with_ in pairs),
+                }
+            )
+        return rows
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,30 @@
+"""What a bench prints: rows of named figures, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, str | int | float | None]
+
+
+def write(rows: Sequence[Row], *, as_json: bool) -> str:
+    """The rows as text; columns are the names in the first row, a missing figure is a dash."""
+    if as_json:
+        return json.dumps([dict(row) for row in rows], indent=2)
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in rows[0]))
+    console = Console(width=110)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,52 @@
+"""Which module is at work, in forward and in backward, without touching the autograd graph."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+
+
+class ModulePaths:
+    """The path of the running module: of the innermost forward, or of the forward that backward undoes.
+
+    Autograd numbers its nodes in order of creation, so a module's forward owns a range of numbers; the node
+    that runs in backward is looked up in these ranges (torch's profiler ties the two passes the same way).
+    """
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._starts: list[int] = []
+        self._paths: list[str] = []
+        self._undone = ""
+
+    def enter(self, path: str) -> None:
+        """The module of this path begins its forward."""
+        self._open.append(path)
+        self._begin(path)
+
+    def leave(self) -> None:
+        """The innermost module ends its forward."""
+        self._open.pop()
+        self._begin(self._open[-1] if self._open else "")
+
+    def current(self) -> str:
+        """The path now; empty outside every module."""
+        if self._open:
+            return self._open[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        found = bisect_right(self._starts, node._sequence_nr()) - 1
+        # Gradient accumulation has the highest number of all: it belongs to the node that ran before it.
+        if 0 <= found < len(self._starts) - 1:
+            self._undone = self._paths[found]
+        return self._undone
+
+    def _begin(self, path: str) -> None:
+        start = torch._C._autograd._get_sequence_nr()
+        if self._starts and self._starts[-1] == start:
+            self._paths[-1] = path
+        else:
+            self._starts.append(start)
+            self._paths.append(path)
