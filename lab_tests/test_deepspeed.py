@@ -41,6 +41,9 @@ def decoder(family="llama", dtype=torch.float64):
         ),
         dtype=dtype, attn_implementation="sdpa",
     )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():  # a bug hides behind biases of 0 and norms of 1
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     apply_loss(model)
     return model
 

@@ -45,14 +45,6 @@ def test_spans_cover_the_steps_in_order(timeline):
     ]
 
 
-def test_thinning_keeps_the_peaks_and_the_phases(timeline):
-    thin = timeline.thin(60)
-    assert len(thin) < 75
-    assert thin.device_peak == timeline.device_peak
-    assert thin.host_peak == timeline.host_peak
-    assert [span[0] for span in thin.spans()] == [span[0] for span in timeline.spans()]
-
-
 def test_json_both_ways(timeline):
     again = Timeline.from_json(json.dumps(timeline.to_json()))
     assert again.to_json() == timeline.to_json()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -127,23 +126,6 @@ class Timeline:
         return _from_columns(
             [getattr(self, name)[index] for name in _COLUMNS], self.phases, self.modules, self.ops
         )
-
-    def thin(self, points: int) -> Timeline:
-        """At most about ``points`` rows for drawing: each stretch keeps its highest, its lowest and its last.
-
-        The peak and every change of phase survive.
-        """
-        if len(self) <= points:
-            return self
-        edges = np.linspace(0, len(self), max(points // 3, 1) + 1).astype(int)
-        total = self.total
-        keep = {0, len(self) - 1, int(total.argmax()), int(self.host.argmax())}
-        keep.update((np.flatnonzero(np.diff(self.phase)) + 1).tolist())
-        for start, end in pairwise(edges.tolist()):
-            if end > start:
-                stretch = total[start:end]
-                keep.update((start + int(stretch.argmax()), start + int(stretch.argmin()), int(end) - 1))
-        return self.rows(sorted(keep))
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and strings, for a file or a message."""

@@ -30,7 +30,9 @@ def apply_checkpointing(model: nn.Module) -> None:
     host; FSDP2 per layer, applied last: its hooks are the module's and stay outside, so the recomputation
     does not gather the parameters a second time.
 
-    Raises ``RecipeError`` where the layers are checkpointed already, by this function or by transformers.
+    Raises:
+        RecipeError: the layers are checkpointed already, by this function or by transformers. Later, in forward:
+            a key/value cache, to which a layer that runs twice would append twice.
     """
     for layer in model.model.layers:  # type: ignore[union-attr]
         if getattr(layer, "gradient_checkpointing", False):

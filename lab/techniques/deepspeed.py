@@ -35,8 +35,9 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
     ``deepspeed/runtime/sequence_parallel/ulysses_sp.py``.
     Composes with: checkpointing, offload, tiling, FSDP2. Not with ring, UPipe or a plan.
 
-    Raises ``RecipeError``: DeepSpeed missing, or its operator not to be compiled here; fake tensors; a degree
-    that H or K cannot be divided by.
+    Raises:
+        RecipeError: DeepSpeed is missing, or its operator cannot be compiled here; the model's tensors are fake; a
+            degree that the heads do not allow.
     """
     parameter = next(model.parameters())
     if isinstance(parameter, FakeTensor):

@@ -63,6 +63,19 @@ def all_to_all(send: Tensor, group: dist.ProcessGroup | None, *, out: Tensor | N
     return out
 
 
+def release(x: Tensor) -> None:
+    """Free the memory of a tensor that a collective has used, now; nothing may look at it again.
+
+    Gloo's worker threads let go of a collective's tensors some moments after it is done, and what is freed by
+    chance cannot be counted to the byte.
+    """
+    x.untyped_storage().resize_(0)
+
+
+def _shares_memory(x: Tensor, y: Tensor) -> bool:
+    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
+
+
 def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     ranks, (batch, local, _, head_dim) = size_of(group), x.shape
     # [b, s, heads, D] -> [b, s, C/copies, h, D] -> [C/copies, copies, b, s, h, D]: rank-major, replicated
@@ -70,7 +83,7 @@ def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     send = parts[:, None].expand(-1, copies, *parts.shape[1:]).contiguous()
     received = all_to_all(send.view(ranks, *parts.shape[1:]), group)
     # [C, b, s, h, D] -> [b, C, s, h, D] -> [b, S, h, D]: rank c holds the c-th piece of the sequence
-    return received.transpose(0, 1).reshape(batch, ranks * local, -1, head_dim)
+    return _tidied(x, send, received, received.transpose(0, 1).reshape(batch, ranks * local, -1, head_dim))
 
 
 def _to_sequence(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
@@ -78,10 +91,19 @@ def _to_sequence(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     # [b, S, h, D] -> [b, C, s, h, D] -> [C, b, s, h, D]: piece c of the sequence goes home to rank c
     send = x.reshape(batch, ranks, tokens // ranks, heads, head_dim).transpose(0, 1).contiguous()
     received = all_to_all(send, group)
-    if copies > 1:
-        received = received.view(ranks // copies, copies, *received.shape[1:]).sum(1)
+    parts = received if copies == 1 else received.unflatten(0, (-1, copies)).sum(1)
     # [C/copies, b, s, h, D] -> [b, s, C/copies, h, D] -> [b, s, heads, D]: rank c had the c-th of the heads
-    return received.permute(1, 2, 0, 3, 4).reshape(batch, tokens // ranks, -1, head_dim)
+    whole = parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // ranks, -1, head_dim)
+    return _tidied(x, send, received, whole)
+
+
+def _tidied(x: Tensor, send: Tensor, received: Tensor, result: Tensor) -> Tensor:
+    """The result, with both buffers freed unless they are what was given or what is returned."""
+    if not _shares_memory(send, x):
+        release(send)
+    if not _shares_memory(received, result):
+        release(received)
+    return result
 
 
 class _HeadsFromSequence(torch.autograd.Function):
@@ -162,7 +184,7 @@ class Shift:
 
     A ring's step is an all-to-all in which all but one of the pieces are empty. So it cannot deadlock by the
     order of sends, and whatever stands in for a group in a plan or a rehearsal has one operation to know.
-    Nothing may write to ``send`` until ``wait`` has returned.
+    Nothing may write to ``send`` until ``wait``, which frees it.
     """
 
     def __init__(self, send: Tensor, group: dist.ProcessGroup) -> None:
@@ -177,4 +199,5 @@ class Shift:
         """What the previous rank sent, of the shape of what this one sent."""
         if self._work is not None:
             self._work.wait()
+        release(self._send)
         return self._received.view(self._shape)

@@ -37,7 +37,8 @@ def apply_offload(model: nn.Module, *, pin: bool = True) -> None:
     offloads block inputs: 31 x S x 8192 bytes for the 32 layers of Llama3-8B.
     Composes with: checkpointing, which must be applied before; FSDP2, applied after.
 
-    Raises ``RecipeError`` where the layers are not checkpointed: there is no one tensor to send.
+    Raises:
+        RecipeError: the layers are not checkpointed, so there is no one tensor to send.
     """
     layers = list(model.model.layers)  # type: ignore[union-attr, arg-type]
     for layer in layers:

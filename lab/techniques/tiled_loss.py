@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lab.errors import RecipeError
-from lab.techniques.tiling import slices, tiled
+from lab.techniques.tiling import check_tile, slices, tiled, wider
 
 IGNORED = -100
 """The label of a token that is not to be predicted (padding, the last of a text)."""
@@ -44,7 +43,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, **_: A
 
     What a transformers model calls as its ``loss_function``; its further arguments are about means.
     """
-    wide = logits.to(_wider(logits.dtype)).view(-1, vocab_size)
+    wide = logits.to(wider(logits.dtype)).view(-1, vocab_size)
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
@@ -67,14 +66,14 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
     Composes with: a scaled loss, accumulation over batches, labels ignored by the tile, tied heads (the
     head's gradient adds to the embedding's), FSDP2 (applied after, and with the head in the root's group:
     the root does not reshard after forward, so the head is whole in both passes).
-    Source: ALST (arXiv 2506.13996), its tiled logits; Liger Kernel (arXiv 2410.10989), FusedLinearCrossEntropy.
+    Source: ALST (arXiv 2506.13996), its tiled logits; Liger Kernel (arXiv 2410.10989), its fused linear loss.
 
-    Without labels the model answers as before. Raises ``RecipeError`` where ``tile`` is less than 1.
+    Without labels the model answers as before.
+
+    Raises:
+        RecipeError: ``tile`` is less than 1.
     """
-    if tile < 1:
-        raise RecipeError(
-            f"loss_tile={tile}: a tile is a number of tokens; use 1 or more, or None for no tiling"
-        )
+    check_tile("loss_tile", tile)
     plain: Callable[..., Any] = model.forward
     head: nn.Module = model.lm_head  # type: ignore[assignment]
 
@@ -104,7 +103,7 @@ class _TokenLoss(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         rows, classes = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        losses = rows.new_empty(rows.shape[0], dtype=_wider(rows.dtype))
+        losses = rows.new_empty(rows.shape[0], dtype=wider(rows.dtype))
         scale = torch.empty_like(losses)
         for start, length in _blocks(rows):
             block, (kept, index) = rows.narrow(0, start, length), _targets(classes.narrow(0, start, length))
@@ -143,7 +142,3 @@ def _targets(classes: Tensor) -> tuple[Tensor, Tensor]:
 
 def _blocks(rows: Tensor) -> Any:
     return slices(rows.shape[0], -(-rows.shape[0] // BLOCKS))
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -32,9 +32,10 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
     whole while its backward runs), everything in attention. Tiles that do not divide s leave a shorter last
     one.
 
-    Raises ``RecipeError`` where ``tile`` is less than 1.
+    Raises:
+        RecipeError: ``tile`` is less than 1.
     """
-    _check("mlp_tile", tile)
+    check_tile("mlp_tile", tile)
     for layer in model.model.layers:  # type: ignore[union-attr]
         _tile_module(layer.mlp, tile)
 
@@ -50,9 +51,10 @@ def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
     Source: Untied Ulysses (arXiv 2602.21196) tiles the norms beside the MLP of ALST.
     Composes with: everything; checkpointing and FSDP2 are applied after.
 
-    Raises ``RecipeError`` where ``tile`` is less than 1.
+    Raises:
+        RecipeError: ``tile`` is less than 1.
     """
-    _check("norm_tile", tile)
+    check_tile("norm_tile", tile)
     for layer in model.model.layers:  # type: ignore[union-attr]
         _tile_module(layer.input_layernorm, tile)
         _tile_module(layer.post_attention_layernorm, tile)
@@ -122,7 +124,7 @@ class _Tiled(Function):
         x, *beside = ctx.keep.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
         with _standing_in(ctx.module) as parameters:
-            sums = [torch.zeros_like(p, dtype=_wider(p.dtype)) for p in parameters]
+            sums = [torch.zeros_like(p, dtype=wider(p.dtype)) for p in parameters]
             for start, length in slices(x.shape[1], ctx.tile):
                 x_tile, dout_tile, *beside_tile = (a.narrow(1, start, length) for a in (x, dout, *beside))
                 dx_tile = None if dx is None else dx.narrow(1, start, length)
@@ -195,11 +197,17 @@ def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:
         yield start, min(tile, length - start)
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """In what sums are kept: fp32, or the dtype itself where it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _check(knob: str, tile: int) -> None:
+def check_tile(knob: str, tile: int) -> None:
+    """Refuse a tile that is no number of tokens.
+
+    Raises:
+        RecipeError: less than 1.
+    """
     if tile < 1:
         raise RecipeError(
             f"{knob}={tile}: a tile is a number of tokens; use 1 or more, or None for no tiling"

@@ -24,21 +24,22 @@ def apply_upipe(model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup |
     """Replace every attention of ``model`` by H/U stages of U = ``head_chunk`` heads over ``group``.
 
     The sequence is sharded as for ``apply_ulysses``, whose place this takes: [b, s, E] -> [b, s, E]. A stage
-    projects its U query heads from x, rotates them, exchanges sequence for heads, attends, and writes into its
-    slice of the output; keys and values are sent once, and held for the stages of their group. Backward keeps
-    x, the output and the LSEs, and recomputes q, k and v but never the attention. q_proj, k_proj, v_proj and
-    o_proj are used as weights (hooks on them do not run), q_norm and k_norm as modules.
+    projects its U query heads from x, rotates them, exchanges sequence for heads, attends, and writes into
+    its slice of the output; keys and values are sent once, and held for the stages of their group. Backward
+    keeps x, the output and the LSEs, and recomputes q, k and v but never the attention. q_proj, k_proj,
+    v_proj and o_proj are used as weights (hooks on them do not run), q_norm and k_norm as modules.
 
     Saves, for w bytes an element, 1 row, A = w*s*E, h = w*s*D (one head), U_kv heads in flight (C times the
     schedule's ``slots_in_flight``), and f = 4 bytes (8 in fp64) for sums:
 
     - held for backward, x apart: h*H + f*s*H (output and LSE)
     - forward peak, x included: A + h*H + f*s*H + max(h*(2U + 2 U_kv), A)
-    - backward peak: 2A + h*H + f*s*H + dWo + max(stage, end), of which the 2A are x and dy,
+    - backward peak: 2A + h*H + f*s*H + dWo + max(stage, end), of which the 2A are x and dy, with
       stage = h*(4U + 4 U_kv) + sums, end = A + 2*h*K + dWq + dWk + dWv;
       sums = 2*h*U_kv*f/w where a group of heads lasts several stages, + 2*h*K where there are several groups
 
-    and QK-norm adds what the module takes for U heads. Ulysses is U = H, with no stages to share memory.
+    It never falls as U grows. Where neither of n = U/C and G divides the other, the peaks are a little less;
+    QK-norm adds what the module takes for U heads.
 
     Costs: 2 H/U + 2 (sends of keys) all-to-alls forward, twice as many backward; q, k and v are projected
     again in backward (twice with QK-norm); the smaller U, the smaller the matrices.
@@ -128,7 +129,7 @@ class _UPipe(torch.autograd.Function):
         return linear(out, given.wo, given.bo)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError("UPipe's backward ran already, and wrote dq where the output was")
@@ -156,6 +157,7 @@ def _forward(job: _Job, x: Tensor, given: _Inputs) -> tuple[Tensor, list[Tensor]
         q = bench.to_sequence(q)
         bench.write_columns(out, stage, q)
         bench.give(q)
+    bench.close()
     return out, lses
 
 
@@ -244,9 +246,10 @@ class _Backward:
             self._unrotate_queries(bench, stage, q)
             bench.write_columns(self.out, stage, q)
             bench.give(q)
+        bench.close()
 
     def _attend(self, bench: Bench, run: Run, q: Tensor, dout: Tensor, out: Tensor) -> None:
-        """One run's attention backward, [b, heads, S, D]; q becomes dq, dk and dv are added to their group's."""
+        """One run's attention backward, [b, heads, S, D]; q becomes dq, dk and dv join their group's."""
         if run.opens:
             _make_keys_and_values(bench, self.job, run.slots, self.given)
         bench.clear()

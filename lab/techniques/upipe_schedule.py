@@ -12,9 +12,9 @@ from lab.techniques.exchange import check_degree
 class Run:
     """A part of a stage in which all query heads attend to key/value heads that were sent together.
 
-    Slot g is one key/value head on each rank, g*C + r on rank r. ``slots`` are the run's, ``queries`` which of
-    the query heads of each of them; ``opens`` says that the slots are sent before it, ``closes`` that nothing
-    after it wants them.
+    Slot g is one key/value head on each rank, g*C + r on rank r. ``slots`` are the run's, ``queries`` which
+    of the query heads of each of them; ``opens`` says that the slots are sent before it, ``closes`` that
+    nothing after it wants them.
     """
 
     slots: range
@@ -25,7 +25,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All stages of a layer: H ``heads``, K ``kv_heads``, C ``ranks``, U ``chunk``; n = U/C heads a rank and stage."""
+    """All stages of a layer: H ``heads``, K ``kv_heads``, C ``ranks``, U ``chunk``; n = U/C."""
 
     heads: int
     kv_heads: int
@@ -83,8 +83,8 @@ def schedule(heads: int, kv_heads: int, ranks: int, chunk: int) -> Schedule:
 
     Walk a rank's query heads key/value head by key/value head and take the next n = U/C. So no key/value
     head is sent twice, and none is held longer than its query heads last. Where n is a multiple of the G
-    query heads of a slot, a stage takes whole slots and is one run; where n divides G, a stage is one run of a
-    part of a slot; where neither divides, a stage is cut into runs at the slots' boundaries.
+    query heads of a slot, a stage takes whole slots and is one run; where n divides G, a stage is one run of
+    a part of a slot; where neither divides, a stage is cut into runs at the slots' boundaries.
 
     Source: "Untied Ulysses" (arXiv 2602.21196), its schedule for GQA, which is this with U = C and K >= C.
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.techniques.exchange import all_to_all
+from lab.techniques.exchange import all_to_all, release
 from lab.techniques.upipe_schedule import Run, Schedule
 
 
@@ -46,7 +46,13 @@ class Bench:
 
     def clear(self) -> None:
         """Let go of buffers nobody holds: the attention is about to make a tensor of this size itself."""
-        self._free.clear()
+        while self._free:
+            release(self._free.pop())
+
+    def close(self) -> None:
+        """Let go of everything; what was taken must have been given back."""
+        self.give(self.k, self.v)
+        self.clear()
 
     def by_sequence(self, buffer: Tensor, heads: int | None = None) -> Tensor:
         """The buffer's first b*s*C*heads*D elements as [C, b, s, heads, D]; heads is n unless given."""
@@ -139,7 +145,8 @@ class Bench:
 
     def first_replicas(self, x: Tensor) -> Tensor:
         """[C, ...] -> the view [C/replicas, ...]."""
-        return x.unflatten(0, (-1, self.plan.replicas))[:, 0]
+        first: Tensor = x.unflatten(0, (-1, self.plan.replicas))[:, 0]
+        return first
 
     # ---- projections -----------------------------------------------------------------------------------
 
@@ -169,7 +176,7 @@ class Bench:
         return self.by_sequence(buffer)
 
     def project_slots(self, slots: range, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-        """x times the slots' rows of W [K*D, E], into ``buffer`` as [C, b, s, m, D], each head on its ranks."""
+        """x times the slots' rows of W [K*D, E], into ``buffer`` as [C, b, s, m, D], replicas alike."""
         plan = self.plan
         shaped = self.by_sequence(buffer, len(slots))
         # [C/replicas, replicas, b*s, m, D]: project once for the first replica, then copy
@@ -214,10 +221,11 @@ class Bench:
         return self.plan.slots, self.plan.ranks, self.plan.group, self.head_dim
 
     def _by_slot(self, weight: Tensor, dim: int) -> Tensor:
-        return weight.unflatten(dim, self._sizes())
+        by_slot: Tensor = weight.unflatten(dim, self._sizes())
+        return by_slot
 
     def _pieces(self, stage: tuple[Run, ...], buffer: Tensor) -> list[tuple[int, slice, Tensor]]:
-        """For each slot of the stage: its number, its queries, and its columns [C, b*s, heads*D] in ``buffer``."""
+        """For each slot of the stage: its number, queries, and columns [C, b*s, heads*D] in ``buffer``."""
         rows = buffer.view(self.plan.ranks, self.x.shape[0], -1)
         found, first = [], 0
         for run in stage:
