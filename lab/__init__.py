@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from lab.errors import LabError, RecipeError
     from lab.memory.measured import measure
     from lab.memory.timeline import Timeline
-    from lab.recipe import Recipe, ladder
+    from lab.recipe import Recipe
+    from lab.rungs import ladder
     from lab.step import loss, train_step
     from lab.verbs.run import Run, run
 
@@ -46,7 +47,7 @@ _HOME = {
     "Run": "lab.verbs.run",
     "Timeline": "lab.memory.timeline",
     "apply_recipe": "lab.compose",
-    "ladder": "lab.recipe",
+    "ladder": "lab.rungs",
     "loss": "lab.step",
     "measure": "lab.memory.measured",
     "run": "lab.verbs.run",

@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
+from lab.errors import RecipeError
 from lab.recipe import Recipe
+from lab.techniques.ring import local_positions, token_multiple
 from lab.techniques.tiled_loss import IGNORED
 
 
@@ -32,23 +35,37 @@ class Batch:
 def shard_batch(input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh) -> Batch:
     """This rank's part of ``input_ids`` [b, S], which is the same on every rank.
 
-    Rows are split over the data-parallel ranks. Where they do not divide, rows are repeated with all their
-    labels ignored: every rank does the same work and the sum over ranks stays the sum over the b rows.
+    A row's tokens are split over the C*R ranks of a sequence, padded at the end with ignored labels where S
+    does not divide. Rows are split over the data-parallel ranks; where they do not divide, rows are repeated
+    with all their labels ignored: every rank does the same work, and the sum over ranks stays the sum over
+    the b rows.
+
+    Raises:
+        RecipeError: not [b, S]: packed sequences are not supported.
     """
+    if input_ids.dim() != 2:
+        raise RecipeError(
+            f"input_ids of shape {list(input_ids.shape)}: give [rows, tokens], each row one sequence; "
+            "packed sequences would attend across their borders"
+        )
     rows, tokens = input_ids.shape
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
-    position_ids = torch.arange(tokens, device=input_ids.device)[None]
 
-    data_ranks, data_rank = mesh.size(), mesh.get_local_rank()
-    each = -(-rows // data_ranks)
-    mine = torch.arange(data_rank * each, (data_rank + 1) * each)
-    labels = labels[mine % rows]
+    of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
+    each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
+    mine = torch.arange(of_data * each, (of_data + 1) * each)
+    padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
+    held = local_positions(tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence).to(
+        input_ids.device
+    )
+
+    labels = pad(labels[mine % rows], (0, padding), value=IGNORED)[:, held]
     labels[mine >= rows] = IGNORED
     return Batch(
-        input_ids=input_ids[mine % rows],
+        input_ids=pad(input_ids[mine % rows], (0, padding))[:, held],
         labels=labels,
-        position_ids=position_ids,
+        position_ids=held[None],
         label_count=rows * (tokens - 1),
         group=mesh.get_group(),
     )

@@ -2,27 +2,79 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from lab.recipe import Recipe
+from lab.techniques.attention import apply_attention
 from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.offload import apply_offload
+from lab.techniques.ring import apply_ring
+from lab.techniques.rope import apply_rope
 from lab.techniques.sharding import apply_fsdp, apply_replication
-from lab.techniques.tiled_loss import apply_loss
+from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss
+from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
+from lab.techniques.ulysses import apply_ulysses
+from lab.techniques.upipe import apply_upipe
 
 
-def apply_recipe(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
+def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
-    ``mesh`` is one-dimensional over all P ranks.
+    ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses.
+
+    Raises:
+        RecipeError: see ``Recipe.check``.
     """
-    # On the instance, and before anything wraps it: the loss becomes a sum over labels that come shifted.
-    apply_loss(model)
-    # Around the layers as they are by now: what a layer recomputes in backward is all of the above.
+    recipe.check(model.config, mesh.size())
+    ulysses, ring = _sequence_groups(recipe, mesh)
+    # The seam and exact positions, for every recipe: the plain model is the same maths as all the others.
+    apply_attention(model)
+    apply_rope(model)
+    # Inside attention: the ring is the kernel of whatever exchanges heads for sequence around it.
+    if ring is not None:
+        apply_ring(model, group=ring)
+    if recipe.head_chunk is not None:
+        apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses)
+    elif ulysses is not None and recipe.ulysses_backend == "deepspeed":
+        apply_deepspeed_ulysses(model, group=ulysses)
+    elif ulysses is not None:
+        apply_ulysses(model, group=ulysses)
+    # Inside a layer, so before checkpointing: what a layer recomputes is already tiled.
+    if recipe.mlp_tile is not None:
+        apply_tiled_mlp(model, tile=recipe.mlp_tile)
+    if recipe.norm_tile is not None:
+        apply_tiled_norms(model, tile=recipe.norm_tile)
+    # Around the layers as they are by now; the one tensor that a layer then keeps may wait on the host.
     if recipe.checkpoint:
         apply_checkpointing(model)
-    # Last, so that its hooks wrap all of the above: a layer's parameters are whole whenever it runs.
+    if recipe.offload == "inputs":
+        apply_offload(model)
+    # On the model's own forward: a sum over labels that come shifted, with its head in tiles.
+    if recipe.loss_tile is not None:
+        apply_tiled_loss(model, tile=recipe.loss_tile)
+    else:
+        apply_loss(model)
+    # Last, so that FSDP's hooks wrap all of the above: parameters are whole whenever a module runs.
+    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
     if recipe.fsdp:
-        apply_fsdp(model, mesh=mesh)
-    elif mesh.size() > 1:
-        apply_replication(model, mesh=mesh)
+        apply_fsdp(model, mesh=mesh, compute_dtype=dtype)
+    else:
+        apply_replication(model, mesh=mesh, compute_dtype=dtype)
+
+
+def _sequence_groups(
+    recipe: Recipe, mesh: DeviceMesh
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's Ulysses group and ring group, None where there is one rank in it."""
+    if recipe.ulysses == recipe.ring == 1:
+        return None, None
+    grid = mesh.mesh.view(-1, recipe.ring, recipe.ulysses)
+    axes = DeviceMesh(mesh.device_type, grid, mesh_dim_names=("data", "ring", "ulysses"))
+    return (
+        axes.get_group("ulysses") if recipe.ulysses > 1 else None,
+        axes.get_group("ring") if recipe.ring > 1 else None,
+    )

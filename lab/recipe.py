@@ -1,11 +1,16 @@
-"""A recipe says which techniques a training step stacks; the ladder names the usual stacks."""
+"""A recipe says which techniques a training step stacks; its rules are checked before anything is launched."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,17 +19,79 @@ class Recipe:
 
     Attributes:
         fsdp: shard parameters, gradients and optimizer state over all ranks (FSDP2), per layer.
+        ulysses: Ulysses degree C, the ranks over which a sequence is sharded outside attention and the heads
+            are inside it.
+        ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
+        ulysses_backend: this lab's exchange, or DeepSpeed's own.
+        head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
         checkpoint: keep only each layer's input in forward and recompute the rest in backward.
+        offload: where the inputs of checkpointed layers wait for backward, "none" (the device) or "inputs"
+            (the host).
+        mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
+            once; None for all.
+        compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
+            their own dtype; None for no cast.
     """
 
     fsdp: bool = False
+    ulysses: int = 1
+    ring: int = 1
+    ulysses_backend: Literal["lab", "deepspeed"] = "lab"
+    head_chunk: int | None = None
     checkpoint: bool = False
+    offload: Literal["none", "inputs"] = "none"
+    mlp_tile: int | None = None
+    norm_tile: int | None = None
+    loss_tile: int | None = None
+    compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool):
-                raise RecipeError(f"{field.name}={value!r} is not True or False")
+        for name in ("fsdp", "checkpoint"):
+            _one_of(name, getattr(self, name), (True, False))
+        _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
+        _one_of("offload", self.offload, ("none", "inputs"))
+        _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
+        for name in ("ulysses", "ring"):
+            _positive(name, getattr(self, name))
+        for name in ("head_chunk", "mlp_tile", "norm_tile", "loss_tile"):
+            _positive(name, getattr(self, name), or_none=True)
+        if self.offload != "none" and not self.checkpoint:
+            raise RecipeError(
+                f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, not "
+                "its input alone; set checkpoint=True with it, or offload='none'"
+            )
+        if self.ulysses_backend == "deepspeed" and (self.head_chunk or self.ring > 1):
+            raise RecipeError(
+                f"ulysses_backend='deepspeed' with head_chunk={self.head_chunk}, ring={self.ring}: "
+                "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1, or ulysses_backend='lab'"
+            )
+
+    def check(self, config: PretrainedConfig, ranks: int) -> None:
+        """Refuse what this recipe cannot do right with a model of this config on ``ranks`` ranks.
+
+        Raises:
+            RecipeError: degrees that the heads or the ranks forbid, a head_chunk that does not divide, a rope
+                type without exact angles, sliding windows, mixtures of experts, dropout in attention. The
+                message holds the rule and the values that would work.
+        """
+        # Late, because they bring torch and transformers, and a recipe is only words until it is checked.
+        from lab.techniques.attention import check_attention
+        from lab.techniques.exchange import check_degree
+        from lab.techniques.rope import check_rope
+        from lab.techniques.upipe_schedule import schedule
+
+        check_attention(config)
+        check_rope(config)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        check_degree(heads, kv_heads, self.ulysses)
+        if ranks % (self.ulysses * self.ring):
+            works = [d for d in range(1, ranks + 1) if ranks % d == 0]
+            raise RecipeError(
+                f"ulysses={self.ulysses} x ring={self.ring} on {ranks} ranks: their product must divide the "
+                f"ranks; these products work: {', '.join(map(str, works))}"
+            )
+        if self.head_chunk is not None:
+            schedule(heads, kv_heads, self.ulysses, self.head_chunk)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values by field name."""
@@ -37,31 +104,31 @@ class Recipe:
         Raises:
             RecipeError: a field no recipe has, or a value it cannot take.
         """
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(document) - set(known))
-        if unknown:
-            raise RecipeError(f"a recipe has no field {unknown[0]!r}: its fields are {', '.join(known)}")
+        check_fields(document)
         return cls(**document)
 
 
-def ladder() -> dict[str, Recipe]:
-    """The named recipes, each adding one technique to the one before."""
-    return {
-        "plain": Recipe(),
-        "fsdp": Recipe(fsdp=True),
-        "checkpoint": Recipe(fsdp=True, checkpoint=True),
-    }
-
-
-def named(recipe: str | Recipe) -> Recipe:
-    """The recipe itself, or the ladder's recipe of this name.
+def check_fields(names: Any) -> None:
+    """Refuse names that are no field of a recipe.
 
     Raises:
-        RecipeError: the ladder has no such name.
+        RecipeError: the first such name, and all that are fields.
     """
-    if isinstance(recipe, Recipe):
-        return recipe
-    rungs = ladder()
-    if recipe not in rungs:
-        raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(rungs)}, or a Recipe")
-    return rungs[recipe]
+    known = [field.name for field in fields(Recipe)]
+    for name in names:
+        if name not in known:
+            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(known)}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    # 1 == True, but a knob that says 1 where a yes or no is wanted means something else.
+    if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
+        raise RecipeError(f"{name}={value!r}: it takes {' or '.join(repr(a) for a in allowed)}")
+
+
+def _positive(name: str, value: object, *, or_none: bool = False) -> None:
+    if value is None and or_none:
+        return
+    if type(value) is not int or value < 1:
+        works = "1 or more, or None" if or_none else "1 or more"
+        raise RecipeError(f"{name}={value!r}: it takes a whole number, {works}")

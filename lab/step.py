@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.batches import Batch
+from lab.techniques.exchange import sum_over_ranks
 
 
 class StepMeter(Protocol):
@@ -33,8 +33,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     local: Tensor = model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
     ).loss
-    total: Tensor = _SumOverRanks.apply(local, batch.group)  # type: ignore[no-untyped-call]
-    return total / batch.label_count
+    return sum_over_ranks(local, batch.group) / batch.label_count
 
 
 def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.AdamW:
@@ -72,17 +71,3 @@ def train_step(
             optimizer.step()
             optimizer.zero_grad()
     return value.detach()
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Forward: all-reduce sum. Backward: identity, each rank answers for its own labels."""
-
-    @staticmethod
-    def forward(ctx: object, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = local.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: object, *gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[0], None

@@ -90,7 +90,7 @@ def test_bf16_is_no_worse_than_plain_bf16(ranks4):
         assert 0 < gradient < 1.5 * plain, case
 
 
-# ---- causal in truth -----------------------------------------------------------------------------------------
+# ---- causal in truth ---------------------------------------------------------------------------------
 
 
 def moved_by(length, ulysses, ring, chunk, changed):
@@ -118,7 +118,10 @@ def moved_by(length, ulysses, ring, chunk, changed):
     return moved
 
 
-@pytest.mark.parametrize(("ulysses", "ring", "chunk"), [(1, 4, None), (2, 2, None), (2, 2, 4), (1, 2, None)])
+MESHES = [(1, 4, None), (2, 2, None), (2, 2, 4), (1, 2, None)]
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "chunk"), MESHES)
 def test_a_changed_token_moves_itself_and_what_follows_and_nothing_before(ranks4, ulysses, ring, chunk):
     length = 40
     changed = [0, 3, 13, 21, 29, 38]
@@ -128,7 +131,7 @@ def test_a_changed_token_moves_itself_and_what_follows_and_nothing_before(ranks4
         assert moved == list(range(token, length))
 
 
-# ---- who holds which tokens --------------------------------------------------------------------------------
+# ---- who holds which tokens --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (4, 1), (1, 2), (3, 2), (2, 3), (2, 4), (8, 2)])
@@ -164,7 +167,7 @@ def test_other_lengths_are_refused_with_one_that_works(ulysses, ring, multiple):
         local_positions(multiple * 3 + 1, ulysses=ulysses, ring=ring, index=0)
 
 
-# ---- integers, bytes, fakes ----------------------------------------------------------------------------------
+# ---- integers, bytes, fakes --------------------------------------------------------------------------
 
 
 def calls_of_attention():
@@ -178,7 +181,7 @@ def calls_of_attention():
 
 
 def test_sends_and_attentions_of_a_ring_of_four(ranks4):
-    # keys and values 3 times each way, their gradients 4 times; attention once a step, never again in backward
+    # keys and values 3 times each way, their gradients 4 times; attention once a step, forward only
     assert ranks4.apply(calls_of_attention) == [[(3, 4, 0), (7, 0, 4)]] * 4
 
 
@@ -197,10 +200,19 @@ def bytes_of_attention(dtype, local):
     return held - given, forward - given, meter.timeline().device_peak - given - out.nbytes - lse.nbytes
 
 
-def test_bytes(ranks4):
-    print(ranks4.apply(bytes_of_attention, torch.bfloat16, 100), 2 * 100 * 120, 2 * 100 * 30, 400 * 12)
-    print(ranks4.apply(bytes_of_attention, torch.float32, 100))
-    assert 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_bytes_are_the_docstrings(ranks4, dtype):
+    local, heads, kv_heads, dim, wide = 100, 12, 3, 10, max(dtype.itemsize, 4)
+    q, k = (dtype.itemsize * local * h * dim for h in (heads, kv_heads))
+    wider, lse = wide // dtype.itemsize, wide * local * heads
+    forward = q + q * wider + 4 * k + 4 * lse
+    backward = q + q * wider + 5 * k + 4 * k * wider
+    first, *others = ranks4.apply(bytes_of_attention, dtype, local)
+    assert others == [(q + lse, forward, backward)] * 3
+    # the first rank meets later keys with the second half of its queries only
+    assert first[0] == q + lse
+    assert first[1] < forward
+    assert first[2] < backward
 
 
 def test_a_ring_of_one_is_flash_itself():
@@ -214,5 +226,19 @@ def test_only_causal_attention():
         kernel = ring_kernel(dist.group.WORLD)
         with pytest.raises(ValueError, match="causal"):
             kernel.forward(q, q, q, causal=False)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fake_tensors_go_through():
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        with FakeTensorMode():
+            shape = (1, 5 * 2**20 // 8, 4, 128)
+            q, k, v = (
+                torch.empty(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)
+            )
+            attention(q, k, v, kernel=ring_kernel(dist.group.WORLD)).sum().backward()
+        assert q.grad.shape == k.grad.shape == q.shape
     finally:
         dist.destroy_process_group()

@@ -96,7 +96,7 @@ def test_bf16_is_no_worse_than_plain_bf16(ranks4):
         assert 0 < gradient < 1.5 * plain, case
 
 
-# ---- composed with what wraps it ---------------------------------------------------------------------------
+# ---- composed with what wraps it ---------------------------------------------------------------------
 
 
 def under_fsdp_and_checkpoint(family, heads, kv_heads, chunk):
@@ -130,7 +130,7 @@ def test_under_fsdp_and_checkpointing_each_attention_runs_twice_forward(ranks4, 
         assert (forward, backward) == (2 * 2 * 3, 2 * 3)
 
 
-# ---- integers ----------------------------------------------------------------------------------------------
+# ---- integers ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_all_to_alls_and_attentions_follow_the_schedule(eight, heads, kv_heads, 
     ]
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------
+# ---- bytes -------------------------------------------------------------------------------------------
 
 
 def measured(cfg, chunk, group, local, dtype):
@@ -289,7 +289,7 @@ def test_fake_tensors_go_through_at_five_million_tokens(eight, technique):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------
+# ---- what is refused ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_parameter_names_stay():
     assert list(model.state_dict()) == names
 
 
-# ---- the schedule ------------------------------------------------------------------------------------------
+# ---- the schedule ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

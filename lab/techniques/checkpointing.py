@@ -31,8 +31,8 @@ def apply_checkpointing(model: nn.Module) -> None:
     does not gather the parameters a second time.
 
     Raises:
-        RecipeError: the layers are checkpointed already, by this function or by transformers. Later, in forward:
-            a key/value cache, to which a layer that runs twice would append twice.
+        RecipeError: the layers are checkpointed already, by this function or by transformers. In forward: a
+            key/value cache, to which a layer that runs twice would append twice.
     """
     for layer in model.model.layers:  # type: ignore[union-attr]
         if getattr(layer, "gradient_checkpointing", False):

@@ -36,8 +36,8 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
     Composes with: checkpointing, offload, tiling, FSDP2. Not with ring, UPipe or a plan.
 
     Raises:
-        RecipeError: DeepSpeed is missing, or its operator cannot be compiled here; the model's tensors are fake; a
-            degree that the heads do not allow.
+        RecipeError: DeepSpeed is missing, or its operator cannot be compiled here; the model's tensors are
+            fake; a degree that the heads do not allow.
     """
     parameter = next(model.parameters())
     if isinstance(parameter, FakeTensor):

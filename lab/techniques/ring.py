@@ -30,7 +30,9 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
 
     Saves: activations are s = S/R tokens' worth, as Ulysses', and R is not bound by the heads.
     Costs: R-1 sends of k and v forward (2*w*b*s*K*D bytes each), and backward as many again, with R sends of
-    their gradients in fp32; beside attention's own, an fp32 output and two sets of k and v while it runs.
+    their gradients in fp32. For w bytes an element, Q = w*b*s*H*D, k = w*b*s*K*D, f = 4 (8 for fp64) and
+    L = f*b*s*H, attention takes at its peak, beside what it is given and for R > 2, up to
+    forward Q + Q*f/w + 4k + 4L, backward Q + Q*f/w + 5k + 4k*f/w.
     Source: Ring Attention (arXiv 2310.01889), section 3; the two pieces: as in Llama 3's training (arXiv
     2407.21783, section 3.3.2); gradients from the global log-sum-exp: FlashAttention, appendix B.4.
     Composes with Ulysses or UPipe on the same model, in either order, each Ulysses group then holding one
@@ -63,7 +65,8 @@ def local_positions(tokens: int, *, ulysses: int, ring: int, index: int) -> Tens
     """The global positions [s] that rank ``index`` of C*R holds, ascending.
 
     ``index`` is ring index * C + Ulysses index. Ring index i has pieces i and 2R-1-i of 2R, in this order,
-    S/R tokens; its C Ulysses ranks split these evenly and contiguously. With R = 1 that is every rank's contiguous part of the sequence.
+    S/R tokens; its C Ulysses ranks split these evenly and contiguously. With R = 1 each rank's part of the
+    sequence is contiguous.
 
     Raises:
         RecipeError: S is not a multiple of ``token_multiple``; callers pad.
@@ -97,7 +100,8 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries to the ring's keys.
 
-    ``q`` [b, h, s, D], ``k, v`` [b, h/G, s, D] -> out [b, h, s, D] in q's dtype, lying in memory as q does, and the LSE over all keys [b, h, s].
+    ``q`` [b, h, s, D], ``k, v`` [b, h/G, s, D] -> out [b, h, s, D] in q's dtype, lying in memory as q does,
+    and the LSE over all keys [b, h, s].
 
     Of the keys that come from rank j, rank i's queries see: j < i: the first piece, with both of its own;
     j > i: both pieces, with the second of its own; j = i: what lies before. Partial results are merged in
@@ -166,12 +170,11 @@ def ring_backward(
             scale=scale,
         )
         if coming is None:
-            dq, sums = more_dq.to(wide), torch.stack([g.to(wide) for g in more_dk_dv])
+            dq, sums = more_dq.to(wide), k.new_zeros((2, *k.shape), dtype=wide)
         else:
             dq[:, :, rows].add_(more_dq)
             sums = coming.wait()
-            for total, share in zip(sums[:, :, :, keys].unbind(), more_dk_dv, strict=True):
-                total.add_(share)
+        _add(sums[:, :, :, keys], more_dk_dv)
         del more_dq, more_dk_dv
         coming = Shift(sums, group)
         if more is not None:
@@ -202,6 +205,11 @@ def _seen(tokens: int, step: int, group: dist.ProcessGroup) -> tuple[slice, slic
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add attention to more keys, in place: outputs weigh by their share of the softmax's denominator."""
-    share = torch.sigmoid(part_lse - lse)[..., None]
-    out.lerp_(part.to(out.dtype), share.to(out.dtype))
+    kept = torch.sigmoid(lse - part_lse)[..., None]
+    out.mul_(kept).addcmul_(part, 1 - kept)
     lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def _add(sums: Tensor, shares: list[Tensor]) -> None:
+    for total, share in zip(sums.unbind(), shares, strict=True):
+        total.add_(share)

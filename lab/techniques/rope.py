@@ -36,12 +36,18 @@ def apply_rope(model: nn.Module) -> None:
         raise RecipeError(
             f"{type(model).__name__} has no model.rotary_emb: give a decoder of the Llama family"
         )
-    config = rotary.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    frequencies, factor = inverse_frequencies(
-        config.rope_parameters, head_dim, max_positions=config.max_position_embeddings
-    )
+    frequencies, factor = check_rope(rotary.config)
     rotary.forward = partial(tables, frequencies=frequencies, factor=factor)
+
+
+def check_rope(config: Any) -> tuple[list[float], float]:
+    """``inverse_frequencies`` of a model's config.
+
+    Raises:
+        RecipeError: see ``apply_rope``.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return inverse_frequencies(config.rope_parameters, head_dim, max_positions=config.max_position_embeddings)
 
 
 def inverse_frequencies(

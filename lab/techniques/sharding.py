@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
-def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh) -> None:
+def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
     """Shard parameters, gradients and optimizer state over the ranks of a mesh, each layer a unit.
 
     Saves: of the 16 bytes a parameter costs in fp32 training with Adam (4 weight, 4 gradient, 8 state),
@@ -23,12 +23,20 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh) -> None:
     Costs: per layer an all-gather of its parameters in forward, one more in backward, and a reduce-scatter
     of its gradients. Source: ZeRO, arXiv 1910.02054, section 5 (stage 3); PyTorch FSDP, arXiv 2304.11277.
 
-    Composes with: everything that patches modules, applied before it, so that its hooks run outside.
+    With ``compute_dtype`` parameters are gathered, and modules run, in that dtype, while each rank's shard,
+    its gradient and its optimizer state keep the parameters' own; gradients are summed in fp32 or wider.
+
+    Composes with: everything that patches modules, applied before it, so that its hooks run outside. A mesh
+    of two dimensions replicates over the first and shards over the second.
     """
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32),
+    )
     layers: nn.ModuleList = model.model.layers  # type: ignore[union-attr, assignment]
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages gradients over ranks unless told to sum; gloo knows only the plain sum.
@@ -36,13 +44,22 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def apply_replication(model: nn.Module, *, mesh: DeviceMesh) -> None:
+def apply_replication(
+    model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None
+) -> None:
     """Keep whole parameters on every rank and sum each gradient over the ranks as backward makes it.
 
     Saves nothing: every rank holds all 16 bytes a parameter. Costs: one all-reduce a parameter and step.
     A tensor hook sums the gradient before it is added to ``.grad``, so accumulation over several backward
-    passes stays right. Source: plain data parallelism.
+    passes stays right. With ``compute_dtype`` it is FSDP with each rank a shard group of its own, which holds
+    a cast copy of one layer at a time. Source: plain data parallelism.
     """
+    if compute_dtype is not None:
+        alone = DeviceMesh(mesh.device_type, mesh.mesh[:, None], mesh_dim_names=("replicate", "shard"))
+        apply_fsdp(model, mesh=alone, compute_dtype=compute_dtype)
+        return
+    if mesh.size() == 1:
+        return
     group = mesh.get_group()
 
     def summed(gradient: Tensor) -> Tensor:

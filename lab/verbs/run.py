@@ -17,7 +17,8 @@ from lab.batches import shard_batch
 from lab.compose import apply_recipe
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
-from lab.recipe import Recipe, named
+from lab.recipe import Recipe
+from lab.rungs import recipe_for
 from lab.step import make_optimizer, train_step
 from lab.units import format_tokens, parse_tokens
 
@@ -107,10 +108,11 @@ def run(
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
         RankError: a rank failed; the text names it and holds its traceback.
     """
+    length = parse_tokens(tokens)
     training = Training(
         model=model,
-        recipe=named(recipe),
-        tokens=parse_tokens(tokens),
+        recipe=recipe_for(recipe, model, cluster.ranks, length),
+        tokens=length,
         steps=steps,
         rows=rows,
         text=text,

@@ -1,0 +1,70 @@
+"""The ladder: named recipes for a model on so many ranks, each adding one technique to the one before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lab.errors import RecipeError
+from lab.models import ModelLike, config_of
+from lab.recipe import Recipe, check_fields
+from lab.techniques.exchange import degrees
+from lab.units import Ki
+
+TILE = 16 * Ki
+"""Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
+
+RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe")
+
+
+def ladder(model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> dict[str, Recipe]:
+    """The recipes ``RUNGS`` by name, for ``tokens`` tokens of context on ``ranks`` ranks.
+
+    ulysses is the largest degree that divides the ranks and that the heads allow, head_chunk the Ulysses
+    degree, each tile the smaller of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in
+    bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs`` set by hand hold on
+    every rung that has the technique, and what derives from them follows.
+
+    Raises:
+        RecipeError: a knob no recipe has.
+    """
+    check_fields(knobs)
+    config = config_of(model)
+    ring = knobs.get("ring", 1)
+    fits = [
+        c for c in degrees(config.num_attention_heads, config.num_key_value_heads) if ranks % (c * ring) == 0
+    ]
+    ulysses = knobs.get("ulysses", max(fits, default=1))
+    tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
+    steps: dict[str, dict[str, Any]] = {
+        "plain": {"compute_dtype": None if model == "tiny" else "bfloat16"},
+        "fsdp": {"fsdp": True},
+        "ulysses": {"ulysses": ulysses, "ring": ring},
+        "checkpoint": {"checkpoint": True},
+        "offload": {"offload": "inputs"},
+        "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": tile},
+        "upipe": {"head_chunk": ulysses},
+    }
+    recipe, rungs = Recipe(), {}
+    for name, added in steps.items():
+        recipe = replace(recipe, **{**added, **{k: v for k, v in knobs.items() if k in added}})
+        rungs[name] = recipe
+    return rungs
+
+
+def recipe_for(recipe: str | Recipe, model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> Recipe:
+    """The recipe itself, or the ladder's of this name, with ``knobs`` set by hand; checked against the model.
+
+    A knob set by hand is applied last, on whatever rung; a knob that derives from it follows.
+
+    Raises:
+        RecipeError: an unknown name or knob, or a recipe that the model or the ranks forbid.
+    """
+    if isinstance(recipe, str):
+        if recipe not in RUNGS:
+            raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(RUNGS)}, or a Recipe")
+        recipe = ladder(model, ranks, tokens, **knobs)[recipe]
+    check_fields(knobs)
+    recipe = replace(recipe, **knobs)
+    recipe.check(config_of(model), ranks)
+    return recipe
