@@ -1,4 +1,4 @@
-"""A recipe says which techniques a training step stacks; its rules are checked before anything is launched."""
+"""A recipe says which techniques a training step stacks; its rules are checked before a launch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Recipe:
             _positive(name, getattr(self, name), or_none=True)
         if self.offload != "none" and not self.checkpoint:
             raise RecipeError(
-                f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, not "
-                "its input alone; set checkpoint=True with it, or offload='none'"
+                f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
+                "not its input alone; set checkpoint=True with it, or offload='none'"
             )
         if self.ulysses_backend == "deepspeed" and (self.head_chunk or self.ring > 1):
             raise RecipeError(

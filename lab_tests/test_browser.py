@@ -8,11 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
 from lab.jupyter import arguments
 from lab.notebooks import FOLDER
 from lab.show import palette
+from lab_tests.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 
 FEED = f"""
 import sys, time
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "lab_tests")!r}]
-from test_show import finished
+sys.path[:0] = [{str(ROOT)!r}]
+from lab_tests.test_show import finished
 from lab.verbs.run import Progress
 import numpy as np
 import lab.show

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from test_checkpointing import BATCH, FAMILIES, HIDDEN, LAYERS, TOKENS, VOCAB, batch, decoder, step, worst
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,6 +11,18 @@ from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.offload import apply_offload
+from lab_tests.test_checkpointing import (
+    BATCH,
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    TOKENS,
+    VOCAB,
+    batch,
+    decoder,
+    step,
+    worst,
+)
 
 DEEP = 5
 CROSSINGS = ("lab::to_host", "lab::from_host")

@@ -1,27 +1,60 @@
 import dataclasses
+import re
 from itertools import pairwise
 
 import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 import lab
+from lab import models
 from lab.errors import RecipeError
-from lab.recipe import Recipe, ladder, named
+from lab.recipe import Recipe
+from lab.rungs import RUNGS, ladder, recipe_for
+from lab.units import Mi
 
 
 def test_the_default_is_the_plain_model():
-    assert Recipe() == named("plain")
-    assert not any(Recipe().to_json().values())
+    assert Recipe() == recipe_for("plain", "tiny", 1, 64)
+
+
+def test_the_last_rung_of_the_real_model_is_the_published_stack():
+    assert ladder("llama3-8b", 8, 5 * Mi)["upipe"] == Recipe(
+        fsdp=True, ulysses=8, checkpoint=True, offload="inputs", mlp_tile=16384, norm_tile=16384,
+        loss_tile=16384, head_chunk=8, compute_dtype="bfloat16",
+    )  # fmt: skip
 
 
 def test_each_rung_adds_one_technique():
-    rungs = list(ladder().values())
-    for below, above in pairwise(rungs):
-        changed = [k for k, v in above.to_json().items() if v != below.to_json()[k]]
-        assert len(changed) == 1
+    rungs = ladder("tiny", 4, 1000)
+    assert tuple(rungs) == RUNGS
+    families = [
+        {re.sub(r"(mlp|norm|loss)_", "", k) for k, v in above.to_json().items() if v != below.to_json()[k]}
+        for below, above in pairwise(rungs.values())
+    ]
+    assert families == [{"fsdp"}, {"ulysses"}, {"checkpoint"}, {"offload"}, {"tile"}, {"head_chunk"}]
+
+
+def test_what_derives_from_a_knob_set_by_hand_follows_it():
+    rungs = ladder("tiny", 8, 4096, ulysses=2)
+    assert rungs["fsdp"].ulysses == 1
+    assert rungs["upipe"].head_chunk == 2
+    assert rungs["tiling"].mlp_tile == 4096 // 2 // 4
+    assert recipe_for("upipe", "tiny", 8, 4096, ring=2).ulysses == 4
+    assert recipe_for("tiling", "tiny", 8, 4096, ring=8, ulysses=1).loss_tile == 128
+    assert recipe_for("plain", "tiny", 8, 4096, ring=2).ring == 2
+    assert recipe_for(Recipe(fsdp=True), "tiny", 4, 64, checkpoint=True).checkpoint
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks", "degree"), [(24, 6, 4, 2), (28, 4, 8, 4), (6, 2, 4, 2), (5, 5, 4, 1)])
+def test_the_ladder_takes_the_largest_degree_that_the_heads_allow(heads, kv_heads, ranks, degree):
+    config = LlamaConfig(
+        hidden_size=heads * 10, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=10
+    )
+    assert ladder(config, ranks, 512)["upipe"].ulysses == degree
 
 
 def test_json_both_ways():
-    recipe = Recipe(fsdp=True, checkpoint=True)
+    recipe = ladder("llama3-8b", 8, Mi)["upipe"]
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
@@ -32,13 +65,81 @@ def test_frozen_and_by_keyword_only():
         Recipe(True)
 
 
-def test_an_unknown_name_field_or_value():
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"fsdp": "yes"}, "fsdp='yes': it takes True or False"),
+        ({"checkpoint": 1}, "checkpoint=1: it takes True or False"),
+        ({"ulysses": 0}, "ulysses=0: it takes a whole number, 1 or more"),
+        ({"ring": 1.5}, "ring=1.5: it takes a whole number, 1 or more"),
+        ({"mlp_tile": 0}, "mlp_tile=0: it takes a whole number, 1 or more, or None"),
+        ({"loss_tile": -4}, "loss_tile=-4: it takes a whole number"),
+        ({"norm_tile": True}, "norm_tile=True: it takes a whole number"),
+        ({"compute_dtype": "float8"}, "compute_dtype='float8': it takes None or 'float64' or 'float32' or 'bf"),
+        ({"offload": "all"}, "offload='all': it takes 'none' or 'inputs'"),
+        ({"offload": "inputs"}, "offload='inputs' without checkpointing: .* set checkpoint=True with it"),
+        ({"ulysses_backend": "nccl"}, "ulysses_backend='nccl': it takes 'lab' or 'deepspeed'"),
+        (
+            {"ulysses_backend": "deepspeed", "head_chunk": 4, "ulysses": 2},
+            "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1",
+        ),
+        ({"fsdp2": True}, "a recipe has no field 'fsdp2': its fields are fsdp, ulysses"),
+    ],
+)
+def test_a_knob_that_is_none_is_refused_with_the_values_that_work(knobs, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe.from_json(knobs)
+
+
+def llama(**changed):
+    shape = {"hidden_size": 48, "num_attention_heads": 24, "num_key_value_heads": 6, "head_dim": 10}
+    return LlamaConfig(**{**shape, **changed})
+
+
+@pytest.mark.parametrize(
+    ("config", "knobs", "ranks", "message"),
+    [
+        (llama(), {"ulysses": 5}, 5, "ulysses=5: it does not divide the 24 query heads; these work: 1, 2, 3, 6"),
+        (llama(), {"ulysses": 4}, 4, "of it and the 6 key/value heads neither divides the other; these work"),
+        (llama(), {"ulysses": 2, "head_chunk": 3}, 2, "head_chunk=3: .* 2, 4, 6, 8, 12, 24"),
+        (llama(), {"ulysses": 2, "head_chunk": 10}, 2, "head_chunk=10: .* 2, 4, 6, 8, 12, 24"),
+        (llama(), {"ulysses": 2, "ring": 2}, 6, r"ulysses=2 x ring=2 on 6 ranks: .* products work: 1, 2, 3, 6"),
+        (MistralConfig(), {}, 1, "sliding_window=4096 .*set sliding_window=None"),
+        (MistralConfig(), {"ring": 2}, 2, "sliding_window=4096"),
+        (
+            Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1), {}, 1,
+            r"sliding_window=32 \(sliding_attention\)",
+        ),
+        (llama(attention_dropout=0.1), {}, 1, "attention_dropout=0.1: .* set it to 0.0"),
+        (
+            llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), {}, 1,
+            "dynamic.*default, linear, llama3, yarn",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_model_or_the_ranks_forbid_is_refused_before_launch(config, knobs, ranks, message):
+    with pytest.raises(RecipeError, match=message):
+        Recipe(**knobs).check(config, ranks)
+
+
+def test_a_mixture_of_experts_is_refused():
+    from transformers import MixtralConfig
+
+    with pytest.raises(RecipeError, match="num_local_experts=8: a mixture of experts"):
+        Recipe().check(MixtralConfig(sliding_window=None), 1)
+
+
+def test_an_unknown_name():
     with pytest.raises(RecipeError, match="unknown recipe 'fdsp': give one of plain, fsdp"):
-        named("fdsp")
-    with pytest.raises(RecipeError, match="a recipe has no field 'fsdp2': its fields are fsdp"):
-        Recipe.from_json({"fsdp2": True})
-    with pytest.raises(RecipeError, match="fsdp='yes' is not True or False"):
-        Recipe(fsdp="yes")
+        recipe_for("fdsp", "tiny", 1, 64)
+    with pytest.raises(RecipeError, match="a recipe has no field 'tile'"):
+        recipe_for("tiling", "tiny", 1, 64, tile=3)
+
+
+def test_the_real_model_takes_every_chunk_between_the_degree_and_all_heads():
+    config = models.config_of("llama3-8b")
+    for chunk in (8, 16, 32):
+        Recipe(ulysses=8, head_chunk=chunk).check(config, 8)
 
 
 def test_public_names():

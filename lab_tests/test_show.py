@@ -361,8 +361,8 @@ def test_a_script_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_executed_notebook_stores_a_picture_and_its_words(tmp_path: Path) -> None:
     code = f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "lab_tests")!r}]
-from test_show import finished, follow
+sys.path[:0] = [{str(ROOT)!r}]
+from lab_tests.test_show import finished, follow
 import lab.show
 follow(lab.show.live(), finished(2))
 lab.show.timeline(finished(1))

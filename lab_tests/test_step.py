@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 import lab
 from lab import models
 from lab.memory.meter import Meter
-from lab.recipe import ladder
+from lab.rungs import RUNGS, recipe_for
 from lab.step import make_optimizer
 
 ROWS, TOKENS = 3, 40
@@ -21,6 +21,10 @@ def small():
         hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=12,
         num_key_value_heads=6, head_dim=10, vocab_size=101,
     )  # fmt: skip
+
+
+def rung(name: str):
+    return recipe_for(name, small(), 4, TOKENS, compute_dtype=None)
 
 
 def ids(step: int = 0) -> torch.Tensor:
@@ -73,10 +77,10 @@ def losses_on_rank(recipe, steps):
     return losses, meter.timeline().device_peak
 
 
-@pytest.mark.parametrize("name", ladder())
+@pytest.mark.parametrize("name", RUNGS)
 def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
     losses, expected = dense_losses_and_gradients(1)
-    for loss, gradients in ranks4.apply(gradients_on_rank, ladder()[name]):
+    for loss, gradients in ranks4.apply(gradients_on_rank, rung(name)):
         assert loss == pytest.approx(losses[0], rel=1e-6)
         assert gradients.keys() == expected.keys()
         for parameter, gradient in gradients.items():
@@ -84,10 +88,10 @@ def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
             assert error < 5e-6, parameter
 
 
-@pytest.mark.parametrize("name", ladder())
+@pytest.mark.parametrize("name", RUNGS)
 def test_twenty_clipped_steps_follow_the_dense_model(ranks4, name):
     expected, _ = dense_losses_and_gradients(20)
-    for losses, _ in ranks4.apply(losses_on_rank, ladder()[name], 20):
+    for losses, _ in ranks4.apply(losses_on_rank, rung(name), 20):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -6,20 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpointing import (
-    BATCH,
-    FAMILIES,
-    HIDDEN,
-    LAYERS,
-    TOKENS,
-    TOLERANCE,
-    VOCAB,
-    Counting,
-    batch,
-    decoder,
-    step,
-    worst,
-)  # fmt: skip
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +20,20 @@ from lab.techniques.offload import apply_offload
 from lab.techniques.sharding import apply_fsdp
 from lab.techniques.tiled_loss import apply_tiled_loss, summed_cross_entropy
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
+from lab_tests.test_checkpointing import (
+    BATCH,
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    TOKENS,
+    TOLERANCE,
+    VOCAB,
+    Counting,
+    batch,
+    decoder,
+    step,
+    worst,
+)  # fmt: skip
 
 APPLY = {"mlp": apply_tiled_mlp, "norms": apply_tiled_norms, "loss": apply_tiled_loss}
 DIVIDES, DOES_NOT = 5, 11
