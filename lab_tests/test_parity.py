@@ -1,0 +1,166 @@
+"""The whole road against plain transformers: loss and every gradient, whatever is stacked on whatever.
+
+Each assertion has been seen red. The mutants that must die here: heads in a wrong order on one side, RoPE
+missing on k, a corrupted offload (the wrong layer's input comes back), a gradient scaled by 1/P, replicated
+keys whose gradients are not summed, labels shifted after the sequence was sharded.
+"""
+
+from itertools import combinations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import lab
+from lab import models
+from lab.recipe import Recipe
+from lab.rungs import RUNGS, recipe_for
+from lab_tests.reference import FAMILIES, VOCABULARY, build, config, error, exact_rotary, gradients, loss_of
+
+ROWS, TOKENS = 3, 44
+"""Neither the rows nor the tokens divide over the ranks of every recipe below."""
+
+PIECES = {
+    "fsdp": {"fsdp": True},
+    "ulysses": {"ulysses": 2},
+    "ring": {"ring": 2},
+    "upipe": {"head_chunk": 8},
+    "checkpoint": {"checkpoint": True},
+    "offload": {"checkpoint": True, "offload": "inputs"},
+    "mlp": {"mlp_tile": 5},
+    "norm": {"norm_tile": 8},
+    "loss": {"loss_tile": 9},
+}
+
+EVERYTHING = Recipe(
+    fsdp=True, ulysses=2, ring=2, head_chunk=4, checkpoint=True, offload="inputs", mlp_tile=5, norm_tile=8,
+    loss_tile=7,
+)  # fmt: skip
+
+
+def ids(step: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
+
+
+def save(folder, family: str = "llama", heads: int = 24, kv_heads: int = 6, dtype=torch.float64, **more) -> str:
+    """A checkpoint that transformers itself saved, and beside it the truth about it."""
+    cfg = config(family, heads, kv_heads, **more)
+    build(cfg, dtype).save_pretrained(folder)
+    torch.save(plainly(build(cfg, dtype)), folder / "truth.pt")
+    return str(folder)
+
+
+def plainly(model):
+    """The mean loss and the gradients of a plain model: its own labels are the next tokens."""
+    logits = exact_rotary(model)(input_ids=ids(), use_cache=False).logits
+    loss = loss_of(logits[:, :-1], ids()[:, 1:]) / (ROWS * (TOKENS - 1))
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def verdicts(work, dtype=None):
+    """Relative errors of the loss and of the worst gradient, one pair for each (folder, recipe)."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for folder, recipe in work:
+        model = models.build(folder)
+        if dtype is not None:
+            model.to(dtype)
+        lab.apply_recipe(model, recipe, mesh)
+        loss = lab.loss(model, lab.shard_batch(ids(), recipe, mesh))
+        loss.backward()
+        grads = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients(model).items()}
+        right_loss, right = torch.load(f"{folder}/truth.pt")
+        found.append((abs(loss.item() / right_loss - 1), error(grads, right)))
+    return found
+
+
+def assert_exact(ranks4, work, tolerance=1e-9):
+    for rank in ranks4.apply(verdicts, list(work.values())):
+        for name, (loss, gradient) in zip(work, rank, strict=True):
+            assert loss < tolerance, name
+            assert gradient < tolerance, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, family):
+    folder = save(tmp_path, family)
+    rungs = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
+    assert rungs["upipe"][1].ulysses == 2  # four ranks and six key/value heads: rows over the other two
+    assert_exact(ranks4, {**rungs, "everything": (folder, EVERYTHING)})
+
+
+def test_every_pair_of_techniques(ranks4, tmp_path):
+    folder = save(tmp_path)
+    pairs = {pair: {**PIECES[pair[0]], **PIECES[pair[1]]} for pair in combinations(PIECES, 2)}
+    assert len(pairs) == 36
+    assert_exact(ranks4, {pair: (folder, Recipe(**knobs)) for pair, knobs in pairs.items()})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "knobs"),
+    [
+        (28, 4, {"ulysses": 4, "head_chunk": 4}),
+        (40, 8, {"ulysses": 4, "head_chunk": 20}),
+        (24, 1, {"ulysses": 4, "head_chunk": 12}),
+        (24, 2, {"ulysses": 4, "head_chunk": 8}),
+        (24, 24, {"ulysses": 2, "ring": 2, "head_chunk": 6}),
+        (40, 8, {"ring": 4}),
+    ],
+)
+def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_heads, knobs):
+    folder = save(tmp_path, heads=heads, kv_heads=kv_heads, tie_word_embeddings=heads == 28)
+    recipe = Recipe(fsdp=True, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=9, **knobs)
+    assert_exact(ranks4, {str(knobs): (folder, recipe)})
+
+
+def test_in_single_precision(ranks4, tmp_path):
+    folder = save(tmp_path, dtype=torch.float32)
+    work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
+    assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)
+
+
+def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_path):
+    """Parameters in fp32, forward and backward in bf16; the plain model has its parameters rounded."""
+    for family in ("llama", "qwen3"):
+        folder = tmp_path / family
+        folder.mkdir()
+        save(folder, family, dtype=torch.float32)
+        truth = torch.load(folder / "truth.pt")
+        plain = plainly(build(config(family), torch.float32).to(torch.bfloat16))
+        own_error = error(plain[1], truth[1])
+        rungs = [recipe_for(name, str(folder), 4, TOKENS) for name in RUNGS]
+        assert {recipe.compute_dtype for recipe in rungs} == {"bfloat16"}
+        for name, (_, gradient) in zip(
+            RUNGS, ranks4.apply(verdicts, [(str(folder), recipe) for recipe in rungs])[0], strict=True
+        ):
+            assert 1e-4 < gradient < 1.5 * own_error, (family, name)
+
+
+def test_a_scaled_and_accumulated_loss_under_everything(ranks4, tmp_path):
+    for errors in ranks4.apply(accumulated, save(tmp_path, "qwen3"), EVERYTHING):
+        assert errors < 1e-9
+
+
+def accumulated(folder, recipe):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = models.build(folder)
+    lab.apply_recipe(model, recipe, mesh)
+    # Powers of two: the norms go through fp32, where any other share would be rounded on its way.
+    for share in (0.5, 0.25, 0.25):
+        (share * lab.loss(model, lab.shard_batch(ids(), recipe, mesh))).backward()
+    grads = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients(model).items()}
+    return error(grads, torch.load(f"{folder}/truth.pt")[1])
+
+
+def test_parameter_names_stay_the_plain_models(ranks4, tmp_path):
+    folder = save(tmp_path, "qwen3")
+    plain = list(models.build(folder).state_dict())
+    assert ranks4.apply(names, folder, EVERYTHING) == [plain] * 4
+
+
+def names(folder, recipe):
+    model = models.build(folder)
+    lab.apply_recipe(model, recipe, init_device_mesh("cpu", (dist.get_world_size(),)))
+    return list(model.state_dict())
