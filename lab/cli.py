@@ -78,6 +78,17 @@ def meter(as_json: bool) -> None:
     click.echo(write(measure_meter(), as_json=as_json))
 
 
+@bench.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plainly
+def parity(as_json: bool) -> None:
+    """Each technique's worst gradient error against plain transformers, for each kind of model."""
+    from lab.bench.parity import measure_parity
+    from lab.bench.table import write
+
+    click.echo(write(measure_parity(), as_json=as_json))
+
+
 @main.command()
 @_plainly
 def doctor() -> None:

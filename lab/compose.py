@@ -8,12 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from lab.recipe import Recipe
-from lab.techniques.attention import apply_attention
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
+from lab.techniques.seam import apply_attention
 from lab.techniques.sharding import apply_fsdp, apply_replication
 from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms

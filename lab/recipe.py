@@ -75,9 +75,9 @@ class Recipe:
                 message holds the rule and the values that would work.
         """
         # Late, because they bring torch and transformers, and a recipe is only words until it is checked.
-        from lab.techniques.attention import check_attention
         from lab.techniques.exchange import check_degree
         from lab.techniques.rope import check_rope
+        from lab.techniques.seam import check_attention
         from lab.techniques.upipe_schedule import schedule
 
         check_attention(config)

@@ -8,27 +8,12 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lab.bench.reference import FAMILIES, build, config, error, exact_rotary, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.techniques.attention import (
-    NAME,
-    apply_attention,
-    attention,
-    check_attention,
-    flash_backward,
-    flash_forward,
-)
-from lab_tests.reference import (
-    FAMILIES,
-    build,
-    config,
-    error,
-    exact_rotary,
-    gradients,
-    loss_of,
-    tokens,
-    truth,
-)
+from lab.techniques.attention import attention, flash_backward, flash_forward
+from lab.techniques.seam import NAME, apply_attention, check_attention
+from lab_tests.reference import tokens, truth
 
 B, S, H, K, D = 2, 20, 12, 3, 10
 

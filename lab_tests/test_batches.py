@@ -63,5 +63,5 @@ def test_a_ring_is_zigzag_and_each_rank_has_the_same_work():
 
 
 def test_packed_sequences_are_refused():
-    with pytest.raises(RecipeError, match=r"input_ids of shape \[5\]: give \[rows, tokens\], each row one seq"):
+    with pytest.raises(RecipeError, match=r"shape \[5\]: give \[rows, tokens\], each row one sequence"):
         shard_batch(torch.arange(5), Recipe(), Mesh(1, 0))

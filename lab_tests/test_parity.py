@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
+from lab.bench.parity import TOKENS, plainly, save, token_ids, verdicts, whole_gradients
+from lab.bench.reference import FAMILIES, build, config, error
 from lab.recipe import Recipe
 from lab.rungs import RUNGS, recipe_for
-from lab_tests.reference import FAMILIES, VOCABULARY, build, config, error, exact_rotary, gradients, loss_of
-
-ROWS, TOKENS = 3, 44
-"""Neither the rows nor the tokens divide over the ranks of every recipe below."""
 
 PIECES = {
     "fsdp": {"fsdp": True},
@@ -39,41 +37,9 @@ EVERYTHING = Recipe(
 )  # fmt: skip
 
 
-def ids(step: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
-
-
-def save(folder, family: str = "llama", heads: int = 24, kv_heads: int = 6, dtype=torch.float64, **more) -> str:
-    """A checkpoint that transformers itself saved, and beside it the truth about it."""
-    cfg = config(family, heads, kv_heads, **more)
-    build(cfg, dtype).save_pretrained(folder)
-    torch.save(plainly(build(cfg, dtype)), folder / "truth.pt")
+def saved(folder, family="llama", heads=24, kv_heads=6, **more) -> str:
+    save(folder, family, heads, kv_heads, **more)
     return str(folder)
-
-
-def plainly(model):
-    """The mean loss and the gradients of a plain model: its own labels are the next tokens."""
-    logits = exact_rotary(model)(input_ids=ids(), use_cache=False).logits
-    loss = loss_of(logits[:, :-1], ids()[:, 1:]) / (ROWS * (TOKENS - 1))
-    loss.backward()
-    return loss.item(), gradients(model)
-
-
-def verdicts(work, dtype=None):
-    """Relative errors of the loss and of the worst gradient, one pair for each (folder, recipe)."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = []
-    for folder, recipe in work:
-        model = models.build(folder)
-        if dtype is not None:
-            model.to(dtype)
-        lab.apply_recipe(model, recipe, mesh)
-        loss = lab.loss(model, lab.shard_batch(ids(), recipe, mesh))
-        loss.backward()
-        grads = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients(model).items()}
-        right_loss, right = torch.load(f"{folder}/truth.pt")
-        found.append((abs(loss.item() / right_loss - 1), error(grads, right)))
-    return found
 
 
 def assert_exact(ranks4, work, tolerance=1e-9):
@@ -85,14 +51,14 @@ def assert_exact(ranks4, work, tolerance=1e-9):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, family):
-    folder = save(tmp_path, family)
+    folder = saved(tmp_path, family)
     rungs = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert rungs["upipe"][1].ulysses == 2  # four ranks and six key/value heads: rows over the other two
     assert_exact(ranks4, {**rungs, "everything": (folder, EVERYTHING)})
 
 
 def test_every_pair_of_techniques(ranks4, tmp_path):
-    folder = save(tmp_path)
+    folder = saved(tmp_path)
     pairs = {pair: {**PIECES[pair[0]], **PIECES[pair[1]]} for pair in combinations(PIECES, 2)}
     assert len(pairs) == 36
     assert_exact(ranks4, {pair: (folder, Recipe(**knobs)) for pair, knobs in pairs.items()})
@@ -110,13 +76,13 @@ def test_every_pair_of_techniques(ranks4, tmp_path):
     ],
 )
 def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_heads, knobs):
-    folder = save(tmp_path, heads=heads, kv_heads=kv_heads, tie_word_embeddings=heads == 28)
+    folder = saved(tmp_path, heads=heads, kv_heads=kv_heads, tie_word_embeddings=heads == 28)
     recipe = Recipe(fsdp=True, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=9, **knobs)
     assert_exact(ranks4, {str(knobs): (folder, recipe)})
 
 
 def test_in_single_precision(ranks4, tmp_path):
-    folder = save(tmp_path, dtype=torch.float32)
+    folder = saved(tmp_path, dtype=torch.float32)
     work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)
 
@@ -126,7 +92,7 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
     for family in ("llama", "qwen3"):
         folder = tmp_path / family
         folder.mkdir()
-        save(folder, family, dtype=torch.float32)
+        saved(folder, family, dtype=torch.float32)
         truth = torch.load(folder / "truth.pt")
         plain = plainly(build(config(family), torch.float32).to(torch.bfloat16))
         own_error = error(plain[1], truth[1])
@@ -139,7 +105,7 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
 
 
 def test_a_scaled_and_accumulated_loss_under_everything(ranks4, tmp_path):
-    for errors in ranks4.apply(accumulated, save(tmp_path, "qwen3"), EVERYTHING):
+    for errors in ranks4.apply(accumulated, saved(tmp_path, "qwen3"), EVERYTHING):
         assert errors < 1e-9
 
 
@@ -149,13 +115,12 @@ def accumulated(folder, recipe):
     lab.apply_recipe(model, recipe, mesh)
     # Powers of two: the norms go through fp32, where any other share would be rounded on its way.
     for share in (0.5, 0.25, 0.25):
-        (share * lab.loss(model, lab.shard_batch(ids(), recipe, mesh))).backward()
-    grads = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients(model).items()}
-    return error(grads, torch.load(f"{folder}/truth.pt")[1])
+        (share * lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))).backward()
+    return error(whole_gradients(model), torch.load(f"{folder}/truth.pt")[1])
 
 
 def test_parameter_names_stay_the_plain_models(ranks4, tmp_path):
-    folder = save(tmp_path, "qwen3")
+    folder = saved(tmp_path, "qwen3")
     plain = list(models.build(folder).state_dict())
     assert ranks4.apply(names, folder, EVERYTHING) == [plain] * 4
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.attention import FLASH, attention
@@ -13,7 +14,7 @@ from lab.techniques.ring import apply_ring, local_positions, ring_kernel, token_
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe import apply_upipe
-from lab_tests.reference import Calls, build, config, error, tokens, truth, worst_errors
+from lab_tests.reference import Calls, tokens, truth, worst_errors
 
 # family, H, K, C, R, U (None: Ulysses), b, S
 CASES = [

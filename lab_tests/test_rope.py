@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from lab.bench.reference import build, config
 from lab.errors import RecipeError
 from lab.techniques.rope import apply_rope, inverse_frequencies, rotate_, tables
-from lab_tests.reference import build, config
 
 FAR = 5 * 2**20
 KINDS = {

@@ -40,7 +40,9 @@ def test_the_device_peak_falls_on_every_rung_and_the_loss_stays(ranks4):
     counters = 4 * (9 * LAYERS + 3)
     for name, held in at_rest.items():
         ranks = 1 if name == "plain" else 4
-        assert held["parameters"] + held["optimizer"] - counters - held_by_buffers() == state * 3 // 4 // ranks
+        assert (
+            held["parameters"] + held["optimizer"] - counters - held_by_buffers() == state * 3 // 4 // ranks
+        )
 
 
 def held_by_buffers() -> int:
@@ -58,4 +60,5 @@ def test_a_run_brings_back_what_happened_and_watch_sees_it_happen(ranks4):
         mine = [message.timeline for message in seen[:-1] if message.rank == rank]
         assert sum(len(rows) for rows in mine) == len(timeline)
         assert [s for rows in mine for s in rows.seconds] == timeline.seconds.tolist()
-        assert list(dict.fromkeys(phase for phase, *_ in timeline.spans())) == ["forward", "backward", "optimizer"]
+        phases = list(dict.fromkeys(phase for phase, *_ in timeline.spans()))
+        assert phases == ["forward", "backward", "optimizer"]

@@ -13,24 +13,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe import apply_upipe
 from lab.techniques.upipe_schedule import schedule
-from lab_tests.reference import (
-    Calls,
-    build,
-    config,
-    error,
-    gradients,
-    loss_of,
-    subgroup,
-    tokens,
-    truth,
-    worst_errors,
-)
+from lab_tests.reference import Calls, subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,
 # whole slots, and slots that end in the middle of a stage (6: n=3 on G=4).

@@ -198,8 +198,9 @@ class Meter(TorchDispatchMode):
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
-            # FSDP has gathered by now: what stands in the module's slots is the unsharded parameter.
-            self._mark((p for p in module._parameters.values() if p is not None), PARAMETERS)
+            # FSDP has gathered by now what this module needs. Those of its children too, for a technique may
+            # use their weights without running them.
+            self._mark(module.parameters(), PARAMETERS)
             self._paths.enter(path)
             self._made.append([])
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from lab.errors import RecipeError
-from lab.techniques.attention import FLASH, Kernel, apply_attention, attention, attention_modules
+from lab.techniques.attention import FLASH, Kernel, attention
 from lab.techniques.exchange import check_degree
+from lab.techniques.seam import apply_attention, attention_modules
 
 
 def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> None:

@@ -10,15 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.errors import RecipeError
-from lab.techniques.attention import (
-    FLASH,
-    Kernel,
-    apply_attention,
-    attention_modules,
-    flash_backward,
-    flash_forward,
-)
+from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.exchange import Shift, release, size_of
+from lab.techniques.seam import apply_attention, attention_modules
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:

@@ -7,8 +7,9 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.techniques.attention import FLASH, Kernel, apply_attention, attention, attention_modules
+from lab.techniques.attention import FLASH, Kernel, attention
 from lab.techniques.exchange import check_degree, heads_from_sequence, sequence_from_heads, size_of
+from lab.techniques.seam import apply_attention, attention_modules
 
 
 def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:

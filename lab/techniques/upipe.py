@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from lab.errors import RecipeError
-from lab.techniques.attention import FLASH, apply_attention, attention_modules
+from lab.techniques.attention import FLASH
 from lab.techniques.exchange import size_of
+from lab.techniques.seam import apply_attention, attention_modules
 from lab.techniques.upipe_passes import Backward, Inputs, Job, forward_pass
 from lab.techniques.upipe_schedule import Schedule, schedule
 
