@@ -14,7 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
-from lab.bench.parity import TOKENS, plainly, save, token_ids, verdicts, whole_gradients
+from lab.bench.parity import (
+    MODELS,
+    TECHNIQUES,
+    TOKENS,
+    plainly,
+    save,
+    token_ids,
+    verdicts,
+    whole_gradients,
+)
 from lab.bench.reference import FAMILIES, build, config, error
 from lab.recipe import Recipe
 from lab.rungs import RUNGS, recipe_for
@@ -55,6 +64,14 @@ def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, 
     rungs = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert rungs["upipe"][1].ulysses == 2  # four ranks and six key/value heads: rows over the other two
     assert_exact(ranks4, {**rungs, "everything": (folder, EVERYTHING)})
+
+
+@pytest.mark.parametrize(("family", "heads", "kv_heads"), MODELS)
+def test_every_technique_alone_of_every_kind_of_model(ranks4, tmp_path, family, heads, kv_heads):
+    """Without FSDP the gradients are summed by hooks, which nothing inside a backward may wake twice."""
+    folder = saved(tmp_path, family, heads, kv_heads)
+    alone = {name: (folder, Recipe(**knobs)) for name, knobs in TECHNIQUES.items() if name != "deepspeed"}
+    assert_exact(ranks4, alone)
 
 
 def test_every_pair_of_techniques(ranks4, tmp_path):

@@ -7,7 +7,6 @@ the third, in ``tiled_loss.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from lab.errors import RecipeError
+from lab.techniques.stand_ins import standing_in
 
 
 def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
@@ -123,7 +123,7 @@ class _Tiled(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, *beside = ctx.keep.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
-        with _standing_in(ctx.module) as parameters:
+        with standing_in(ctx.module) as parameters:
             sums = [torch.zeros_like(p, dtype=wider(p.dtype)) for p in parameters]
             for start, length in slices(x.shape[1], ctx.tile):
                 x_tile, dout_tile, *beside_tile = (a.narrow(1, start, length) for a in (x, dout, *beside))
@@ -164,31 +164,6 @@ def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tens
         del part
     assert out is not None, "a sequence has at least one token"
     return out
-
-
-@contextmanager
-def _standing_in(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Let leaves that share the trainable parameters' memory stand in their place; yield them in order.
-
-    Differentiating by the parameters themselves would run their gradient hooks (data parallel ranks sum
-    there) once a slice, on top of the once that autograd runs them on what backward returns.
-    """
-    stand_ins: dict[nn.Parameter, Tensor] = {
-        p: p.detach().requires_grad_() for p in module.parameters() if p.requires_grad
-    }
-    slots = [
-        (m._parameters, name, p)
-        for m in module.modules()
-        for name, p in m._parameters.items()
-        if p in stand_ins
-    ]
-    for owner, name, parameter in slots:
-        owner[name] = stand_ins[parameter]  # type: ignore[assignment]
-    try:
-        yield list(stand_ins.values())
-    finally:
-        for owner, name, parameter in slots:
-            owner[name] = parameter
 
 
 def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:

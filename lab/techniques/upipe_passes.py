@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lab.techniques.attention import Kernel
 from lab.techniques.rope import rotate_
+from lab.techniques.stand_ins import standing_in
 from lab.techniques.upipe_schedule import Run, Schedule
 from lab.techniques.upipe_stage import Bench
 
@@ -198,9 +199,8 @@ class Backward:
         """Run the module's own norm again, with gradients; its parameters' are summed wide."""
         norm = self.job.norms[which]
         assert norm is not None
-        with torch.enable_grad():
+        with torch.enable_grad(), standing_in(norm) as wanted:
             leaf = raw.detach().requires_grad_()
-            wanted = [p for p in norm.parameters() if p.requires_grad]
             found = torch.autograd.grad(norm(leaf), (leaf, *wanted), grad)
         sums = [s for s, p in zip(self.norm_sums[which], norm.parameters(), strict=True) if p.requires_grad]
         for total, more in zip(sums, found[1:], strict=True):
