@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -15,13 +16,13 @@ def write(rows: Sequence[Row], *, as_json: bool) -> str:
     """The rows as text; columns are the names in the first row, a missing figure is a dash."""
     if as_json:
         return json.dumps([dict(row) for row in rows], indent=2)
-    table = Table(*rows[0])
+    table = Table(*rows[0], box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in rows[0]))
-    console = Console(width=110)
+    console = Console(width=130)
     with console.capture() as captured:
         console.print(table)
-    return captured.get()
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
 
 
 def _cell(value: str | float | None) -> str:
