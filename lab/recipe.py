@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,14 +99,15 @@ class Recipe:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Recipe:
-        """Read what ``to_json`` wrote.
+    def from_json(cls, document: dict[str, Any] | str) -> Recipe:
+        """Read what ``to_json`` wrote, as a dict or as its text.
 
         Raises:
             RecipeError: a field no recipe has, or a value it cannot take.
         """
-        check_fields(document)
-        return cls(**document)
+        knobs = json.loads(document) if isinstance(document, str) else document
+        check_fields(knobs)
+        return cls(**knobs)
 
 
 def check_fields(names: Any) -> None:

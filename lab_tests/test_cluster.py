@@ -250,6 +250,15 @@ def test_unanswered_in_time(ranks4: Cluster) -> None:
     assert not ranks4.broken, "the ranks came back within the grace"
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore interrupts, and a test run may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_interrupt_ends_the_wait(ranks4: Cluster) -> None:
     threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()
     began = time.monotonic()

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from itertools import pairwise
 
@@ -58,6 +59,7 @@ def test_the_ladder_takes_the_largest_degree_that_the_heads_allow(heads, kv_head
 def test_json_both_ways():
     recipe = ladder("llama3-8b", 8, Mi)["upipe"]
     assert Recipe.from_json(recipe.to_json()) == recipe
+    assert Recipe.from_json(json.dumps(recipe.to_json())) == recipe
 
 
 def test_frozen_and_by_keyword_only():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.exchange import Shift, release, size_of
+from lab.techniques.precision import wider
 from lab.techniques.seam import apply_attention, attention_modules
 
 
@@ -105,7 +106,7 @@ def ring_forward(
         ValueError: not causal.
     """
     _check(causal)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wider(q.dtype)
     travelling = torch.stack((k, v))
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(size_of(group)):
@@ -145,7 +146,7 @@ def ring_backward(
         ValueError: not causal.
     """
     _check(causal)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wider(q.dtype)
     travelling = torch.stack((k, v))
     sums, dq = torch.empty(0), torch.empty(0)
     coming: Shift | None = None

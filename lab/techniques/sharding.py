@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lab.techniques.precision import wider
 
 
 def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
@@ -31,7 +34,7 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
-        reduce_dtype=None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32),
+        reduce_dtype=wider(compute_dtype or next(model.parameters()).dtype),
     )
     layers: nn.ModuleList = model.model.layers  # type: ignore[union-attr, assignment]
     for layer in layers:
@@ -55,7 +58,7 @@ def apply_replication(
     a cast copy of one layer at a time. Source: plain data parallelism.
     """
     if compute_dtype is not None:
-        alone = DeviceMesh(mesh.device_type, mesh.mesh[:, None], mesh_dim_names=("replicate", "shard"))
+        alone = refolded(mesh, (-1, 1), ("replicate", "shard"))
         apply_fsdp(model, mesh=alone, compute_dtype=compute_dtype)
         return
     if mesh.size() == 1:
@@ -63,10 +66,17 @@ def apply_replication(
     group = mesh.get_group()
 
     def summed(gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
+        total = gradient.to(wider(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
-        return total
+        return total.to(gradient.dtype)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(summed)
+
+
+def refolded(mesh: DeviceMesh, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """The same ranks in another shape, the last axis varying fastest; -1 stands for what is left."""
+    # Ranks are real numbers also in a plan, where every tensor that is made is fake.
+    with unset_fake_temporarily():
+        return DeviceMesh(mesh.device_type, mesh.mesh.view(shape), mesh_dim_names=axes)

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lab.techniques.tiling import check_tile, slices, tiled, wider
+from lab.techniques.precision import wider
+from lab.techniques.tiling import check_tile, slices, tiled
 
 IGNORED = -100
 """The label of a token that is not to be predicted (padding, the last of a text)."""

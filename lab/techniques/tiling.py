@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from lab.errors import RecipeError
+from lab.techniques.precision import wider
 from lab.techniques.stand_ins import standing_in
 
 
@@ -170,11 +171,6 @@ def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:
     """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` gives (0, 8), (8, 8), (16, 4)."""
     for start in range(0, length, tile):
         yield start, min(tile, length - start)
-
-
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """In what sums are kept: fp32, or the dtype itself where it is wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def check_tile(knob: str, tile: int) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.techniques.attention import Kernel
+from lab.techniques.precision import wider
 from lab.techniques.rope import rotate_
 from lab.techniques.stand_ins import standing_in
 from lab.techniques.upipe_schedule import Run, Schedule
@@ -97,7 +98,7 @@ class Backward:
     ) -> None:
         self.job, self.x, self.out, self.given, self.grad = job, x, out, given, grad
         self.lses = iter(lses)
-        self.wide = torch.promote_types(x.dtype, torch.float32)
+        self.wide = wider(x.dtype)
         self.norm_sums = [
             [torch.zeros_like(p, dtype=self.wide) for p in norm.parameters()] if norm is not None else []
             for norm in job.norms
