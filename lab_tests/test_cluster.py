@@ -244,6 +244,26 @@ def test_a_dead_rank_is_named_and_recover_replaces_it(ranks4: Cluster) -> None:
     assert ranks4.broken
 
 
+def make_groups(count: int) -> int:
+    for _ in range(count):
+        dist.new_group([0, 1, 2, 3])
+    return threads_of_gloo()
+
+
+def threads_of_gloo() -> int:
+    names = (task / "comm" for task in Path("/proc/self/task").iterdir())
+    return sum("gloo" in name.read_text() for name in names)
+
+
+def test_process_groups_end_with_the_call_that_made_them(ranks4: Cluster) -> None:
+    ranks4.apply(identity)
+    before = ranks4.apply(threads_of_gloo)
+    during = ranks4.apply(make_groups, 7)
+    assert all(d >= b + 7 for b, d in zip(before, during, strict=True))
+    assert ranks4.apply(threads_of_gloo) == before
+    assert ranks4.apply(sum_over_ranks, 2.0) == ranks4.apply(sum_over_ranks, 2.0)
+
+
 def test_unanswered_in_time(ranks4: Cluster) -> None:
     with pytest.raises(ClusterError, match=r"no answer within 0\.3 s from ranks 0, 1, 2, 3"):
         ranks4.apply(sleep, 0.9, timeout=0.3)
