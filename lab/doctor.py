@@ -39,7 +39,7 @@ def _findings() -> Iterator[tuple[str, str]]:
         yield f"gpu {index}", f"{properties.name}, {format_bytes(properties.total_memory)}"
     if not gpus:
         yield "gpu", "none: ranks run on the CPU"
-    yield "ranks", f"{'one a GPU, joined by nccl' if gpus else 'CPU processes, joined by gloo'}"
+    yield "ranks", "one a GPU, joined by nccl" if gpus else "CPU processes, joined by gloo"
     yield "attention", _attention(bool(gpus))
     for package in _PACKAGES:
         yield package, _version(package) or "MISSING: pip install longcontext-lab"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from lab.errors import RecipeError
 from lab.models import ModelLike, config_of
 from lab.recipe import Recipe, check_fields
@@ -28,8 +30,13 @@ def ladder(model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> dict[str,
     Raises:
         RecipeError: a knob no recipe has.
     """
+    return _ladder(config_of(model), _compute_dtype(model), ranks, tokens, knobs)
+
+
+def _ladder(
+    config: PretrainedConfig, compute_dtype: str | None, ranks: int, tokens: int, knobs: dict[str, Any]
+) -> dict[str, Recipe]:
     check_fields(knobs)
-    config = config_of(model)
     ring = knobs.get("ring", 1)
     fits = [
         c for c in degrees(config.num_attention_heads, config.num_key_value_heads) if ranks % (c * ring) == 0
@@ -37,7 +44,7 @@ def ladder(model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> dict[str,
     ulysses = knobs.get("ulysses", max(fits, default=1))
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     steps: dict[str, dict[str, Any]] = {
-        "plain": {"compute_dtype": None if model == "tiny" else "bfloat16"},
+        "plain": {"compute_dtype": compute_dtype},
         "fsdp": {"fsdp": True},
         "ulysses": {"ulysses": ulysses, "ring": ring},
         "checkpoint": {"checkpoint": True},
@@ -52,6 +59,10 @@ def ladder(model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> dict[str,
     return rungs
 
 
+def _compute_dtype(model: ModelLike) -> str | None:
+    return None if model == "tiny" else "bfloat16"
+
+
 def recipe_for(recipe: str | Recipe, model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> Recipe:
     """The recipe itself, or the ladder's of this name, with ``knobs`` set by hand; checked against the model.
 
@@ -60,11 +71,13 @@ def recipe_for(recipe: str | Recipe, model: ModelLike, ranks: int, tokens: int, 
     Raises:
         RecipeError: an unknown name or knob, or a recipe that the model or the ranks forbid.
     """
+    # Once: where the model is a callable, this makes a model.
+    config = config_of(model)
     if isinstance(recipe, str):
         if recipe not in RUNGS:
             raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(RUNGS)}, or a Recipe")
-        recipe = ladder(model, ranks, tokens, **knobs)[recipe]
+        recipe = _ladder(config, _compute_dtype(model), ranks, tokens, knobs)[recipe]
     check_fields(knobs)
     recipe = replace(recipe, **knobs)
-    recipe.check(config_of(model), ranks)
+    recipe.check(config, ranks)
     return recipe
