@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,32 @@ from lab.errors import RecipeError
 def size_of(group: dist.ProcessGroup | None) -> int:
     """The ranks of a group; no group is a group of one."""
     return 1 if group is None else dist.get_world_size(group)
+
+
+# ---- when a collective is over -----------------------------------------------------------------------
+
+
+def holders(*tensors: Tensor) -> list[int]:
+    """How many hold each tensor; all of Python counts as one."""
+    return [x._use_count() for x in tensors]  # type: ignore[attr-defined]
+
+
+def settle(tensors: tuple[Tensor, ...], before: list[int]) -> None:
+    """Wait until no more hold the tensors than did ``before``.
+
+    Gloo's worker threads let go of a collective's tensors some moments after it is done, and what is freed by
+    chance cannot be counted to the byte.
+    """
+    while tensors[0].is_cpu and any(map(int.__gt__, holders(*tensors), before)):
+        time.sleep(0)
+
+
+@contextmanager
+def settled(*tensors: Tensor) -> Iterator[None]:
+    """Leave the block, one collective that waits, when nothing of it holds its tensors any more."""
+    before = holders(*tensors)
+    yield
+    settle(tensors, before)
 
 
 # ---- which degrees go with which heads ---------------------------------------------------------------
@@ -59,21 +88,10 @@ def all_to_all(send: Tensor, group: dist.ProcessGroup | None, *, out: Tensor | N
         return send
     if out is None:
         out = torch.empty_like(send, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, send.contiguous(), group=group)
+    send = send.contiguous()
+    with settled(send, out):
+        dist.all_to_all_single(out, send, group=group)
     return out
-
-
-def release(x: Tensor) -> None:
-    """Free the memory of a tensor that a collective has used, now; nothing may look at it again.
-
-    Gloo's worker threads let go of a collective's tensors some moments after it is done, and what is freed by
-    chance cannot be counted to the byte.
-    """
-    x.untyped_storage().resize_(0)
-
-
-def _shares_memory(x: Tensor, y: Tensor) -> bool:
-    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
@@ -83,7 +101,7 @@ def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     send = parts[:, None].expand(-1, copies, *parts.shape[1:]).contiguous()
     received = all_to_all(send.view(ranks, *parts.shape[1:]), group)
     # [C, b, s, h, D] -> [b, C, s, h, D] -> [b, S, h, D]: rank c holds the c-th piece of the sequence
-    return _tidied(x, send, received, received.transpose(0, 1).reshape(batch, ranks * local, -1, head_dim))
+    return received.transpose(0, 1).reshape(batch, ranks * local, -1, head_dim)
 
 
 def _to_sequence(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
@@ -93,17 +111,7 @@ def _to_sequence(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     received = all_to_all(send, group)
     parts = received if copies == 1 else received.unflatten(0, (-1, copies)).sum(1)
     # [C/copies, b, s, h, D] -> [b, s, C/copies, h, D] -> [b, s, heads, D]: rank c had the c-th of the heads
-    whole = parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // ranks, -1, head_dim)
-    return _tidied(x, send, received, whole)
-
-
-def _tidied(x: Tensor, send: Tensor, received: Tensor, result: Tensor) -> Tensor:
-    """The result, with both buffers freed unless they are what was given or what is returned."""
-    if not _shares_memory(send, x):
-        release(send)
-    if not _shares_memory(received, result):
-        release(received)
-    return result
+    return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // ranks, -1, head_dim)
 
 
 class _HeadsFromSequence(torch.autograd.Function):
@@ -159,7 +167,8 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = x.clone()
-        dist.all_reduce(total, group=group)
+        with settled(total):
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
@@ -184,20 +193,25 @@ class Shift:
 
     A ring's step is an all-to-all in which all but one of the pieces are empty. So it cannot deadlock by the
     order of sends, and whatever stands in for a group in a plan or a rehearsal has one operation to know.
-    Nothing may write to ``send`` until ``wait``, which frees it.
+    Nothing may write to ``send`` until ``wait``, which lets go of it.
     """
 
     def __init__(self, send: Tensor, group: dist.ProcessGroup) -> None:
         ranks, rank = range(size_of(group)), dist.get_rank(group)
-        self._shape, self._send = send.shape, send.contiguous().view(-1)
-        self._received = torch.empty_like(self._send)
-        to = [self._send.numel() if r == (rank + 1) % len(ranks) else 0 for r in ranks]
-        of = [self._send.numel() if r == (rank - 1) % len(ranks) else 0 for r in ranks]
-        self._work = dist.all_to_all_single(self._received, self._send, of, to, group=group, async_op=True)
+        self._shape = send.shape
+        flat = send.contiguous().view(-1)
+        self._tensors: tuple[Tensor, ...] = (flat, torch.empty_like(flat))
+        self._before = holders(*self._tensors)
+        to = [flat.numel() if r == (rank + 1) % len(ranks) else 0 for r in ranks]
+        of = [flat.numel() if r == (rank - 1) % len(ranks) else 0 for r in ranks]
+        self._work = dist.all_to_all_single(self._tensors[1], flat, of, to, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """What the previous rank sent, of the shape of what this one sent."""
         if self._work is not None:
             self._work.wait()
-        release(self._send)
-        return self._received.view(self._shape)
+        self._work = None
+        settle(self._tensors, self._before)
+        received = self._tensors[1].view(self._shape)
+        self._tensors = ()
+        return received

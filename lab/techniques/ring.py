@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
-from lab.techniques.exchange import Shift, release, size_of
+from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import wider
 from lab.techniques.seam import apply_attention, attention_modules
 
@@ -118,10 +118,11 @@ def ring_forward(
             out, lse = part.to(wide), part_lse
         else:
             _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
-        del part, part_lse
+        # Names hold memory: none may keep alive what has left for the next rank.
+        del part, part_lse, k_here, v_here
         if more is not None:
             travelling = more.wait()
-    release(travelling)
+    del travelling
     return out.to(q.dtype), lse
 
 
@@ -170,16 +171,13 @@ def ring_backward(
             dq[:, :, rows].add_(more_dq)
             sums = coming.wait()
         _add(sums[:, :, :, keys], more_dk_dv)
-        del more_dq, more_dk_dv
+        del more_dq, more_dk_dv, k_here, v_here
         coming = Shift(sums, group)
         if more is not None:
             travelling = more.wait()
-    release(travelling)
+    del travelling, sums
     assert coming is not None
-    home = coming.wait()
-    dk, dv = home.to(k.dtype).unbind()
-    if wide != k.dtype:
-        release(home)
+    dk, dv = coming.wait().to(k.dtype).unbind()
     return dq.to(q.dtype), dk, dv
 
 

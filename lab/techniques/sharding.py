@@ -6,13 +6,17 @@ number of labels, so the ranks' gradients are to be summed, never averaged.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from lab.techniques.exchange import settled
 from lab.techniques.precision import wider
 
 
@@ -45,6 +49,38 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
             # FSDP averages gradients over ranks unless told to sum; gloo knows only the plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if mesh.device_type == "cpu":
+                module.set_custom_all_gather(_SettledAllGather())
+                module.set_custom_reduce_scatter(_SettledReduceScatter())
+
+
+class _SettledAllGather(DefaultAllGather):
+    """FSDP's own, which ends when nothing of gloo holds its buffers."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        with settled(output_tensor, input_tensor):
+            super().__call__(output_tensor, input_tensor, group)
+
+
+class _SettledReduceScatter(DefaultReduceScatter):
+    """The same the other way round."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work:
+        with settled(output_tensor, input_tensor):
+            return super().__call__(output_tensor, input_tensor, group, op)
 
 
 def apply_replication(
@@ -67,7 +103,8 @@ def apply_replication(
 
     def summed(gradient: Tensor) -> Tensor:
         total = gradient.to(wider(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        with settled(total):
+            dist.all_reduce(total, group=group)
         return total.to(gradient.dtype)
 
     for parameter in model.parameters():

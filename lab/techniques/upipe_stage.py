@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.techniques.exchange import all_to_all, release
+from lab.techniques.exchange import all_to_all
 from lab.techniques.upipe_schedule import Run, Schedule
 
 
@@ -47,7 +47,8 @@ class Bench:
     def clear(self) -> None:
         """Let go of buffers nobody holds: the attention is about to make a tensor of this size itself."""
         while self._free:
-            release(self._free.pop())
+            # Callers' names may still hold it.
+            self._free.pop().untyped_storage().resize_(0)
 
     def close(self) -> None:
         """Let go of everything; what was taken must have been given back."""
