@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from lab.recipe import Recipe
     from lab.rungs import ladder
     from lab.step import loss, train_step
+    from lab.verbs.plan import Plan, plan
     from lab.verbs.run import Run, run
 
 __all__ = [
     "Batch",
     "Cluster",
     "LabError",
+    "Plan",
     "Recipe",
     "RecipeError",
     "Run",
@@ -30,6 +32,7 @@ __all__ = [
     "loss",
     "measure",
     "models",
+    "plan",
     "run",
     "shard_batch",
     "show",
@@ -42,6 +45,7 @@ _HOME = {
     "Batch": "lab.batches",
     "Cluster": "cluster.ranks",
     "LabError": "lab.errors",
+    "Plan": "lab.verbs.plan",
     "Recipe": "lab.recipe",
     "RecipeError": "lab.errors",
     "Run": "lab.verbs.run",
@@ -50,6 +54,7 @@ _HOME = {
     "ladder": "lab.rungs",
     "loss": "lab.step",
     "measure": "lab.memory.measured",
+    "plan": "lab.verbs.plan",
     "run": "lab.verbs.run",
     "shard_batch": "lab.batches",
     "train_step": "lab.step",

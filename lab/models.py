@@ -2,75 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
-from lab.errors import ModelError
+from lab.errors import LabError, ModelError
+from lab.presets import PRESETS
 
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]
-"""A preset's name, a directory in the Hugging Face layout, a config, or a callable that returns a model."""
+"""A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
+returns a model."""
 
-
-def _tiny() -> LlamaConfig:
-    """Llama3-8B's 32 query and 8 key/value heads at head_dim 8, so every quotient of the real model exists.
-
-    The vocabulary is larger than the 256 byte tokens need, because in real models the logits are wider than
-    the hidden state (V/E is 31 in Llama3-8B, 16 here) and no lesson about memory can leave that out.
-    """
-    return LlamaConfig(
-        hidden_size=256,
-        intermediate_size=896,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=8,
-        vocab_size=4096,
-        max_position_embeddings=2**23,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-
-
-def _llama3_8b() -> LlamaConfig:
-    """The shape of Meta-Llama-3-8B (its published config.json)."""
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    )
-
-
-PRESETS: dict[str, Callable[[], PretrainedConfig]] = {"tiny": _tiny, "llama3-8b": _llama3_8b}
+NEEDED = (
+    "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "vocab_size",
+)  # fmt: skip
+"""The names by which the techniques know a model's shape."""
 
 
 def config_of(model: ModelLike) -> PretrainedConfig:
     """The config behind anything that ``build`` takes; a callable is called for it.
 
     Raises:
-        ModelError: an unknown name, or a directory without a readable config.json.
+        ModelError: an unknown name, a directory without a config.json or with one that cannot be used, a
+            family that the techniques do not know, a size that is not 1 or more, or a callable that raises
+            or returns no transformers model.
     """
     if isinstance(model, PretrainedConfig):
-        return model
-    if isinstance(model, str) and model in PRESETS:
-        return PRESETS[model]()
+        return _checked(model)
+    folder = _folder(model)
+    if folder is not None:
+        return _read(folder)
     if callable(model):
         return _called(model).config
-    if (Path(model) / "config.json").is_file():
-        try:
-            config = AutoConfig.from_pretrained(str(model), local_files_only=True)
-        except (ValueError, OSError, KeyError) as error:
-            raise ModelError(f"{model}/config.json is not a config transformers can read: {error}") from error
-        assert isinstance(config, PretrainedConfig)
-        return config
+    return PRESETS[str(model)]()
+
+
+def build(model: ModelLike, *, seed: int = 0, weights: bool = True) -> PreTrainedModel:
+    """Make the model: a directory's own weights where it has them, else random ones, the same for a seed.
+
+    Without ``weights`` a directory's are not read: its config makes the model, in the dtype that they would
+    have, under fake tensors too. Parameters are fp32 unless the config beside the weights says otherwise. The
+    caller's config and random state are kept.
+
+    Raises:
+        ModelError: as ``config_of``; or weights that do not fit or cannot be read.
+    """
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        return _called(model)
+    config = copy.deepcopy(config_of(model))
+    folder = None if isinstance(model, PretrainedConfig) else _folder(model)
+    own = folder is not None and any(folder.glob("*.safetensors*"))
+    dtype = (config.dtype if own else None) or torch.float32
+    if own and weights:
+        with _refused(f"the weights in {folder} cannot be loaded"):
+            built = AutoModelForCausalLM.from_pretrained(
+                str(folder), local_files_only=True, dtype=dtype, attn_implementation="sdpa"
+            )
+    else:
+        with (
+            torch.random.fork_rng(devices=[]),
+            _refused(f"no {config.model_type} can be made of this config"),
+        ):
+            torch.manual_seed(seed)
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    built.config.use_cache = False
+    assert isinstance(built, PreTrainedModel)
+    return built
+
+
+def _folder(model: str | Path | Callable[[], object]) -> Path | None:
+    """The directory that ``model`` names, itself or by its config.json; None for a preset or a callable."""
+    if callable(model) or (isinstance(model, str) and model in PRESETS):
+        return None
+    if not isinstance(model, str | Path):
+        raise ModelError(
+            f"a model of type {type(model).__name__}: give a name, a directory, a config, or a callable"
+        )
+    folder = Path(model)
+    if folder.name == "config.json" and folder.is_file():
+        return folder.parent
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise ModelError(f"{folder} holds no config.json: give a directory in the Hugging Face layout")
     close = get_close_matches(str(model), PRESETS, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ModelError(
@@ -79,32 +110,78 @@ def config_of(model: ModelLike) -> PretrainedConfig:
     )
 
 
-def build(model: ModelLike, *, seed: int = 0) -> PreTrainedModel:
-    """Make the model: a directory's own weights where it has them, else random ones, the same for a seed.
-
-    Parameters are fp32 unless the directory's config says otherwise. The caller's random state is kept.
-
-    Raises:
-        ModelError: as ``config_of``; or a callable that returns no transformers model.
-    """
-    if callable(model) and not isinstance(model, PretrainedConfig):
-        return _called(model)
-    config = config_of(model)
-    if isinstance(model, str | Path) and any(Path(model).glob("*.safetensors*")):
-        built = AutoModelForCausalLM.from_pretrained(
-            str(model), local_files_only=True, dtype="auto", attn_implementation="sdpa"
+def _read(folder: Path) -> PretrainedConfig:
+    """The config in ``folder``; transformers fills a size left out with a default, another model's."""
+    path = folder / "config.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
+    kind = document.get("model_type") if isinstance(document, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
         )
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    built.config.use_cache = False
-    assert isinstance(built, PreTrainedModel)
-    return built
+    family: Any = CONFIG_MAPPING[kind]
+    for name in NEEDED:
+        own = family.attribute_map.get(name, name)
+        value = document.get(own, document.get(name))
+        if value is not None:
+            _positive(f"{path}: {name}", value)
+        # Without key/value heads of its own a model has as many as query heads, by its family's definition.
+        elif hasattr(family, own) and name != "num_key_value_heads":
+            raise ModelError(f"{path} has no {own}: give it the model's own")
+    with _refused(f"{path} is not a config transformers can read"):
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    assert isinstance(config, PretrainedConfig)
+    return _checked(config)
+
+
+def _checked(config: PretrainedConfig) -> PretrainedConfig:
+    """Refuse a family that is no decoder with the names in ``NEEDED``, and sizes that no model has."""
+    kind = config.model_type or type(config).__name__
+    works = "Llama, Qwen2, Qwen3 and Mistral"
+    foreign = config.model_type in CONFIG_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder or foreign:
+        raise ModelError(f"{kind} is not a decoder-only language model: {works} are")
+    missing = [name for name in NEEDED if getattr(config, name, None) is None]
+    if missing:
+        raise ModelError(
+            f"the config of {kind} has no {', '.join(missing)}: the techniques need {', '.join(NEEDED)}; "
+            f"{works} have them"
+        )
+    for name in NEEDED:
+        _positive(name, getattr(config, name))
+    return config
+
+
+def _positive(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{name}={value!r}: it takes a whole number, 1 or more")
 
 
 def _called(model: Callable[[], object]) -> PreTrainedModel:
-    built = model()
+    if isinstance(model, nn.Module):
+        raise ModelError(f"a {type(model).__name__} itself: give a callable that returns one")
+    with _refused("the callable failed"):
+        built = model()
     if not isinstance(built, PreTrainedModel):
         raise ModelError(f"the callable returned {type(built).__name__}, not a transformers model")
+    _checked(built.config)
     return built
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Errors of code that is not the lab's, of any type and many lines, as one line; the lab's own pass."""
+    try:
+        yield
+    except LabError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {type(error).__name__}: {_sentence(error)}") from error
+
+
+def _sentence(error: Exception) -> str:
+    """The first sentence that ``error`` says, on one line."""
+    return re.split(r"(?<=[.!?]) ", " ".join(str(error).split()), maxsplit=1)[0].rstrip(".")

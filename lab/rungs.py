@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -11,7 +12,7 @@ from lab.errors import RecipeError
 from lab.models import ModelLike, config_of
 from lab.recipe import Recipe, check_fields
 from lab.techniques.exchange import degrees
-from lab.units import Ki
+from lab.units import Ki, format_tokens
 
 TILE = 16 * Ki
 """Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
@@ -81,3 +82,11 @@ def recipe_for(recipe: str | Recipe, model: ModelLike, ranks: int, tokens: int, 
     recipe = replace(recipe, **knobs)
     recipe.check(config, ranks)
     return recipe
+
+
+def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) -> str:
+    """One line that names a step: model, recipe, ranks, tokens."""
+    name = Path(model).name if isinstance(model, str | Path) else "model"
+    if isinstance(recipe, Recipe):
+        recipe = " + ".join(knob for knob, value in recipe.to_json().items() if value) or "plain"
+    return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

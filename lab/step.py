@@ -67,7 +67,12 @@ def train_step(
         with meter.phase("backward"):
             value.backward()
         with meter.phase("optimizer"):
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            update(model, optimizer, clip_norm=clip_norm)
     return value.detach()
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip_norm: float) -> None:
+    """Clip the gradients, let the optimizer step, and drop them."""
+    nn.utils.clip_grad_norm_(model.parameters(), clip_norm, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad()

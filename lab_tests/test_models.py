@@ -2,10 +2,34 @@ import json
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    EuroBertConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from lab import models
-from lab.errors import ModelError
+from lab.errors import ModelError, RecipeError
+from lab.presets import PRESETS
+from lab.recipe import Recipe
+
+PUBLISHED = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b": 7_248_023_552,
+}
 
 
 def test_tiny_has_the_head_geometry_of_llama3_8b():
@@ -16,10 +40,42 @@ def test_tiny_has_the_head_geometry_of_llama3_8b():
     assert tiny.vocab_size >= 256
 
 
-def test_llama3_8b_has_its_published_number_of_parameters():
+def test_every_preset_but_tiny_is_a_published_model():
+    assert PRESETS.keys() == {"tiny", *PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_its_published_number_of_parameters(name):
     with torch.device("meta"):
-        model = models.build("llama3-8b")
-    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+        model = models.build(name)
+    # A tied head is counted once, as the published numbers count it.
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_sharded_over_eight_ranks(name):
+    config = models.config_of(name)
+    Recipe(ulysses=8).check(config, 8)
+    Recipe(ulysses=8, head_chunk=8).check(config, 8)
+    with pytest.raises(RecipeError):
+        Recipe(ulysses=7).check(config, 7)
+
+
+def test_the_presets_rotate_as_the_published_models_do():
+    """Parameter counts cannot see any of this: heads, bases of angles, lengths."""
+    for name in PUBLISHED:
+        config = models.config_of(name)
+        theta = 500_000.0 if name.startswith("llama") else 1_000_000.0
+        assert config.rope_parameters["rope_theta"] == theta, name
+        assert config.head_dim == (64 if name == "llama3.2-1b" else 128), name
+        assert config.tie_word_embeddings is name.startswith("llama3.2"), name
+        lengths = {"llama3-": 8192, "llama3.": 131072, "qwen3-8": 40960, "qwen3-3": 40960, "mistral": 32768}
+        assert config.max_position_embeddings == lengths[name[:7]], name
+        assert config.rms_norm_eps == (1e-6 if name.startswith("qwen3") else 1e-5), name
+    assert models.config_of("llama3.2-1b").rope_parameters == {
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
 
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_random_state():
@@ -38,13 +94,23 @@ def shrunken():
     )  # fmt: skip
 
 
+def test_the_callers_config_is_left_as_it_is():
+    config = shrunken()
+    before = config.to_dict()
+    built = models.build(config)
+    assert built.config.use_cache is False
+    assert config.to_dict() == before
+
+
 def test_a_directory_gives_its_own_weights(tmp_path):
     saved = models.build(shrunken(), seed=9)
     saved.save_pretrained(tmp_path)
-    loaded = models.build(tmp_path)
-    assert type(loaded) is type(saved)
-    for name, parameter in saved.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], parameter), name
+    for place in (tmp_path, tmp_path / "config.json", str(tmp_path / "config.json")):
+        loaded = models.build(place)
+        assert type(loaded) is type(saved)
+        for name, parameter in saved.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], parameter), name
+        assert models.config_of(place).head_dim == 10
 
 
 def test_a_directory_with_a_config_alone_gives_random_weights(tmp_path):
@@ -52,18 +118,229 @@ def test_a_directory_with_a_config_alone_gives_random_weights(tmp_path):
     assert models.build(str(tmp_path), seed=1).config.head_dim == 10
 
 
+def test_a_presets_name_is_the_preset_whatever_lies_in_the_working_directory(tmp_path, monkeypatch):
+    models.build(shrunken()).save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    assert models.build("tiny").config.num_attention_heads == 32
+    assert models.build("./tiny").config.num_attention_heads == 6
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A directory of bf16 weights that no seed gives."""
+    model = models.build(shrunken()).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def shapes(model):
+    return {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+
+
+def test_a_directory_without_its_weights_has_their_names_shapes_and_dtype(half):
+    full, bare = models.build(half), models.build(half, seed=5, weights=False)
+    assert shapes(bare) == shapes(full)
+    assert {dtype for _, dtype in shapes(bare).values()} == {torch.bfloat16}
+    assert full.lm_head.weight.unique().tolist() == [0.5]
+    assert torch.equal(bare.lm_head.weight, models.build(half, seed=5, weights=False).lm_head.weight)
+    assert len(bare.lm_head.weight.unique()) > 100
+
+
+def test_weights_that_are_not_asked_for_are_not_read(half):
+    (half / "model.safetensors").write_bytes(b"no weights")
+    assert shapes(models.build(half, weights=False))["lm_head.weight"] == ((260, 48), torch.bfloat16)
+    assert "the weights in " in refusal(lambda: models.build(half))
+
+
+def test_a_config_alone_is_fp32_whatever_dtype_it_names(half):
+    (half / "model.safetensors").unlink()
+    for weights in (True, False):
+        built = models.build(half, weights=weights)
+        assert {dtype for _, dtype in shapes(built).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_the_dtype_is_the_configs_with_the_weights_and_without(half, key):
+    document = json.loads((half / "config.json").read_text())
+    del document["dtype"]
+    if key:
+        document[key] = "bfloat16"
+    (half / "config.json").write_text(json.dumps(document))
+    dtype = torch.bfloat16 if key else torch.float32
+    for weights in (True, False):
+        assert models.build(half, weights=weights).lm_head.weight.dtype == dtype
+
+
+def test_a_model_without_weights_can_be_fake(half):
+    state = torch.random.get_rng_state()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = models.build(half, weights=False)
+        preset = models.build("tiny", weights=False)
+    assert all(isinstance(p, FakeTensor) for p in [*fake.parameters(), *preset.parameters()])
+    assert shapes(fake) == shapes(models.build(half))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
 def test_a_callable():
     assert models.config_of(lambda: models.build(shrunken())).hidden_size == 48
-    with pytest.raises(ModelError, match="the callable returned int, not a transformers model"):
-        models.build(lambda: 3)
+    assert models.build(lambda: models.build(shrunken()), weights=False).config.hidden_size == 48
 
 
-def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ModelError, match=r"'tinny' \(did you mean 'tiny'\?\): give one of tiny, llama"):
-        models.build("tinny")
+def refusal(call):
+    with pytest.raises(ModelError) as caught:
+        call()
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
 
 
-def test_a_broken_config_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 5}))
-    with pytest.raises(ModelError, match="is not a config transformers can read"):
-        models.config_of(tmp_path)
+def failing():
+    raise OSError("No disk.\nLook behind the desk. It may be there.")
+
+
+NEEDS = (
+    "the techniques need num_attention_heads, num_key_value_heads, hidden_size, intermediate_size, "
+    "num_hidden_layers, vocab_size; Llama, Qwen2, Qwen3 and Mistral have them"
+)
+
+
+def mutated(name, value):
+    config = shrunken()
+    setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "tinny",
+            "unknown model 'tinny' (did you mean 'tiny'?): give one of tiny, llama3-8b, llama3-70b, "
+            "llama3.2-1b, llama3.2-3b, qwen3-8b, qwen3-32b, mistral-7b, "
+            "or a directory that holds a config.json",
+        ),
+        (7, "a model of type int: give a name, a directory, a config, or a callable"),
+        (lambda: 3, "the callable returned int, not a transformers model"),
+        (lambda: None, "the callable returned NoneType, not a transformers model"),
+        (failing, "the callable failed: OSError: No disk"),
+        (lambda: {}["a"], "the callable failed: KeyError: 'a'"),
+        (lambda: models.build(mutated("vocab_size", 0)), "vocab_size=0: it takes a whole number, 1 or more"),
+        (
+            GPT2Config(),
+            f"the config of gpt2 has no num_key_value_heads, intermediate_size: {NEEDS}",
+        ),
+        (BertConfig(), f"the config of bert has no num_key_value_heads: {NEEDS}"),
+        (
+            BartConfig(),
+            "bart is not a decoder-only language model: Llama, Qwen2, Qwen3 and Mistral are",
+        ),
+        (
+            EuroBertConfig(),
+            "eurobert is not a decoder-only language model: Llama, Qwen2, Qwen3 and Mistral are",
+        ),
+        (
+            LlavaConfig(),
+            "llava is not a decoder-only language model: Llama, Qwen2, Qwen3 and Mistral are",
+        ),
+        (
+            PretrainedConfig(vocab_size=5),
+            f"the config of {PretrainedConfig.__name__} has no num_attention_heads, num_key_value_heads, "
+            f"hidden_size, intermediate_size, num_hidden_layers: {NEEDS}",
+        ),
+        (
+            mutated("num_key_value_heads", -2),
+            "num_key_value_heads=-2: it takes a whole number, 1 or more",
+        ),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(model, said):
+    for call in (models.config_of, models.build):
+        assert refusal(lambda call=call: call(model)) == said
+
+
+def test_a_model_itself_is_refused():
+    with torch.device("meta"):
+        model = models.build(shrunken())
+    for call in (models.config_of, models.build):
+        assert refusal(lambda call=call: call(model)) == (
+            "a Qwen3ForCausalLM itself: give a callable that returns one"
+        )
+
+
+def test_a_callables_own_error_is_the_cause():
+    with pytest.raises(ModelError) as caught:
+        models.build(failing)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_callables_model_is_held_to_the_same_names():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GPT2Config())
+    for call in (models.config_of, models.build):
+        assert refusal(lambda call=call: call(lambda: model)).startswith("the config of gpt2 has no ")
+
+
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 260,
+}  # fmt: skip
+LLAMA = {**SIZES, "model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", " cannot be read as JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("{5}", " cannot be read as JSON: Expecting property name enclosed in double quotes"),
+        ("[5]", " has model_type=None: give one that transformers knows, such as llama or qwen3"),
+        (SIZES, " has model_type=None: give one that transformers knows, such as llama or qwen3"),
+        ({"model_type": ["llama"]}, " has model_type=['llama']: give one that transformers knows"),
+        ({**SIZES, "model_type": "lama"}, " has model_type='lama': give one that transformers knows"),
+        ({"model_type": "llama", "hidden_size": 5}, " has no num_attention_heads: give it the model's own"),
+        ({**LLAMA, "vocab_size": None}, " has no vocab_size: give it the model's own"),
+        ({"model_type": "gpt2", "n_head": 12}, " has no n_embd: give it the model's own"),
+        ({**LLAMA, "num_attention_heads": 0}, ": num_attention_heads=0: it takes a whole number, 1 or more"),
+        ({**LLAMA, "vocab_size": -1}, ": vocab_size=-1: it takes a whole number, 1 or more"),
+        ({**LLAMA, "hidden_size": "48"}, ": hidden_size='48': it takes a whole number, 1 or more"),
+        ({**LLAMA, "num_hidden_layers": True}, ": num_hidden_layers=True: it takes a whole number"),
+        ({**LLAMA, "num_key_value_heads": 0}, ": num_key_value_heads=0: it takes a whole number, 1 or more"),
+        ({"model_type": "gpt2", "n_head": 12, "n_embd": -1}, ": hidden_size=-1: it takes a whole number"),
+        ({**LLAMA, "rms_norm_eps": "small"}, " is not a config transformers can read: "),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_used_is_refused_in_one_line(tmp_path, text, said):
+    path = tmp_path / "config.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    for place in (tmp_path, str(path)):
+        for call in (models.config_of, models.build):
+            assert refusal(lambda call=call, place=place: call(place)).startswith(f"{path}{said}")
+
+
+@pytest.mark.parametrize("family", [GPT2Config, BertConfig, BartConfig, LlavaConfig])
+def test_a_directory_of_another_family_is_refused_as_its_config_is(tmp_path, family):
+    family().save_pretrained(tmp_path)
+    said = refusal(lambda: models.config_of(family()))
+    for call in (models.config_of, models.build):
+        assert refusal(lambda call=call: call(tmp_path)) == said
+
+
+def test_a_config_without_key_value_heads_has_as_many_as_query_heads(tmp_path):
+    document = {name: said for name, said in LLAMA.items() if name != "num_key_value_heads"}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert models.config_of(tmp_path).num_key_value_heads == 6
+
+
+def test_a_model_transformers_cannot_make_is_refused_in_one_line():
+    said = refusal(lambda: models.build(LlamaConfig(**SIZES, hidden_act="none")))
+    assert said.startswith("no llama can be made of this config: KeyError: ")
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path):
+    said = f"{tmp_path} holds no config.json: give a directory in the Hugging Face layout"
+    assert refusal(lambda: models.config_of(tmp_path)) == said
+    assert refusal(lambda: models.build(str(tmp_path))) == said
+    missing = str(tmp_path / "config.json")
+    assert refusal(lambda: models.build(missing)).startswith(f"unknown model {missing!r}: give one of tiny, ")

@@ -25,7 +25,9 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.memory.module_paths import ModulePaths
+from lab.memory.resizes import resizes_seen
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+from lab.memory.workspace import NO_WORKSPACE, Workspace
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
 
@@ -52,17 +54,28 @@ class Meter(TorchDispatchMode):
     ``on_growth`` is called between operators, at most every ``interval`` seconds, with the rows that came
     since the last call: the live timeline. It runs in the measured thread, so there is no sampler to outlive
     the step; the price is that nothing is drawn while one long operator runs.
+
+    A plan gives the ``clock`` of the device that it stands for, and the ``workspace`` that its kernels take.
     """
 
-    def __init__(self, on_growth: Callable[[Timeline], None] | None = None, interval: float = 0.1) -> None:
+    def __init__(
+        self,
+        on_growth: Callable[[Timeline], None] | None = None,
+        interval: float = 0.1,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        workspace: Workspace = NO_WORKSPACE,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = TimelineBuilder()
         self._step = -1
         self._on_growth, self._interval = on_growth, interval
         self._sent, self._sent_at = 0, 0.0
-        self._start = time.perf_counter()
+        self._clock, self._start = clock, clock()
+        self._workspace = workspace
         self._live: dict[int, _Block] = {}
         self._held = [0] * (len(CATEGORIES) + 1)
+        self._held[OTHER] = self._workspace.fixed
         self._changed = True
         self._phase = "setup"
         self._paths = ModulePaths()
@@ -88,7 +101,7 @@ class Meter(TorchDispatchMode):
             self._mark((v for s in optimizer.state.values() for v in s.values()), OPTIMIZER)
         self._model = model
         hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]
-        with _resizes_seen(self._resized), self:
+        with resizes_seen(self._resized), self:
             try:
                 yield
             finally:
@@ -136,12 +149,15 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = _name(func)
         self._count(result, HOST if name == "lab.to_host" else OTHER)
-        if self._changed:
+        inside = self._workspace.inside(name, args)
+        if self._changed or inside:
             module = self._paths.current()
             if module != self._swept:
                 self._sweep_gradients()
                 self._swept = module
+            self._held[OTHER] += inside
             self._add_row(Op(name, _shapes(args)), module)
+            self._held[OTHER] -= inside
         return result
 
     def _count(self, value: Any, category: int) -> None:
@@ -157,7 +173,8 @@ class Meter(TorchDispatchMode):
         if block is not None or self._takes_no_memory(tensor):
             return block
         block = _Block(storage, self._freed)
-        block.key, block.size, block.category = storage._cdata, storage.nbytes(), category
+        block.key, block.category = storage._cdata, category
+        block.size = self._workspace.rounded(storage.nbytes())
         self._live[block.key] = block
         self._held[category] += block.size
         self._changed = True
@@ -179,8 +196,9 @@ class Meter(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage) -> None:
         block = self._live.get(storage._cdata)
         if block is not None:
-            self._held[block.category] += storage.nbytes() - block.size
-            block.size = storage.nbytes()
+            self._held[block.category] -= block.size
+            block.size = self._workspace.rounded(storage.nbytes())
+            self._held[block.category] += block.size
             self._changed = True
 
     def _mark(self, tensors: Iterable[torch.Tensor], category: int) -> None:
@@ -225,13 +243,11 @@ class Meter(TorchDispatchMode):
     # ---- rows --------------------------------------------------------------------------------------------
 
     def _add_row(self, op: Op, module: str) -> None:
-        now = time.perf_counter()
         *device, host = self._held
-        self.rows.add(
-            now - self._start, device, host, phase=self._phase, module=module, op=op, step=self._step
-        )
+        now = self._clock() - self._start
+        self.rows.add(now, device, host, phase=self._phase, module=module, op=op, step=self._step)
         self._changed = False
-        if self._on_growth is not None and now - self._sent_at >= self._interval:
+        if self._on_growth is not None and time.perf_counter() - self._sent_at >= self._interval:
             self._send()
 
     def _send(self) -> None:
@@ -248,24 +264,3 @@ def _name(func: Any) -> str:
 
 def _shapes(args: tuple[Any, ...]) -> str:
     return " ".join("x".join(map(str, a.shape)) for a in args if isinstance(a, torch.Tensor))
-
-
-@contextmanager
-def _resizes_seen(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Report storages that are resized in the block: Python's ``resize_`` does not cross the dispatcher.
-
-    The class is patched because there is no other seam, and only while measuring (torch's own tracker does
-    the same).
-    """
-    inherited = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = inherited(storage, size)
-        resized(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = inherited  # type: ignore[method-assign]

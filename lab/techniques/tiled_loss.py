@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lab.techniques.precision import wider
-from lab.techniques.tiling import check_tile, slices, tiled
+from lab.techniques.slices import slices
+from lab.techniques.tiling import check_tile, tiled
 
 IGNORED = -100
 """The label of a token that is not to be predicted (padding, the last of a text)."""

@@ -6,7 +6,7 @@ the third, in ``tiled_loss.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lab.errors import RecipeError
 from lab.techniques.precision import wider
+from lab.techniques.slices import slices
 from lab.techniques.stand_ins import standing_in
 
 
@@ -165,12 +166,6 @@ def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tens
         del part
     assert out is not None, "a sequence has at least one token"
     return out
-
-
-def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` gives (0, 8), (8, 8), (16, 4)."""
-    for start in range(0, length, tile):
-        yield start, min(tile, length - start)
 
 
 def check_tile(knob: str, tile: int) -> None:

@@ -18,9 +18,9 @@ from lab.compose import apply_recipe
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
-from lab.rungs import recipe_for
+from lab.rungs import recipe_for, title_of
 from lab.step import make_optimizer, train_step
-from lab.units import format_tokens, parse_tokens
+from lab.units import parse_tokens
 
 if TYPE_CHECKING:
     # A machine without ipyparallel can still import the lab, to plan and to rehearse.
@@ -132,7 +132,7 @@ def run(
     results = cluster.apply(_train, training, on_record=on_record)
     losses, seconds, _ = results[0]
     finished = Run(
-        title=_title(training, cluster.ranks, recipe),
+        title=title_of(model, recipe, cluster.ranks, length),
         training=training,
         losses=losses,
         seconds=seconds,
@@ -141,13 +141,6 @@ def run(
     if watch is not None:
         watch(finished)
     return finished
-
-
-def _title(training: Training, ranks: int, recipe: str | Recipe) -> str:
-    model = training.model if isinstance(training.model, str) else "model"
-    if isinstance(recipe, Recipe):
-        recipe = " + ".join(name for name, value in recipe.to_json().items() if value) or "plain"
-    return f"{model} · {recipe} · {ranks} ranks · {format_tokens(training.tokens)} tokens"
 
 
 def _train(training: Training) -> tuple[tuple[float, ...], tuple[float, ...], Timeline]:

@@ -1,0 +1,155 @@
+"""What operators cost on a named device: floating-point operations, bytes moved, seconds.
+
+The estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
+the table in ``hardware.py`` gives for its kind. Copies between device and host run beside them, for offload
+prefetches. What it leaves out: overlap of collectives with computation, launches, imbalance between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab.hardware import Figure, Hardware
+from lab.techniques.slices import times
+
+BACKWARD_FLOPS = 2.5
+"""Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
+
+MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+NOTHING = ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided")
+FLASH = "aten._scaled_dot_product_flash_attention"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One rank's: ``flops``; ``link_bytes`` sent to other ranks; ``host_bytes`` copied to and from the host.
+
+    ``device_seconds`` is the time of computation and collectives, ``host_seconds`` that of copies.
+    """
+
+    flops: int = 0
+    link_bytes: int = 0
+    host_bytes: int = 0
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    def __add__(self, other: Costs) -> Costs:
+        return Costs(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, factor: int) -> Costs:
+        return Costs(*(factor * a for a in astuple(self)))
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole: copies hide behind computation, or computation behind copies."""
+        return max(self.device_seconds, self.host_seconds)
+
+
+class CostCounter(TorchDispatchMode):
+    """Sums the costs of the operators that run inside it, as if on ``hardware``.
+
+    Groups of ranks that lie within a node of ``ranks_per_node`` talk over its links, others over the network.
+    """
+
+    def __init__(self, hardware: Hardware, ranks_per_node: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.hardware, self.ranks_per_node = hardware, ranks_per_node
+        self.total = Costs()
+
+    def now(self) -> float:
+        """Seconds since the beginning, on the device: the clock of a plan's timeline."""
+        return self.total.device_seconds
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and add what it costs."""
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.total += self._costs(str(func.overloadpacket), args, result) * times()
+        return result
+
+    def _costs(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
+        hardware = self.hardware
+        if name in NOTHING:
+            return Costs()
+        if name.startswith(("c10d.", "_c10d_functional.")):
+            return self._collective(name, args)
+        if name in ("lab.to_host", "lab.from_host"):
+            moved: int = args[0].nbytes
+            return Costs(
+                host_bytes=moved, host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share)
+            )
+        if name.startswith(FLASH):
+            flops = _attention_flops(args, backward=name.endswith("backward"))
+            rate = hardware.attention_backward if name.endswith("backward") else hardware.attention_forward
+            return Costs(flops, device_seconds=flops / rate.value)
+        touched = sum(x.nbytes for x in _tensors((*args, result)))
+        seconds = touched / _reached(hardware.memory_rate, hardware.memory_share)
+        if name in MATMULS:
+            flops = 2 * args[-2].numel() * args[-1].shape[-1]
+            # Tensor cores take fp32 as tf32, at half the rate of bf16.
+            rate_here = _reached(hardware.matmul, hardware.matmul_share) * 2 / max(args[-1].itemsize, 2)
+            return Costs(flops, device_seconds=max(flops / rate_here, seconds))
+        return Costs(device_seconds=seconds)
+
+    def _collective(self, name: str, args: tuple[Any, ...]) -> Costs:
+        """What a rank sends: its share of an all-gather to all others, its input's shares in the rest."""
+        group = next((g for g in map(_group, args) if g is not None), None)
+        if group is None:
+            return Costs()
+        ranks = dist.get_process_group_ranks(group)
+        others = len(ranks) - 1
+        whole = max((x.nbytes for x in _tensors(args)), default=0)
+        sent = whole * others // len(ranks)
+        if "allreduce" in name:
+            sent *= 2
+        elif "alltoall" in name and args[4]:  # sizes by receiver: a step round a ring goes to one of them
+            sent = (sum(args[4]) - args[4][dist.get_rank(group)]) * args[1].itemsize
+        one_node = ranks[0] // self.ranks_per_node == ranks[-1] // self.ranks_per_node
+        hardware = self.hardware
+        rate = (
+            _reached(hardware.link, hardware.link_share)
+            if one_node
+            else _reached(hardware.network, hardware.network_share)
+        )
+        return Costs(link_bytes=sent, device_seconds=sent / rate)
+
+
+def _reached(peak: Figure, share: Figure) -> float:
+    return peak.value * share.value
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _attention_flops(args: tuple[Any, ...], *, backward: bool) -> int:
+    """Two matrix products of queries and keys in forward, half of each behind a causal mask."""
+    q, k = args[1:3] if backward else args[0:2]
+    dropout = 6 if backward else 3
+    causal = len(args) > dropout + 1 and args[dropout + 1]
+    flops: int = 4 * q.numel() * k.shape[2] // (2 if causal else 1)
+    return int(BACKWARD_FLOPS * flops) if backward else flops
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None

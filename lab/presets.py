@@ -1,0 +1,108 @@
+"""The presets: the shapes of published models by name, and of a tiny one with the same head geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def _llama3_2_rope() -> dict[str, Any]:
+    """Long waves slowed 32 times, for 128K tokens where 8K were trained (``rope_scaling`` of Llama 3.2)."""
+    return _rope(
+        500_000.0, rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+
+
+def _tiny() -> LlamaConfig:
+    """Llama3-8B's 32 query and 8 key/value heads at head_dim 8, so every quotient of the real model exists.
+
+    The vocabulary is larger than the 256 byte tokens need, because in real models the logits are wider than
+    the hidden state (V/E is 31 in Llama3-8B, 16 here) and no lesson about memory can leave that out.
+    """
+    return LlamaConfig(
+        hidden_size=256, intermediate_size=896, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=8, vocab_size=4096, max_position_embeddings=2**23,
+        rope_parameters=_rope(500_000.0),
+    )  # fmt: skip
+
+
+def _llama3_8b() -> LlamaConfig:
+    """The shape of Meta-Llama-3-8B (its published config.json)."""
+    return LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=8192,
+        rope_parameters=_rope(500_000.0),
+    )  # fmt: skip
+
+
+def _llama3_70b() -> LlamaConfig:
+    """The shape of Meta-Llama-3-70B (its published config.json)."""
+    return LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256, rms_norm_eps=1e-5, max_position_embeddings=8192,
+        rope_parameters=_rope(500_000.0),
+    )  # fmt: skip
+
+
+def _llama3_2_1b() -> LlamaConfig:
+    """The shape of Llama-3.2-1B (its published config.json): head_dim 64, and the head is the embedding."""
+    return LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, rms_norm_eps=1e-5,
+        max_position_embeddings=131072, rope_parameters=_llama3_2_rope(), tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _llama3_2_3b() -> LlamaConfig:
+    """The shape of Llama-3.2-3B (its published config.json): 24 query heads; the head is the embedding."""
+    return LlamaConfig(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, rms_norm_eps=1e-5,
+        max_position_embeddings=131072, rope_parameters=_llama3_2_rope(), tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _qwen3_8b() -> Qwen3Config:
+    """The shape of Qwen3-8B (its published config.json)."""
+    return Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6,
+        max_position_embeddings=40960, rope_parameters=_rope(1_000_000.0),
+    )  # fmt: skip
+
+
+def _qwen3_32b() -> Qwen3Config:
+    """The shape of Qwen3-32B (its published config.json): 64 heads of 128 are wider than its hidden state."""
+    return Qwen3Config(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, rms_norm_eps=1e-6,
+        max_position_embeddings=40960, rope_parameters=_rope(1_000_000.0),
+    )  # fmt: skip
+
+
+def _mistral_7b() -> MistralConfig:
+    """The shape of Mistral-7B-v0.3 (its published config.json), which has no sliding window."""
+    return MistralConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32768, rms_norm_eps=1e-5, max_position_embeddings=32768,
+        rope_parameters=_rope(1_000_000.0), sliding_window=None,
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
+    "tiny": _tiny,
+    "llama3-8b": _llama3_8b,
+    "llama3-70b": _llama3_70b,
+    "llama3.2-1b": _llama3_2_1b,
+    "llama3.2-3b": _llama3_2_3b,
+    "qwen3-8b": _qwen3_8b,
+    "qwen3-32b": _qwen3_32b,
+    "mistral-7b": _mistral_7b,
+}

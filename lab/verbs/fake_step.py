@@ -1,0 +1,75 @@
+"""One training step on fake tensors, as rank 0 of N: the real techniques and the real step, no bytes held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lab import models
+from lab.batches import shard_batch
+from lab.compose import apply_recipe
+from lab.costs import CostCounter, Costs
+from lab.errors import LabError
+from lab.hardware import hardware
+from lab.memory.meter import Meter
+from lab.memory.timeline import Timeline
+from lab.memory.workspace import NO_WORKSPACE, cuda_workspace
+from lab.recipe import Recipe
+from lab.step import make_optimizer, train_step, update
+from lab.techniques.slices import shortened
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a step is to be planned for; everything that its bytes and seconds depend on."""
+
+    model: models.ModelLike
+    recipe: Recipe
+    tokens: int
+    ranks: int
+    rows: int
+    ranks_per_node: int
+    device: str
+    workspace: bool
+
+
+def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
+    """Train the model's first ``layers`` layers for one step; what rank 0 held, and what the step costs."""
+    counter = CostCounter(hardware(question.device), question.ranks_per_node)
+    workspace = cuda_workspace(question.ranks) if question.workspace else NO_WORKSPACE
+    meter = Meter(clock=counter.now, workspace=workspace)
+    with _rank_0_of(question.ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), shortened():
+        model = models.build(question.model, weights=False)
+        del model.model.layers[layers:]
+        model.train()
+        apply_recipe(model, question.recipe, mesh)
+        optimizer = make_optimizer(model, learning_rate=1e-3)
+        # The first update makes DTensor work out its layouts, on fake tensors of its own in the size of the
+        # whole model; it remembers them.
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        update(model, optimizer, clip_norm=1.0)
+        ids = torch.zeros(question.rows, question.tokens, dtype=torch.int64)
+        batch = shard_batch(ids, question.recipe, mesh)
+        with counter:
+            train_step(model, optimizer, batch, meter=meter)
+    return meter.timeline(), counter.total
+
+
+@contextmanager
+def _rank_0_of(ranks: int) -> Iterator[DeviceMesh]:
+    """A group in which every collective returns at once, with whatever lies in its buffers."""
+    if dist.is_initialized():
+        raise LabError("this process is one of a group of ranks, and a plan makes its own: plan elsewhere")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,193 @@
+"""Plan: the training step on fake tensors, as rank 0 of N; bytes, operations, seconds, and what stops it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from transformers import PretrainedConfig
+
+from lab import models
+from lab.costs import Costs
+from lab.errors import RecipeError
+from lab.memory.timeline import Moment, Timeline
+from lab.recipe import Recipe
+from lab.rungs import recipe_for, title_of
+from lab.units import parse_bytes, parse_tokens
+from lab.verbs.extending import DEEP, SHALLOW, extended
+from lab.verbs.fake_step import Question, fake_step
+from lab.verbs.remembered import remembered
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One training step, planned: bytes of rank 0, which has what every rank has.
+
+    ``device_memory`` is bytes a device, ``host_memory`` bytes a node of ``ranks_per_node`` ranks; None where
+    no limit was given. ``planning_seconds`` is what the plan took to make.
+    """
+
+    title: str
+    recipe: Recipe
+    tokens: int
+    ranks: int
+    ranks_per_node: int
+    timeline: Timeline
+    costs: Costs
+    device_memory: int | None
+    host_memory: int | None
+    planning_seconds: float
+
+    @property
+    def device_peak(self) -> int:
+        """The most device bytes the rank holds at once."""
+        return self.timeline.device_peak
+
+    @property
+    def host_peak(self) -> int:
+        """The most host bytes the rank holds at once."""
+        return self.timeline.host_peak
+
+    @property
+    def host_peak_per_node(self) -> int:
+        """The same of all ranks of a node."""
+        return self.host_peak * min(self.ranks, self.ranks_per_node)
+
+    @property
+    def peak(self) -> Moment:
+        """The instant of the device peak: its op names what to do next."""
+        return self.timeline.peak
+
+    @property
+    def limit(self) -> Literal["device", "host"] | None:
+        """Which memory refuses it; None where it fits what was given."""
+        if self.device_memory is not None and self.device_peak > self.device_memory:
+            return "device"
+        if self.host_memory is not None and self.host_peak_per_node > self.host_memory:
+            return "host"
+        return None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the memory that was given; None where none was."""
+        if self.device_memory is None and self.host_memory is None:
+            return None
+        return self.limit is None
+
+    @property
+    def step_seconds(self) -> float:
+        """The estimate of a step's time; see ``lab/costs.py`` for what it leaves out."""
+        return self.costs.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan's answers as plain values, without the timeline."""
+        peak = self.peak
+        return {
+            "recipe": self.recipe.to_json(),
+            "tokens": self.tokens,
+            "ranks": self.ranks,
+            "device_peak": self.device_peak,
+            "host_peak": self.host_peak,
+            "host_peak_per_node": self.host_peak_per_node,
+            "fits": self.fits,
+            "limit": self.limit,
+            "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
+            "by_category": peak.by_category,
+            "flops": self.costs.flops,
+            "link_bytes": self.costs.link_bytes,
+            "host_bytes": self.costs.host_bytes,
+            "step_seconds": self.step_seconds,
+            "planning_seconds": self.planning_seconds,
+        }
+
+
+def plan(
+    model: models.ModelLike,
+    recipe: str | Recipe = "upipe",
+    *,
+    tokens: int | str,
+    ranks: int,
+    rows: int = 1,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    ranks_per_node: int = 8,
+    device: str = "h100",
+    workspace: bool = True,
+    **knobs: Any,
+) -> Plan:
+    """Plan one training step of ``rows`` rows of ``tokens`` tokens on ``ranks`` ranks; nothing is allocated.
+
+    ``workspace`` adds what CUDA takes outside torch's view (``lab/hardware.py``); off, the bytes are those
+    that CPU ranks measure. ``device`` names the hardware of the time estimate. ``host_memory`` is per node.
+    ``knobs`` are set on a ladder's recipe by hand.
+
+    Raises:
+        LabError: a model, recipe, size or device that cannot work.
+    """
+    start = time.perf_counter()
+    length = parse_tokens(tokens)
+    chosen = recipe_for(recipe, model, ranks, length, **knobs)
+    if chosen.ulysses_backend == "deepspeed":
+        raise RecipeError(
+            "ulysses_backend='deepspeed' cannot be planned, for DeepSpeed's communication needs real ranks; "
+            "plan with 'lab', which holds the same"
+        )
+    question = Question(
+        model=model,
+        recipe=chosen,
+        tokens=length,
+        ranks=ranks,
+        rows=rows,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        workspace=workspace,
+    )
+    timeline, costs = whole_step(question)
+    return Plan(
+        title=title_of(model, recipe, ranks, length),
+        recipe=chosen,
+        tokens=length,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        timeline=timeline,
+        costs=costs,
+        device_memory=None if device_memory is None else parse_bytes(device_memory),
+        host_memory=None if host_memory is None else parse_bytes(host_memory),
+        planning_seconds=time.perf_counter() - start,
+    )
+
+
+def whole_step(question: Question) -> tuple[Timeline, Costs]:
+    """The step of the whole model, from disk if it was planned before."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = models.build(question.model, weights=False)
+    layers: nn.ModuleList = model.model.layers
+    alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
+
+    def make() -> tuple[Timeline, Costs]:
+        return _extended(question, len(layers)) if alike else fake_step(question, len(layers))
+
+    if callable(question.model) and not isinstance(question.model, PretrainedConfig):
+        # Its code is part of what the plan depends on, and nothing that could be looked up.
+        return make()
+    # What is no plain value (a recipe, a dtype) enters by its text.
+    facts = {**vars(question), "model": [model.config.to_dict(), [*_shapes(model)]]}
+    return remembered(facts, make)
+
+
+def _extended(question: Question, layers: int) -> tuple[Timeline, Costs]:
+    if layers > DEEP:
+        (shallow, less), (deep, more) = (fake_step(question, depth) for depth in (SHALLOW, DEEP))
+        timeline = extended(shallow, deep, layers)
+        if timeline is not None:
+            return timeline, more + (more + less * -1) * (layers - DEEP)
+    return fake_step(question, layers)
+
+
+def _shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+    return ((name, p.shape, p.dtype) for name, p in module.named_parameters())
