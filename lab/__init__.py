@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from lab.recipe import Recipe
     from lab.rungs import ladder
     from lab.step import loss, train_step
-    from lab.verbs.plan import Plan, plan
+    from lab.verbs.fit import fit
+    from lab.verbs.max_context import MaxContext, max_context
+    from lab.verbs.plan import Plan, plan, plan_ladder
     from lab.verbs.run import Run, run
 
 __all__ = [
     "Batch",
     "Cluster",
     "LabError",
+    "MaxContext",
     "Plan",
     "Recipe",
     "RecipeError",
@@ -28,11 +31,14 @@ __all__ = [
     "Timeline",
     "apply_recipe",
     "data",
+    "fit",
     "ladder",
     "loss",
+    "max_context",
     "measure",
     "models",
     "plan",
+    "plan_ladder",
     "run",
     "shard_batch",
     "show",
@@ -45,16 +51,20 @@ _HOME = {
     "Batch": "lab.batches",
     "Cluster": "cluster.ranks",
     "LabError": "lab.errors",
+    "MaxContext": "lab.verbs.max_context",
     "Plan": "lab.verbs.plan",
     "Recipe": "lab.recipe",
     "RecipeError": "lab.errors",
     "Run": "lab.verbs.run",
     "Timeline": "lab.memory.timeline",
     "apply_recipe": "lab.compose",
+    "fit": "lab.verbs.fit",
     "ladder": "lab.rungs",
     "loss": "lab.step",
+    "max_context": "lab.verbs.max_context",
     "measure": "lab.memory.measured",
     "plan": "lab.verbs.plan",
+    "plan_ladder": "lab.verbs.plan",
     "run": "lab.verbs.run",
     "shard_batch": "lab.batches",
     "train_step": "lab.step",

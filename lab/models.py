@@ -69,12 +69,22 @@ def build(model: ModelLike, *, seed: int = 0, weights: bool = True) -> PreTraine
     config = copy.deepcopy(config_of(model))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
     own = folder is not None and any(folder.glob("*.safetensors*"))
+    if folder is not None and not own and any(folder.glob("*.bin*")):
+        raise ModelError(f"{folder} holds weights, but none as safetensors, the one format that is read")
     dtype = (config.dtype if own else None) or torch.float32
     if own and weights:
         with _refused(f"the weights in {folder} cannot be loaded"):
-            built = AutoModelForCausalLM.from_pretrained(
-                str(folder), local_files_only=True, dtype=dtype, attn_implementation="sdpa"
+            loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                local_files_only=True,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
             )
+        built, report = loaded
+        if report["missing_keys"]:
+            # transformers would fill them with random numbers.
+            raise ModelError(f"the weights in {folder} lack {', '.join(sorted(report['missing_keys'])[:3])}")
     else:
         with (
             torch.random.fork_rng(devices=[]),

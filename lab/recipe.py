@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import RecipeError
+from lab.units import parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -120,6 +123,27 @@ def check_fields(names: Any) -> None:
     for name in names:
         if name not in known:
             raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(known)}")
+
+
+def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
+    """Read knobs as they are written on a command line: ``head_chunk=16``, ``mlp_tile=none``.
+
+    Raises:
+        RecipeError: not ``name=value``, or a name that is no field.
+    """
+    words: dict[str, Any] = {"none": None, "true": True, "false": False}
+    knobs: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"{setting!r} sets no knob: write name=value, for instance head_chunk=16")
+        check_fields([name])
+        # "none" means no offload, and no value everywhere else.
+        if name != "offload" and value.lower() in words:
+            knobs[name] = words[value.lower()]
+        else:
+            knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]?", value) else value
+    return knobs
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

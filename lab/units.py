@@ -57,3 +57,15 @@ def format_bytes(size: int | float) -> str:
             value = size / factor
             return f"{value:.2f} {name}" if abs(value) < 10 else f"{value:.1f} {name}"
     return f"{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print seconds to three digits, or hours and minutes: ``250 ms``, ``4 s``, ``1 h 52 min``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

@@ -1,10 +1,15 @@
+import json
+import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
+import pytest
 from click.testing import CliRunner
 
 from lab.cli import main
+from lab.rungs import RUNGS
 
 
 def test_help_is_instant_because_nothing_heavy_is_imported():
@@ -18,7 +23,7 @@ finally:
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    for command in ("open", "run", "doctor"):
+    for command in ("open", "run", "plan", "ladder", "max-context", "fit", "bench", "doctor"):
         assert f"\n  {command} " in said.stdout
 
 
@@ -46,3 +51,61 @@ def test_bad_input_is_one_line_and_exit_code_2():
     assert said.stderr.count("\n") == 1
     assert said.stderr.startswith("lab: unknown notebook 'no_such_notebook'")
     assert CliRunner().invoke(main, ["open", "--port", "70000"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan lama3-8b --tokens 5M --ranks 8", r"unknown model 'lama3-8b' \(did you mean 'llama3-8b'\?\)"),
+        ("plan tiny --tokens 5MB --ranks 4", "'5MB' is not a number of tokens: write 8192, 128K or 5M"),
+        ("plan tiny --tokens 0 --ranks 4", "'0' is not a number of tokens"),
+        ("plan tiny --tokens 512 --ranks 0", "ranks=0: it takes a whole number, 1 or more"),
+        ("plan tiny --tokens 512 --ranks -8", "ranks=-8: it takes a whole number, 1 or more"),
+        ("plan tiny --tokens 512 --ranks four", "Invalid value for '--ranks'"),
+        ("plan tiny --ranks 4", r"Missing option '--tokens'\."),
+        ("plan tiny --tokens 512 --ranks 4 --rows 0", "rows=0: it takes a whole number, 1 or more"),
+        ("plan tiny --tokens 512 --ranks 4 --ranks-per-node 0", "ranks_per_node=0: it takes"),
+        ("plan tiny --tokens 512 --ranks 4 --device-memory 80GB", "'80GB' is not an amount of memory: write"),
+        ("plan tiny --tokens 512 --ranks 4 --device k80", "no device named 'k80': the table has"),
+        ("plan tiny --tokens 512 --ranks 4 --recipe uppipe", "unknown recipe 'uppipe': give one of plain"),
+        ("plan tiny --tokens 512 --ranks 3 --set ulysses=3", "ulysses=3: .* these work: 1, 2, 4, 8, 16, 32"),
+        ("plan tiny --tokens 512 --ranks 4 --set head_chunk", "'head_chunk' sets no knob: write name=value"),
+        ("plan tiny --tokens 512 --ranks 4 --set heads=4", "a recipe has no field 'heads': its fields are"),
+        ("plan tiny --tokens 512 --ranks 4 --set ulysses_backend=deepspeed --recipe ulysses",
+         "ulysses_backend='deepspeed' cannot be planned"),
+        ("ladder tiny --tokens 512 --ranks 4 --figure /nowhere/x.png", "/nowhere/x.png cannot be written"),
+        ("max-context tiny --ranks 4 --device-memory 1MiB", "not even 1K tokens fit"),
+        ("fit tiny --tokens 512 --ranks 4 --device-memory 1MiB", "no recipe fits 512 tokens on 4 ranks"),
+        ("plot tiny", "No such command 'plot'"),
+    ],
+)  # fmt: skip
+def test_a_planning_command_refuses_in_one_line(words, said):
+    run = CliRunner().invoke(main, words.split())
+    assert run.exit_code == 2
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1
+    assert re.match(f"lab: {said}", run.stderr), run.stderr
+
+
+def test_planning_commands_print_json(monkeypatch):
+    def asked(words):
+        run = CliRunner().invoke(main, [*words.split(), "--json"])
+        assert run.exit_code == 0, run.stderr
+        return json.loads(run.stdout)
+
+    made = asked("plan tiny --tokens 1K --ranks 4 --recipe checkpoint --set ulysses=2 --no-workspace")
+    assert made["fits"] is None
+    assert made["limit"] is None
+    assert made["recipe"]["ulysses"] == 2
+    assert made["peak"].keys() == {"op", "shapes", "module", "phase"}
+    assert sum(made["by_category"].values()) == made["device_peak"]
+    rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB")
+    assert [rung["name"] for rung in rungs] == list(RUNGS)
+    assert all(rung.keys() == {"name", "device_peak", "host_peak", "fits"} for rung in rungs)
+    small = "--ranks 4 --device-memory 64MiB --host-memory 1GiB --no-workspace"
+    longest = asked(f"max-context tiny --recipe checkpoint {small}")
+    assert {"tokens", "limit", "device_peak", "host_peak"} <= longest.keys()
+    monkeypatch.setattr("lab.verbs.fit.candidates", lambda base, heads: [base, replace(base, head_chunk=8)])
+    fitting = asked(f"fit tiny --tokens 1K {small}")
+    assert len(fitting) == 2
+    assert all(f.keys() == {"recipe", "device_peak", "host_peak", "step_seconds"} for f in fitting)

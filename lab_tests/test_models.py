@@ -2,6 +2,8 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
@@ -344,3 +346,16 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
     assert refusal(lambda: models.build(str(tmp_path))) == said
     missing = str(tmp_path / "config.json")
     assert refusal(lambda: models.build(missing)).startswith(f"unknown model {missing!r}: give one of tiny, ")
+
+
+def test_weights_that_are_not_all_there_or_in_another_format(tmp_path):
+    built = models.build("tiny")
+    built.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys() if name != "lm_head.weight"}  # noqa: SIM118
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack lm_head\.weight$"):
+        models.build(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="none as safetensors"):
+        models.build(tmp_path)

@@ -184,8 +184,10 @@ class Meter(TorchDispatchMode):
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
         """DTensor propagates shapes on meta tensors, and on fake tensors of a mode of its own."""
-        foreign = isinstance(tensor, FakeTensor) and tensor.fake_mode is not self._fake_mode
-        return foreign or tensor.device.type == "meta"
+        if isinstance(tensor, FakeTensor):
+            # Not asked for its device: a fake tensor's takes a trip through the dispatcher.
+            return tensor.fake_mode is not self._fake_mode
+        return tensor.device.type == "meta"
 
     def _freed(self, block: _Block) -> None:
         del self._live[block.key]

@@ -16,19 +16,22 @@ class ModulePaths:
 
     def __init__(self) -> None:
         self._open: list[str] = []
+        self._outer: list[str] = []
         self._starts: list[int] = []
         self._paths: list[str] = []
         self._undone = ""
 
     def enter(self, path: str) -> None:
         """The module of this path begins its forward."""
+        # A module that backward runs again belongs to what backward undoes, and so does what follows it.
+        self._outer.append(self.current())
         self._open.append(path)
         self._begin(path)
 
     def leave(self) -> None:
         """The innermost module ends its forward."""
         self._open.pop()
-        self._begin(self._open[-1] if self._open else "")
+        self._begin(self._outer.pop())
 
     def current(self) -> str:
         """The path now; empty outside every module."""

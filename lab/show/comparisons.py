@@ -12,17 +12,22 @@ from lab.errors import LabError
 from lab.memory.timeline import Moment
 from lab.show.palette import COLOURS, SERIES_COLOURS
 from lab.show.picture import OVERLAY, Picture, drawing, head
-from lab.show.scales import byte_axis, format_seconds, log_axis, quiet
-from lab.units import format_bytes, format_tokens
+from lab.show.scales import byte_axis, log_axis, quiet
+from lab.units import format_bytes, format_seconds, format_tokens
 
 
 def stack(
-    bars: Mapping[str, Mapping[str, int] | Moment], *, title: str = "", limit: int | None = None
+    bars: Mapping[str, Mapping[str, int] | Moment],
+    *,
+    title: str = "",
+    limit: int | None = None,
+    longest: int | None = None,
 ) -> Picture:
     """Draw one bar a name, split by what holds the bytes, its total at the end: before and after, a ladder.
 
     A bar is a moment of a timeline (its device bytes) or bytes by category: a timeline's categories,
-    ``"host"`` and ``"workspace"``. ``limit`` rules a line, for instance at what the device has.
+    ``"host"`` and ``"workspace"``. ``limit`` rules a line, for instance at what the device has. Bars over
+    ``longest`` bytes are cut there, and marked: a wall a hundred times too high need not hide the others.
 
     Raises:
         LabError: no bars, or a category that has no colour.
@@ -33,6 +38,7 @@ def stack(
         raise LabError(f"no bars to draw, or unknown categories {sorted(unknown)}: use {', '.join(COLOURS)}")
     totals = [sum(part.values()) for part in parts.values()]
     top = max(*totals, limit or 0, 1)
+    top = min(top, longest or top)
     with drawing(0.85 + 0.3 * len(parts)) as figure:
         axes = figure.subplots()
         starts = [0] * len(parts)
@@ -43,12 +49,15 @@ def stack(
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         for row, total in enumerate(totals):
             # A label that would stand across the line stands right of it.
-            at = limit if limit is not None and total <= limit < total + top / 10 else total
-            _label(axes, total, (at, row), (4, 0), va="center", fontsize=7.5)
+            at = limit if limit is not None and total <= limit < total + top / 10 else min(total, top)
+            _label(axes, total, (at, row), (4, 0), "» " * (total > top), va="center", fontsize=7.5)
         axes.set_yticks(range(len(parts)), list(parts))
         axes.invert_yaxis()
         # Room at the right for the longest bar's label.
         axes.set_xlim(0, top * 1.1)
+        for bar in axes.patches:
+            # What is cut ends where the label begins.
+            bar.set_width(max(0, min(bar.get_width(), top - bar.get_x())))  # type: ignore[attr-defined]
         byte_axis(axes.xaxis, top, ticks=6)
         quiet(axes, along="x")
         if limit is not None:
@@ -62,8 +71,10 @@ def stack(
     return Picture(figure, f"{title or 'Bytes'}: {said}{end}.")
 
 
-def _label(axes: Axes, size: int, at: tuple[float, float], points: tuple[int, int], **style: Any) -> None:
-    axes.annotate(format_bytes(size), at, points, textcoords="offset points", **style)
+def _label(
+    axes: Axes, size: int, at: tuple[float, float], points: tuple[int, int], mark: str = "", **style: Any
+) -> None:
+    axes.annotate(mark + format_bytes(size), at, points, textcoords="offset points", **style)
 
 
 def curves(

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from lab.units import GiB, KiB, MiB, TiB, format_bytes
+from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
 
 
 def byte_unit(top: float) -> tuple[str, int]:
@@ -39,13 +39,6 @@ def log_axis(axis: Axis, unit: Literal["bytes", "seconds"], *, base: int) -> Non
 def _short_bytes(size: float) -> str:
     number, unit = format_bytes(size).split()
     return f"{float(number):g} {unit}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Print seconds to three digits in the unit that suits: ``250 ms``, ``4 s``."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def quiet(axes: Axes, along: Literal["x", "y"] = "y") -> None:

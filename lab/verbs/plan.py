@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from transformers import PretrainedConfig
 
 from lab import models
 from lab.costs import Costs
-from lab.errors import RecipeError
+from lab.errors import LabError, RecipeError
+from lab.hardware import hardware
 from lab.memory.timeline import Moment, Timeline
 from lab.recipe import Recipe
-from lab.rungs import recipe_for, title_of
+from lab.rungs import RUNGS, recipe_for, title_of
 from lab.units import parse_bytes, parse_tokens
 from lab.verbs.extending import DEEP, SHALLOW, extended
 from lab.verbs.fake_step import Question, fake_step
@@ -36,7 +37,9 @@ class Plan:
     recipe: Recipe
     tokens: int
     ranks: int
+    rows: int
     ranks_per_node: int
+    device: str
     timeline: Timeline
     costs: Costs
     device_memory: int | None
@@ -131,6 +134,10 @@ def plan(
     """
     start = time.perf_counter()
     length = parse_tokens(tokens)
+    for name, count in (("ranks", ranks), ("rows", rows), ("ranks_per_node", ranks_per_node)):
+        if type(count) is not int or count < 1:
+            raise LabError(f"{name}={count!r}: it takes a whole number, 1 or more")
+    memory = [None if given is None else parse_bytes(given) for given in (device_memory, host_memory)]
     chosen = recipe_for(recipe, model, ranks, length, **knobs)
     if chosen.ulysses_backend == "deepspeed":
         raise RecipeError(
@@ -153,13 +160,36 @@ def plan(
         recipe=chosen,
         tokens=length,
         ranks=ranks,
+        rows=rows,
         ranks_per_node=ranks_per_node,
+        device=hardware(device).name,
         timeline=timeline,
         costs=costs,
-        device_memory=None if device_memory is None else parse_bytes(device_memory),
-        host_memory=None if host_memory is None else parse_bytes(host_memory),
+        device_memory=memory[0],
+        host_memory=memory[1],
         planning_seconds=time.perf_counter() - start,
     )
+
+
+def plan_ladder(
+    model: models.ModelLike,
+    *,
+    tokens: int | str,
+    ranks: int,
+    watch: Callable[[str, Plan], None] | None = None,
+    **settings: Any,
+) -> dict[str, Plan]:
+    """Plan every rung of the ladder, by name; ``settings`` are those of ``plan``.
+
+    Raises:
+        LabError: as ``plan``.
+    """
+    plans = {}
+    for rung in RUNGS:
+        plans[rung] = plan(model, rung, tokens=tokens, ranks=ranks, **settings)
+        if watch is not None:
+            watch(rung, plans[rung])
+    return plans
 
 
 def whole_step(question: Question) -> tuple[Timeline, Costs]:

@@ -1,0 +1,41 @@
+"""How long a plan takes: walked, remembered, and in closed form; and the most memory that planning held."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+from lab.bench.table import Row
+from lab.formulas import estimate
+from lab.models import config_of
+from lab.rungs import recipe_for
+from lab.units import Mi, MiB
+from lab.verbs import remembered
+from lab.verbs.plan import plan, plan_ladder
+
+
+def measure_planning(model: str = "llama3-8b", tokens: int = 5 * Mi, ranks: int = 8) -> list[Row]:
+    """Seconds of each way to an answer, from an empty cache, and the process's peak memory after it."""
+    recipe, config = recipe_for("upipe", model, ranks, tokens), config_of(model)
+    with tempfile.TemporaryDirectory() as empty, patch.object(remembered, "folder", lambda: Path(empty)):
+        return [
+            _timed("plan upipe", lambda: plan(model, "upipe", tokens=tokens, ranks=ranks)),
+            _timed("plan upipe, remembered", lambda: plan(model, "upipe", tokens=tokens, ranks=ranks)),
+            _timed("the other six rungs", lambda: plan_ladder(model, tokens=tokens, ranks=ranks)),
+            _timed("closed form", lambda: estimate(config, recipe, tokens=tokens, ranks=ranks)),
+        ]
+
+
+def _timed(name: str, work: Callable[[], object]) -> Row:
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    # Linux counts it in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"answer": name, "seconds": seconds, "process peak, MiB": round(most / MiB)}

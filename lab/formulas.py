@@ -1,0 +1,254 @@
+"""The closed-form estimate: what a training step holds at its highest moments, in the method's letters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from lab.recipe import Recipe
+from lab.techniques.upipe_schedule import schedule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
+
+Parts = dict[str, int]
+"""Device bytes of one rank at one moment, by what they are."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank: ``moment`` is when the device holds most, ``parts`` what it holds then."""
+
+    device_peak: int
+    host_peak: int
+    moment: str
+    parts: Parts
+
+
+def estimate(config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: int, rows: int = 1) -> Estimate:
+    """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone.
+
+    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
+    kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
+    """
+    found = moments(config, recipe, tokens=tokens, ranks=ranks, rows=rows)
+    moment = max(found, key=lambda name: sum(found[name].values()))
+    z = _sizes(config, recipe, tokens, ranks, rows)
+    # The last layer's input stays, for backward begins with it.
+    host = (z.L - 1) * z.A if recipe.offload == "inputs" else 0
+    return Estimate(sum(found[moment].values()), host, moment, found[moment])
+
+
+def moments(
+    config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: int, rows: int = 1
+) -> dict[str, Parts]:
+    """Every moment that may be the highest, by name, and what is held then."""
+    z = _sizes(config, recipe, tokens, ranks, rows)
+    found = {
+        "loss backward": _held(z, z.L, {"norms": _norm_keeps(z) + z.A, "loss": _loss(z)}),
+        "final norm backward": _held(z, z.L, {"norms": z.A + _norm(z), "gradients": z.w * z.table}),
+        "optimizer": {"model state": 16 * z.model // z.n},
+    }
+    # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
+    # layer from it, where the parameters of the next and the gradients of the one before are under way too.
+    for i in {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
+        found |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z)}
+    if z.copied:
+        state = {"model state": 12 * z.model // z.n, "gradients": 4 * z.L * z.layer // z.n}
+        # The gradient of a tied embedding is a sum of two.
+        tables = {"parameters": z.w * z.root, "head and embedding": (3 if z.tied else 2) * z.w * z.table}
+        found["embedding backward"] = state | tables | {"gradients in flight": z.f * z.layer + 2 * z.A}
+        # Made, and copied wide to be reduced; then that copy with the reduced shard, and the shard divided.
+        copies = z.root * max(z.w + z.f, z.f + 2 * z.f // z.n)
+        found["root's gradients"] = state | {"gradients in flight": copies}
+    return found
+
+
+# ---- the letters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The letters: tensors of one rank's b*s tokens in bytes, weights of the whole model in elements.
+
+    w bytes an element as computed with, f an element of a sum; ``n`` ranks share a parameter; ``copied``:
+    parameters are cast or gathered, so modules work on a copy of them. M is one tensor inside the MLP, h one
+    head, ``sent`` all keys as exchanged (where K < C, each to C/K ranks), ``table`` the embedding, ``root``
+    all outside the layers. ``head_norms``: q and k are normed.
+    """
+
+    recipe: Recipe
+    L: int
+    E: int
+    H: int
+    K: int
+    D: int
+    V: int
+    b: int
+    s: int
+    w: int
+    f: int
+    n: int
+    copied: bool
+    tied: bool
+    head_norms: bool
+    A: int
+    M: int
+    h: int
+    mlp: int
+    layer: int
+    table: int
+    root: int
+    model: int
+    sent: int
+
+
+def _sizes(c: Any, recipe: Recipe, tokens: int, ranks: int, rows: int) -> _Sizes:
+    degree, w = recipe.ulysses * recipe.ring, WIDTHS[recipe.compute_dtype]
+    L, E, V = c.num_hidden_layers, c.hidden_size, c.vocab_size
+    H, K = c.num_attention_heads, c.num_key_value_heads
+    D, tied, head_norms = getattr(c, "head_dim", 0) or E // H, c.tie_word_embeddings, c.model_type == "qwen3"
+    padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
+    b, s = -(-rows * degree // ranks), -(-tokens // padded) * padded // degree
+    token, mlp = w * b * s, 3 * E * c.intermediate_size
+    layer, root = 2 * E * D * (H + K) + mlp + 2 * E + 2 * D * head_norms, V * E * (2 - tied) + E
+    return _Sizes(
+        recipe, L, E, H, K, D, V, b, s, w, f=max(w, 4), n=ranks if recipe.fsdp else 1,
+        copied=recipe.fsdp or recipe.compute_dtype is not None, tied=tied, head_norms=head_norms,
+        A=token * E, M=token * c.intermediate_size, h=token * D, mlp=mlp, layer=layer, table=V * E, root=root,
+        model=L * layer + root, sent=token * D * max(K, recipe.ulysses),
+    )  # fmt: skip
+
+
+# ---- all along -------------------------------------------------------------------------------------------
+
+
+def _held(z: _Sizes, layer: int, more: Parts) -> Parts:
+    """``more``, and what a step holds all along while backward is in ``layer`` (L: it has reached none).
+
+    The root's parameters are whole for the step, a layer's while it runs, and the next one's are gathered
+    then; a layer's gradients are copied wide to be reduced, and that copy lives until the layer below makes
+    its own. The head's gradient is whole until the step's end.
+    """
+    above = z.L - 1 - layer
+    whole = z.root + z.layer * (2 if 0 < layer < z.L else 1)
+    held = {
+        "model state": 12 * z.model // z.n,
+        "parameters": z.w * whole * z.copied,
+        "tokens": 8 * (2 * z.b + 1) * z.s + 2 * z.w * z.s * z.D,  # ids, labels, positions; cos and sin
+        "inputs": _waiting(z, layer),
+        "gradients": 4 * max(above, 0) * z.layer // z.n + (z.w if z.copied else 4) * z.table * (above >= 0),
+        "gradients in flight": z.f * z.layer * (above > 0 and z.copied),
+    }
+    return {name: held.get(name, 0) + more.get(name, 0) for name in held | more}
+
+
+def _waiting(z: _Sizes, layer: int) -> int:
+    """What layers keep for backward when it is in ``layer``: all they need, or their inputs alone.
+
+    On the host they take the device's memory when they are wanted: the layer's own and the next to come.
+    """
+    mlp = 0 if z.recipe.mlp_tile else 4 * z.M  # gate, silu(gate), up and their product
+    if not z.recipe.checkpoint:
+        return layer * (2 * (_norm_keeps(z) + z.A) + _attention_keeps(z) + mlp)
+    if z.recipe.offload == "none":
+        return min(layer + 1, z.L) * z.A
+    return (2 if 0 < layer < z.L else 1) * z.A
+
+
+def _norm_keeps(z: _Sizes) -> int:
+    """Its input if tiled; else a wide copy of it and the normalised input, and the scale of each token."""
+    return z.A if z.recipe.norm_tile else (z.f + z.w) * z.b * z.s * z.E + z.f * z.b * z.s
+
+
+def _attention_keeps(z: _Sizes) -> int:
+    """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged.
+
+    The norms of q and k, which are never tiled, keep a wide copy and the normalised heads.
+    """
+    found = z.H * z.h + z.f * z.b * z.s * z.H
+    if z.recipe.head_chunk:
+        return found
+    found += (z.H + z.K) * z.h * (z.f + z.w) // z.w * z.head_norms
+    return found + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
+
+
+# ---- the backward of each part ---------------------------------------------------------------------------
+
+
+def _layer(z: _Sizes) -> Iterator[tuple[str, Parts]]:
+    """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
+    attention, norms = _attention_keeps(z), _norm_keeps(z) + z.A
+    # The first norm's input is the layer's, which waited.
+    first = norms - z.A * (z.recipe.checkpoint and (z.recipe.norm_tile is not None or z.w == z.f))
+    weights = {"residual": z.A, "gradients in flight": z.w * z.mlp}
+    yield "MLP backward", {"residual": z.A, "norms": first + norms, "attention": attention} | _mlp(z)
+    yield "norm backward", weights | {"norms": first + z.A + _norm(z), "attention": attention}
+    inside = _upipe(z) if z.recipe.head_chunk else _attention(z)
+    yield "attention backward", weights | {"norms": first, "attention": inside}
+    if z.recipe.checkpoint and not z.recipe.head_chunk:
+        # Beside what it keeps, q, k and v before the exchange, and the output as it is sent.
+        more = (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.K * z.h
+        yield "attention recomputed", {"residual": z.A, "norms": first, "attention": attention + more}
+
+
+def _norm(z: _Sizes) -> int:
+    """Six wide tensors; of a tile, beside the whole input and its gradient."""
+    inside = 6 * z.f * z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
+    return inside + 2 * z.A if z.recipe.norm_tile else inside
+
+
+def _mlp(z: _Sizes) -> Parts:
+    """Six tensors of M's kind and down_proj's weight gradient, or one and all three; of a tile, beside the
+    whole dx and the sums of the weight gradients.
+    """
+    tile, t = z.recipe.mlp_tile, min(z.recipe.mlp_tile or z.s, z.s)
+    one, x = z.M * t // z.s, z.A * t // z.s
+    # A tile of several rows lies apart in x and dout, so each is copied.
+    copies = (1 if z.b == 1 else 3) * x if tile else 0
+    early, late = (6 * one + copies, z.w * z.mlp // 3), (one + x, z.w * z.mlp)
+    activations, weights = max(early, late, key=sum)
+    whole, sums = (z.A, z.f * z.mlp) if tile else (0, 0)
+    return {"mlp": whole + activations, "gradients in flight": sums + weights}
+
+
+def _kernel(z: _Sizes, q: int, k: int) -> int:
+    """dq, dk and dv; in a ring also what travels, and sums that are wide."""
+    if z.recipe.ring == 1:
+        return q + 2 * k
+    return q + q * z.f // z.w + 5 * k + 4 * k * z.f // z.w
+
+
+def _attention(z: _Sizes) -> int:
+    """In the kernel; or where dout is exchanged; or, when all that is done, in the norm of q."""
+    q, exchanged = z.H * z.h, z.recipe.ulysses > 1
+    kept = _attention_keeps(z) - q * exchanged  # the output as it went on is of no more use
+    dout = (3 if z.b == 1 else 4) * q * exchanged
+    return max(kept + q + _kernel(z, q, z.sent), kept + dout, (z.A + 6 * z.f * q // z.w) * z.head_norms)
+
+
+def _upipe(z: _Sizes) -> int:
+    """A stage of U heads with U_kv in flight, or the end; or in the norms of a stage's heads."""
+    chunk = z.recipe.head_chunk or z.H
+    plan = schedule(z.H, z.K, z.recipe.ulysses, chunk)
+    u, u_kv = chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
+    lasting = not all(run.closes for stage in plan.stages for run in stage)
+    sums, home = 2 * u_kv * z.f // z.w * lasting, 2 * z.K * z.h
+    buffers = 2 * u_kv + sums + home * (plan.slots > plan.slots_in_flight)
+    found = [3 * u + buffers + _kernel(z, u, u_kv), z.A + home + z.w * z.E * z.D * (z.H + 2 * z.K)]
+    if z.head_norms:
+        inside = 6 * z.f // z.w + 1
+        found += [(3 + inside) * u + buffers, 2 * u + (inside + 2) * u_kv + (sums or 2 * u_kv) + home]
+    return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(found)
+
+
+def _loss(z: _Sizes) -> int:
+    """Three wide logits; tiled, dx, a tile's logits, the head's gradient of the tile and the sum of them."""
+    if z.recipe.loss_tile is None:
+        return 3 * z.f * z.b * z.s * z.V
+    return z.A + z.V * (z.w * min(z.recipe.loss_tile, z.b * z.s) + z.E * (z.w + z.f))

@@ -1,0 +1,55 @@
+import pytest
+
+from lab.errors import LabError
+from lab.rungs import TILE
+from lab.units import Ki, MiB
+from lab.verbs.max_context import RESOLUTION, max_context
+from lab.verbs.plan import plan
+
+SMALL = {"ranks": 4, "workspace": False, "host_memory": "1GiB"}
+
+
+@pytest.fixture(scope="module")
+def found():
+    tried = []
+    return max_context("tiny", "checkpoint", device_memory="96MiB", watch=tried.append, **SMALL), tried
+
+
+def test_the_longest_fits_and_what_follows_it_does_not(found):
+    found, _ = found
+    step = max(Ki, found.tokens // RESOLUTION)
+    longest = plan("tiny", "checkpoint", tokens=found.tokens, device_memory="96MiB", **SMALL)
+    beyond = plan("tiny", "checkpoint", tokens=found.tokens + step, device_memory="96MiB", **SMALL)
+    assert (longest.fits, beyond.fits) == (True, False)
+    assert found.limit == beyond.limit == "device"
+    assert found.plan.device_peak == longest.device_peak <= 96 * MiB
+
+
+def test_every_plan_of_the_search_is_seen_and_there_are_few(found):
+    found, tried = found
+    assert found.plan in tried
+    assert found.next_plan in tried
+    assert len(tried) <= 10
+    assert found.to_json()["tokens"] == found.tokens
+    assert found.to_json()["host_peak"] == found.plan.host_peak
+
+
+def test_the_host_can_be_what_binds():
+    found = max_context("tiny", "offload", device_memory="1GiB", **{**SMALL, "host_memory": "8MiB"})
+    assert found.limit == "host"
+    assert found.plan.host_peak_per_node <= 8 * MiB < found.next_plan.host_peak_per_node
+
+
+def test_a_ladders_name_gives_each_length_its_own_tiles():
+    tried = []
+    max_context("tiny", "tiling", device_memory="64MiB", watch=tried.append, **SMALL)
+    assert {p.recipe.loss_tile for p in tried} == {min(TILE, p.tokens // 4 // 4) for p in tried}
+
+
+def test_what_never_fits_and_what_always_does():
+    with pytest.raises(
+        LabError, match=r"^not even 1K tokens fit: .* of device memory needed, 8\.00 MiB given"
+    ):
+        max_context("tiny", "plain", device_memory="8MiB", **SMALL)
+    with pytest.raises(LabError, match=r"tokens still fit: give less memory, or another recipe$"):
+        max_context("tiny", "checkpoint", device_memory="1000TiB", **SMALL)

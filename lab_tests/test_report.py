@@ -1,0 +1,69 @@
+import pytest
+
+from lab.recipe import Recipe
+from lab.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text, recipe_text
+from lab.verbs.max_context import MaxContext
+from lab.verbs.plan import plan, plan_ladder
+
+SMALL = {"tokens": 1024, "ranks": 4, "device_memory": "64MiB", "host_memory": "1GiB", "workspace": False}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return plan_ladder("tiny", **SMALL)
+
+
+def test_a_plan_says_what_it_found(plans):
+    made = plans["offload"]
+    text = plan_text(made)
+    assert text.startswith("tiny · offload · 4 ranks · 1K tokens\nfsdp ulysses=4 checkpoint offload=inputs\n")
+    for part in (
+        "768.0 KiB a rank",
+        "3.00 MiB a node",
+        made.peak.op.removeprefix("aten."),
+        "verdict       fits",
+    ):
+        assert part in text
+    assert "verdict       does not fit: device memory" in plan_text(plans["plain"])
+    assert "note" not in text
+
+
+def test_ranks_that_repeat_each_others_work_are_named():
+    assert "--set ring=3, or more rows" in plan_text(plan("tiny", "fsdp", tokens=1024, ranks=12, ulysses=4))
+    assert "note" not in plan_text(plan("tiny", "fsdp", tokens=1024, ranks=12, ulysses=4, rows=3))
+
+
+def test_a_ladder_has_a_bar_a_rung_and_cuts_the_longest(plans):
+    lines = ladder_text(plans).splitlines()
+    rows = {line.split()[0]: line for line in lines if line.split()[0] in plans}
+    assert list(rows) == list(plans)
+    bars = {name: line.count("█") for name, line in rows.items()}
+    assert bars["plain"] == 32
+    assert "»" in rows["plain"]
+    assert "»" not in rows["upipe"]
+    assert [("✗" in line) for line in rows.values()] == [not p.fits for p in plans.values()]
+
+
+def test_a_ladder_is_drawn_into_a_file(plans, tmp_path):
+    draw_ladder(plans, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_longest_context_says_what_stops_the_next(plans):
+    text = max_context_text(MaxContext(1024, "device", plans["upipe"], plans["plain"]))
+    assert "longest context   0.00M tokens (1,024)" in text
+    assert "stopped by        device memory" in text
+
+
+def test_fitting_recipes_are_ranked_and_the_steps_down_marked(plans):
+    ranked = sorted((plans["tiling"], plans["upipe"]), key=lambda p: p.step_seconds)
+    text = fit_text(ranked)
+    assert "  1 ↓ " in text
+    assert "+0.0%" in text
+
+
+def test_a_recipe_in_one_line():
+    assert recipe_text(Recipe()) == "plain"
+    tiled = Recipe(fsdp=True, checkpoint=True, mlp_tile=8, norm_tile=8, loss_tile=8)
+    assert recipe_text(tiled) == "fsdp checkpoint tiles=8"
+    assert recipe_text(Recipe(mlp_tile=8, loss_tile=16)) == "mlp_tile=8 loss_tile=16"
