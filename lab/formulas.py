@@ -125,15 +125,12 @@ def _sizes(c: Any, recipe: Recipe, tokens: int, ranks: int, rows: int) -> _Sizes
     )  # fmt: skip
 
 
-# ---- all along -------------------------------------------------------------------------------------------
-
-
 def _held(z: _Sizes, layer: int, more: Parts) -> Parts:
     """``more``, and what a step holds all along while backward is in ``layer`` (L: it has reached none).
 
     The root's parameters are whole for the step, a layer's while it runs, and the next one's are gathered
-    then; a layer's gradients are copied wide to be reduced, and that copy lives until the layer below makes
-    its own. The head's gradient is whole until the step's end.
+    then; its gradients are copied wide to be reduced, and that copy lives until the layer below makes its
+    own. The head's gradient is whole until the step's end.
     """
     above = z.L - 1 - layer
     whole = z.root + z.layer * (2 if 0 < layer < z.L else 1)
@@ -156,9 +153,8 @@ def _waiting(z: _Sizes, layer: int) -> int:
     mlp = 0 if z.recipe.mlp_tile else 4 * z.M  # gate, silu(gate), up and their product
     if not z.recipe.checkpoint:
         return layer * (2 * (_norm_keeps(z) + z.A) + _attention_keeps(z) + mlp)
-    if z.recipe.offload == "none":
-        return min(layer + 1, z.L) * z.A
-    return (2 if 0 < layer < z.L else 1) * z.A
+    on_host = z.recipe.offload == "inputs"
+    return z.A * ((2 if 0 < layer < z.L else 1) if on_host else min(layer + 1, z.L))
 
 
 def _norm_keeps(z: _Sizes) -> int:
@@ -167,13 +163,11 @@ def _norm_keeps(z: _Sizes) -> int:
 
 
 def _attention_keeps(z: _Sizes) -> int:
-    """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged.
-
-    The norms of q and k, which are never tiled, keep a wide copy and the normalised heads.
-    """
+    """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
     found = z.H * z.h + z.f * z.b * z.s * z.H
     if z.recipe.head_chunk:
         return found
+    # Norms of q and k are never tiled: a wide copy and the normalised heads.
     found += (z.H + z.K) * z.h * (z.f + z.w) // z.w * z.head_norms
     return found + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
 
@@ -218,18 +212,21 @@ def _mlp(z: _Sizes) -> Parts:
 
 
 def _kernel(z: _Sizes, q: int, k: int) -> int:
-    """dq, dk and dv; in a ring also what travels, and sums that are wide."""
+    """dq, dk and dv; in a ring also what travels, and wide sums; a ring of two passes nothing on."""
+    wide_q, wide_k = q * z.f // z.w, k * z.f // z.w
     if z.recipe.ring == 1:
         return q + 2 * k
-    return q + q * z.f // z.w + 5 * k + 4 * k * z.f // z.w
+    if z.recipe.ring == 2:
+        return wide_q + max(q + 6 * k + 2 * wide_k, q // 2 + 4 * k + 4 * wide_k)
+    return wide_q + q + 5 * k + 4 * wide_k
 
 
 def _attention(z: _Sizes) -> int:
     """In the kernel; or where dout is exchanged; or, when all that is done, in the norm of q."""
     q, exchanged = z.H * z.h, z.recipe.ulysses > 1
     kept = _attention_keeps(z) - q * exchanged  # the output as it went on is of no more use
-    dout = (3 if z.b == 1 else 4) * q * exchanged
-    return max(kept + q + _kernel(z, q, z.sent), kept + dout, (z.A + 6 * z.f * q // z.w) * z.head_norms)
+    dout, norm = (3 if z.b == 1 else 4) * q * exchanged, (z.A + 6 * z.f * q // z.w) * z.head_norms
+    return max(kept + q + _kernel(z, q, z.sent), kept + dout, norm)
 
 
 def _upipe(z: _Sizes) -> int:
@@ -237,7 +234,7 @@ def _upipe(z: _Sizes) -> int:
     chunk = z.recipe.head_chunk or z.H
     plan = schedule(z.H, z.K, z.recipe.ulysses, chunk)
     u, u_kv = chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
-    lasting = not all(run.closes for stage in plan.stages for run in stage)
+    lasting = any(not run.closes for stage in plan.stages for run in stage)
     sums, home = 2 * u_kv * z.f // z.w * lasting, 2 * z.K * z.h
     buffers = 2 * u_kv + sums + home * (plan.slots > plan.slots_in_flight)
     found = [3 * u + buffers + _kernel(z, u, u_kv), z.A + home + z.w * z.E * z.D * (z.H + 2 * z.K)]
@@ -248,7 +245,7 @@ def _upipe(z: _Sizes) -> int:
 
 
 def _loss(z: _Sizes) -> int:
-    """Three wide logits; tiled, dx, a tile's logits, the head's gradient of the tile and the sum of them."""
+    """Three wide logits; tiled, dx, a tile's logits and dx, the head's gradient of it and the sum of them."""
     if z.recipe.loss_tile is None:
         return 3 * z.f * z.b * z.s * z.V
-    return z.A + z.V * (z.w * min(z.recipe.loss_tile, z.b * z.s) + z.E * (z.w + z.f))
+    return z.A + z.w * min(z.recipe.loss_tile, z.b * z.s) * (z.V + z.E) + (z.w + z.f) * z.table

@@ -74,7 +74,7 @@ def build(model: ModelLike, *, seed: int = 0, weights: bool = True) -> PreTraine
     dtype = (config.dtype if own else None) or torch.float32
     if own and weights:
         with _refused(f"the weights in {folder} cannot be loaded"):
-            loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 local_files_only=True,
                 dtype=dtype,
