@@ -39,8 +39,7 @@ def estimate(config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: in
     found = moments(config, recipe, tokens=tokens, ranks=ranks, rows=rows)
     moment = max(found, key=lambda name: sum(found[name].values()))
     z = _sizes(config, recipe, tokens, ranks, rows)
-    # The last layer's input stays, for backward begins with it.
-    host = (z.L - 1) * z.A if recipe.offload == "inputs" else 0
+    host = (z.L - 1) * z.A if recipe.offload == "inputs" else 0  # backward begins with the last layer's
     return Estimate(sum(found[moment].values()), host, moment, found[moment])
 
 
@@ -51,7 +50,7 @@ def moments(
     z = _sizes(config, recipe, tokens, ranks, rows)
     found = {
         "loss backward": _held(z, z.L, {"norms": _norm_keeps(z) + z.A, "loss": _loss(z)}),
-        "final norm backward": _held(z, z.L, {"norms": z.A + _norm(z), "gradients": z.w * z.table}),
+        "final norm backward": _held(z, z.L, {"norms": _norm(z), "gradients": z.w * z.table}),
         "optimizer": {"model state": 16 * z.model // z.n},
     }
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
@@ -178,11 +177,11 @@ def _attention_keeps(z: _Sizes) -> int:
 def _layer(z: _Sizes) -> Iterator[tuple[str, Parts]]:
     """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
     attention, norms = _attention_keeps(z), _norm_keeps(z) + z.A
-    # The first norm's input is the layer's, which waited.
-    first = norms - z.A * (z.recipe.checkpoint and (z.recipe.norm_tile is not None or z.w == z.f))
+    # The layer's input, which waited, is kept by its first norm too, or not kept once it has run again.
+    first = norms - z.A * z.recipe.checkpoint
     weights = {"residual": z.A, "gradients in flight": z.w * z.mlp}
     yield "MLP backward", {"residual": z.A, "norms": first + norms, "attention": attention} | _mlp(z)
-    yield "norm backward", weights | {"norms": first + z.A + _norm(z), "attention": attention}
+    yield "norm backward", weights | {"norms": first + _norm(z), "attention": attention}
     inside = _upipe(z) if z.recipe.head_chunk else _attention(z)
     yield "attention backward", weights | {"norms": first, "attention": inside}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
@@ -192,9 +191,9 @@ def _layer(z: _Sizes) -> Iterator[tuple[str, Parts]]:
 
 
 def _norm(z: _Sizes) -> int:
-    """Six wide tensors; of a tile, beside the whole input and its gradient."""
+    """Six wide tensors; of a tile, beside the whole input and both gradients."""
     inside = 6 * z.f * z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
-    return inside + 2 * z.A if z.recipe.norm_tile else inside
+    return inside + 3 * z.A if z.recipe.norm_tile else inside
 
 
 def _mlp(z: _Sizes) -> Parts:
