@@ -64,16 +64,24 @@ def _compute_dtype(model: ModelLike) -> str | None:
     return None if model == "tiny" else "bfloat16"
 
 
-def recipe_for(recipe: str | Recipe, model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> Recipe:
+def recipe_for(
+    recipe: str | Recipe,
+    model: ModelLike,
+    ranks: int,
+    tokens: int,
+    *,
+    config: PretrainedConfig | None = None,
+    **knobs: Any,
+) -> Recipe:
     """The recipe itself, or the ladder's of this name, with ``knobs`` set by hand; checked against the model.
 
-    A knob set by hand is applied last, on whatever rung; a knob that derives from it follows.
+    A knob set by hand is applied last, on whatever rung; a knob that derives from it follows. ``config`` is
+    the model's, for a caller that has it: where the model is a callable, looking it up makes a model.
 
     Raises:
         RecipeError: an unknown name or knob, or a recipe that the model or the ranks forbid.
     """
-    # Once: where the model is a callable, this makes a model.
-    config = config_of(model)
+    config = config or config_of(model)
     if isinstance(recipe, str):
         if recipe not in RUNGS:
             raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(RUNGS)}, or a Recipe")

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from lab.errors import LabError
 from lab.formulas import estimate
-from lab.models import ModelLike, config_of
+from lab.models import ModelLike
 from lab.recipe import Recipe
 from lab.rungs import recipe_for
 from lab.units import format_bytes, format_tokens, parse_bytes, parse_tokens
-from lab.verbs.plan import Plan, plan
+from lab.verbs.plan import Plan, fake_model, plan
 
 MARGIN = 1.1
 """A recipe whose closed-form estimate is further than this over the memory is not planned: the two agree to a
@@ -41,9 +41,9 @@ def fit(
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
     """
-    length, config = parse_tokens(tokens), config_of(model)
+    length, config = parse_tokens(tokens), fake_model(model).config
     device, host = parse_bytes(device_memory), parse_bytes(host_memory)
-    base, heads = recipe_for("tiling", model, ranks, length), config.num_attention_heads
+    base, heads = recipe_for("tiling", model, ranks, length, config=config), config.num_attention_heads
     recipes = {r: estimate(config, r, tokens=length, ranks=ranks, rows=rows) for r in candidates(base, heads)}
     leanest = min(recipes, key=lambda r: recipes[r].device_peak)
     node = min(ranks, ranks_per_node)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lab.errors import LabError
+from lab.formulas import Estimate, estimate
 from lab.models import ModelLike
 from lab.recipe import Recipe
+from lab.rungs import recipe_for
 from lab.units import Ki, Mi, format_bytes, format_tokens
-from lab.verbs.plan import Plan, plan
+from lab.verbs.plan import Plan, fake_model, plan
 
 RESOLUTION = 128
 """The answer is exact to one part in so many: a plan more would halve that."""
@@ -48,19 +50,24 @@ def max_context(
     recipe: str | Recipe = "upipe",
     *,
     ranks: int,
+    rows: int = 1,
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
+    ranks_per_node: int = 8,
+    workspace: bool = True,
+    device: str = "h100",
     watch: Callable[[Plan], None] | None = None,
-    **settings: Any,
+    **knobs: Any,
 ) -> MaxContext:
     """Search for the longest context that fits ``device_memory`` a rank and ``host_memory`` a node.
 
-    A ladder's name gives each length its own recipe, for tiles derive from it. ``settings`` are those of
-    ``lab.plan`` (rows, ranks_per_node, workspace, device, knobs); ``watch`` is called with each plan made.
+    A ladder's name gives each length its own recipe, for tiles derive from it. The rest are the settings of
+    ``lab.plan``; ``watch`` is called with each plan made.
 
     Raises:
         LabError: as ``lab.plan``; or nothing fits, and what holds the memory; or nothing stops it.
     """
+    config = fake_model(model).config
 
     def planned(tokens: int) -> Plan:
         made = plan(
@@ -68,62 +75,73 @@ def max_context(
             recipe,
             tokens=tokens,
             ranks=ranks,
+            rows=rows,
             device_memory=device_memory,
             host_memory=host_memory,
-            **settings,
+            ranks_per_node=ranks_per_node,
+            workspace=workspace,
+            device=device,
+            **knobs,
         )
         if watch is not None:
             watch(made)
         return made
 
-    fits, beyond = _bracket(planned)
-    misses = 0
-    while (gap := beyond.tokens - fits.tokens) > (step := max(Ki, fits.tokens // RESOLUTION)):
-        # Memory grows nearly in a line: one plan just below its crossing, one just beyond, and the answer is
-        # between them. Where the line bends, the middle.
-        target = _crossing(fits, beyond)
-        target += -step // 2 if target - fits.tokens > step else step // 2
-        middle = planned(_whole(fits.tokens + gap // 2 if misses == 2 else target, fits, beyond))
-        fits, beyond = (middle, beyond) if middle.fits else (fits, middle)
-        misses = misses % 2 + 1 if beyond.tokens - fits.tokens > gap // 2 else 0
+    def estimated(tokens: int) -> Estimate:
+        chosen = recipe_for(recipe, model, ranks, tokens, config=config, **knobs)
+        return estimate(config, chosen, tokens=tokens, ranks=ranks, rows=rows)
+
+    fits, beyond = _search(planned, estimated)
     assert beyond.limit is not None
     return MaxContext(fits.tokens, beyond.limit, fits, beyond)
 
 
-def _bracket(planned: Callable[[int], Plan]) -> tuple[Plan, Plan]:
-    """A plan that fits and a longer one that does not, by the straight line through the last two."""
-    before, last = None, planned(Ki)
+def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]) -> tuple[Plan, Plan]:
+    """The longest plan that fits and the next that does not, no further apart than the resolution.
+
+    The closed form says where the wall should be, and each plan by how many bytes it is off there: so the
+    plans that are made stand close to the wall, one just before it, one just behind.
+    """
+    last = planned(Ki)
     if last.limit is not None:
         raise LabError(_nothing_fits(last))
-    while last.limit is None:
-        if last.tokens == LONGEST:
+    fits, beyond, fewest, most = last, None, Ki, LONGEST
+    misses = 0
+    while beyond is None or most - fewest > max(Ki, fewest // RESOLUTION):
+        wall = _wall(last, estimated)
+        step = max(Ki, wall // RESOLUTION)
+        target = wall - step // 2 if wall - fewest > step else wall + step // 2
+        if misses == 2:
+            target = (fewest + most) // 2
+        last = planned(min(max(_up(target), fewest + Ki), most - Ki if beyond else LONGEST))
+        gap = most - fewest
+        if last.limit is None:
+            fits, fewest = last, last.tokens
+        else:
+            beyond, most = last, last.tokens
+        if fewest == LONGEST:
             raise LabError(f"{format_tokens(LONGEST)} tokens still fit: give less memory, or another recipe")
-        near = 512 * Ki if before is None else max(2 * last.tokens, _crossing(before, last) * 17 // 16)
-        before, last = last, planned(min(_up(near), LONGEST))
-    assert before is not None
-    return before, last
+        misses = misses % 2 + 1 if most - fewest > gap // 2 else 0
+    return fits, beyond
 
 
-def _crossing(one: Plan, other: Plan) -> int:
-    """Tokens at which the line through two plans' loads reaches 1."""
-    rise = _load(other) - _load(one)
-    return LONGEST if rise <= 0 else int(one.tokens + (1 - _load(one)) / rise * (other.tokens - one.tokens))
-
-
-def _load(made: Plan) -> float:
-    """The fuller of the two memories, as a share of what was given."""
-    assert made.device_memory is not None
-    assert made.host_memory is not None
-    return max(made.device_peak / made.device_memory, made.host_peak_per_node / made.host_memory)
+def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:
+    """The most tokens that fit by the closed form, as far off as it is at this plan."""
+    off = near.device_peak - estimated(near.tokens).device_peak
+    nodes = min(near.ranks, near.ranks_per_node)
+    assert near.device_memory is not None
+    assert near.host_memory is not None
+    low, high = 1, LONGEST // Ki
+    while high - low > 1:
+        middle = (low + high) // 2
+        needs = estimated(middle * Ki)
+        fits = needs.device_peak + off <= near.device_memory and needs.host_peak * nodes <= near.host_memory
+        low, high = (middle, high) if fits else (low, middle)
+    return high * Ki if high == LONGEST // Ki else low * Ki
 
 
 def _up(tokens: int) -> int:
     return -(-tokens // Ki) * Ki
-
-
-def _whole(tokens: int, fits: Plan, beyond: Plan) -> int:
-    """A whole Ki that lies between the two."""
-    return min(max(_up(tokens), fits.tokens + Ki), beyond.tokens - Ki)
 
 
 def _nothing_fits(made: Plan) -> str:

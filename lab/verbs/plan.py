@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import models
 from lab.costs import Costs
@@ -138,7 +138,8 @@ def plan(
         if type(count) is not int or count < 1:
             raise LabError(f"{name}={count!r}: it takes a whole number, 1 or more")
     memory = [None if given is None else parse_bytes(given) for given in (device_memory, host_memory)]
-    chosen = recipe_for(recipe, model, ranks, length, **knobs)
+    skeleton = fake_model(model)
+    chosen = recipe_for(recipe, model, ranks, length, config=skeleton.config, **knobs)
     if chosen.ulysses_backend == "deepspeed":
         raise RecipeError(
             "ulysses_backend='deepspeed' cannot be planned, for DeepSpeed's communication needs real ranks; "
@@ -154,7 +155,7 @@ def plan(
         device=device,
         workspace=workspace,
     )
-    timeline, costs = whole_step(question)
+    timeline, costs = whole_step(question, skeleton)
     return Plan(
         title=title_of(model, recipe, ranks, length),
         recipe=chosen,
@@ -192,11 +193,15 @@ def plan_ladder(
     return plans
 
 
-def whole_step(question: Question) -> tuple[Timeline, Costs]:
-    """The step of the whole model, from disk if it was planned before."""
+def fake_model(model: models.ModelLike) -> PreTrainedModel:
+    """The model without a byte of its parameters."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = models.build(question.model, weights=False)
-    layers: nn.ModuleList = model.model.layers
+        return models.build(model, weights=False)
+
+
+def whole_step(question: Question, skeleton: PreTrainedModel) -> tuple[Timeline, Costs]:
+    """The step of the whole model, from disk if it was planned before; ``skeleton`` is the model, fake."""
+    layers: nn.ModuleList = skeleton.model.layers
     alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
 
     def make() -> tuple[Timeline, Costs]:
@@ -206,7 +211,7 @@ def whole_step(question: Question) -> tuple[Timeline, Costs]:
         # Its code is part of what the plan depends on, and nothing that could be looked up.
         return make()
     # What is no plain value (a recipe, a dtype) enters by its text.
-    facts = {**vars(question), "model": [model.config.to_dict(), [*_shapes(model)]]}
+    facts = {**vars(question), "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]]}
     return remembered(facts, make)
 
 
