@@ -22,7 +22,13 @@ BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
 
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
-NOTHING = ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided")
+NOTHING = (
+    "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
+    "aten._unsafe_view", "prim.device", "profiler._record_function_enter_new",
+    "profiler._record_function_exit",
+)  # fmt: skip
+"""Operators that touch no element, though they are no views."""
+
 FLASH = "aten._scaled_dot_product_flash_attention"
 
 
@@ -127,22 +133,24 @@ class CostCounter(TorchDispatchMode):
         group = next((g for g in map(_group, args) if g is not None), None)
         if group is None:
             return Costs()
-        ranks = dist.get_process_group_ranks(group)
-        others = len(ranks) - 1
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         whole = max((x.nbytes for x in _tensors(args)), default=0)
-        sent = whole * others // len(ranks)
-        if "allreduce" in name:
-            sent *= 2
-        elif "alltoall" in name and args[4]:  # sizes by receiver: a step round a ring goes to one of them
-            sent = (sum(args[4]) - args[4][dist.get_rank(group)]) * args[1].itemsize
-        one_node = ranks[0] // self.ranks_per_node == ranks[-1] // self.ranks_per_node
-        hardware = self.hardware
-        rate = (
-            _reached(hardware.link, hardware.link_share)
-            if one_node
-            else _reached(hardware.network, hardware.network_share)
-        )
-        return Costs(link_bytes=sent, device_seconds=sent / rate)
+        # An all-reduce is a reduce-scatter and an all-gather.
+        sizes = [whole // len(ranks) * (2 if "allreduce" in name else 1)] * len(ranks)
+        if "alltoall" in name and args[4]:  # a step round a ring goes to one of them
+            sizes = [elements * args[1].itemsize for elements in args[4]]
+        sizes[me] = 0
+        hardware, here = self.hardware, ranks[me] // self.ranks_per_node
+        link = _reached(hardware.link, hardware.link_share)
+        network = _reached(hardware.network, hardware.network_share)
+        near = [rank // self.ranks_per_node == here for rank in ranks]
+        sent, away = sum(sizes), sum(size for size, at_home in zip(sizes, near, strict=True) if not at_home)
+        if "alltoall" not in name and away:
+            # What goes round in rings, one through each adapter, passes a border with all of them at once.
+            seconds = sent / min(link, network * sum(near))
+        else:
+            seconds = max((sent - away) / link, away / network)
+        return Costs(link_bytes=sent, device_seconds=seconds)
 
 
 def _reached(peak: Figure, share: Figure) -> float:

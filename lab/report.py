@@ -7,9 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from lab.bench.table import printed
 from lab.errors import LabError
 from lab.recipe import Recipe
 from lab.units import Mi, format_bytes, format_seconds
@@ -77,7 +77,7 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
             format_bytes(plan.host_peak) if plan.host_peak else "-",
             f"{plan.peak.phase}: {_short(plan.peak.op)}",
         )
-    return f"{_title(first)}\n{_printed(table)}"
+    return f"{_title(first)}\n{printed(table)}"
 
 
 def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
@@ -162,7 +162,7 @@ def fit_text(plans: Sequence[Plan]) -> str:
             recipe_text(plan.recipe),
         )
     said = "↓ needs less device memory than every faster one: its price is the time it is slower."
-    return f"{_title(fastest)}\n{_printed(table)}\n{said}"
+    return f"{_title(fastest)}\n{printed(table)}\n{said}"
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -193,10 +193,3 @@ def _verdict(plan: Plan) -> str:
 
 def _bar(part: int, whole: int) -> str:
     return "█" * round(BAR * part / whole) if whole else ""
-
-
-def _printed(table: Table) -> str:
-    console = Console(width=130)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())

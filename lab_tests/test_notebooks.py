@@ -17,15 +17,23 @@ SMALL = {
     "01_fsdp": {"tokens": "256", "steps": "2", "ranks": "3"},
     "08_road_to_5m": {
         "model": "tiny",
-        "ranks": "4",
-        "device_memory": "32GiB",
+        "ranks": "16",
+        "device_memory": "12GiB",
         "host_memory": "64GiB",
         "tokens": "8M",
         "ladder_tokens": "4M",
-        "fit_tokens": "13M",
-        "stacks": "['checkpoint', 'tiling']",
+        "fit_tokens": "10M",
+        "stacks": "['checkpoint']",
         "yours": "tiny",
-        "your_ranks": "8",
+        "your_ranks": "16",
+    },
+    "90_reproduce_paper": {
+        "models": "['llama3-8b']",
+        "methods": "['upipe', 'fpdt']",
+        "lengths": "['128K']",
+        "stacks": "['upipe']",
+        "ablation": "False",
+        "searched": "[]",
     },
 }
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""

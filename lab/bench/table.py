@@ -19,7 +19,12 @@ def write(rows: Sequence[Row], *, as_json: bool) -> str:
     table = Table(*rows[0], box=SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in rows[0]))
-    console = Console(width=130)
+    return printed(table)
+
+
+def printed(table: Table) -> str:
+    """A table as plain text, in a notebook too."""
+    console = Console(width=130, force_jupyter=False, color_system=None)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())

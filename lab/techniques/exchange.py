@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def holders(*tensors: Tensor) -> list[int]:
-    """How many hold each tensor; all of Python counts as one."""
-    return [x._use_count() for x in tensors]  # type: ignore[attr-defined]
+    """How many hold each tensor, in C++ and in Python: a thread lets go of the one before the other."""
+    counts = ((x._use_count(), sys.getrefcount(x)) for x in tensors)  # type: ignore[attr-defined]
+    return [count for both in counts for count in both]
 
 
 def settle(tensors: tuple[Tensor, ...], before: list[int]) -> None:
@@ -199,12 +201,11 @@ class Shift:
     def __init__(self, send: Tensor, group: dist.ProcessGroup) -> None:
         ranks, rank = range(size_of(group)), dist.get_rank(group)
         self._shape = send.shape
-        flat = send.contiguous().view(-1)
-        self._tensors: tuple[Tensor, ...] = (flat, torch.empty_like(flat))
+        self._tensors: tuple[Tensor, ...] = (send.contiguous().view(-1), send.new_empty(send.numel()))
         self._before = holders(*self._tensors)
-        to = [flat.numel() if r == (rank + 1) % len(ranks) else 0 for r in ranks]
-        of = [flat.numel() if r == (rank - 1) % len(ranks) else 0 for r in ranks]
-        self._work = dist.all_to_all_single(self._tensors[1], flat, of, to, group=group, async_op=True)
+        to = [send.numel() if r == (rank + 1) % len(ranks) else 0 for r in ranks]
+        of = [send.numel() if r == (rank - 1) % len(ranks) else 0 for r in ranks]
+        self._work = dist.all_to_all_single(*self._tensors[::-1], of, to, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """What the previous rank sent, of the shape of what this one sent."""

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lab.techniques.exchange import settled
 from lab.techniques.precision import wider
@@ -78,9 +79,13 @@ class _SettledReduceScatter(DefaultReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work:
+    ) -> Any:
         with settled(output_tensor, input_tensor):
-            return super().__call__(output_tensor, input_tensor, group, op)
+            waiting = super().__call__(output_tensor, input_tensor, group, op, async_op=True).wait
+            # Gloo sums in a copy of the input, and takes the result from there while it is waited for.
+            with _disable_current_modes():
+                waiting()
+            del waiting
 
 
 def apply_replication(

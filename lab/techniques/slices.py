@@ -34,11 +34,13 @@ def shortened() -> Iterator[None]:
     counted, not held (operations, seconds), is to be taken ``times()`` as often.
     """
     assert detect_fake_mode() is not None, "skipping the tiles of a real tensor would leave it unwritten"
-    token = _shortened.set(True)
+    token, outer = _shortened.set(True), _times.set(1)
     try:
         yield
     finally:
         _shortened.reset(token)
+        # Also when a loop was left halfway.
+        _times.reset(outer)
 
 
 def times() -> int:

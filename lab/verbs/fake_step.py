@@ -1,4 +1,4 @@
-"""One training step on fake tensors, as rank 0 of N: the real techniques and the real step, no bytes held."""
+"""One training step on fake tensors, as one rank of N: the real techniques and the real step, no bytes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ class Question:
 
 
 def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
-    """Train the model's first ``layers`` layers for one step; what rank 0 held, and what the step costs."""
+    """Train the model's first ``layers`` layers for one step; what a rank held, and what the step costs."""
     counter = CostCounter(hardware(question.device), question.ranks_per_node)
     workspace = cuda_workspace(question.ranks) if question.workspace else NO_WORKSPACE
     meter = Meter(clock=counter.now, workspace=workspace)
-    with _rank_0_of(question.ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), shortened():
+    # Of a ring the second rank: it meets all its queries with half of the keys of the first, and holds more
+    # than the first, which never does. Else the first, for where shards are not equal the last is smaller.
+    rank = question.recipe.ulysses if question.recipe.ring > 1 else 0
+    with _one_of(question.ranks, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True), shortened():
         model = models.build(question.model, weights=False)
         del model.model.layers[layers:]
         model.train()
@@ -64,11 +67,11 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
 
 
 @contextmanager
-def _rank_0_of(ranks: int) -> Iterator[DeviceMesh]:
+def _one_of(ranks: int, rank: int) -> Iterator[DeviceMesh]:
     """A group in which every collective returns at once, with whatever lies in its buffers."""
     if dist.is_initialized():
         raise LabError("this process is one of a group of ranks, and a plan makes its own: plan elsewhere")
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (ranks,))
     finally:

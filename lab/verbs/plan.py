@@ -1,4 +1,4 @@
-"""Plan: the training step on fake tensors, as rank 0 of N; bytes, operations, seconds, and what stops it."""
+"""Plan: the training step on fake tensors, as one rank of N; bytes, operations, seconds, what stops it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lab.verbs.remembered import remembered
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One training step, planned: bytes of rank 0, which has what every rank has.
+    """One training step, planned: the bytes of a rank that holds the most.
 
     ``device_memory`` is bytes a device, ``host_memory`` bytes a node of ``ranks_per_node`` ranks; None where
     no limit was given. ``planning_seconds`` is what the plan took to make.

@@ -6,7 +6,9 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -37,7 +39,7 @@ def remembered(question: dict[str, Any], make: Callable[[], Step]) -> Step:
         document = json.loads(gzip.decompress(path.read_bytes()))
         path.touch()
         return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
         step = make()
     _write(path, {"timeline": step[0].to_json(), "costs": asdict(step[1])})
     return step
@@ -59,7 +61,8 @@ def _write(path: Path, document: dict[str, Any]) -> None:
         for old in kept[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
 @cache

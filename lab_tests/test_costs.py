@@ -1,0 +1,142 @@
+"""What a step costs: exact numbers of operations and bytes, by formulas that stand beside the counter."""
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+import lab
+from lab.costs import Costs
+from lab.hardware import hardware
+from lab.recipe import Recipe
+
+L, E, I, H, K, D, V = 3, 48, 72, 24, 4, 10, 104  # noqa: E741
+S, RANKS, FP32 = 160, 4, 4
+
+LAYER = 2 * E * H * D + 2 * E * K * D + 3 * E * I
+MATMULS = L * LAYER + V * E
+NORMS = L * 2 * E + E
+LAYER_BYTES, ROOT_BYTES = FP32 * (LAYER + 2 * E), FP32 * (2 * V * E + E)
+ATTENTION = 2 * S * S * H * D  # scores and outputs, half of each behind the mask
+
+
+def config(family=LlamaConfig):
+    return family(
+        hidden_size=E, intermediate_size=I, num_hidden_layers=L, num_attention_heads=H,
+        num_key_value_heads=K, head_dim=D, vocab_size=V,
+    )  # fmt: skip
+
+
+def costs(ranks=RANKS, ranks_per_node=8, device="h100", rows=1, family=LlamaConfig, **knobs) -> Costs:
+    model = config(family)
+    return lab.plan(
+        model, Recipe(**knobs), tokens=S, ranks=ranks, rows=rows, device=device, ranks_per_node=ranks_per_node
+    ).costs
+
+
+def left(nbytes: int, group: int = RANKS) -> int:
+    """What of a payload leaves the rank."""
+    return nbytes * (group - 1) // group
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_flops_of_a_plain_step(rows):
+    assert costs(1, rows=rows).flops == rows * (6 * MATMULS * S + L * ATTENTION * 7 // 2)
+
+
+def test_a_rank_of_four_does_a_fourth():
+    assert costs(fsdp=True, ulysses=4).flops * 4 == costs(1).flops
+
+
+def test_biases_multiply_nothing():
+    # Qwen2 takes head_dim from E / H: it is that of this test's shapes only where it is given.
+    assert costs(1, family=Qwen2Config).flops == costs(1).flops
+
+
+def test_checkpointing_runs_every_attention_and_matmul_twice_but_the_last_of_a_layer():
+    again = 2 * S * (LAYER - I * E)  # nothing that backward needs comes after down_proj
+    assert costs(1, checkpoint=True).flops - costs(1).flops == L * (again + ATTENTION)
+
+
+def test_upipe_computes_no_attention_more_than_ulysses():
+    ulysses, upipe = ({"ulysses": 4, "checkpoint": True, **more} for more in ({}, {"head_chunk": 8}))
+    extra = costs(**upipe).flops - costs(**ulysses).flops
+    assert extra % (2 * S // 4) == 0
+    assert extra < L * ATTENTION // 4
+
+
+def test_replicated_ranks_sum_every_gradient():
+    parameters = [E * H * D] * 2 + [E * K * D] * 2 + [E * I] * 3 + [E] * 2
+    summed = L * sum(2 * left(FP32 * n) for n in parameters)
+    summed += 2 * left(FP32 * V * E) * 2 + 2 * left(FP32 * E)
+    the_loss = 2 * left(FP32)
+    assert costs().link_bytes == summed + the_loss
+
+
+def test_fsdp_gathers_a_layer_twice_and_the_rest_once():
+    # The norm of the gradients, as little as the loss, goes by a functional collective, which is not counted.
+    the_loss = 2 * left(FP32)
+    layers = L * 3 * left(LAYER_BYTES)  # gathered forward, gathered backward, gradients scattered
+    assert costs(fsdp=True).link_bytes == layers + 2 * left(ROOT_BYTES) + the_loss
+    halves = costs(fsdp=True, compute_dtype="bfloat16")
+    gathered = (2 * L * left(LAYER_BYTES) + left(ROOT_BYTES)) // 2
+    scattered = L * left(LAYER_BYTES) + left(ROOT_BYTES)
+    assert halves.link_bytes == gathered + scattered + the_loss
+
+
+def test_ulysses_exchanges_q_k_v_and_out_both_ways():
+    for degree in (2, 4, 8):  # K = 4: with 8 ranks each key and value head goes to two
+        more = {"ranks": 8, "fsdp": True}
+        sent = costs(ulysses=degree, **more).link_bytes - costs(**more).link_bytes
+        payload = FP32 * (S // degree) * D * (2 * H + 2 * max(K, degree))
+        assert sent == 2 * L * left(payload, degree)
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_a_ring_sends_to_one_rank(ring):
+    sent = costs(fsdp=True, ring=ring).link_bytes - costs(fsdp=True).link_bytes
+    kv = 2 * (S // ring) * K * D * FP32
+    assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
+
+
+def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():
+    offloaded = costs(fsdp=True, ulysses=4, checkpoint=True, offload="inputs")
+    one_input = FP32 * (S // 4) * E
+    assert offloaded.host_bytes == 2 * (L - 1) * one_input
+    h100 = hardware("h100")
+    rate = h100.host_link.value * h100.host_link_share.value
+    assert offloaded.host_seconds == pytest.approx(offloaded.host_bytes / rate, rel=1e-12)
+    kept = costs(fsdp=True, ulysses=4, checkpoint=True)
+    assert (kept.host_bytes, kept.host_seconds) == (0, 0.0)
+    assert offloaded.device_seconds == pytest.approx(kept.device_seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_groups_across_nodes_use_the_network(ulysses):
+    """On nodes of two ranks: gathers with both adapters, exchanges with each rank's own."""
+    h100 = hardware("h100")
+    links = h100.link.value * h100.link_share.value
+    network = h100.network.value * h100.network_share.value
+    one = costs(fsdp=True, ulysses=ulysses)
+    two = costs(fsdp=True, ulysses=ulysses, ranks_per_node=2)
+    assert (one.flops, one.link_bytes, one.host_bytes) == (two.flops, two.link_bytes, two.host_bytes)
+    gathered = costs(fsdp=True).link_bytes
+    exchanged = (one.link_bytes - gathered) * (ulysses == 4)
+    # Of what a rank exchanges with three others, two are on the other node.
+    slower = gathered * (1 / (2 * network) - 1 / links) + exchanged * (2 / 3 / network - 1 / links)
+    assert two.device_seconds - one.device_seconds == pytest.approx(slower, rel=1e-3)
+
+
+def test_matmuls_take_fp32_at_half_the_rate_and_devices_differ():
+    assert costs(device="a100").seconds > costs().seconds > costs(compute_dtype="bfloat16").seconds * 0.9
+    assert costs(device="h200").flops == costs().flops
+
+
+def test_costs_add_and_multiply():
+    one, two = Costs(1, 2, 3, 4.0, 5.0), Costs(10, 20, 30, 70.0, 50.0)
+    assert one + two == Costs(11, 22, 33, 74.0, 55.0)
+    assert two * 3 == Costs(30, 60, 90, 210.0, 150.0)
+    assert two + one * -1 == Costs(9, 18, 27, 66.0, 45.0)
+
+
+def test_copies_run_beside_the_device():
+    assert Costs(device_seconds=4.0, host_seconds=5.0).seconds == 5.0
+    assert Costs(device_seconds=5.0, host_seconds=4.0).seconds == 5.0

@@ -1,0 +1,110 @@
+"""A step extended from five and six layers is the step of all layers, in every row."""
+
+import numpy as np
+import pytest
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lab
+from lab.rungs import RUNGS, recipe_for
+from lab.verbs import plan as planning
+from lab.verbs.extending import extended
+from lab.verbs.fake_step import Question, fake_step
+
+TOKENS, RANKS = 120, 2
+
+
+def config(layers: int = 9) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=48, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=12,
+        num_key_value_heads=6, head_dim=10, vocab_size=104,
+    )  # fmt: skip
+
+
+def question(rung: str, workspace: bool = False) -> Question:
+    # s = 60: two tiles of 45, a second of 15 tokens.
+    knobs = {"mlp_tile": 45, "norm_tile": 45, "loss_tile": 45} if rung in ("tiling", "upipe") else {}
+    if rung == "upipe":
+        knobs["head_chunk"] = 6
+    recipe = recipe_for(rung, config(), RANKS, TOKENS, **knobs)
+    return Question(config(), recipe, TOKENS, RANKS, 1, ranks_per_node=8, device="h100", workspace=workspace)
+
+
+@pytest.fixture
+def walks(monkeypatch) -> list[int]:
+    """How many layers each walk had."""
+    depths = []
+
+    def walked(question, layers):
+        depths.append(layers)
+        return fake_step(question, layers)
+
+    monkeypatch.setattr(planning, "fake_step", walked)
+    return depths
+
+
+@pytest.mark.parametrize(
+    ("rung", "workspace"),
+    [*((rung, False) for rung in RUNGS), ("plain", True), ("offload", True), ("upipe", True)],
+)
+def test_nine_layers_are_those_walked_in_full(walks, rung, workspace):
+    asked = question(rung, workspace)
+    plan = lab.plan(config(), asked.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
+    assert walks == [5, 6]
+    whole, costs = fake_step(asked, 9)
+    for name, said in columns(plan.timeline).items():
+        assert said == columns(whole)[name], name
+    np.testing.assert_allclose(plan.timeline.seconds, whole.seconds, rtol=1e-9)
+    for number in ("flops", "link_bytes", "host_bytes"):
+        assert getattr(plan.costs, number) == getattr(costs, number)
+    assert plan.costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-9)
+    assert plan.costs.host_seconds == pytest.approx(costs.host_seconds, rel=1e-9)
+
+
+def columns(timeline):
+    return {
+        "op": [timeline.ops[i].name for i in timeline.op],
+        "module": [timeline.modules[i] for i in timeline.module],
+        "phase": [timeline.phases[i] for i in timeline.phase],
+        "device": timeline.device.tolist(),
+        "host": timeline.host.tolist(),
+        "step": timeline.step.tolist(),
+    }
+
+
+@pytest.mark.parametrize(("layers", "walked"), [(1, [1]), (6, [6]), (7, [5, 6])])
+def test_few_layers_are_walked(walks, layers, walked):
+    plan = lab.plan(config(layers), "checkpoint", tokens=TOKENS, ranks=RANKS)
+    assert walks == walked
+    held = {name for name in plan.timeline.modules if name.count(".") == 2 and "layers" in name}
+    assert held == {f"model.layers.{i}" for i in range(layers)}
+
+
+def one_wider(wide: int | None):
+    def make():
+        model = LlamaForCausalLM._from_config(config(), attn_implementation="sdpa")
+        if wide is not None:
+            mlp = model.model.layers[wide].mlp
+            mlp.gate_proj, mlp.up_proj = (nn.Linear(48, 96, bias=False) for _ in range(2))
+            mlp.down_proj = nn.Linear(96, 48, bias=False)
+        return model
+
+    return make
+
+
+@pytest.mark.parametrize("wide", [0, 4, 8])
+def test_layers_that_differ_are_walked_in_full(walks, wide):
+    plan = lab.plan(one_wider(wide), "fsdp", tokens=TOKENS, ranks=RANKS, compute_dtype=None)
+    assert walks == [9]
+    alike = lab.plan(one_wider(None), "fsdp", tokens=TOKENS, ranks=RANKS, compute_dtype=None)
+    assert walks == [9, 5, 6]
+    assert plan.costs.flops - alike.costs.flops == 6 * TOKENS * 3 * 48 * 24
+
+
+def test_steps_that_do_not_correspond_are_not_extended(walks, monkeypatch):
+    (shallow, _), (deep, _) = fake_step(question("fsdp"), 5), fake_step(question("checkpoint"), 6)
+    assert extended(shallow, deep, 9) is None
+    monkeypatch.setattr(planning, "extended", lambda *_: None)
+    plan = lab.plan(config(7), "plain", tokens=TOKENS, ranks=RANKS, rows=3)
+    assert walks == [5, 6, 7]
+    assert "model.layers.6.mlp" in plan.timeline.modules

@@ -1,0 +1,106 @@
+"""The table of devices, and what CUDA takes beside what a meter sees."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import lab
+from lab import hardware as table
+from lab.errors import LabError
+from lab.hardware import HARDWARE, Figure, fixed_workspace, flash_backward_workspace, hardware, rounded
+from lab.recipe import Recipe
+from lab.units import GiB, MiB
+
+FIGURES = {
+    **{f"{d}.{n}": f for d, h in HARDWARE.items() for n, f in vars(h).items() if isinstance(f, Figure)},
+    **{n: f for n, f in vars(table).items() if isinstance(f, Figure)},
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_has_a_unit_and_a_source(name):
+    figure = FIGURES[name]
+    assert figure.unit in ("FLOP/s", "B/s", "B", "1")
+    assert len(figure.source.split()) > 2
+    assert figure.value > 0
+    if name.endswith("_share"):
+        assert figure.unit == "1"
+        assert figure.value < 1
+
+
+def test_every_field_of_a_device_is_a_figure():
+    assert set(HARDWARE) == {"h100", "h200", "a100"}
+    for device in HARDWARE.values():
+        assert [n for n, f in vars(device).items() if not isinstance(f, Figure)] == ["name"]
+    assert len(FIGURES) == 3 * 13 + 7
+    assert len({device.name for device in HARDWARE.values()}) == 3
+
+
+def test_an_unknown_device_is_refused_in_one_line():
+    assert hardware("h100").name == "NVIDIA H100 SXM 80GB"
+    with pytest.raises(LabError, match=r"^no device named 'v100': the table has a100, h100, h200$"):
+        hardware("v100")
+    with pytest.raises(LabError, match="no device named 'H100'"):
+        lab.plan("tiny", "plain", tokens=64, ranks=1, device="H100")
+
+
+@pytest.mark.parametrize(("nbytes", "block"), [(0, 0), (1, 512), (512, 512), (513, 1024), (5 * GiB, 5 * GiB)])
+def test_blocks_come_in_512_bytes(nbytes, block):
+    assert rounded(nbytes) == block
+
+
+def test_flash_backward_by_hand():
+    # b=2, h=12, S=200 -> 256, D=10 -> 16 -> 32 for dq; K=6, S'=130; out lies as another layout: one copy.
+    dq, sums = 4 * 2 * 12 * 256 * 32, 4 * 2 * 12 * 256
+    dk = dv = 2 * 2 * 12 * 130 * 16  # 99840 = 195 * 512
+    copied = 2 * 2 * 12 * 200 * 16
+    assert flash_backward_workspace(2, 12, 6, 200, 130, 10) == dq + sums + dk + dv
+    assert flash_backward_workspace(2, 12, 12, 200, 130, 10) == dq + sums
+    assert flash_backward_workspace(2, 12, 6, 200, 130, 10, copies=1) == dq + sums + dk + dv + copied
+    # dq's head_dim goes up to 32 (96 stays 96), above 128 to 64 (160 -> 192).
+    assert flash_backward_workspace(1, 1, 1, 128, 128, 96) == 4 * 128 * 96 + 4 * 128
+    assert flash_backward_workspace(1, 1, 1, 128, 128, 160) == 4 * 128 * 192 + 4 * 128
+
+
+def test_the_fixed_part_grows_with_the_ranks_of_a_node():
+    sizes = [fixed_workspace(ranks) for ranks in (1, 2, 4, 8)]
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == int(0.92 * GiB + 64 * MiB)
+    assert sizes[3] - sizes[2] == 4 * 32 * 12 * MiB
+    assert fixed_workspace(64) == sizes[3]
+
+
+def wide_attention():
+    return LlamaConfig(
+        hidden_size=48, intermediate_size=56, num_hidden_layers=2, num_attention_heads=24,
+        num_key_value_heads=6, head_dim=10, vocab_size=104,
+    )  # fmt: skip
+
+
+def both(**knobs):
+    return [
+        lab.plan(wide_attention(), Recipe(**knobs), tokens=200, ranks=2, workspace=on).timeline
+        for on in (True, False)
+    ]
+
+
+def test_at_the_peak_a_plan_adds_the_fixed_part_and_the_kernels_own(monkeypatch):
+    monkeypatch.setattr(table, "BLOCK", Figure(1, "B", "nothing is rounded here"))
+    cuda, seen = both(checkpoint=True)
+    assert seen.peak.op == cuda.peak.op == "aten._scaled_dot_product_flash_attention_for_cpu_backward"
+    own = flash_backward_workspace(1, 24, 6, 200, 200, 10)
+    assert cuda.device_peak - seen.device_peak == fixed_workspace(2) + own
+    assert cuda.peak.by_category["other"] - seen.peak.by_category["other"] == fixed_workspace(2) + own
+    assert cuda.host_peak == seen.host_peak
+
+
+def test_at_the_first_row_it_adds_the_rounding_of_every_storage():
+    cuda, seen = both(fsdp=False)
+    model = lab.models.build(wide_attention())
+    lost = [rounded(p.nbytes) - p.nbytes for p in model.parameters()]
+    counters = len(lost) * (rounded(4) - 4)
+    held = cuda.moment(0).by_category
+    assert held["other"] - seen.moment(0).by_category["other"] == fixed_workspace(2)
+    assert held["optimizer"] - seen.moment(0).by_category["optimizer"] == 2 * sum(lost) + counters
+    tables = [rounded(b.nbytes) - b.nbytes for b in model.buffers() if b.dtype is torch.float32]
+    assert held["parameters"] - seen.moment(0).by_category["parameters"] == sum(lost) + sum(tables)

@@ -1,0 +1,176 @@
+"""A plan's answers: what fits, what stops it, what it refuses, and that it leaves nothing behind."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig
+
+import lab
+from lab.errors import LabError
+from lab.recipe import Recipe
+
+
+def small(**more):
+    shape = {
+        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 24,
+        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
+    }  # fmt: skip
+    return LlamaConfig(**{**shape, **more})
+
+
+@pytest.fixture(scope="module")
+def offloaded():
+    """One layer's input on the host of each of 16 ranks."""
+    return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2)
+
+
+def test_without_a_limit_nothing_is_said(offloaded):
+    assert (offloaded.fits, offloaded.limit) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "fits", "limit"),
+    [
+        (0, None, True, None), (-1, None, False, "device"),
+        (None, 0, True, None), (None, -1, False, "host"),
+        (0, 0, True, None), (0, -1, False, "host"), (-1, 0, False, "device"), (-1, -1, False, "device"),
+    ],
+)  # fmt: skip
+def test_what_fits_to_the_byte(offloaded, device, host, fits, limit):
+    plan = replace(
+        offloaded,
+        device_memory=None if device is None else offloaded.device_peak + device,
+        host_memory=None if host is None else offloaded.host_peak_per_node + host,
+    )
+    assert (plan.fits, plan.limit) == (fits, limit)
+
+
+def test_host_memory_is_that_of_a_node(offloaded):
+    one_input = 2 * (128 // 2) * 48  # bf16
+    assert offloaded.host_peak == one_input
+    assert offloaded.host_peak_per_node == 8 * one_input
+    assert replace(offloaded, ranks_per_node=4).host_peak_per_node == 4 * one_input
+    assert replace(offloaded, ranks_per_node=64).host_peak_per_node == 16 * one_input
+
+
+def test_memory_is_given_in_words():
+    plan = lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="80GiB", host_memory="2TiB")
+    assert (plan.device_memory, plan.host_memory) == (80 * 2**30, 2 * 2**40)
+    assert plan.fits is True
+    assert lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="1MiB").limit == "device"
+
+
+def test_json_holds_the_answers(offloaded):
+    document = replace(offloaded, device_memory=1).to_json()
+    assert list(document) == [
+        "recipe", "tokens", "ranks", "device_peak", "host_peak", "host_peak_per_node", "fits", "limit",
+        "peak", "by_category", "flops", "link_bytes", "host_bytes", "step_seconds", "planning_seconds",
+    ]  # fmt: skip
+    peak = offloaded.timeline.peak
+    assert document["peak"] == {
+        "op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase
+    }  # fmt: skip
+    assert sum(document["by_category"].values()) == document["device_peak"] == offloaded.timeline.total.max()
+    assert (document["fits"], document["limit"]) == (False, "device")
+    assert Recipe.from_json(document["recipe"]) == offloaded.recipe
+    assert document["step_seconds"] == offloaded.costs.seconds > 0
+    assert document["planning_seconds"] > 0
+    assert (document["flops"], document["link_bytes"], document["host_bytes"]) == (
+        offloaded.costs.flops, offloaded.costs.link_bytes, offloaded.costs.host_bytes
+    )  # fmt: skip
+
+
+def test_the_clock_is_the_devices(offloaded):
+    seconds = offloaded.timeline.seconds
+    assert (seconds[1:] >= seconds[:-1]).all()
+    assert seconds[0] == 0
+    assert 0.5 * offloaded.costs.device_seconds < seconds[-1] <= offloaded.costs.device_seconds
+    assert [phase for phase, *_ in offloaded.timeline.spans()] == ["forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"tokens": "abc"}, "'abc' is not a number of tokens: write 8192, 128K or 5M"),
+        ({"tokens": 0}, "0 is not a number of tokens"),
+        ({"tokens": -1}, "-1 is not a number of tokens"),
+        ({"recipe": "upip"}, "unknown recipe 'upip': give one of plain, fsdp, ulysses"),
+        ({"model": "tinny"}, r"unknown model 'tinny' \(did you mean 'tiny'\?\)"),
+        ({"chunk": 8}, "a recipe has no field 'chunk': its fields are fsdp, ulysses"),
+        ({"ulysses": 5, "ranks": 5}, "ulysses=5: it does not divide the 24 query heads; these work: 1, 2, 3"),
+        ({"ulysses": 4}, "ulysses=4: of it and the 6 key/value heads neither divides the other; these work"),
+        ({"ulysses": 3}, "ulysses=3 x ring=1 on 4 ranks: .* these products work: 1, 2, 4"),
+        ({"head_chunk": 5, "ulysses": 2}, "head_chunk=5"),
+        ({"device": "v100"}, "no device named 'v100': the table has a100, h100, h200"),
+        ({"device_memory": "80GB", "recipe": "plain"}, "'80GB' is not an amount of memory: write 80GiB"),
+        ({"recipe": Recipe(ulysses=2, ulysses_backend="deepspeed")}, "deepspeed' cannot be planned.*'lab'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(changed, message):
+    asked = {"model": small(), "recipe": "upipe", "tokens": 64, "ranks": 4, **changed}
+    with pytest.raises(LabError, match=message) as caught:
+        lab.plan(asked.pop("model"), asked.pop("recipe"), **asked)
+    assert "\n" not in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_no_ranks_are_refused():
+    for ranks in (0, -1):
+        with pytest.raises(LabError):
+            lab.plan(small(), "plain", tokens=64, ranks=ranks)
+
+
+def test_degrees_that_the_heads_forbid_are_not_chosen():
+    assert lab.plan(small(), "ulysses", tokens=64, ranks=4).recipe.ulysses == 2
+
+
+def test_a_plan_needs_no_group_and_leaves_none():
+    peaks = []
+    for rows in (1, 3, 1):
+        assert not dist.is_initialized()
+        peaks.append(lab.plan(small(), "ulysses", tokens=64, ranks=4, rows=rows).device_peak)
+    assert not dist.is_initialized()
+    assert peaks[0] == peaks[2] < peaks[1]
+
+
+def test_a_plan_that_fails_leaves_no_group():
+    calls = []
+
+    def make():
+        calls.append(dist.is_initialized())
+        if dist.is_initialized():
+            raise OSError("the third time")
+        return lab.models.build(small())
+
+    with pytest.raises(LabError, match="the callable failed: OSError: the third time"):
+        lab.plan(make, "fsdp", tokens=64, ranks=4)
+    assert calls[-1]
+    assert not dist.is_initialized()
+
+
+def test_among_ranks_a_plan_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(LabError, match="this process is one of a group of ranks"):
+            lab.plan(small(), "plain", tokens=66, ranks=2)
+        assert dist.get_world_size() == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_random_numbers_and_gradients_are_as_before():
+    state = torch.get_rng_state()
+    lab.plan(small(), "tiling", tokens=68, ranks=4)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    assert type(torch.ones(2) + 1) is torch.Tensor
+
+
+def test_the_callers_config_is_kept():
+    config = small()
+    before = config.to_dict()
+    lab.plan(config, "fsdp", tokens=70, ranks=4)
+    assert config.to_dict() == before

@@ -1,0 +1,122 @@
+"""Planned bytes are measured bytes: every rung, every rank, to the byte, with the operator at the peak."""
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+import lab
+from lab.memory.timeline import Timeline
+from lab.recipe import Recipe
+from lab.rungs import RUNGS, recipe_for
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Digits: their bytes are tokens of the smallest vocabulary."""
+    path = tmp_path_factory.mktemp("text") / "digits.txt"
+    path.write_text("0123456789 " * 1000)
+    return path
+
+
+def answers(timeline: Timeline) -> dict[str, object]:
+    def of_phase(name: str) -> int:
+        return timeline.rows([timeline.phases[p] == name for p in timeline.phase]).device_peak
+
+    return {
+        "device": timeline.device_peak,
+        "host": timeline.host_peak,
+        "op": timeline.peak.op,
+        "module": timeline.peak.module,
+        "forward": of_phase("forward"),
+        "backward": of_phase("backward"),
+    }
+
+
+def planned_and_measured(cluster, text, model, recipe, tokens, rows=1, steps=1):
+    """The plan's answers, and those of every rank and step."""
+    plan = lab.plan(model, recipe, tokens=tokens, ranks=4, rows=rows, workspace=False)
+    run = lab.run(model, recipe, tokens=tokens, rows=rows, steps=steps, text=text, cluster=cluster)
+    measured = [
+        [answers(timeline.rows(timeline.step == step)) for step in range(steps)] for timeline in run.timelines
+    ]
+    return answers(plan.timeline), measured
+
+
+def odd(family=LlamaConfig, **more):
+    """All axes and quotients differ; four divides each, so that shards are equal."""
+    shape = {
+        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 24,
+        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
+    }  # fmt: skip
+    return family(**{**shape, **more})
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_of_tiny(ranks4, text, rung):
+    recipe = recipe_for(rung, "tiny", 4, 512)
+    planned, measured = planned_and_measured(ranks4, text, "tiny", recipe, 512, steps=2)
+    assert measured == [[planned] * 2] * 4
+    assert (planned["host"] > 0) == (rung in ("offload", "tiling", "upipe"))
+
+
+UPIPE = Recipe(
+    fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, offload="inputs",
+    mlp_tile=48, norm_tile=56, loss_tile=52,
+)  # fmt: skip
+OFFLOAD = Recipe(fsdp=True, ulysses=2, checkpoint=True, offload="inputs")
+CASES = {
+    "tokens that do not divide": (odd(), UPIPE, 499, 1),
+    "rows over data parallel ranks": (odd(), UPIPE, 500, 2),
+    "rows that do not divide": (odd(), UPIPE, 500, 3),
+    "tile of 5": (odd(), Recipe(ulysses=2, mlp_tile=5, norm_tile=8, loss_tile=5), 40, 1),
+    "tile of 8": (odd(), Recipe(fsdp=True, ulysses=2, mlp_tile=8, norm_tile=5, loss_tile=8), 40, 3),
+    "bf16": (odd(), Recipe(fsdp=True, ulysses=2, checkpoint=True, compute_dtype="bfloat16"), 500, 1),
+    "bf16 on replicas": (odd(), Recipe(compute_dtype="bfloat16"), 250, 1),
+    "biases": (odd(Qwen2Config), UPIPE, 500, 1),
+    "norms of heads": (odd(Qwen3Config, head_dim=28), UPIPE, 500, 1),
+    "tied heads": (odd(tie_word_embeddings=True), UPIPE, 500, 1),
+    "tied heads on replicas": (odd(tie_word_embeddings=True), Recipe(), 250, 1),
+    "eight layers": (odd(num_hidden_layers=8), OFFLOAD, 250, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_nothing_coincides(ranks4, text, name):
+    planned, measured = planned_and_measured(ranks4, text, *CASES[name])
+    assert measured == [[planned]] * 4
+
+
+def test_every_chunk_of_the_heads(ranks4, text):
+    peaks = []
+    model = odd(hidden_size=64, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=2)
+    for chunk in (8, 16, 32):
+        recipe = Recipe(fsdp=True, ulysses=4, head_chunk=chunk, checkpoint=True)
+        planned, measured = planned_and_measured(ranks4, text, model, recipe, 500)
+        assert measured == [[planned]] * 4
+        assert "self_attn" in planned["module"]
+        peaks.append(planned["device"])
+    assert peaks == sorted(set(peaks))
+
+
+RINGS = {
+    "ring of four": (Recipe(fsdp=True, ring=4), 496),
+    "ring and Ulysses": (Recipe(fsdp=True, ring=2, ulysses=2, checkpoint=True), 500),
+    "ring and UPipe": (Recipe(fsdp=True, ring=2, ulysses=2, head_chunk=4, checkpoint=True), 500),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_round_a_ring_the_plan_is_that_of_the_rank_that_holds_most(ranks4, text, name):
+    """The ring's first rank never meets all its queries with half of another's keys: it holds less."""
+    recipe, tokens = RINGS[name]
+    planned, measured = planned_and_measured(ranks4, text, odd(), recipe, tokens)
+    first, others = measured[: recipe.ulysses], measured[recipe.ulysses :]
+    assert others == [[planned]] * len(others)
+    assert all(rank[0]["device"] <= planned["device"] for rank in first)
+
+
+def test_of_shards_that_are_not_equal_rank_0_holds_the_most(ranks4, text):
+    """A vocabulary of 101 is sharded 26, 26, 26, 23: the last rank holds 3 rows less of both moments."""
+    planned, measured = planned_and_measured(ranks4, text, odd(vocab_size=101), UPIPE, 500)
+    assert measured[:3] == [[planned]] * 3
+    rows = 3 * 48 * 4 * 2  # of the embedding and of the head
+    assert planned["device"] - measured[3][0]["device"] == 2 * rows

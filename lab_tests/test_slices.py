@@ -1,0 +1,97 @@
+"""The loop over tiles, and that a plan which walks three of them says what one that walks all does."""
+
+import contextlib
+
+import pytest
+from torch._subclasses import FakeTensorMode
+from transformers import LlamaConfig
+
+from lab.rungs import recipe_for
+from lab.techniques.slices import shortened, slices, times
+from lab.verbs import fake_step as walking
+from lab.verbs.fake_step import Question, fake_step
+
+
+@pytest.mark.parametrize(
+    ("length", "tile", "expected"),
+    [
+        (20, 8, [(0, 8), (8, 8), (16, 4)]),
+        (20, 5, [(0, 5), (5, 5), (10, 5), (15, 5)]),
+        (20, 20, [(0, 20)]),
+        (3, 8, [(0, 3)]),
+    ],
+)
+def test_tiles_cover_the_sequence_once_and_in_order(length, tile, expected):
+    assert list(slices(length, tile)) == expected
+    assert times() == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (50, [(0, 8, 1), (8, 8, 5), (48, 2, 1)]),
+        (56, [(0, 8, 1), (8, 8, 5), (48, 8, 1)]),
+        (32, [(0, 8, 1), (8, 8, 2), (24, 8, 1)]),
+        (20, [(0, 8, 1), (8, 8, 1), (16, 4, 1)]),
+        (9, [(0, 8, 1), (8, 1, 1)]),
+    ],
+)
+def test_shortened_the_second_tile_stands_for_all_between(length, expected):
+    with FakeTensorMode(), shortened():
+        assert [(*tile, times()) for tile in slices(length, 8)] == expected
+        assert sum(size * count for _, size, count in expected) == length
+    assert len(list(slices(50, 8))) == 7
+
+
+def test_loops_in_loops_multiply():
+    with FakeTensorMode(), shortened():
+        stands_for = [times() for _ in slices(70, 10) for _ in slices(6, 1)]
+    assert stands_for == [1, 4, 1, 5, 20, 5, 1, 4, 1]
+    assert sum(stands_for) == 7 * 6
+    assert times() == 1
+
+
+def test_real_tensors_are_never_shortened():
+    with pytest.raises(AssertionError, match="unwritten"), shortened():
+        pass
+    assert len(list(slices(50, 8))) == 7
+
+
+def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
+    def interrupted():
+        with FakeTensorMode(), shortened():
+            for start, _ in slices(70, 10):
+                if start == 10:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert times() == 1
+
+
+def question(rung: str, workspace: bool) -> Question:
+    config = LlamaConfig(
+        hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=12,
+        num_key_value_heads=6, head_dim=10, vocab_size=104,
+    )  # fmt: skip
+    # s = 250: tiles of 23, 31 and 37 leave 20, 2 and 28; the loss takes a tile in blocks of 3 and one of 1.
+    tiles = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37}
+    recipe = recipe_for(rung, config, 4, 500, ulysses=2, **tiles)
+    return Question(config, recipe, 500, 4, 1, ranks_per_node=8, device="h100", workspace=workspace)
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize("rung", ["tiling", "upipe"])
+def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
+    short, short_costs = fake_step(question(rung, workspace), 2)
+    monkeypatch.setattr(walking, "shortened", contextlib.nullcontext)
+    whole, costs = fake_step(question(rung, workspace), 2)
+    assert len(short) < len(whole) / 2
+    assert (short.device_peak, short.host_peak) == (whole.device_peak, whole.host_peak)
+    assert short.peak.by_category == whole.peak.by_category
+    assert (short.peak.op, short.peak.module) == (whole.peak.op, whole.peak.module)
+    for number in ("flops", "link_bytes", "host_bytes"):
+        assert getattr(short_costs, number) == getattr(costs, number) > 0
+    assert short_costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-12)
+    assert short_costs.host_seconds == pytest.approx(costs.host_seconds, rel=1e-12)
+    assert short.seconds[-1] == pytest.approx(whole.seconds[-1], rel=1e-12)
