@@ -1,10 +1,14 @@
 import pytest
 
 from lab.errors import LabError
+from lab.models import config_of
 from lab.units import MiB
 from lab.verbs.fit import candidates, fit, steps_down
 from lab.verbs.plan import plan
 
+MODEL = config_of("tiny")
+MODEL.num_hidden_layers, MODEL.num_attention_heads, MODEL.num_key_value_heads = 1, 8, 4
+MODEL.head_dim = 32
 SMALL = {"tokens": 2048, "ranks": 4, "host_memory": "1GiB", "workspace": False}
 
 
@@ -15,7 +19,7 @@ def seen():
 
 @pytest.fixture(scope="module")
 def plans(seen):
-    return fit("tiny", device_memory="64MiB", watch=lambda *it: seen.append(it), **SMALL)
+    return fit(MODEL, device_memory="64MiB", watch=lambda *it: seen.append(it), **SMALL)
 
 
 def test_all_that_are_returned_fit_and_the_fastest_is_first(plans):
@@ -26,11 +30,11 @@ def test_all_that_are_returned_fit_and_the_fastest_is_first(plans):
 
 
 def test_nothing_that_fits_is_left_out(plans):
-    base = plan("tiny", "tiling", tokens=2048, ranks=4, workspace=False).recipe
+    base = plan(MODEL, "tiling", tokens=2048, ranks=4, workspace=False).recipe
     fitting = {
         recipe
-        for recipe in candidates(base, heads=32)
-        if recipe.head_chunk in (None, 8) and plan("tiny", recipe, device_memory="64MiB", **SMALL).fits
+        for recipe in candidates(base, heads=8)
+        if recipe.head_chunk in (None, 8) and plan(MODEL, recipe, device_memory="64MiB", **SMALL).fits
     }
     assert fitting == {p.recipe for p in plans if p.recipe.head_chunk in (None, 8)}
 
@@ -53,4 +57,4 @@ def test_where_nothing_fits_the_leanest_is_named():
     with pytest.raises(
         LabError, match=r"^no recipe fits 2K tokens on 4 ranks: the leanest needs .* of 8\.00 MiB"
     ):
-        fit("tiny", device_memory="8MiB", **SMALL)
+        fit(MODEL, device_memory="8MiB", **SMALL)
