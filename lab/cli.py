@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -160,7 +160,7 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
     if figure is not None:
         draw_ladder(plans, figure)
     keys = ("device_peak", "host_peak", "fits")
-    rows = [{"name": name} | {k: p.to_json()[k] for k in keys} for name, p in plans.items()]
+    rows = [{"name": name} | _only(keys, p.to_json()) for name, p in plans.items()]
     _print(rows if as_json else ladder_text(plans))
 
 
@@ -196,7 +196,7 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
     with _status(f"planning {model}") as say:
         plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried_text(tried)}"), **settings)
     keys = ("recipe", "device_peak", "host_peak", "step_seconds")
-    _print([{k: p.to_json()[k] for k in keys} for p in plans] if as_json else fit_text(plans))
+    _print([_only(keys, p.to_json()) for p in plans] if as_json else fit_text(plans))
 
 
 @contextmanager
@@ -206,6 +206,10 @@ def _status(first: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(first) as status:
         yield status.update
+
+
+def _only(keys: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: facts[key] for key in keys}
 
 
 def _print(answer: object) -> None:

@@ -7,15 +7,15 @@ prefetches. What it leaves out: overlap of collectives with computation, launche
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.hardware import Figure, Hardware
+from lab.memory.observing import Observer
 from lab.techniques.slices import times
 
 BACKWARD_FLOPS = 2.5
@@ -69,14 +69,14 @@ class Costs:
         return max(self.device_seconds, self.host_seconds)
 
 
-class CostCounter(TorchDispatchMode):
+class CostCounter(Observer):
     """Sums the costs of the operators that run inside it, as if on ``hardware``.
 
     Groups of ranks that lie within a node of ``ranks_per_node`` talk over its links, others over the network.
     """
 
     def __init__(self, hardware: Hardware, ranks_per_node: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.hardware, self.ranks_per_node = hardware, ranks_per_node
         self.total = Costs()
 
@@ -84,22 +84,9 @@ class CostCounter(TorchDispatchMode):
         """Seconds since the beginning, on the device: the clock of a plan's timeline."""
         return self.total.device_seconds
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # As in the meter: the wrapper that keeps torch.compile out costs time at every operator.
-        return False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and add what it costs."""
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if not func.is_view:
             self.total += self._costs(str(func.overloadpacket), args, result) * times()
         return result

@@ -34,7 +34,6 @@ def plan_text(plan: Plan) -> str:
         f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
-
     lines += [
         f"  {category:<12}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
         for category, held in peak.by_category.items()

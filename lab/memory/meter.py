@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.memory.module_paths import ModulePaths
+from lab.memory.observing import Observer
 from lab.memory.resizes import resizes_seen
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
@@ -48,7 +48,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     category: int
 
 
-class Meter(TorchDispatchMode):
+class Meter(Observer):
     """Measures a step's bytes: ``measure(model, optimizer)`` around it, ``phase(name)`` around its parts.
 
     ``on_growth`` is called between operators, at most every ``interval`` seconds, with the rows that came
@@ -66,7 +66,7 @@ class Meter(TorchDispatchMode):
         clock: Callable[[], float] = time.perf_counter,
         workspace: Workspace = NO_WORKSPACE,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.rows = TimelineBuilder()
         self._step = -1
         self._on_growth, self._interval = on_growth, interval
@@ -126,27 +126,13 @@ class Meter(TorchDispatchMode):
         """Everything measured so far."""
         return self.rows.since(0)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that keeps torch.compile out would cost a fifth of the meter's time, at every operator.
-        return False
-
     # ---- counting ----------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, then count the storages of its inputs and outputs."""
-        # A wrapper (DTensor, an unfinished collective) holds no bytes: let it unwrap, and see what is inside.
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented
         for value in args:
             self._count(value, OTHER)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         name = _name(func)
         self._count(result, HOST if name == "lab.to_host" else OTHER)
         inside = self._workspace.inside(name, args)

@@ -52,8 +52,8 @@ def fit(
         for r, needs in recipes.items()
         if needs.device_peak <= device * MARGIN and needs.host_peak * node <= host * MARGIN
     ]
-    plans = []
-    for number, recipe in enumerate(promising or [leanest], start=1):
+    tried, plans = promising or [leanest], []
+    for number, recipe in enumerate(tried, start=1):
         made = plan(
             model,
             recipe,
@@ -67,7 +67,7 @@ def fit(
         )
         plans.append(made)
         if watch is not None:
-            watch(number, len(promising), made)
+            watch(number, len(tried), made)
     fitting = sorted((p for p in plans if p.fits), key=lambda p: (p.step_seconds, p.device_peak))
     if not fitting:
         raise LabError(_none_fits(min(plans, key=lambda p: p.device_peak)))

@@ -105,24 +105,25 @@ def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]
     last = planned(Ki)
     if last.limit is not None:
         raise LabError(_nothing_fits(last))
-    fits, beyond, fewest, most = last, None, Ki, LONGEST
-    misses = 0
-    while beyond is None or most - fewest > max(Ki, fewest // RESOLUTION):
+    fits, beyond, misses = last, None, 0
+    while True:
+        fewest, most = fits.tokens, LONGEST if beyond is None else beyond.tokens
+        gap = most - fewest
+        if beyond is not None and gap <= max(Ki, fewest // RESOLUTION):
+            return fits, beyond
         wall = _wall(last, estimated)
         step = max(Ki, wall // RESOLUTION)
         target = wall - step // 2 if wall - fewest > step else wall + step // 2
         if misses == 2:
             target = (fewest + most) // 2
         last = planned(min(max(_up(target), fewest + Ki), most - Ki if beyond else LONGEST))
-        gap = most - fewest
         if last.limit is None:
-            fits, fewest = last, last.tokens
+            fits, left = last, most - last.tokens
         else:
-            beyond, most = last, last.tokens
-        if fewest == LONGEST:
+            beyond, left = last, last.tokens - fewest
+        if fits.tokens == LONGEST:
             raise LabError(f"{format_tokens(LONGEST)} tokens still fit: give less memory, or another recipe")
-        misses = misses % 2 + 1 if most - fewest > gap // 2 else 0
-    return fits, beyond
+        misses = misses % 2 + 1 if left > gap // 2 else 0
 
 
 def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:

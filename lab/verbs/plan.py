@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lab import models
 from lab.costs import Costs
-from lab.errors import LabError, RecipeError
+from lab.errors import LabError
 from lab.hardware import hardware
 from lab.memory.timeline import Moment, Timeline
 from lab.recipe import Recipe
@@ -140,11 +140,6 @@ def plan(
     memory = [None if given is None else parse_bytes(given) for given in (device_memory, host_memory)]
     skeleton = fake_model(model)
     chosen = recipe_for(recipe, model, ranks, length, config=skeleton.config, **knobs)
-    if chosen.ulysses_backend == "deepspeed":
-        raise RecipeError(
-            "ulysses_backend='deepspeed' cannot be planned, for DeepSpeed's communication needs real ranks; "
-            "plan with 'lab', which holds the same"
-        )
     question = Question(
         model=model,
         recipe=chosen,
@@ -207,7 +202,7 @@ def whole_step(question: Question, skeleton: PreTrainedModel) -> tuple[Timeline,
     def make() -> tuple[Timeline, Costs]:
         return _extended(question, len(layers)) if alike else fake_step(question, len(layers))
 
-    if callable(question.model) and not isinstance(question.model, PretrainedConfig):
+    if callable(question.model):
         # Its code is part of what the plan depends on, and nothing that could be looked up.
         return make()
     # What is no plain value (a recipe, a dtype) enters by its text.
