@@ -48,3 +48,8 @@ class RankClient(ipyparallel.Client):  # type: ignore[misc]
         """Have `rank` run a payload of cluster.remote.run; what comes of it arrives in `inbox`."""
         call = self[rank].apply_async(run, payload, run_id, rank)
         call.add_done_callback(lambda done: self.inbox.put(Returned(run_id, rank, done)))
+
+    def signal(self, rank: int, number: int) -> None:
+        """Have the nanny of `rank` send it a signal, on whatever machine it is; no answer is waited for."""
+        (ident,), _ = self._build_targets(rank)
+        self._send(self._control_stream, "signal_request", content={"sig": int(number)}, ident=ident)

@@ -12,6 +12,7 @@ import ipyparallel
 import psutil
 from traitlets.config import Config
 
+from cluster import registry
 from cluster.background import BackgroundLoop
 from cluster.client import Published, RankClient, Returned
 from cluster.errors import ClusterError, name_ranks
@@ -47,6 +48,7 @@ class Engines:
 
     def __init__(self, ranks: int, profile: str, timeout: float) -> None:
         self.ranks = ranks
+        self.profile = profile
         self.timeout = timeout
         self.inbox: SimpleQueue[Published | Returned] = SimpleQueue()
         self.directory = Path(tempfile.mkdtemp(prefix="cluster-"))
@@ -86,6 +88,7 @@ class Engines:
             info = self._background.run(self._cluster.controller.get_connection_info(), self.timeout)
         except (RuntimeError, TimeoutError) as error:
             raise ClusterError(f"the controller did not start; logs are in {self.directory}/log") from error
+        self._note_processes()
         self._client = RankClient(info["client"], cluster_id=self._cluster.cluster_id)
         self._client.inbox = self.inbox
         self._wait_for_ids(list(range(self.ranks)), deadline)
@@ -110,6 +113,7 @@ class Engines:
             self._background.run(self._cluster.stop_cluster(), self.timeout)
         finally:
             self._background.close()
+            registry.forget(self.directory)
             if not keep_logs:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -149,4 +153,8 @@ class Engines:
                     f"{present} answered where {len(ids)} were waited for; logs are in {self.directory}/log"
                 )
             time.sleep(POLL_SECONDS)
+        self._note_processes()
+
+    def _note_processes(self) -> None:
         self._processes = family(self._controller_pids() + self._engine_pids())
+        registry.record(self.profile, self.ranks, self._processes, self.directory)

@@ -2,11 +2,13 @@
 
 import gc
 import os
+import signal
 import socket
 import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import cloudpickle
@@ -15,8 +17,10 @@ import torch.distributed as dist
 
 from cluster.errors import Failure
 from cluster.live import recording
+from cluster.whereabouts import whereabouts
 
 LOOPBACK = "127.0.0.1"
+SAME_INTERRUPT_SECONDS = 0.2
 
 # Held here because the rendezvous is served for as long as it is referenced.
 _store: Any = None
@@ -35,14 +39,58 @@ def run(payload: bytes, run_id: str, rank: int) -> Answer:
     _end_groups_of_earlier_calls()
     with recording(run_id, rank):
         try:
-            function, args, kwargs = cloudpickle.loads(payload)
-            result = function(*args, **kwargs)
-            if dist.is_initialized() and torch.cuda.is_available():
-                # A kernel that hangs or fails is this function's failure, not the next one's.
-                torch.cuda.synchronize()
-            return Answer(result=cloudpickle.dumps(result))
+            _interrupts.wanted = True
+            answer = Answer(result=_call(payload))
+            _interrupts.wanted = False
+            return answer
         except BaseException as error:
-            return Answer(failure=_describe(error, rank, time.time()))
+            _interrupts.wanted = False
+            failure = _describe(error, rank, time.time())
+        # Only now, when the exception is gone, and with its frames what held the groups.
+        leave()
+        return Answer(failure=failure)
+
+
+def _call(payload: bytes) -> bytes:
+    function, args, kwargs = cloudpickle.loads(payload)
+    result = function(*args, **kwargs)
+    if dist.is_initialized() and torch.cuda.is_available():
+        # A kernel that hangs or fails is this function's failure, not the next one's.
+        torch.cuda.synchronize()
+    answer: bytes = cloudpickle.dumps(result)
+    return answer
+
+
+class _Interrupts:
+    """SIGINT ends the function that runs, and nothing else of the engine.
+
+    It is sent again and again, for Python drops an exception that is raised in a destructor; what comes soon
+    after one that was raised is the same one, and must not hit whoever handles it.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._raised = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal."""
+        if self.wanted and time.monotonic() - self._raised > SAME_INTERRUPT_SECONDS:
+            self._raised = time.monotonic()
+            raise KeyboardInterrupt
+
+
+_interrupts = _Interrupts()
+
+
+def leave() -> None:
+    """Leave every process group, so that ranks that wait for this one in a collective learn it at once.
+
+    gloo closes its connections and the peers' collectives fail within milliseconds instead of after their
+    timeout; the ranks need no restart then, only a new group.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def _end_groups_of_earlier_calls() -> None:
@@ -66,7 +114,12 @@ def _describe(error: BaseException, rank: int, when: float) -> Failure:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    return Failure(rank, type(error).__name__, str(error), text, when)
+    doing = whereabouts(traceback.extract_tb(error.__traceback__)).doing
+    try:
+        travels = cloudpickle.dumps(error.with_traceback(None))
+    except Exception:  # an exception of the caller's own may hold anything
+        travels = b""
+    return Failure(rank, type(error).__name__, str(error), text, when, doing, travels)
 
 
 def open_store(ranks: int, timeout: float) -> int:
@@ -87,22 +140,25 @@ def open_store(ranks: int, timeout: float) -> int:
     return port
 
 
-def join(rank: int, ranks: int, port: int, timeout: float) -> None:
+def join(rank: int, ranks: int, port: int, timeout: float, start_timeout: float) -> None:
     """Join this process, as `rank` of `ranks`, to the default process group; collectives time out."""
     global _store
-    limit = timedelta(seconds=timeout)
+    patience = timedelta(seconds=start_timeout)
+    leave()
+    signal.signal(signal.SIGINT, _interrupts)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if rank != 0:
         _store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, ranks, is_master=False, timeout=limit
+            LOOPBACK, port, ranks, is_master=False, timeout=patience
         )
     backend, device = "gloo", None
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, store=_store, rank=rank, world_size=ranks, timeout=limit, device_id=device
+        backend, store=_store, rank=rank, world_size=ranks, timeout=patience, device_id=device
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
 
 
 def nothing() -> None:

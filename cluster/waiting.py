@@ -11,6 +11,7 @@ from ipyparallel.error import RemoteError
 from cluster.client import Published, Returned
 from cluster.errors import PROCESS_DIED, Failure
 from cluster.live import Stamp
+from cluster.whereabouts import Whereabouts
 
 OnRecord = Callable[[int, Any], None]
 
@@ -25,7 +26,8 @@ class Run:
     """What is known of one run on `ranks`.
 
     `answers` holds the cloudpickled results by rank, `failures` what failed by rank, `ended` the ranks
-    whose records have all been delivered. `on_record(rank, record)` is called by the thread that waits.
+    whose records have all been delivered, `whereabouts` where a rank said it was. `on_record(rank, record)`
+    is called by the thread that waits.
     """
 
     def __init__(self, run_id: str, ranks: Sequence[int], on_record: OnRecord | None) -> None:
@@ -35,6 +37,7 @@ class Run:
         self.answers: dict[int, bytes] = {}
         self.failures: dict[int, Failure] = {}
         self.ended: set[int] = set()
+        self.whereabouts: dict[int, Whereabouts] = {}
 
     @property
     def waiting(self) -> list[int]:
@@ -44,7 +47,8 @@ class Run:
     @property
     def unrecorded(self) -> list[int]:
         """The ranks that answered, but whose records may not all have arrived."""
-        return [rank for rank in self.answers if rank not in self.ended]
+        failed = [rank for rank, failure in self.failures.items() if failure.kind != PROCESS_DIED]
+        return [rank for rank in (*self.answers, *failed) if rank not in self.ended]
 
     def wait(
         self,
@@ -85,6 +89,8 @@ class Run:
     def _take_record(self, stamp: Stamp, record: Any) -> None:
         if stamp.end:
             self.ended.add(stamp.rank)
+        elif isinstance(record, Whereabouts):
+            self.whereabouts[stamp.rank] = record
         elif self.on_record is not None:
             self.on_record(stamp.rank, record)
 

@@ -13,6 +13,8 @@ import time
 
 import psutil
 
+from cluster import whereabouts
+
 POLL_SECONDS = 2.0
 
 # An owner's creation time, read by two processes, differs by what the clock was corrected between.
@@ -55,6 +57,8 @@ def main() -> None:
     """Run the module named on the command line under the watch."""
     pid, created = int(sys.argv[1]), float(sys.argv[2])
     sys.argv = sys.argv[3:]
+    if sys.argv[0] == "ipyparallel.engine":
+        whereabouts.listen()
     threading.Thread(target=end_with_owner, args=(pid, created), name="watchdog", daemon=True).start()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -1,6 +1,7 @@
 """The cluster: who is who, what comes back and when, who is blamed, and what is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from cluster import capacity, watchdog
 from cluster.client import Published, Returned
-from cluster.errors import ClusterError, Failure, RankError
+from cluster.errors import ClusterError, Failure, RankError, Stopped
 from cluster.live import Stamp, publish
 from cluster.profiles import local
 from cluster.ranks import Cluster
@@ -84,6 +85,27 @@ def fail_while_others_wait(culprit: int) -> None:
     dist.barrier()
 
 
+def fail_while_one_sleeps(culprit: int, sleeper: int) -> None:
+    if dist.get_rank() == sleeper:
+        time.sleep(600)
+    fail_while_others_wait(culprit)
+
+
+def mismatched(own_group: bool) -> None:
+    group = dist.new_group([0, 1]) if own_group else None
+    if dist.get_rank() == 0:
+        dist.barrier(group=group)
+    else:
+        dist.broadcast(torch.ones(3), src=0, group=group)
+        dist.all_reduce(torch.ones(5), group=group)
+
+
+def work_together() -> None:
+    while True:
+        publish("worked")
+        dist.all_reduce(torch.ones(7))
+
+
 def fail_one_after_another(order: list[int]) -> None:
     time.sleep(0.15 * order.index(dist.get_rank()))
     raise LookupError(f"place {order.index(dist.get_rank())}")
@@ -97,6 +119,12 @@ def end_process(culprit: int, *, code: int) -> None:
 
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Cluster]:
+    with Cluster(ranks=2, timeout=2) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -202,7 +230,8 @@ def test_the_earliest_failure_is_the_cause(ranks4: Cluster) -> None:
     assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
 
 
-def test_failing_rank_is_named_while_others_wait_and_recover_restores(ranks4: Cluster) -> None:
+def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster) -> None:
+    pids = [found["pid"] for found in ranks4.apply(identity)]
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks4.apply(fail_while_others_wait, 2)
@@ -211,15 +240,39 @@ def test_failing_rank_is_named_while_others_wait_and_recover_restores(ranks4: Cl
     assert text.splitlines()[0] == "rank 2 failed first: ArithmeticError: 7 is not 11"
     assert 'raise ArithmeticError("7 is not 11")' in text
     assert "remote.py" not in text
-    assert "ranks 0, 1, 3 still waiting" in text
-    assert caught.value.waiting == (0, 1, 3)
+    assert re.search(
+        r"ranks 0, 1, 3 failed after it, in barrier, at test_cluster\.py:\d+ in fail_while_others_wait: Runt",
+        text,
+    )
+    assert text.splitlines() == caught.value._render_traceback_()
+    assert set(caught.value.victims) == {0, 1, 3}
+    assert isinstance(caught.value.cause, ArithmeticError)
+    assert not ranks4.broken
+
+    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+    caught.value.recover()
+    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+    assert [found["pid"] for found in ranks4.apply(identity)] == pids, "no rank needed a restart"
+
+
+def test_a_stuck_rank_is_found_and_recover_replaces_it(ranks4: Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 2 failed first: ArithmeticError") as caught:
+        ranks4.apply(fail_while_one_sleeps, 2, 3)
+    assert time.monotonic() - began < 2.2
+    assert 3 in caught.value.waiting
+    assert re.search(
+        r"rank 3 still waiting, in test_cluster\.py:\d+ in fail_while_one_sleeps", str(caught.value)
+    )
+    assert "time.sleep(600)" in caught.value.stacks[3]
+    assert str(caught.value).endswith("cluster.recover() restarts the ranks")
 
     assert ranks4.broken
-    with pytest.raises(ClusterError, match=r"ranks 0, 1, 3.*cluster\.recover\(\)"):
+    with pytest.raises(ClusterError, match=r"rank.* 3 did not come back.*cluster\.recover\(\)"):
         ranks4.apply(affine, 1, offset=0)
 
     began = time.monotonic()
-    ranks4.recover()
+    caught.value.recover()
     assert time.monotonic() - began < 15
     assert [f["engine"] for f in ranks4.apply(identity)] == [0, 1, 2, 3]
     assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
@@ -279,13 +332,44 @@ def _interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_interrupt_ends_the_wait(ranks4: Cluster) -> None:
-    threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT)).start()
+def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ranks4: Cluster) -> None:
+    pids = [found["pid"] for found in ranks4.apply(identity)]
+    got: list[str] = []
+    threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        ranks4.apply(sleep, 1.0)
-    assert 0.2 < time.monotonic() - began < 1.9
+        ranks4.apply(work_together, on_record=lambda rank, record: got.append(record))
+    assert 0.4 < time.monotonic() - began < 5
+    assert got
     assert not ranks4.broken
+    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+    assert [found["pid"] for found in ranks4.apply(identity)] == pids, "no rank needed a restart"
+
+
+def test_a_call_is_stopped_from_another_thread(ranks4: Cluster) -> None:
+    ranks4.interrupt()  # with nothing to end
+    threading.Timer(0.3, ranks4.interrupt).start()
+    began = time.monotonic()
+    with pytest.raises(Stopped):
+        ranks4.apply(sleep, 600)
+    assert time.monotonic() - began < 5
+    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["timeout of the group", "no timeout"])
+def test_a_hang_says_where_each_rank_is(impatient: Cluster, own_group: bool) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^ranks 0, 1 hang: a collective did not end in its time") as caught:
+        impatient.apply(mismatched, own_group)
+    assert time.monotonic() - began < 12
+    text = str(caught.value)
+    assert re.search(r"rank 0 .*in barrier, at test_cluster\.py:\d+ in mismatched", text)
+    assert re.search(r"rank 1 .*in (broadcast|all_reduce), at test_cluster\.py:\d+ in mismatched", text)
+    assert "dist.barrier(group=group)" in caught.value.stacks[0]
+    assert "group=group)" in caught.value.stacks[1]
+    assert impatient.broken == own_group, "gloo's own timeout leaves the ranks usable"
+    impatient.recover()
+    assert impatient.apply(sum_over_ranks, 2.0) == [3.0] * 2
 
 
 def test_too_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +415,7 @@ def leave_with_a_stuck_rank(directories: list[Path]) -> None:
         directories.append(cluster._engines.directory)
         assert directories[0].exists()
         with pytest.raises(RankError):
-            cluster.apply(fail_while_others_wait, 1)
+            cluster.apply(fail_while_one_sleeps, 1, 0)
         raise ZeroDivisionError
 
 

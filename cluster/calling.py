@@ -1,0 +1,126 @@
+"""One call on the ranks, from the sending to the last answer: who failed first, who is stuck."""
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from cluster.engines import Engines
+from cluster.errors import PROCESS_DIED, ClusterError, Failure, RankError, Stopped, name_ranks
+from cluster.hangs import HangWatch
+from cluster.waiting import OnRecord, Run
+from cluster.whereabouts import ASK
+
+# A call's failure is told within two seconds: the others have one to answer, and half of one to say where
+# they are.
+GRACE_SECONDS = 1.0
+TELL_SECONDS = 0.5
+INTERRUPT_SECONDS = 3.0
+AGAIN_SECONDS = 0.25
+
+
+class Caller:
+    """Runs payloads on the ranks of `engines`, one call at a time.
+
+    `timeout` is that of their collectives, `recover` what an error offers to its reader. `broken` says why
+    no call can be served, `left` whether ranks have left their process group in an error.
+    """
+
+    def __init__(self, engines: Engines, timeout: float, recover: Callable[[], None]) -> None:
+        self.broken: str | None = None
+        self.left = False
+        self._engines, self._timeout, self._recover = engines, timeout, recover
+        self._current: Run | None = None
+        self._interrupted = False
+
+    def run(self, payloads: dict[int, bytes], on_record: OnRecord | None, timeout: float | None) -> Run:
+        """Run one payload a rank; return when each has answered, or raise for the first failure."""
+        inbox = self._engines.inbox
+        self._current = run = Run(secrets.token_hex(8), list(payloads), on_record)
+        self._interrupted = False
+        hangs = HangWatch(run, self._timeout, self._signal)
+        try:
+            for rank, payload in payloads.items():
+                self._engines.client.send(rank, payload, run.id)
+            answered = run.wait(
+                inbox, lambda: bool(run.failures) or not run.waiting, timeout, lambda: self._check(hangs)
+            )
+            if run.failures:
+                raise self._failed(run)
+            if not answered:
+                late = name_ranks(run.waiting)
+                raise ClusterError(
+                    f"no answer within {timeout:g} s from {late}; cluster.recover() restarts them"
+                )
+        except BaseException as error:
+            self._settle(run, error)
+            raise
+        finally:
+            self._current = None
+        return run
+
+    def interrupt(self) -> None:
+        """End the call that is running, from another thread."""
+        if self._current is not None:
+            self._interrupted = True
+            self._signal(self._current.waiting, signal.SIGINT)
+
+    def wait_for_records(self, run: Run, seconds: float) -> bool:
+        """Whether all that the ranks published arrived within `seconds`."""
+        return run.wait(self._engines.inbox, lambda: not run.unrecorded, seconds)
+
+    def _check(self, hangs: HangWatch) -> None:
+        self._engines.check_controller()
+        stuck = hangs.look()
+        if stuck is not None:
+            run = hangs.run
+            others = {rank: run.whereabouts.get(rank) for rank in run.waiting if rank != stuck.rank}
+            raise RankError([stuck], others, self._recover)
+
+    def _failed(self, run: Run) -> Exception:
+        """Hear the others out, and say who failed first and where the rest is."""
+        if self._interrupted:
+            self._chase(run)
+            return Stopped("the call was stopped")
+        if not run.wait(self._engines.inbox, lambda: not run.waiting, GRACE_SECONDS):
+            self._signal(run.waiting, ASK)
+            run.wait(self._engines.inbox, lambda: run.whereabouts.keys() >= set(run.waiting), TELL_SECONDS)
+        waiting = {rank: run.whereabouts.get(rank) for rank in run.waiting}
+        return RankError([self._explained(f) for f in run.failures.values()], waiting, self._recover)
+
+    def _explained(self, failure: Failure) -> Failure:
+        code = self._engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
+        if code is None:
+            return failure
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return replace(failure, message=f"{failure.message} ({how})")
+
+    def _chase(self, run: Run) -> None:
+        """Interrupt what still runs, again and again: an interrupt within a destructor is lost."""
+        deadline = time.monotonic() + INTERRUPT_SECONDS
+        while run.waiting and time.monotonic() < deadline:
+            self._signal(run.waiting, signal.SIGINT)
+            run.wait(self._engines.inbox, lambda: not run.waiting, AGAIN_SECONDS)
+
+    def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        for rank in set(ranks) - set(self._engines.missing()):
+            self._engines.client.signal(rank, number)
+
+    def _settle(self, run: Run, error: BaseException) -> None:
+        """After a call that failed or was interrupted: see whether the ranks can serve another."""
+        # Said first, so that it stands if this wait is interrupted too.
+        self.broken = f"{name_ranks(run.waiting or run.ranks)} did not come back from a call"
+        self.left = True
+        if isinstance(error, KeyboardInterrupt):
+            self._chase(run)
+        elif not run.failures:
+            run.on_record = None  # whose error it may be
+            run.wait(self._engines.inbox, lambda: not run.waiting, GRACE_SECONDS)
+        if run.on_record is not None:
+            self.wait_for_records(run, TELL_SECONDS)
+        dead = [rank for rank, failure in run.failures.items() if failure.kind == PROCESS_DIED]
+        if dead:
+            self.broken = f"the process of {name_ranks(dead)} ended"
+        elif not run.waiting:
+            self.broken = None
