@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 __all__ = ["Cluster", "ClusterError", "RankError", "publish"]
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext cluster`: gives a notebook the `%%ranks` cell."""
+    from cluster.magic import load
+
+    load(shell)
+
+
 def __getattr__(name: str) -> Any:
     """Import `Cluster`, and torch and ipyparallel with it, when it is first asked for."""
     if name == "Cluster":

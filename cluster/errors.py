@@ -97,8 +97,15 @@ class RankError(RuntimeError):
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Say `rank 3`, or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+    """Say `rank 3`, `ranks 0, 2`, or `ranks 0-5, 7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    said = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"
 
 
 def _after(failure: Failure) -> str:

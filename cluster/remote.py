@@ -20,6 +20,7 @@ from cluster.live import recording
 from cluster.whereabouts import whereabouts
 
 LOOPBACK = "127.0.0.1"
+OURS = os.path.dirname(__file__)
 SAME_INTERRUPT_SECONDS = 0.2
 
 # Held here because the rendezvous is served for as long as it is referenced.
@@ -111,7 +112,7 @@ def _end_groups_of_earlier_calls() -> None:
 
 def _describe(error: BaseException, rank: int, when: float) -> Failure:
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     doing = whereabouts(traceback.extract_tb(error.__traceback__)).doing

@@ -17,6 +17,9 @@ ASK = signal.SIGUSR1
 # What stands between the caller's line and the collective's own name.
 WRAPPERS = {"wrapper", "_wrapper", "wait", "wait_tensor", "__call__"}
 
+# Everything up to these is the engine's; what they call is the caller's.
+CALLERS = ("cluster/remote.py", "cluster/magic.py")
+
 
 @dataclass(frozen=True)
 class Whereabouts:
@@ -47,8 +50,7 @@ def listen() -> None:
 
 def whereabouts(frames: Sequence[FrameSummary]) -> Whereabouts:
     """Say where a stack is, outermost frame first, from the first frame that is the caller's own."""
-    # Everything up to cluster/remote.py is the engine's; what it calls is the caller's.
-    ours = [n for n, frame in enumerate(frames) if frame.filename.endswith("cluster/remote.py")]
+    ours = [n for n, frame in enumerate(frames) if frame.filename.endswith(CALLERS)]
     own = frames[ours[-1] + 1 :] if ours else frames
     collectives = [f.name for f in own if "torch/distributed/" in f.filename and f.name not in WRAPPERS]
     lines = [f for f in own if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]

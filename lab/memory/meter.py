@@ -25,8 +25,9 @@ from torch._subclasses import FakeTensor
 
 from lab.memory.module_paths import ModulePaths
 from lab.memory.observing import Observer
+from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import resizes_seen
-from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+from lab.memory.timeline import CATEGORIES, Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
@@ -56,6 +57,8 @@ class Meter(Observer):
     the step; the price is that nothing is drawn while one long operator runs.
 
     A plan gives the ``clock`` of the device that it stands for, and the ``workspace`` that its kernels take.
+    With a ``limit``, in bytes, the operator after which the device holds more raises OutOfMemory: a CPU rank
+    runs out as a device of that size would.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Meter(Observer):
         *,
         clock: Callable[[], float] = time.perf_counter,
         workspace: Workspace = NO_WORKSPACE,
+        limit: int | None = None,
     ) -> None:
         super().__init__()
         self.rows = TimelineBuilder()
@@ -72,6 +76,7 @@ class Meter(Observer):
         self._on_growth, self._interval = on_growth, interval
         self._sent, self._sent_at = 0, 0.0
         self._clock, self._start = clock, clock()
+        self._limit = limit
         self._workspace = workspace
         self._live: dict[int, _Block] = {}
         self._held = [0] * (len(CATEGORIES) + 1)
@@ -132,8 +137,12 @@ class Meter(Observer):
         """Run the operator, then count the storages of its inputs and outputs."""
         for value in args:
             self._count(value, OTHER)
-        result = func(*args, **kwargs)
         name = _name(func)
+        try:
+            result = func(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            self._add_row(Op(name, _shapes(args)), self._paths.current())
+            raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
         self._count(result, HOST if name == "lab.to_host" else OTHER)
         inside = self._workspace.inside(name, args)
         if self._changed or inside:
@@ -235,8 +244,13 @@ class Meter(Observer):
         now = self._clock() - self._start
         self.rows.add(now, device, host, phase=self._phase, module=module, op=op, step=self._step)
         self._changed = False
+        if self._limit is not None and sum(device) > self._limit:
+            raise OutOfMemory(self._now(), self._limit)
         if self._on_growth is not None and time.perf_counter() - self._sent_at >= self._interval:
             self._send()
+
+    def _now(self) -> Moment:
+        return self.rows.since(len(self.rows) - 1).moment(0)
 
     def _send(self) -> None:
         if self._on_growth is not None and self._sent < len(self.rows):

@@ -1,0 +1,32 @@
+"""Out of memory: the error that says what was running and what was held at that instant."""
+
+from __future__ import annotations
+
+from lab.errors import LabError
+from lab.memory.timeline import Moment
+from lab.units import format_bytes
+
+
+class OutOfMemory(LabError):
+    """A rank's device holds more than it may, or more than it has.
+
+    ``moment`` is the instant: the operator that asked for more, its module, what was held by category.
+    ``limit`` is in bytes; None where the device itself refused, whose words are ``said``.
+    """
+
+    def __init__(self, moment: Moment, limit: int | None, said: str = "") -> None:
+        # As arguments of the exception, which is how it travels from a rank to the notebook.
+        super().__init__(moment, limit, said)
+        self.moment, self.limit, self.said = moment, limit, said
+
+    def __str__(self) -> str:
+        """One line; what was held follows in lines of its own."""
+        moment = self.moment
+        given = f"the limit is {format_bytes(self.limit)}" if self.limit is not None else self.said
+        held = "".join(
+            f"\n  {category:<12}{format_bytes(count):>12}" for category, count in moment.by_category.items()
+        )
+        return (
+            f"out of memory in {moment.phase}, {moment.op} {moment.shapes}".rstrip()
+            + f" of {moment.module or 'no module'}: {format_bytes(moment.device)} held, {given}{held}"
+        )
