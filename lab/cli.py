@@ -11,6 +11,7 @@ import click
 from lab.commands.base import plainly
 from lab.commands.benches import bench
 from lab.commands.planning import fit, ladder, max_context, plan
+from lab.commands.training import export, train
 
 
 class _OneLine(click.Group):
@@ -71,5 +72,5 @@ def doctor() -> None:
     click.echo(report())
 
 
-for command in (plan, ladder, max_context, fit, bench):
+for command in (plan, ladder, max_context, fit, train, export, bench):
     main.add_command(command)
