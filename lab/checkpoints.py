@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -84,15 +85,20 @@ class Saver:
             raise CheckpointError(self._told(error)) from error
 
     def _told(self, error: CheckpointException) -> str:
-        rank, (cause, _) = min(error.failures.items())
-        reason = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
         free = shutil.disk_usage(self._folder).free
         good = checkpoints_in(self._folder)
         kept = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
         return (
             f"{self._name} could not be written in {self._folder} ({format_bytes(free)} free): "
-            f"{reason} (rank {rank}); {kept}"
+            f"{_cause(error)}; {kept}"
         )
+
+    def close(self) -> None:
+        """Wait for the last save, and end the group that saves spoke through. Raises as ``wait``."""
+        self.wait()
+        # A peer may still be reading what this rank said last.
+        dist.barrier()
+        dist.destroy_process_group(self._group)
 
 
 class _Writer(FileSystemWriter):
@@ -161,10 +167,12 @@ def export(folder: Path, out: Path) -> Path:
 
 def _load(checkpoint: Path, state: dict[str, Any], *, no_dist: bool) -> None:
     try:
-        load(state, storage_reader=FileSystemReader(checkpoint), no_dist=no_dist)
+        with warnings.catch_warnings():
+            # That it reads in one process, which is what no_dist asks for.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(state, storage_reader=FileSystemReader(checkpoint), no_dist=no_dist)
     except CheckpointException as error:
-        cause = str(min(error.failures.items())[1][0]).partition("\n")[0]
-        raise CheckpointError(f"{checkpoint} cannot be read into this model: {cause}") from error
+        raise CheckpointError(f"{checkpoint} cannot be read into this model: {_cause(error)}") from error
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -180,12 +188,18 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The model's state by name; a head that is the embedding counts once."""
-    seen: set[int] = set()
-    return {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not (id(tensor) in seen or seen.add(id(tensor)))  # type: ignore[func-returns-value]
-    }
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not any(tensor is seen for seen in weights.values()):
+            weights[name] = tensor
+    return weights
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank that failed says, and its number, on one line."""
+    rank, (cause, _) = min(error.failures.items())
+    said = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
+    return f"{said} (rank {rank})"
 
 
 def _settle(folder: Path) -> None:

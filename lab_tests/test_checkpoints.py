@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not seen, refused where they do not belong, and the same model as transformers reads it."""
+"""Checkpoints: whole or not seen, refused where they do not belong, exported to the same logits."""
 
 import shutil
 import subprocess
@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import manifest, models
@@ -15,32 +15,7 @@ from lab.errors import CheckpointError
 from lab.manifest import Manifest, checkpoints_in, config_document
 from lab.step import NoMeter, train_step
 from lab.verbs.on_ranks import checked, worker
-
-TOKENS, ROWS = 40, 3
-
-
-def small(family=LlamaConfig, **more):
-    return family(
-        **{
-            "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 12,
-            "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 101, **more,
-        }
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "digits.txt"
-    path.write_text("".join(str(n**3 % 977) for n in range(2000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """This process as the only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from lab_tests.training import ROWS, TOKENS, alone, small, text  # noqa: F401  # fixtures among them
 
 
 @pytest.fixture
@@ -63,7 +38,7 @@ def saved_on_ranks(training, folder, config):
     )
     saver = Saver(folder, keep=2)
     saver.save(ready.model, ready.optimizer, facts)
-    saver.wait()
+    saver.close()
     state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in ready.model.state_dict().items()}
     return {name: tensor.clone() for name, tensor in state.items()} if dist.get_rank() == 0 else None
 
@@ -131,7 +106,7 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
         match=r"step-00000002 holds another model: hidden_size 48 there and 36 here; give that model",
     ):
         train(small(hidden_size=36), **going_on)
-    with pytest.raises(CheckpointError, match="another model: .*model_type llama there and qwen3 here"):
+    with pytest.raises(CheckpointError, match=r"another model: .*model_type llama there and qwen3 here"):
         train(small(Qwen3Config), **going_on)
     other = tmp_path / "other.txt"
     other.write_text("3210" * 500)
@@ -155,10 +130,9 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
     [
         (lambda step: (step / "__0_0.distcp").write_bytes(b"cut"), r"__0_0\.distcp has 3 of its \d+ bytes"),
         (lambda step: (step / ".metadata").unlink(), r"\.metadata has 0 of its \d+ bytes"),
-        (lambda step: (step / "manifest.json").write_text('{"con'), r"its manifest\.json is missing or unreadable"),
-        (lambda step: (step / "manifest.json").unlink(), r"its manifest\.json is missing or unreadable"),
+        (lambda step: (step / "manifest.json").write_text('{"con'), r"its manifest\.json is missing"),
     ],
-    ids=["cut short", "a file missing", "manifest cut short", "no manifest"],
+    ids=["cut short", "a file missing", "manifest cut short"],
 )  # fmt: skip
 def test_a_checkpoint_cut_short_is_refused_and_the_one_before_named(train, tmp_path, damage, said):
     first = train(steps=4, every=2)
@@ -166,13 +140,13 @@ def test_a_checkpoint_cut_short_is_refused_and_the_one_before_named(train, tmp_p
     damage(newest)
     helps = "step-00000002 beside it is whole: remove step-00000004 to go on from there"
     for use in (lambda: train(steps=6, resume=True), lambda: export(tmp_path / "run", tmp_path / "out")):
-        with pytest.raises(CheckpointError, match=f"step-00000004 is cut short: {said}; {helps}$"):
+        with pytest.raises(CheckpointError, match=f"step-00000004 is cut short: {said}.*; {helps}$"):
             use()
     shutil.rmtree(newest)
     assert train(steps=4, resume=True).losses == first.losses[2:]
     (tmp_path / "run" / "step-00000002" / ".metadata").unlink()
     damage(newest)
-    with pytest.raises(CheckpointError, match="is cut short: .*; no other in its folder is whole$"):
+    with pytest.raises(CheckpointError, match=r"is cut short: .*; no other in its folder is whole$"):
         train(steps=6, resume=True)
 
 
@@ -247,7 +221,7 @@ def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):
     (tmp_path / "a.part").mkdir()
     elsewhere = WriteResult(MetadataIndex("x"), 4, _StorageInfo("__1_0.distcp", 0, 4))
     with pytest.raises(
-        OSError, match="__1_0.distcp, written by another rank, is not seen by rank 0: the folder"
+        OSError, match=r"__1_0\.distcp, written by another rank, is not seen by rank 0: the folder"
     ):
         writer.finish(Metadata({}), [[elsewhere]])
     assert not (tmp_path / "a").exists()

@@ -26,18 +26,16 @@ class LossFile:
             part = self._path.with_suffix(".jsonl.part")
             part.write_text("".join(kept), encoding="utf-8")
             part.replace(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
 
     def add(self, line: dict[str, Any]) -> None:
-        """Write one line, whole, where another process can read it."""
-        with self._refused():
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        """Write one line, where another process can read it at once."""
+        with self._refused(), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def settle(self) -> None:
         """Have all lines on disk, so that a checkpoint is never ahead of them."""
-        with self._refused():
-            os.fsync(self._file.fileno())
+        with self._refused(), self._path.open("a", encoding="utf-8") as file:
+            os.fsync(file.fileno())
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

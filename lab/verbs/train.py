@@ -233,7 +233,7 @@ def _train(course: _Course, watch: Callable[[Step], None] | None = None) -> tupl
             if losses is not None:
                 losses.settle()
             saver.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
-    saver.wait()
+    saver.close()
     return tuple(made)
 
 
