@@ -130,7 +130,7 @@ def newest(folder: Path) -> tuple[Path, Manifest]:
     found = checkpoints_in(folder)
     if not found:
         raise CheckpointError(
-            f"no checkpoint in {folder}: leave out --resume to start, or give another folder"
+            f"no checkpoint in {folder}: give a folder that has one; a first start goes without --resume"
         )
     return found[-1], read(found[-1])
 

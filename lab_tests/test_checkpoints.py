@@ -15,15 +15,15 @@ from lab.errors import CheckpointError
 from lab.manifest import Manifest, checkpoints_in, config_document
 from lab.step import NoMeter, train_step
 from lab.verbs.on_ranks import checked, worker
-from lab_tests.training import ROWS, TOKENS, alone, small, text  # noqa: F401  # fixtures among them
+from lab_tests.training import ROWS, TOKENS, small
 
 
 @pytest.fixture
-def train(alone, text, tmp_path):
+def train(alone, digits, tmp_path):
     """``lab.train`` of a small model on this one rank, into ``tmp_path / "run"``."""
 
     def trained(model=None, recipe="plain", **settings):
-        told = {"tokens": TOKENS, "rows": ROWS, "steps": 2, "text": text, "checkpoint": tmp_path / "run"}
+        told = {"tokens": TOKENS, "rows": ROWS, "steps": 2, "text": digits, "checkpoint": tmp_path / "run"}
         return lab.train(model or small(), recipe, cluster=None, **(told | settings))
 
     return trained
@@ -48,9 +48,9 @@ def saved_on_ranks(training, folder, config):
     [small(tie_word_embeddings=True), small(Qwen3Config)],
     ids=["llama, tied head", "qwen3"],
 )
-def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, text, tmp_path, config):
+def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, tmp_path, config):
     training, _, _ = checked(
-        config, "upipe", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=text, tokenizer=None,
+        config, "upipe", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits, tokenizer=None,
         learning_rate=1e-2, clip_norm=1.0, seed=0, compute_dtype=None,
     )  # fmt: skip
     held = ranks4.apply(saved_on_ranks, training, tmp_path, config)[0]
@@ -85,7 +85,10 @@ def test_the_newest_stay(train, tmp_path):
 
 
 def test_a_folder_is_not_started_in_twice_nor_gone_on_from_without_a_checkpoint(train, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*run: start without --resume"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint in .*run: give a folder that has one; a first start goes without",
+    ):
         train(resume=True)
     train()
     before = (tmp_path / "run" / "losses.jsonl").read_text()
@@ -179,11 +182,11 @@ def full(tmp_path):
     subprocess.run(["umount", str(folder)], capture_output=True)
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, text, tmp_path, full):
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, digits, tmp_path, full):
     told = {
         "tokens": TOKENS,
         "rows": ROWS,
-        "text": text,
+        "text": digits,
         "cluster": ranks4,
         "every": 1,
         "compute_dtype": None,
