@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lab.verbs.max_context import MaxContext, max_context
     from lab.verbs.plan import Plan, plan, plan_ladder
     from lab.verbs.run import Run, run
+    from lab.verbs.train import Trained, train
 
 __all__ = [
     "Batch",
@@ -29,6 +30,7 @@ __all__ = [
     "RecipeError",
     "Run",
     "Timeline",
+    "Trained",
     "apply_recipe",
     "data",
     "fit",
@@ -42,6 +44,7 @@ __all__ = [
     "run",
     "shard_batch",
     "show",
+    "train",
     "train_step",
     "units",
 ]
@@ -57,6 +60,7 @@ _HOME = {
     "RecipeError": "lab.errors",
     "Run": "lab.verbs.run",
     "Timeline": "lab.memory.timeline",
+    "Trained": "lab.verbs.train",
     "apply_recipe": "lab.compose",
     "fit": "lab.verbs.fit",
     "ladder": "lab.rungs",
@@ -67,6 +71,7 @@ _HOME = {
     "plan_ladder": "lab.verbs.plan",
     "run": "lab.verbs.run",
     "shard_batch": "lab.batches",
+    "train": "lab.verbs.train",
     "train_step": "lab.step",
 }
 

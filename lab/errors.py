@@ -19,3 +19,7 @@ class DataError(LabError):
 
 class NotebookError(LabError):
     """A notebook that is unknown, a parameter it does not take, or a cell of it that failed."""
+
+
+class CheckpointError(LabError):
+    """A checkpoint that is missing, cut short, of another run, or that could not be written."""

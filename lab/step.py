@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,18 @@ class StepMeter(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name a part of it."""
+
+
+class NoMeter:
+    """Counts nothing."""
+
+    def measure(self, *_: Any) -> AbstractContextManager[None]:
+        """A step, not counted."""
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A part of it, not counted."""
+        return nullcontext()
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:

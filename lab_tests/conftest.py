@@ -1,9 +1,12 @@
-"""What tests share: one cluster of four ranks for the whole session, and plans kept away from the user's."""
+"""What tests share: a cluster of four ranks, this process as the only rank, plans kept away from the user's."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import platformdirs
 import pytest
+import torch
+import torch.distributed as dist
 
 from cluster.ranks import Cluster
 
@@ -30,3 +33,23 @@ def _recovered(request: pytest.FixtureRequest) -> Iterator[None]:
         cluster = request.getfixturevalue("ranks4")
         if cluster.broken:
             cluster.recover()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text whose bytes are tokens of the smallest vocabulary."""
+    path = tmp_path_factory.mktemp("text") / "digits.txt"
+    path.write_text("".join(str(n**3 % 977) for n in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """This process as the only rank."""
+    threads = torch.get_num_threads()
+    # So small a model is slower on more.
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)

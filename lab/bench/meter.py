@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +15,10 @@ from lab.bench.table import Row
 from lab.compose import apply_recipe
 from lab.memory.meter import Meter
 from lab.recipe import Recipe
-from lab.step import StepMeter, make_optimizer, train_step
+from lab.step import NoMeter, StepMeter, make_optimizer, train_step
 
 REPEATS = 7
 TOKENS = (128, 512, 2048)
-
-
-class _NoMeter:
-    """Counts nothing."""
-
-    def measure(self, *_: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def measure_meter() -> list[Row]:
@@ -56,7 +44,7 @@ def measure_meter() -> list[Row]:
                 return time.perf_counter() - start
 
             seconds(Meter())
-            pairs = [(seconds(_NoMeter()), seconds(Meter())) for _ in range(REPEATS)]
+            pairs = [(seconds(NoMeter()), seconds(Meter())) for _ in range(REPEATS)]
             without, metered = (median(times) for times in zip(*pairs, strict=True))
             rows.append(
                 {

@@ -8,39 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from lab import data, models
-from lab.batches import shard_batch
-from lab.compose import apply_recipe
+from lab import models
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
-from lab.rungs import recipe_for, title_of
-from lab.step import make_optimizer, train_step
-from lab.units import parse_tokens
+from lab.rungs import title_of
+from lab.step import train_step
+from lab.verbs.on_ranks import Training, checked, worker
 
 if TYPE_CHECKING:
     # A machine without ipyparallel can still import the lab, to plan and to rehearse.
     from cluster.ranks import Cluster
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a rank needs to know to train; everything in it travels to the ranks."""
-
-    model: models.ModelLike
-    recipe: Recipe
-    tokens: int
-    steps: int
-    rows: int
-    text: str | Path | None
-    tokenizer: str | Path | None
-    learning_rate: float
-    clip_norm: float
-    seed: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +88,11 @@ def run(
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
         RankError: a rank failed; the text names it and holds its traceback.
     """
-    length = parse_tokens(tokens)
-    training = Training(
-        model=model,
-        recipe=recipe_for(recipe, model, cluster.ranks, length),
-        tokens=length,
+    training, _, _ = checked(
+        model,
+        recipe,
+        ranks=cluster.ranks,
+        tokens=tokens,
         steps=steps,
         rows=rows,
         text=text,
@@ -121,9 +101,6 @@ def run(
         clip_norm=clip_norm,
         seed=seed,
     )
-    config = models.config_of(model)
-    source = data.encode(data.read_text(text), tokenizer=tokenizer, vocab_size=config.vocab_size)
-    data.batch(source, rows=rows, length=training.tokens, step=0)
 
     def on_record(rank: int, record: object) -> None:
         if watch is not None and isinstance(record, Progress):
@@ -132,7 +109,7 @@ def run(
     results = cluster.apply(_train, training, on_record=on_record)
     losses, seconds, _ = results[0]
     finished = Run(
-        title=title_of(model, recipe, cluster.ranks, length),
+        title=title_of(model, recipe, cluster.ranks, training.tokens),
         training=training,
         losses=losses,
         seconds=seconds,
@@ -148,16 +125,7 @@ def _train(training: Training) -> tuple[tuple[float, ...], tuple[float, ...], Ti
     from cluster.live import publish
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = init_device_mesh(device.type, (ranks,))
-    model = models.build(training.model, seed=training.seed)
-    model.to(device)  # type: ignore[arg-type]
-    model.train()
-    apply_recipe(model, training.recipe, mesh)
-    optimizer = make_optimizer(model, learning_rate=training.learning_rate)
-    source = data.encode(
-        data.read_text(training.text), tokenizer=training.tokenizer, vocab_size=model.config.vocab_size
-    )
+    ready = worker(training)
     losses: list[float] = []
     seconds: list[float] = []
 
@@ -168,9 +136,10 @@ def _train(training: Training) -> tuple[tuple[float, ...], tuple[float, ...], Ti
     meter = Meter(on_growth=grown)
     for step in range(training.steps):
         start = time.perf_counter()
-        ids = data.batch(source, rows=training.rows, length=training.tokens, step=step).to(device)
-        batch = shard_batch(ids, training.recipe, mesh)
+        batch = ready.batch(step)
         # The loss is read at once: kept as a tensor it would be four bytes in the next step's timeline.
-        losses.append(float(train_step(model, optimizer, batch, meter=meter, clip_norm=training.clip_norm)))
+        losses.append(
+            float(train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm))
+        )
         seconds.append(time.perf_counter() - start)
     return tuple(losses), tuple(seconds), meter.timeline()

@@ -1,0 +1,41 @@
+"""A process group of processes that torchrun started, or anything that sets the variables torchrun sets."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from cluster.errors import ClusterError
+from cluster.profiles.local import loopback_interface
+
+
+def launched() -> bool:
+    """Whether the environment names this process's rank, how many there are, and where they meet."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def check_ranks(ranks: int | None) -> None:
+    """Refuse a number of ranks that is not the one torchrun started. Raises ClusterError."""
+    started = int(os.environ["WORLD_SIZE"])
+    if ranks not in (None, started):
+        raise ClusterError(f"{ranks} ranks asked for and {started} started by torchrun: leave --ranks out")
+
+
+@contextmanager
+def joined() -> Iterator[int]:
+    """Join the process group, with the device of this process's LOCAL_RANK, and give its rank."""
+    one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
+    loopback = loopback_interface()
+    if one_node and loopback:
+        # Without it gloo binds what the host's name resolves to, which a laptop may not reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    backend, device = "gloo", None
+    if torch.cuda.is_available():
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device)
+    yield dist.get_rank()
+    # Not after a failure: peers may be waiting in a collective, and the process ends anyway.
+    dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""What the commands share: errors as one line, a status line, knobs and sizes as options, answers as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import click
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TOKENS = click.option("--tokens", required=True, help="Context: 8192, 128K, 5M (5 x 2^20).")
+RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder. [upipe]")
+SET = click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="Set a knob by hand.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def plainly(command: Callable[P, T]) -> Callable[P, T]:
+    """Print what the lab refuses as one line and exit with 2, as click does for its own usage errors."""
+
+    @wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        from cluster.errors import ClusterError
+        from lab.errors import LabError
+
+        try:
+            return command(*args, **kwargs)
+        except (LabError, ClusterError) as error:
+            click.echo(f"lab: {error}", err=True)
+            sys.exit(2)
+
+    return wrapped
+
+
+@contextmanager
+def status(first: str) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what goes on; nothing anywhere else."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(first) as status:
+        yield status.update
+
+
+def only(keys: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Some of the facts."""
+    return {key: facts[key] for key in keys}
+
+
+def answer(said: object) -> None:
+    """Print text as it is and everything else as JSON."""
+    click.echo(said if isinstance(said, str) else json.dumps(said, indent=2))

@@ -1,0 +1,45 @@
+"""``lab bench``: one command a bench."""
+
+from __future__ import annotations
+
+import click
+
+from lab.commands.base import JSON, plainly
+
+
+@click.group()
+def bench() -> None:
+    """Measure ratios, each within one run on this machine."""
+
+
+@bench.command()
+@JSON
+@plainly
+def meter(as_json: bool) -> None:
+    """A training step with the memory meter over the same step without it."""
+    from lab.bench.meter import measure_meter
+    from lab.bench.table import write
+
+    click.echo(write(measure_meter(), as_json=as_json))
+
+
+@bench.command()
+@JSON
+@plainly
+def parity(as_json: bool) -> None:
+    """Each technique's worst gradient error against plain transformers, for each kind of model."""
+    from lab.bench.parity import measure_parity
+    from lab.bench.table import write
+
+    click.echo(write(measure_parity(), as_json=as_json))
+
+
+@bench.command()
+@JSON
+@plainly
+def planning(as_json: bool) -> None:
+    """What a plan of Llama3-8B at 5M tokens takes: walked, remembered, in closed form."""
+    from lab.bench.planning import measure_planning
+    from lab.bench.table import write
+
+    click.echo(write(measure_planning(), as_json=as_json))

@@ -1,0 +1,123 @@
+"""``lab plan``, ``ladder``, ``max-context`` and ``fit``: questions answered on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lab.commands.base import JSON, RECIPE, SET, TOKENS, P, T, answer, only, plainly, status
+
+
+def _planning(command: Callable[..., None]) -> Callable[..., None]:
+    """What the planning commands have in common, set on a command that takes it as ``settings``."""
+    for option in reversed(
+        (
+            click.argument("model"),
+            click.option("--ranks", type=int, required=True, help="GPUs in all."),
+            click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]"),
+            click.option("--ranks-per-node", type=int, default=8, help="GPUs that share a host. [8]"),
+            click.option("--device", default="h100", help="What the time estimate is for. [h100]"),
+            click.option(
+                "--no-workspace",
+                "workspace",
+                is_flag=True,
+                flag_value=False,
+                default=True,
+                help="Leave out what CUDA takes outside torch's view.",
+            ),
+            JSON,
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _memory(device: str | None, host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def options(command: Callable[P, T]) -> Callable[P, T]:
+        shown = [f" [{value}]" if value else "" for value in (device, host)]
+        command = click.option("--host-memory", default=host, help=f"Of a node: 2TiB.{shown[1]}")(command)
+        return click.option("--device-memory", default=device, help=f"Of a GPU: 80GiB.{shown[0]}")(command)
+
+    return options
+
+
+@click.command()
+@_planning
+@TOKENS
+@RECIPE
+@SET
+@_memory(None, None)
+@plainly
+def plan(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+    """One training step of MODEL on fake tensors: its memory, its cost, and whether it fits."""
+    from lab.recipe import parse_knobs
+    from lab.report import plan_text
+    from lab.verbs.plan import plan
+
+    with status(f"planning {model}"):
+        made = plan(model, recipe, **settings, **parse_knobs(knobs))
+    answer(made.to_json() if as_json else plan_text(made))
+
+
+@click.command()
+@_planning
+@TOKENS
+@SET
+@_memory(None, None)
+@click.option("--figure", type=click.Path(path_type=Path), help="Draw it into this PNG file too.")
+@plainly
+def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
+    """A bar a technique: the memory of MODEL's step on each rung of the ladder."""
+    from lab.recipe import parse_knobs
+    from lab.report import check_folder, draw_ladder, ladder_text
+    from lab.verbs.plan import plan_ladder
+
+    if figure is not None:
+        check_folder(figure)
+    with status(f"planning {model}") as say:
+        plans = plan_ladder(
+            model, watch=lambda rung, _: say(f"planned {rung}"), **settings, **parse_knobs(knobs)
+        )
+    if figure is not None:
+        draw_ladder(plans, figure)
+    keys = ("device_peak", "host_peak", "fits")
+    rows = [{"name": name} | only(keys, p.to_json()) for name, p in plans.items()]
+    answer(rows if as_json else ladder_text(plans))
+
+
+@click.command("max-context")
+@_planning
+@RECIPE
+@SET
+@_memory("80GiB", "2TiB")
+@plainly
+def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+    """The longest context of MODEL that fits, and what stops it."""
+    from lab.recipe import parse_knobs
+    from lab.report import max_context_text, tried_text
+    from lab.verbs.max_context import max_context
+
+    with status(f"planning {model}") as say:
+        found = max_context(
+            model, recipe, watch=lambda tried: say(tried_text(tried)), **settings, **parse_knobs(knobs)
+        )
+    answer(found.to_json() if as_json else max_context_text(found))
+
+
+@click.command()
+@_planning
+@TOKENS
+@_memory("80GiB", "2TiB")
+@plainly
+def fit(model: str, as_json: bool, **settings: Any) -> None:
+    """The fastest recipe that fits MODEL at this context, the runners-up, and the price of less memory."""
+    from lab.report import fit_text, tried_text
+    from lab.verbs.fit import fit
+
+    with status(f"planning {model}") as say:
+        plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried_text(tried)}"), **settings)
+    keys = ("recipe", "device_peak", "host_peak", "step_seconds")
+    answer([only(keys, p.to_json()) for p in plans] if as_json else fit_text(plans))

@@ -1,0 +1,117 @@
+"""``lab train`` and ``lab export``: training without a notebook, on a cluster or under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lab.commands.base import RECIPE, SET, TOKENS, plainly
+
+if TYPE_CHECKING:
+    from lab.verbs.train import Step
+
+
+@click.command()
+@click.argument("model")
+@TOKENS
+@RECIPE
+@SET
+@click.option("--steps", type=int, required=True, help="Steps in all, those before a resume too.")
+@click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@click.option("--text", type=click.Path(path_type=Path), help="File or folder. [Python's library]")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Its directory. [bytes are tokens]")
+@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Folder for checkpoints.")
+@click.option("--every", type=int, default=100, help="Steps from one checkpoint to the next. [100]")
+@click.option("--keep", type=int, default=2, help="Checkpoints that stay, the newest. [2]")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
+@click.option("--lr", "learning_rate", type=float, default=1e-3, help="Learning rate. [0.001]")
+@click.option("--clip-norm", type=float, default=1.0, help="The gradient's norm is at most this. [1]")
+@click.option("--seed", type=int, default=0, help="Of the weights, where the model has none. [0]")
+@click.option("--ranks", type=int, help="Ranks to start; torchrun starts its own. [4]")
+@click.option("--profile", default="local", help="Where ranks run. [local]")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
+@plainly
+def train(ranks: int | None, profile: str, as_json: bool, **settings: Any) -> None:
+    """Train MODEL, with checkpoints: here on ranks of its own, or as a rank of torchrun's."""
+    from cluster import torchrun
+
+    if torchrun.launched():
+        _as_a_rank(ranks, as_json, settings)
+    else:
+        from cluster.ranks import Cluster
+
+        with Cluster(ranks=4 if ranks is None else ranks, profile=profile) as cluster:
+            _train(cluster, as_json, settings)
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@plainly
+def export(checkpoint: Path, out: Path) -> None:
+    """Write the newest checkpoint in the folder CHECKPOINT as a Hugging Face directory OUT."""
+    from lab.checkpoints import export
+
+    click.echo(f"{export(checkpoint, out)} is now in {out}")
+
+
+def _as_a_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> None:
+    from cluster import torchrun
+    from lab.errors import LabError
+
+    torchrun.check_ranks(ranks)
+    with torchrun.joined() as rank:
+        try:
+            _train(None, as_json, settings, tells=rank == 0)
+        except LabError as error:
+            if rank == 0:
+                raise
+            # When one rank ends torchrun ends the others: rank 0 is to say first what all have met.
+            time.sleep(1)
+            raise LabError(f"rank {rank}: {error}") from error
+
+
+def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, tells: bool = True) -> None:
+    from lab.recipe import parse_knobs
+    from lab.verbs.train import train
+
+    knobs = parse_knobs(settings.pop("knobs"))
+    if not tells:
+        train(cluster=cluster, **settings, **knobs)
+        return
+    with _telling(as_json) as tell:
+        train(cluster=cluster, watch=tell, **settings, **knobs)
+
+
+@contextmanager
+def _telling(as_json: bool) -> Iterator[Callable[[Step], None]]:
+    """What to call with each step: a line of JSON, a line that moves on a terminal, else a line of text."""
+    if as_json:
+        yield lambda step: click.echo(json.dumps(step.to_json()))
+    elif not sys.stdout.isatty():
+        yield lambda step: click.echo(_line(step))
+    else:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        with Progress(BarColumn(bar_width=20), TextColumn("{task.description}")) as bar:
+            task = bar.add_task("")
+            yield lambda step: bar.update(
+                task, total=step.steps, completed=step.step, description=_line(step)
+            )
+
+
+def _line(step: Step) -> str:
+    from lab.units import format_bytes, format_seconds
+
+    return (
+        f"step {step.step:>{len(str(step.steps))}}/{step.steps}   loss {step.loss:.4f}   "
+        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} a rank   "
+        f"peak {format_bytes(step.device_peak)} a rank   {format_seconds(step.seconds_left)} left"
+    )

@@ -1,0 +1,117 @@
+"""Shared by the verbs that train on real ranks: what a rank is told, checked first, and what it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lab import data, models
+from lab.batches import Batch, shard_batch
+from lab.compose import apply_recipe
+from lab.errors import LabError
+from lab.recipe import Recipe
+from lab.rungs import recipe_for
+from lab.step import make_optimizer
+from lab.units import parse_tokens
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank needs to know to train; everything in it travels to the ranks."""
+
+    model: models.ModelLike
+    recipe: Recipe
+    tokens: int
+    steps: int
+    rows: int
+    text: str | Path | None
+    tokenizer: str | Path | None
+    learning_rate: float
+    clip_norm: float
+    seed: int
+
+
+def checked(
+    model: models.ModelLike,
+    recipe: str | Recipe,
+    *,
+    ranks: int,
+    tokens: int | str,
+    steps: int,
+    rows: int,
+    text: str | Path | None,
+    tokenizer: str | Path | None,
+    learning_rate: float,
+    clip_norm: float,
+    seed: int,
+    **knobs: Any,
+) -> tuple[Training, PretrainedConfig, Tensor]:
+    """What to tell the ranks, with the model's config and the encoded text, int64 [n].
+
+    Raises:
+        LabError: a model, recipe, text or size that cannot work.
+    """
+    for name, value in (("steps", steps), ("rows", rows)):
+        if type(value) is not int or value < 1:
+            raise LabError(f"{name}={value!r}: it takes a whole number, 1 or more")
+    length = parse_tokens(tokens)
+    config = models.config_of(model)
+    training = Training(
+        model=model,
+        recipe=recipe_for(recipe, model, ranks, length, config=config, **knobs),
+        tokens=length,
+        steps=steps,
+        rows=rows,
+        text=text,
+        tokenizer=tokenizer,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        seed=seed,
+    )
+    source = data.encode(data.read_text(text), tokenizer=tokenizer, vocab_size=config.vocab_size)
+    data.batch(source, rows=rows, length=length, step=0)
+    return training, config, source
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """What one rank trains with: its model under the recipe, its optimizer, its part of each batch."""
+
+    training: Training
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    source: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return torch.device(self.mesh.device_type)
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of the batch of one step, counted from 0."""
+        told = self.training
+        ids = data.batch(self.source, rows=told.rows, length=told.tokens, step=step).to(self.device)
+        return shard_batch(ids, told.recipe, self.mesh)
+
+
+def worker(training: Training) -> Worker:
+    """Make it; every rank of the process group calls this."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model = models.build(training.model, seed=training.seed)
+    model.to(device)  # type: ignore[arg-type]
+    model.train()
+    apply_recipe(model, training.recipe, mesh)
+    optimizer = make_optimizer(model, learning_rate=training.learning_rate)
+    source = data.encode(
+        data.read_text(training.text), tokenizer=training.tokenizer, vocab_size=model.config.vocab_size
+    )
+    return Worker(training, model, optimizer, mesh, source)

@@ -1,0 +1,244 @@
+"""Train: steps on real ranks that outlive their processes, by checkpoints; one unbroken file of losses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lab import models
+from lab.checkpoints import Saver, restore
+from lab.errors import CheckpointError, LabError
+from lab.manifest import Manifest, checkpoints_in, config_document, digest, newest, sweep
+from lab.memory.meter import Meter
+from lab.recipe import Recipe
+from lab.rungs import title_of
+from lab.step import NoMeter, train_step
+from lab.verbs.loss_file import LossFile
+from lab.verbs.on_ranks import Training, checked, worker
+
+if TYPE_CHECKING:
+    from cluster.ranks import Cluster
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is told of one step, ``step`` of ``steps``, the first being 1.
+
+    ``loss`` is the global mean before the update; ``seconds`` the time since the step before; ``device_peak``
+    the most bytes that any rank's device held so far (on CPU metered in the first step after a start, for
+    all are alike); ``seconds_left`` what the steps to come will take at the pace so far.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    tokens_per_second_and_rank: float
+    device_peak: int
+    seconds_left: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What training brings back: the steps of this call, and the folder that holds the checkpoints."""
+
+    title: str
+    steps: tuple[Step, ...]
+    checkpoint: Path
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The global mean loss of each step."""
+        return tuple(step.loss for step in self.steps)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What a rank is told beside the training itself: where checkpoints go, and the one it goes on from."""
+
+    training: Training
+    folder: Path
+    every: int
+    keep: int
+    manifest: Manifest
+    start: Path | None
+
+
+def train(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "upipe",
+    *,
+    tokens: int | str,
+    steps: int,
+    checkpoint: str | Path,
+    cluster: Cluster | None,
+    every: int = 100,
+    keep: int = 2,
+    resume: bool = False,
+    rows: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    seed: int = 0,
+    watch: Callable[[Step], None] | None = None,
+    **knobs: Any,
+) -> Trained:
+    """Train up to step ``steps`` on all ranks of a cluster, with a checkpoint each ``every`` and at the end.
+
+    Without a cluster this process is one rank of the process group that it has joined, as under torchrun;
+    ``watch`` is then called on rank 0 alone. ``checkpoint`` is a folder that all ranks share: the newest
+    ``keep`` checkpoints, and ``losses.jsonl`` with one line a step. With ``resume`` training goes on from the
+    newest: on as many ranks with the losses that it would have had unbroken, bit for bit (on CPU; CUDA's
+    attention sums its gradients in no fixed order), on other ranks or with another recipe up to rounding.
+
+    Raises:
+        LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
+            written, which leaves the ones before it as they are.
+        RankError: a rank failed; the text names it and holds its traceback.
+    """
+    for name, value in (("every", every), ("keep", keep)):
+        if type(value) is not int or value < 1:
+            raise LabError(f"{name}={value!r}: it takes a whole number, 1 or more")
+    ranks = cluster.ranks if cluster is not None else dist.get_world_size()
+    training, config, source = checked(
+        model,
+        recipe,
+        ranks=ranks,
+        tokens=tokens,
+        steps=steps,
+        rows=rows,
+        text=text,
+        tokenizer=tokenizer,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        seed=seed,
+        **knobs,
+    )
+    manifest = Manifest(
+        config=config_document(config),
+        text=digest(source),
+        tokens=training.tokens,
+        rows=rows,
+        seed=seed,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        recipe=training.recipe.to_json(),
+        ranks=ranks,
+    )
+    folder = Path(checkpoint).expanduser().absolute()
+    start, done = None, 0
+    if resume:
+        start, done = _start(folder, manifest, steps)
+    else:
+        _check_unused(folder)
+    course = _Course(training, folder, every, keep, replace(manifest, step=done), start)
+    made = _train(course, watch) if cluster is None else _on(cluster, course, watch)
+    return Trained(title_of(model, recipe, ranks, training.tokens), made, folder)
+
+
+def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
+    """The checkpoint to go on from, and the steps it has behind it."""
+    start, earlier = newest(folder)
+    manifest.check_continues(earlier, start)
+    if earlier.step >= steps:
+        raise CheckpointError(
+            f"{start} has {earlier.step} of {steps} steps already: give more steps to go on"
+        )
+    return start, earlier.step
+
+
+def _check_unused(folder: Path) -> None:
+    """Refuse a folder whose checkpoints would be overwritten; make it where there is none."""
+    found = checkpoints_in(folder)
+    if found:
+        raise CheckpointError(
+            f"{folder} holds checkpoints up to {found[-1].name}: go on with --resume, or give another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
+
+
+def _on(cluster: Cluster, course: _Course, watch: Callable[[Step], None] | None) -> tuple[Step, ...]:
+    from cluster.errors import RankError
+
+    def on_record(_: int, record: object) -> None:
+        if watch is not None and isinstance(record, Step):
+            watch(record)
+
+    try:
+        return cluster.apply(_train, course, on_record=on_record)[0]  # type: ignore[no-any-return]
+    except RankError as error:
+        if error.kind == CheckpointError.__name__:
+            raise CheckpointError(error.message) from error
+        raise
+
+
+def _train(course: _Course, watch: Callable[[Step], None] | None = None) -> tuple[Step, ...]:
+    """Runs on every rank."""
+    from cluster.live import publish
+
+    told, leads = course.training, dist.get_rank() == 0
+    first = course.manifest.step
+    if leads:
+        sweep(course.folder)
+    ready = worker(told)
+    if course.start is not None:
+        restore(course.start, ready.model, ready.optimizer)
+    saver = Saver(course.folder, keep=course.keep)
+    losses = LossFile(course.folder, first) if leads else None
+    made: list[Step] = []
+    began = before = time.perf_counter()
+    peak = 0
+    for step in range(first + 1, told.steps + 1):
+        batch = ready.batch(step - 1)
+        meter = Meter() if step == first + 1 and ready.device.type == "cpu" else None
+        value = train_step(
+            ready.model, ready.optimizer, batch, meter=meter or NoMeter(), clip_norm=told.clip_norm
+        )
+        loss = float(value)
+        if meter is not None:
+            peak = meter.timeline().device_peak
+        elif ready.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        peak = _most(peak, ready.device)
+        now = time.perf_counter()
+        pace = told.rows * told.tokens / (now - before)
+        left = (now - began) / (step - first) * (told.steps - step)
+        made.append(
+            Step(step, told.steps, loss, now - before, pace, pace / dist.get_world_size(), peak, left)
+        )
+        before = now
+        if losses is not None:
+            losses.add(made[-1].to_json())
+            (watch or publish)(made[-1])
+        # Ranks learn of a failed save at different moments; they stop for it at the same step.
+        if not _most(saver.writing, ready.device):
+            saver.wait()
+        if step % course.every == 0 or step == told.steps:
+            if losses is not None:
+                losses.settle()
+            saver.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
+    saver.close()
+    return tuple(made)
+
+
+def _most(value: int, device: torch.device) -> int:
+    """The largest of all ranks' values."""
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)

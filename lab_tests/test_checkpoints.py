@@ -1,0 +1,230 @@
+"""Checkpoints: whole or not seen, refused where they do not belong, exported to the same logits."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import lab
+from lab import manifest, models
+from lab.checkpoints import Saver, export
+from lab.errors import CheckpointError
+from lab.manifest import Manifest, checkpoints_in, config_document
+from lab.step import NoMeter, train_step
+from lab.verbs.on_ranks import checked, worker
+from lab_tests.training import ROWS, TOKENS, small
+
+
+@pytest.fixture
+def train(alone, digits, tmp_path):
+    """``lab.train`` of a small model on this one rank, into ``tmp_path / "run"``."""
+
+    def trained(model=None, recipe="plain", **settings):
+        told = {"tokens": TOKENS, "rows": ROWS, "steps": 2, "text": digits, "checkpoint": tmp_path / "run"}
+        return lab.train(model or small(), recipe, cluster=None, **(told | settings))
+
+    return trained
+
+
+def saved_on_ranks(training, folder, config):
+    """Runs on every rank: one step, one checkpoint; the whole state as the ranks hold it together."""
+    ready = worker(training)
+    train_step(ready.model, ready.optimizer, ready.batch(0), meter=NoMeter())
+    facts = Manifest(
+        config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
+    )
+    saver = Saver(folder, keep=2)
+    saver.save(ready.model, ready.optimizer, facts)
+    saver.close()
+    state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in ready.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in state.items()} if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [small(tie_word_embeddings=True), small(Qwen3Config)],
+    ids=["llama, tied head", "qwen3"],
+)
+def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, tmp_path, config):
+    training, _, _ = checked(
+        config, "upipe", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits, tokenizer=None,
+        learning_rate=1e-2, clip_norm=1.0, seed=0, compute_dtype=None,
+    )  # fmt: skip
+    held = ranks4.apply(saved_on_ranks, training, tmp_path, config)[0]
+    untrained, trained = models.build(config), models.build(config)
+    trained.load_state_dict(held, strict=True)
+    assert export(tmp_path, tmp_path / "out").name == "step-00000001"
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa")
+    assert exported.config.tie_word_embeddings == config.tie_word_embeddings
+    assert exported.config.use_cache
+    ids = torch.arange(2 * 30).view(2, 30)
+    expected = trained(input_ids=ids).logits
+    torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=0, atol=0)
+    assert not torch.allclose(untrained(input_ids=ids).logits, expected)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_export_keeps_the_dtype_and_refuses_a_folder_in_use(train, tmp_path):
+    train(lambda: models.build(small()).to(dtype=torch.bfloat16))
+    (tmp_path / "out").mkdir()
+    export(tmp_path / "run", tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    with pytest.raises(CheckpointError, match=r"out is there already: give a folder that is new or empty$"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
+def test_the_newest_stay(train, tmp_path):
+    train(steps=5, every=1, keep=3)
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == [f"step-0000000{n}" for n in (3, 4, 5)]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "losses.jsonl", "step-00000003", "step-00000004", "step-00000005"
+    ]  # fmt: skip
+
+
+def test_a_folder_is_not_started_in_twice_nor_gone_on_from_without_a_checkpoint(train, tmp_path):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint in .*run: give a folder that has one; a first start goes without",
+    ):
+        train(resume=True)
+    train()
+    before = (tmp_path / "run" / "losses.jsonl").read_text()
+    with pytest.raises(
+        CheckpointError, match="run holds checkpoints up to step-00000002: go on with --resume"
+    ):
+        train()
+    with pytest.raises(CheckpointError, match="step-00000002 has 2 of 2 steps already: give more steps"):
+        train(resume=True)
+    assert (tmp_path / "run" / "losses.jsonl").read_text() == before
+
+
+def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_path):
+    train()
+    going_on = {"resume": True, "steps": 3}
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000002 holds another model: hidden_size 48 there and 36 here; give that model",
+    ):
+        train(small(hidden_size=36), **going_on)
+    with pytest.raises(CheckpointError, match=r"another model: .*model_type llama there and qwen3 here"):
+        train(small(Qwen3Config), **going_on)
+    other = tmp_path / "other.txt"
+    other.write_text("3210" * 500)
+    for knob, value, said in [
+        ("text", other, "text [0-9a-f]{16} there and [0-9a-f]{16} here"),
+        ("tokens", 80, "tokens 40 there and 80 here"),
+        ("rows", 1, "rows 3 there and 1 here"),
+        ("seed", 1, "seed 0 there and 1 here"),
+        ("learning_rate", 1e-2, "learning_rate 0.001 there and 0.01 here"),
+        ("clip_norm", 2.0, "clip_norm 1.0 there and 2.0 here"),
+    ]:
+        with pytest.raises(
+            CheckpointError, match=f"step-00000002 is of another run: {said}; losses would not"
+        ):
+            train(**going_on | {knob: value})
+    assert len(train(recipe="tiling", **going_on).losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda step: (step / "__0_0.distcp").write_bytes(b"cut"), r"__0_0\.distcp has 3 of its \d+ bytes"),
+        (lambda step: (step / ".metadata").unlink(), r"\.metadata has 0 of its \d+ bytes"),
+        (lambda step: (step / "manifest.json").write_text('{"con'), r"its manifest\.json is missing"),
+    ],
+    ids=["cut short", "a file missing", "manifest cut short"],
+)  # fmt: skip
+def test_a_checkpoint_cut_short_is_refused_and_the_one_before_named(train, tmp_path, damage, said):
+    first = train(steps=4, every=2)
+    newest = tmp_path / "run" / "step-00000004"
+    damage(newest)
+    helps = "step-00000002 beside it is whole: remove step-00000004 to go on from there"
+    for use in (lambda: train(steps=6, resume=True), lambda: export(tmp_path / "run", tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=f"step-00000004 is cut short: {said}.*; {helps}$"):
+            use()
+    shutil.rmtree(newest)
+    assert train(steps=4, resume=True).losses == first.losses[2:]
+    (tmp_path / "run" / "step-00000002" / ".metadata").unlink()
+    damage(newest)
+    with pytest.raises(CheckpointError, match=r"is cut short: .*; no other in its folder is whole$"):
+        train(steps=6, resume=True)
+
+
+def test_what_was_never_whole_is_removed_and_never_gone_on_from(train, tmp_path):
+    first = train(steps=4, every=2)
+    run = tmp_path / "run"
+    (run / "step-00000004").rename(run / "step-00000004.part")
+    (run / "step-00000009.part").mkdir()
+    assert train(steps=3, resume=True).losses == first.losses[2:3]
+    assert not list(run.glob("*.part"))
+
+
+@pytest.fixture
+def full(tmp_path):
+    """Mounts a file system of so many bytes at a folder."""
+    folder = tmp_path / "small disk"
+    folder.mkdir()
+
+    def mounted(size):
+        said = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+            capture_output=True,
+            text=True,
+        )
+        if said.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {said.stderr.strip()}")
+        return folder
+
+    yield mounted
+    subprocess.run(["umount", str(folder)], capture_output=True)
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, digits, tmp_path, full):
+    told = {
+        "tokens": TOKENS,
+        "rows": ROWS,
+        "text": digits,
+        "cluster": ranks4,
+        "every": 1,
+        "compute_dtype": None,
+    }
+    lab.train(small(), "upipe", steps=1, checkpoint=tmp_path / "run", **told)
+    one = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*"))
+    disk = full(int(1.5 * one))
+    steps = []
+    with pytest.raises(CheckpointError) as refused:
+        lab.train(small(), "upipe", steps=6, checkpoint=disk / "run", watch=steps.append, **told)
+    said = str(refused.value)
+    assert said.startswith(f"step-00000002 could not be written in {disk / 'run'} (")
+    assert "No space left on device" in said
+    assert said.endswith(f"the last good checkpoint is {disk / 'run' / 'step-00000001'}")
+    assert "\n" not in said
+    # All ranks stopped for it at one step: none waits for another, and the cluster serves on.
+    assert not ranks4.broken
+    assert sorted(path.name for path in (disk / "run").iterdir()) == ["losses.jsonl", "step-00000001"]
+    assert manifest.read(disk / "run" / "step-00000001").step == 1
+    subprocess.run(["mount", "-o", f"remount,size={6 * one}", str(disk)], check=True)
+    after = lab.train(small(), "upipe", steps=3, checkpoint=disk / "run", resume=True, **told)
+    assert after.losses[0] == steps[1].loss
+
+
+def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):
+    """As where each node has a disk of its own."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from lab.checkpoints import _Writer
+
+    facts = Manifest({}, "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 2, step=1)
+    writer = _Writer(tmp_path / "a.part", tmp_path / "a", facts, keep=2)
+    (tmp_path / "a.part").mkdir()
+    elsewhere = WriteResult(MetadataIndex("x"), 4, _StorageInfo("__1_0.distcp", 0, 4))
+    with pytest.raises(
+        OSError, match=r"__1_0\.distcp, written by another rank, is not seen by rank 0: the folder"
+    ):
+        writer.finish(Metadata({}), [[elsewhere]])
+    assert not (tmp_path / "a").exists()

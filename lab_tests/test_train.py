@@ -1,0 +1,177 @@
+"""Training that is stopped and goes on: the losses of the unbroken run, bit for bit, also after a SIGKILL."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+import lab
+from lab import manifest, models
+from lab.cli import main
+from lab.errors import CheckpointError
+from lab.verbs.loss_file import LossFile
+from lab_tests.training import ROWS, TOKENS, small
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def told(digits, tmp_path):
+    return {"tokens": TOKENS, "rows": ROWS, "text": digits, "checkpoint": tmp_path / "run", "every": 2}
+
+
+@pytest.fixture(scope="module")
+def unbroken(ranks4, digits, tmp_path_factory):
+    """Five steps on four ranks, and what was told of each as it came."""
+    seen = []
+    folder = tmp_path_factory.mktemp("unbroken")
+    run = lab.train(
+        small(), "upipe", tokens=TOKENS, rows=ROWS, text=digits, steps=5, checkpoint=folder, every=2, keep=3,
+        cluster=ranks4, watch=seen.append, compute_dtype=None,
+    )  # fmt: skip
+    assert tuple(seen) == run.steps
+    assert [step.to_json() for step in seen] == lines(folder)
+    return run
+
+
+def test_what_is_told_of_a_step(unbroken):
+    first, *_, last = unbroken.steps
+    assert [step.step for step in unbroken.steps] == [1, 2, 3, 4, 5]
+    assert last.tokens_per_second == pytest.approx(ROWS * TOKENS / last.seconds)
+    assert last.tokens_per_second == 4 * last.tokens_per_second_and_rank
+    assert first.seconds_left == pytest.approx(4 * first.seconds, rel=0.01)
+    assert last.seconds_left == 0
+    plan = lab.plan(small(), "upipe", tokens=TOKENS, rows=ROWS, ranks=4, workspace=False, compute_dtype=None)
+    assert {step.device_peak for step in unbroken.steps} == {plan.device_peak}
+
+
+def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroken, told):
+    told |= {"cluster": ranks4, "compute_dtype": None}
+    assert len(set(unbroken.losses)) == 5
+    first = lab.train(small(), "upipe", steps=3, **told)
+    after = lab.train(small(), "upipe", steps=5, resume=True, **told)
+    assert first.losses + after.losses == unbroken.losses
+    assert [line["loss"] for line in lines(told["checkpoint"])] == list(unbroken.losses)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "upipe"])
+def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken, told, recipe):
+    told["checkpoint"].mkdir()
+    shutil.copytree(unbroken.checkpoint / "step-00000002", told["checkpoint"] / "step-00000002")
+    after = lab.train(small(), recipe, steps=5, resume=True, cluster=None, compute_dtype=None, **told)
+    assert after.losses == pytest.approx(unbroken.losses[2:], rel=1e-5)
+
+
+def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
+    config = small(tie_word_embeddings=True)
+    first = lab.train(config, "plain", steps=4, cluster=None, **told)
+    shutil.rmtree(told["checkpoint"] / "step-00000004")
+    after = lab.train(config, "upipe", steps=4, resume=True, cluster=ranks4, compute_dtype=None, **told)
+    assert after.losses == pytest.approx(first.losses[2:], rel=1e-5)
+    assert manifest.newest(told["checkpoint"])[1].ranks == 4
+
+
+def test_the_file_of_losses_is_cut_to_the_checkpoint(tmp_path):
+    path = tmp_path / "losses.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    file = LossFile(tmp_path, 2)
+    file.add({"step": 3, "loss": 0.5})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
+    LossFile(tmp_path, 0)
+    assert path.read_text() == ""
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"losses\.jsonl could not be written: Is a directory$"):
+        file.add({"step": 4})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--steps 0 --checkpoint new", "steps=0: it takes a whole number, 1 or more"),
+        ("--steps 2 --checkpoint new --every 0", "every=0: it takes a whole number, 1 or more"),
+        ("--steps 2 --checkpoint new --keep 0", "keep=0: it takes a whole number, 1 or more"),
+        ("--steps 2", "Missing option '--checkpoint'."),
+        ("--steps 2 --checkpoint new --resume", "no checkpoint in {}/new: give a folder that has one;"),
+        ("--steps 2 --checkpoint file", "no checkpoints can be kept in {}/file: File exists"),
+        ("--steps 2 --checkpoint new --set heads=4", "a recipe has no field 'heads'"),
+        ("--steps 2 --checkpoint new --text nowhere", "no text at 'nowhere'"),
+        ("--steps 2 --checkpoint new --ranks 3", "3 ranks asked for and 1 started by torchrun: leave"),
+    ],
+)  # fmt: skip
+def test_train_refuses_in_one_line(alone, tmp_path, monkeypatch, words, said):
+    """As the only rank of a torchrun: the same function as on a cluster, without the seconds of its start."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
+    for name, value in one.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("cluster.torchrun.dist.init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr("cluster.torchrun.dist.destroy_process_group", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    run = CliRunner().invoke(main, ["train", "tiny", "--tokens", "40", *words.split()])
+    assert run.exit_code == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith(f"lab: {said.format(tmp_path)}"), run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_export_refuses_in_one_line(tmp_path):
+    run = CliRunner().invoke(main, ["export", str(tmp_path), str(tmp_path / "out")])
+    assert run.exit_code == 2
+    assert run.stderr.startswith(f"lab: no checkpoint in {tmp_path}: give a folder that has one; ")
+    assert run.stderr.count("\n") == 1
+
+
+def launched(*words):
+    """`lab train` as two processes of torchrun's."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*torchrun, "-m", "lab", "train", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def kill(process):
+    """SIGKILL to it and to all that it started, so that none can tidy up."""
+    for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+        one.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_killed_at_a_random_moment_under_torchrun_and_resumed(digits, tmp_path):
+    models.build(small()).config.save_pretrained(tmp_path / "model")
+    words = [
+        tmp_path / "model", "--tokens", TOKENS, "--rows", ROWS, "--text", digits, "--recipe", "upipe",
+        "--set", "compute_dtype=none", "--every", 10, "--checkpoint", tmp_path / "run", "--json",
+    ]  # fmt: skip
+    killed = launched(*words, "--steps", 100_000)
+    while not (tmp_path / "run" / "step-00000010").exists():
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.01)
+    moment = random.SystemRandom().uniform(0, 1.5)
+    time.sleep(moment)
+    kill(killed)
+    # The run that nothing broke, as far as it came; its last line may be cut short.
+    whole = [json.loads(s) for s in (tmp_path / "run" / "losses.jsonl").read_text().split("\n")[:-1]]
+    steps = len(whole) + 3
+    resumed = launched(*words, "--steps", steps, "--resume")
+    printed, said = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, said
+    after = [json.loads(line) for line in printed.splitlines()]
+    start = after[0]["step"]
+    assert start % 10 == 1
+    assert 10 < start <= len(whole) + 1, moment
+    found = lines(tmp_path / "run")
+    assert found[start - 1 :] == after
+    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    assert [line["loss"] for line in found[: len(whole)]] == [line["loss"] for line in whole], moment
+    assert not list((tmp_path / "run").glob("*.part"))
