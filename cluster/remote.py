@@ -1,6 +1,7 @@
 """What runs on a rank: joining the process group, and running one function with its outcome noted."""
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -156,6 +157,8 @@ def join(rank: int, ranks: int, port: int, timeout: float, start_timeout: float)
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
         torch.cuda.set_device(device)
+    # Its functions take the world group as a default: imported later, they would keep the first for ever.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
         backend, store=_store, rank=rank, world_size=ranks, timeout=patience, device_id=device
     )

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from lab.step import loss, train_step
     from lab.verbs.fit import fit
     from lab.verbs.max_context import MaxContext, max_context
+    from lab.verbs.messages import Run
     from lab.verbs.plan import Plan, plan, plan_ladder
-    from lab.verbs.run import Run, run
+    from lab.verbs.run import run
     from lab.verbs.train import Trained, train
 
 __all__ = [
@@ -58,7 +59,7 @@ _HOME = {
     "Plan": "lab.verbs.plan",
     "Recipe": "lab.recipe",
     "RecipeError": "lab.errors",
-    "Run": "lab.verbs.run",
+    "Run": "lab.verbs.messages",
     "Timeline": "lab.memory.timeline",
     "Trained": "lab.verbs.train",
     "apply_recipe": "lab.compose",

@@ -22,7 +22,7 @@ FEED = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
 from lab_tests.test_show import finished
-from lab.verbs.run import Progress
+from lab.verbs.messages import Progress
 import numpy as np
 import lab.show
 

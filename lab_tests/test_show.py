@@ -19,7 +19,7 @@ from lab.errors import LabError
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
 from lab.show import live_timeline, messages, palette, panels, thinning
 from lab.units import GiB, MiB
-from lab.verbs.run import Progress, Run
+from lab.verbs.messages import Progress, Run
 
 ROOT = Path(__file__).parents[1]
 OPERATORS = (Op("aten.mm", "5x7 7x11"), Op("aten.silu", "5x11"), Op("aten.add", "5x7 5x7"))

@@ -26,7 +26,10 @@ class OutOfMemory(LabError):
         held = "".join(
             f"\n  {category:<12}{format_bytes(count):>12}" for category, count in moment.by_category.items()
         )
+        # The first row of a phase has no operator: all was held before.
+        doing = f"{moment.op} {moment.shapes}".strip() if moment.op != "-" else "before the first operator"
+        where = f" in {moment.module}" if moment.module else ""
         return (
-            f"out of memory in {moment.phase}, {moment.op} {moment.shapes}".rstrip()
-            + f" of {moment.module or 'no module'}: {format_bytes(moment.device)} held, {given}{held}"
+            f"out of memory in {moment.phase}, {doing}{where}: "
+            f"{format_bytes(moment.device)} held, {given}{held}"
         )

@@ -120,6 +120,13 @@ class Timeline:
                 float(self.seconds[end]),
             )
 
+    @classmethod
+    def joined(cls, pieces: Sequence[Timeline]) -> Timeline:
+        """One timeline of consecutive pieces, at least one, as ``TimelineBuilder.since`` handed them out."""
+        last = pieces[-1]  # which knows all names of those before it
+        columns = [np.concatenate([getattr(piece, name) for piece in pieces]) for name in _COLUMNS]
+        return _from_columns(columns, last.phases, last.modules, last.ops)
+
     def rows(self, keep: npt.ArrayLike) -> Timeline:
         """Only these rows (a slice's indices or a mask), with the tables as they are."""
         index = np.asarray(keep)

@@ -2,12 +2,20 @@
 // live_rows.js and live_panels.js stand before it in one module.
 
 class View {
-  constructor(store, look, el) {
+  constructor(store, look, el, stop) {
     this.store = store;
     this.look = look;
     this.root = add(el, "div", "lab-live");
     const head = add(this.root, "div", "lab-live-head");
     this.status = add(head, "span", "lab-live-status");
+    const button = add(head, "button", "lab-live-stop");
+    button.textContent = "Stop";
+    button.title = "End the run here; what was measured is kept";
+    button.addEventListener("click", () => {
+      button.disabled = true;
+      button.textContent = "Stopping";
+      stop();
+    });
     const legend = add(head, "span", "lab-live-legend");
     for (const [name, colour] of look.categories) swatch(add(legend, "span"), name, colour);
     this.canvas = add(this.root, "canvas");
@@ -121,7 +129,7 @@ export default () => {
       });
     },
     render({ model, el }) {
-      const view = new View(store, model.get("look"), el);
+      const view = new View(store, model.get("look"), el, () => model.send({ stop: true }));
       views.add(view);
       return () => {
         views.delete(view);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,7 +18,7 @@ from lab.show.figures import timeline
 from lab.show.messages import Names, delta
 from lab.show.palette import COLOURS, PHASE_TINTS
 from lab.show.picture import Picture
-from lab.verbs.run import Progress, Run
+from lab.verbs.messages import Progress, Run, Started
 
 _HERE = Path(__file__).parent
 
@@ -37,21 +38,25 @@ class _Widget(anywidget.AnyWidget):
 class LiveTimeline:
     """Give it to ``lab.run(..., watch=...)``: it draws each message, and turns into a picture at the end.
 
-    Where no browser looks on (papermill, a script) there is the picture only. It can watch one run after
-    another.
+    Its Stop ends the run, which then is what it measured. Where no browser looks on (papermill, a script)
+    there is the picture only. It can watch one run after another.
     """
 
     def __init__(self, height: int) -> None:
         self._height = height
         self._showing: _Showing | None = None
+        self._stop: Callable[[], None] = _nothing
 
-    def __call__(self, message: Progress | Run) -> None:
-        """Draw a message of a running rank, or the finished run."""
+    def __call__(self, message: Started | Progress | Run) -> None:
+        """Draw a message of a running rank, or the run at its end."""
+        if isinstance(message, Started):
+            self._stop = message.stop
+            return
         if isinstance(message, Run):
             self._finish(timeline(message))
             return
         if self._showing is None and _is_watched():
-            self._showing = _Showing(self._height)
+            self._showing = _Showing(self._height, self._stop)
         if self._showing is not None:
             self._showing.draw(message)
 
@@ -66,7 +71,7 @@ class LiveTimeline:
 class _Showing:
     """A displayed widget, and what its script has been told."""
 
-    def __init__(self, height: int) -> None:
+    def __init__(self, height: int, stop: Callable[[], None]) -> None:
         self._widget = _Widget(
             look={
                 "categories": [[name, COLOURS[name]] for name in CATEGORIES],
@@ -75,6 +80,9 @@ class _Showing:
                 "height": height,
             }
         )
+        # The one thing that the page says. It is heard while the cell blocks where the kernel has subshells
+        # (JupyterLab 4.4, ipykernel 7); elsewhere the kernel's interrupt does the same.
+        self._widget.on_msg(lambda *_: stop())
         self._place = uuid4().hex
         _publish(self._widget, display_id=self._place)
         self._opened = time.monotonic()
@@ -94,6 +102,10 @@ class _Showing:
         # The picture first: a closed widget leaves an empty place, and the cells below would jump.
         _publish(picture, display_id=self._place, update=True)
         self._widget.close()
+
+
+def _nothing() -> None:
+    """Stop a run that has not said how."""
 
 
 def live(*, height: int = 400) -> LiveTimeline:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lab.memory.timeline import Timeline
 from lab.show.thinning import thinned
-from lab.verbs.run import Progress
+from lab.verbs.messages import Progress
 
 STRETCHES = 24
 """A message keeps two rows for each of so many stretches of its time; a tenth of a second is a few pixels."""

@@ -3,65 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from cluster.errors import RankError, Stopped
 from lab import models
 from lab.memory.meter import Meter
+from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
 from lab.rungs import title_of
 from lab.step import train_step
+from lab.units import parse_bytes
+from lab.verbs.collecting import Collected
+from lab.verbs.messages import Progress, Run, Started, Watch
 from lab.verbs.on_ranks import Training, checked, worker
+from lab.verbs.running_out import RankOutOfMemory
 
 if TYPE_CHECKING:
     # A machine without ipyparallel can still import the lab, to plan and to rehearse.
     from cluster.ranks import Cluster
-
-
-@dataclass(frozen=True, eq=False)
-class Progress:
-    """One message of a running rank: where it is, and the timeline's rows since its previous message."""
-
-    rank: int
-    ranks: int
-    step: int
-    steps: int
-    loss: float | None
-    timeline: Timeline
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """What a run brings back.
-
-    ``losses`` and ``seconds`` have one entry a step (the loss is the global mean, the time rank 0's);
-    ``timelines`` one a rank.
-    """
-
-    title: str
-    training: Training
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    timelines: tuple[Timeline, ...]
-
-    @property
-    def device_peak(self) -> int:
-        """The most device bytes any rank held."""
-        return max(timeline.device_peak for timeline in self.timelines)
-
-    @property
-    def host_peak(self) -> int:
-        """The most host bytes any rank held."""
-        return max(timeline.host_peak for timeline in self.timelines)
-
-
-Watch: TypeAlias = Callable[[Progress | Run], None]
-"""Called with each message of each rank while the run goes on, and once with the run at its end."""
 
 
 def run(
@@ -77,15 +40,22 @@ def run(
     learning_rate: float = 1e-3,
     clip_norm: float = 1.0,
     seed: int = 0,
+    device_memory: int | str | None = None,
     watch: Watch | None = None,
 ) -> Run:
     """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
 
     ``text`` is a file or folder (by default the Python standard library's sources), ``tokenizer`` a local
-    directory (by default bytes are the tokens).
+    directory (by default bytes are the tokens). With ``device_memory`` a rank runs out of memory where it
+    holds more bytes, as on a device of that size.
+
+    A run that is stopped (``Started.stop``, the button of ``lab.show.live()``) returns what it measured until
+    then; one that is interrupted raises KeyboardInterrupt, and one that fails its error, each with that as
+    ``kept``.
 
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        RankOutOfMemory: which rank, in what, and the cheapest rung that would have fit.
         RankError: a rank failed; the text names it and holds its traceback.
     """
     training, _, _ = checked(
@@ -102,25 +72,58 @@ def run(
         seed=seed,
     )
 
-    def on_record(rank: int, record: object) -> None:
-        if watch is not None and isinstance(record, Progress):
-            watch(record)
+    title = title_of(model, recipe, cluster.ranks, training.tokens)
+    collected = Collected(title, training)
+    tell = watch or _nobody
 
-    results = cluster.apply(_train, training, on_record=on_record)
+    def on_record(rank: int, record: object) -> None:
+        if isinstance(record, Progress):
+            collected.add(record)
+            tell(record)
+
+    def ended(how: str) -> Run | None:
+        kept = collected.run(how)
+        if kept is not None:
+            tell(kept)
+        return kept
+
+    tell(Started(cluster.interrupt))
+    limit = None if device_memory is None else parse_bytes(device_memory)
+    try:
+        results = cluster.apply(_train, training, limit, on_record=on_record)
+    except Stopped:
+        kept = ended("stopped")
+        if kept is None:
+            raise
+        return kept
+    except RankError as error:
+        error.kept = ended("failed")
+        if isinstance(error.cause, OutOfMemory):
+            raise RankOutOfMemory(error.rank, error.cause, training, cluster.ranks, error.kept) from error
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(ended("interrupted")) from interrupt
     losses, seconds, _ = results[0]
-    finished = Run(
-        title=title_of(model, recipe, cluster.ranks, training.tokens),
-        training=training,
-        losses=losses,
-        seconds=seconds,
-        timelines=tuple(timeline for _, _, timeline in results),
-    )
-    if watch is not None:
-        watch(finished)
+    timelines = tuple(timeline for _, _, timeline in results)
+    finished = Run(title, training, losses, seconds, timelines)
+    tell(finished)
     return finished
 
 
-def _train(training: Training) -> tuple[tuple[float, ...], tuple[float, ...], Timeline]:
+class Interrupted(KeyboardInterrupt):
+    """The notebook's kernel was interrupted; ``kept`` is the run up to then, None where none had begun."""
+
+    def __init__(self, kept: Run | None) -> None:
+        where = f": {kept.title}" if kept is not None else ""
+        super().__init__(f"the run was interrupted, and the error's .kept is what it measured{where}")
+        self.kept = kept
+
+
+def _nobody(_: object) -> None:
+    """Watch nothing."""
+
+
+def _train(training: Training, limit: int | None) -> tuple[tuple[float, ...], tuple[float, ...], Timeline]:
     """Runs on every rank."""
     from cluster.live import publish
 
@@ -130,10 +133,10 @@ def _train(training: Training) -> tuple[tuple[float, ...], tuple[float, ...], Ti
     seconds: list[float] = []
 
     def grown(rows: Timeline) -> None:
-        last = losses[-1] if losses else None
-        publish(Progress(rank, ranks, len(losses), training.steps, last, rows))
+        loss, took = (losses[-1], seconds[-1]) if seconds else (None, None)
+        publish(Progress(rank, ranks, len(seconds), training.steps, loss, rows, took))
 
-    meter = Meter(on_growth=grown)
+    meter = Meter(on_growth=grown, limit=limit)
     for step in range(training.steps):
         start = time.perf_counter()
         batch = ready.batch(step)

@@ -1,0 +1,239 @@
+"""What a run does when a rank fails, runs out of memory, is stopped or interrupted: what is said, what is kept."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import platformdirs
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+import lab
+from cluster import registry
+from cluster.errors import RankError
+from cluster.ranks import Cluster
+from lab import models
+from lab.memory.meter import Meter
+from lab.memory.out_of_memory import OutOfMemory
+from lab.verbs.messages import Run, Started
+from lab.verbs.run import Interrupted
+from lab.verbs.running_out import RankOutOfMemory
+
+TOKENS = 2048
+
+
+def failing_model() -> PreTrainedModel:
+    """Its second layer raises on rank 2."""
+    model = models.build("tiny")
+
+    def refuse(*_: Any) -> None:
+        if dist.get_rank() == 2:
+            raise ArithmeticError("7 is not 11")
+
+    model.model.layers[1].mlp.register_forward_pre_hook(refuse)
+    return model
+
+
+def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
+    seen: list[Any] = []
+    with pytest.raises(RankError, match=r"^rank 2 failed first: ArithmeticError: 7 is not 11") as caught:
+        lab.run(failing_model, "ulysses", tokens=TOKENS, cluster=ranks4, watch=seen.append)
+    kept = caught.value.kept
+    assert isinstance(kept, Run)
+    assert kept is seen[-1], "the watcher is told too, and draws it"
+    assert not kept.complete
+    assert kept.title.endswith("failed in step 1 of 3")
+    assert len(kept.timelines) == 4
+    assert "model.layers.0.mlp" in kept.timelines[2].modules
+    assert "model.layers.2.mlp" not in kept.timelines[2].modules
+    assert not ranks4.broken
+
+
+def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Cluster) -> None:
+    whole = lab.run("tiny", "ulysses", tokens=TOKENS, steps=1, cluster=ranks4)
+    limit = whole.device_peak * 2 // 3
+    began = time.monotonic()
+    with pytest.raises(RankOutOfMemory) as caught:
+        lab.run("tiny", "ulysses", tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
+    assert time.monotonic() - began < 30
+    error, text = caught.value, str(caught.value)
+    moment = error.moment
+    assert moment.device > limit
+    assert sum(moment.by_category.values()) == moment.device
+    assert text.startswith(f"rank {error.rank}: out of memory in {moment.phase}, {moment.op}")
+    assert f" in {moment.module}" in text
+    assert all(f"\n  {category} " in text for category in moment.by_category)
+    assert text.splitlines() == error._render_traceback_()
+
+    # The timeline up to that instant: row by row that of the run which had the room.
+    assert isinstance(error.kept, Run)
+    timeline, full = error.kept.timelines[error.rank], whole.timelines[error.rank]
+    assert np.array_equal(timeline.device, full.device[: len(timeline)])
+    assert timeline.total[-1] == moment.device
+    assert timeline.total[:-1].max() <= limit < full.device_peak
+
+    # The rung that would have fit does, and the ones before it do not.
+    assert error.rung is not None
+    assert f"the cheapest rung that fits: {error.rung!r}" in text
+    rungs = list(lab.ladder("tiny", ranks=4, tokens=TOKENS))
+    before = rungs[rungs.index(error.rung) - 1]
+    with pytest.raises(RankOutOfMemory):
+        lab.run("tiny", before, tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
+    fits = lab.run("tiny", error.rung, tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
+    assert error.plan is not None
+    assert fits.device_peak == error.plan.device_peak <= limit
+
+
+def test_where_no_rung_fits_the_leanest_is_named(ranks4: Cluster) -> None:
+    with pytest.raises(
+        RankOutOfMemory, match=r"no rung fits that, the leanest is 'upipe', planned at"
+    ) as caught:
+        lab.run("tiny", "upipe", tokens=TOKENS, cluster=ranks4, device_memory="1MiB")
+    assert "before the first operator" in str(caught.value)
+    assert not ranks4.broken
+
+
+def test_what_the_device_refuses_names_the_operator_too() -> None:
+    model = torch.nn.Linear(3, 5)
+
+    def refused(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        torch.ops.lab_tests.no_memory(args[0])
+
+    with torch.library._scoped_library("lab_tests", "DEF") as library:
+        library.define("no_memory(Tensor x) -> Tensor")
+        library.impl("no_memory", no_memory, "CPU")
+        model.register_forward_pre_hook(refused)
+        meter = Meter()
+        with pytest.raises(OutOfMemory, match=r"lab_tests\.no_memory 2x3: .*CUDA out of memory") as caught:
+            with meter.measure(model), meter.phase("forward"):
+                model(torch.ones(2, 3))
+    assert caught.value.limit is None
+    assert caught.value.moment.phase == "forward"
+
+
+def no_memory(x: torch.Tensor) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.")
+
+
+def after_a_step(act: Callable[[], None]) -> Callable[[Any], None]:
+    """A watcher that acts once, when a loss has come; earlier than that a step could not be kept."""
+    acted = threading.Event()
+
+    def watch(message: Any) -> None:
+        if getattr(message, "loss", None) is not None and not acted.is_set():
+            acted.set()
+            act()
+
+    return watch
+
+
+def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
+    stops: list[Callable[[], None]] = []
+    stop_later = after_a_step(lambda: threading.Thread(target=stops[0]).start())
+
+    def watch(message: Any) -> None:
+        if isinstance(message, Started):
+            stops.append(message.stop)
+        stop_later(message)
+
+    run = lab.run("tiny", "upipe", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
+    assert not run.complete
+    assert 1 <= len(run.losses) == len(run.seconds) < 500
+    assert f"stopped in step {len(run.losses) + 1} of 500" in run.title
+    assert all(timeline.step.max() >= len(run.losses) - 1 for timeline in run.timelines)
+    assert not ranks4.broken
+    again = lab.run("tiny", "upipe", tokens=TOKENS, steps=1, cluster=ranks4)
+    assert again.losses[0] == run.losses[0]
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_an_interrupted_run_keeps_what_was_measured(ranks4: Cluster) -> None:
+    watch = after_a_step(lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(
+        Interrupted, match=r"\.kept is what it measured: tiny .* interrupted in step"
+    ) as caught:
+        lab.run("tiny", "fsdp", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert caught.value.kept is not None
+    assert len(caught.value.kept.losses) >= 1
+    assert not ranks4.broken
+
+
+# ---- what is left behind, and who may end it ---------------------------------------------------------
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / name)
+    return tmp_path
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
+    gone, orphan, bystander = sleeper(), sleeper(), sleeper()
+    try:
+        ours, theirs = state / "cluster-ours", state / "cluster-theirs"
+        theirs.mkdir()
+        registry.record("local", 2, {psutil.Process(bystander.pid)}, ours)
+        registry.record("local", 3, {psutil.Process(orphan.pid)}, theirs)
+        path = registry.folder() / "cluster-theirs.json"
+        facts = json.loads(path.read_text())
+        facts["owner"] = vars(registry.Mark.of(psutil.Process(gone.pid)))
+        # An id that has a new bearer: created at another time, it is another process.
+        facts["processes"].append({"pid": bystander.pid, "created": facts["started"] - 900})
+        path.write_text(json.dumps(facts))
+        gone.kill()
+        gone.wait()
+
+        lines = registry.status_text().splitlines()
+        assert any("cluster-ours" in line and "2 ranks" in line and "alive, 1 of 1" in line for line in lines)
+        assert any("cluster-theirs" in line and "gone, 1 of 2" in line for line in lines)
+        assert lines[-1] == "lab cluster clean ends what has no owner"
+
+        ((entry, ended),) = registry.clean()
+        assert (entry.name, ended) == ("cluster-theirs", 1)
+        assert orphan.wait(5) != 0
+        assert bystander.poll() is None
+        assert not theirs.exists()
+        assert [entry.name for entry in registry.entries()] == ["cluster-ours"]
+        assert registry.clean() == []
+        registry.forget(ours)
+        assert registry.status_text() == "no cluster is running"
+    finally:
+        for process in (gone, orphan, bystander):
+            process.kill()
+            process.wait()
+
+
+def test_two_labs_at_once(state: Path) -> None:
+    with Cluster(ranks=1) as one, Cluster(ranks=1) as other:
+        names = {entry.name for entry in registry.entries()}
+        assert len(names) == 2
+        assert all(len(entry.living()) >= 3 for entry in registry.entries()), (
+            "a controller, an engine, a nanny"
+        )
+        assert registry.clean() == []
+        one.stop()
+        assert other.apply(dist.get_rank) == [0]
+        assert len(registry.entries()) == 1
+    assert registry.entries() == []
