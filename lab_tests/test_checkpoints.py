@@ -1,7 +1,10 @@
 """Checkpoints: whole or not seen, refused where they do not belong, exported to the same logits."""
 
+import os
 import shutil
 import subprocess
+import threading
+import time
 
 import pytest
 import torch
@@ -10,10 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import manifest, models
-from lab.checkpoints import Saver, export
+from lab.checkpoints import Saver, export, restore
 from lab.errors import CheckpointError
 from lab.manifest import Manifest, checkpoints_in, config_document
-from lab.step import NoMeter, train_step
+from lab.step import NoMeter, make_optimizer, train_step
 from lab.verbs.on_ranks import checked, worker
 from lab_tests.training import ROWS, TOKENS, small
 
@@ -209,6 +212,33 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, d
     subprocess.run(["mount", "-o", f"remount,size={6 * one}", str(disk)], check=True)
     after = lab.train(small(), "upipe", steps=3, checkpoint=disk / "run", resume=True, **told)
     assert after.losses[0] == steps[1].loss
+
+
+def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch):
+    """What is written is the state at the call, whatever training has made of it since."""
+    model = models.build(small())
+    optimizer = make_optimizer(model, learning_rate=1e-3)
+    at_the_call = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    go = threading.Event()
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: go.wait(60) and fsync(handle))
+    saver = Saver(tmp_path, keep=1)
+    saver.save(
+        model, optimizer, Manifest(config_document(model.config), "", 1, 1, 0, 1.0, 1.0, {}, 1, step=7)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    while not any(tmp_path.glob("*/*.distcp")):
+        time.sleep(0.01)
+    assert saver.writing
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007.part"]
+    assert not checkpoints_in(tmp_path)
+    go.set()
+    saver.close()
+    assert not saver.writing
+    restore(tmp_path / "step-00000007", model, optimizer)
+    torch.testing.assert_close(dict(model.state_dict()), at_the_call, rtol=0, atol=0)
 
 
 def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):

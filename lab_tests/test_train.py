@@ -73,7 +73,7 @@ def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken, told, recipe):
 
 def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
     config = small(tie_word_embeddings=True)
-    first = lab.train(config, "plain", steps=4, cluster=None, **told)
+    first = lab.train(config, "plain", steps=4, cluster=None, compute_dtype=None, **told)
     shutil.rmtree(told["checkpoint"] / "step-00000004")
     after = lab.train(config, "upipe", steps=4, resume=True, cluster=ranks4, compute_dtype=None, **told)
     assert after.losses == pytest.approx(first.losses[2:], rel=1e-5)

@@ -110,8 +110,9 @@ def _telling(as_json: bool) -> Iterator[Callable[[Step], None]]:
 def _line(step: Step) -> str:
     from lab.units import format_bytes, format_seconds
 
+    left = f"{format_seconds(step.seconds_left)} left" if step.step < step.steps else "done"
     return (
         f"step {step.step:>{len(str(step.steps))}}/{step.steps}   loss {step.loss:.4f}   "
         f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} a rank   "
-        f"peak {format_bytes(step.device_peak)} a rank   {format_seconds(step.seconds_left)} left"
+        f"peak {format_bytes(step.device_peak)} a rank   {left}"
     )
