@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from lab.verbs.train import Step
 
 
+OTHERS_SECONDS = 10
+"""How long ranks other than 0 wait before they say what went wrong on them alone."""
+
+
 @click.command()
 @click.argument("model")
 @TOKENS
@@ -73,8 +77,8 @@ def _as_a_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> No
         except LabError as error:
             if rank == 0:
                 raise
-            # When one rank ends torchrun ends the others: rank 0 is to say first what all have met.
-            time.sleep(1)
+            # What all ranks have met rank 0 says alone: when it ends, torchrun ends those that wait here.
+            time.sleep(OTHERS_SECONDS)
             raise LabError(f"rank {rank}: {error}") from error
 
 
