@@ -1,6 +1,8 @@
 """Training that is stopped and goes on: the losses of the unbroken run, bit for bit, also after a SIGKILL."""
 
+import errno
 import json
+import os
 import random
 import shutil
 import signal
@@ -83,15 +85,34 @@ def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
 def test_the_file_of_losses_is_cut_to_the_checkpoint(tmp_path):
     path = tmp_path / "losses.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    file = LossFile(tmp_path, 2)
+    file = LossFile(tmp_path)
+    file.cut(2)
     file.add({"step": 3, "loss": 0.5})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
-    LossFile(tmp_path, 0)
+    file.cut(0)
     assert path.read_text() == ""
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(CheckpointError, match=r"losses\.jsonl could not be written: Is a directory$"):
-        file.add({"step": 4})
+    path.write_text("nothing\n")
+    with pytest.raises(CheckpointError, match=r"losses\.jsonl is no file of losses: Expecting value"):
+        file.cut(1)
+
+
+def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monkeypatch):
+    path = tmp_path / "losses.jsonl"
+    file = LossFile(tmp_path)
+    file.add({"step": 1})
+
+    def no_room():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", lambda *_: no_room())
+        file.add({"step": 2})
+        with pytest.raises(
+            CheckpointError, match=r"jsonl could not be written: No space left on device; the check"
+        ):
+            file.settle()
+    file.add({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 @pytest.mark.parametrize(
@@ -105,16 +126,12 @@ def test_the_file_of_losses_is_cut_to_the_checkpoint(tmp_path):
         ("--steps 2 --checkpoint file", "no checkpoints can be kept in {}/file: File exists"),
         ("--steps 2 --checkpoint new --set heads=4", "a recipe has no field 'heads'"),
         ("--steps 2 --checkpoint new --text nowhere", "no text at 'nowhere'"),
-        ("--steps 2 --checkpoint new --ranks 3", "3 ranks asked for and 1 started by torchrun: leave"),
+        ("--steps 2 --checkpoint new --profile moon", ""),
+        ("--steps 2 --checkpoint new --ranks 0", "ranks=0: a whole number of ranks is needed"),
     ],
 )  # fmt: skip
-def test_train_refuses_in_one_line(alone, tmp_path, monkeypatch, words, said):
-    """As the only rank of a torchrun: the same function as on a cluster, without the seconds of its start."""
-    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
-    for name, value in one.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("cluster.torchrun.dist.init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr("cluster.torchrun.dist.destroy_process_group", lambda: None)
+def test_train_refuses_in_one_line_before_it_starts_ranks(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     run = CliRunner().invoke(main, ["train", "tiny", "--tokens", "40", *words.split()])
@@ -122,6 +139,16 @@ def test_train_refuses_in_one_line(alone, tmp_path, monkeypatch, words, said):
     assert run.stdout == ""
     assert run.stderr.startswith(f"lab: {said.format(tmp_path)}"), run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_a_number_of_ranks_that_torchrun_did_not_start(monkeypatch, tmp_path):
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
+    for name, value in one.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "tiny", "--tokens", "40", "--steps", "2", "--checkpoint", str(tmp_path), "--ranks", "3"]
+    run = CliRunner().invoke(main, words)
+    assert run.exit_code == 2
+    assert run.stderr == "lab: 3 ranks asked for and 1 started by torchrun: leave --ranks out\n"
 
 
 def test_export_refuses_in_one_line(tmp_path):

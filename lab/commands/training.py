@@ -15,7 +15,7 @@ import click
 from lab.commands.base import RECIPE, SET, TOKENS, plainly
 
 if TYPE_CHECKING:
-    from lab.verbs.train import Step
+    from lab.verbs.train_loop import Step
 
 
 OTHERS_SECONDS = 10
@@ -51,8 +51,7 @@ def train(ranks: int | None, profile: str, as_json: bool, **settings: Any) -> No
     else:
         from cluster.ranks import Cluster
 
-        with Cluster(ranks=4 if ranks is None else ranks, profile=profile) as cluster:
-            _train(cluster, as_json, settings)
+        _train(Cluster(ranks=4 if ranks is None else ranks, profile=profile), as_json, settings)
 
 
 @click.command()
