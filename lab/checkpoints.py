@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -159,9 +160,9 @@ def export(folder: Path, out: Path) -> Path:
         if out.exists():
             out.rmdir()
         part.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(f"{out} could not be written: {error.strerror}; {checkpoint} stays") from error
+        raise CheckpointError(f"{out} could not be written: {error}; {checkpoint} stays") from error
     return checkpoint
 
 

@@ -214,6 +214,17 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, d
     assert after.losses[0] == steps[1].loss
 
 
+def test_an_export_that_a_full_disk_does_not_take(train, tmp_path, full):
+    train()
+    disk = full(64 * 1024)
+    with pytest.raises(
+        CheckpointError, match=r"out could not be written: .*; .*step-00000002 stays$"
+    ) as refused:
+        export(tmp_path / "run", disk / "out")
+    assert "No space left on device" in str(refused.value)
+    assert not list(disk.iterdir())
+
+
 def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch):
     """What is written is the state at the call, whatever training has made of it since."""
     model = models.build(small())
