@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import manifest, models
-from lab.checkpoints import Saver, export, restore
+from lab.checkpoints import Checkpointer, export
 from lab.errors import CheckpointError
 from lab.manifest import Manifest, checkpoints_in, config_document
 from lab.step import NoMeter, make_optimizer, train_step
@@ -39,9 +39,9 @@ def saved_on_ranks(training, folder, config):
     facts = Manifest(
         config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
     )
-    saver = Saver(folder, keep=2)
-    saver.save(ready.model, ready.optimizer, facts)
-    saver.close()
+    checkpoints = Checkpointer(folder, keep=2)
+    checkpoints.save(ready.model, ready.optimizer, facts)
+    checkpoints.close()
     state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in ready.model.state_dict().items()}
     return {name: tensor.clone() for name, tensor in state.items()} if dist.get_rank() == 0 else None
 
@@ -233,8 +233,8 @@ def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch
     go = threading.Event()
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: go.wait(60) and fsync(handle))
-    saver = Saver(tmp_path, keep=1)
-    saver.save(
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    checkpoints.save(
         model, optimizer, Manifest(config_document(model.config), "", 1, 1, 0, 1.0, 1.0, {}, 1, step=7)
     )
     with torch.no_grad():
@@ -242,13 +242,14 @@ def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch
             parameter.zero_()
     while not any(tmp_path.glob("*/*.distcp")):
         time.sleep(0.01)
-    assert saver.writing
+    assert checkpoints.writing
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007.part"]
     assert not checkpoints_in(tmp_path)
     go.set()
-    saver.close()
-    assert not saver.writing
-    restore(tmp_path / "step-00000007", model, optimizer)
+    checkpoints.wait()
+    assert not checkpoints.writing
+    checkpoints.restore(tmp_path / "step-00000007", model, optimizer)
+    checkpoints.close()
     torch.testing.assert_close(dict(model.state_dict()), at_the_call, rtol=0, atol=0)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.checkpoints import Saver, restore
+from lab.checkpoints import Checkpointer
 from lab.errors import CheckpointError
 from lab.manifest import Manifest, sweep
 from lab.memory.meter import Meter
@@ -69,9 +69,9 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
 
     _first_rank_does(begin)
     ready = worker(told)
+    checkpoints = Checkpointer(course.folder, keep=course.keep)
     if course.start is not None:
-        restore(course.start, ready.model, ready.optimizer)
-    saver = Saver(course.folder, keep=course.keep)
+        checkpoints.restore(course.start, ready.model, ready.optimizer)
     made: list[Step] = []
     began = before = time.perf_counter()
     peak = 0
@@ -98,14 +98,14 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
             losses.add(made[-1].to_json())
             (watch or publish)(made[-1])
         # Ranks learn of a failed save at different moments; they stop for it at the same step.
-        if not _most(saver.writing, ready.device):
-            saver.wait()
+        if not _most(checkpoints.writing, ready.device):
+            checkpoints.wait()
         if step % course.every == 0 or step == told.steps:
             # The save before may have failed for want of room that the losses would want too.
-            saver.wait()
+            checkpoints.wait()
             _first_rank_does(losses.settle)
-            saver.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
-    saver.close()
+            checkpoints.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
+    checkpoints.close()
     return tuple(made)
 
 
