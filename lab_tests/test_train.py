@@ -60,6 +60,9 @@ def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroke
     told |= {"cluster": ranks4, "compute_dtype": None}
     assert len(set(unbroken.losses)) == 5
     first = lab.train(small(), "upipe", steps=3, **told)
+    with (told["checkpoint"] / "losses.jsonl").open("a") as file:
+        # Killed after the checkpoint, in the middle of a line.
+        file.write('{"step": 4, "loss": 9}\n{"st')
     after = lab.train(small(), "upipe", steps=5, resume=True, **told)
     assert first.losses + after.losses == unbroken.losses
     assert [line["loss"] for line in lines(told["checkpoint"])] == list(unbroken.losses)
