@@ -46,6 +46,11 @@ class Cluster:
         self._busy = threading.Lock()
 
     @property
+    def started(self) -> bool:
+        """Whether there are ranks: from `start()` to `stop()`."""
+        return self._engines is not None
+
+    @property
     def broken(self) -> bool:
         """Whether some rank is stuck or gone, so that only `recover()` or `stop()` helps."""
         return self._caller is not None and self._caller.broken is not None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -35,15 +36,16 @@ WRITING = timedelta(hours=2)
 """How long a rank waits for the slowest disk; a rank that dies is noticed at once."""
 
 
-class Saver:
-    """Writes checkpoints into ``folder``, which all ranks share, and keeps the newest ``keep``.
+class Checkpointer:
+    """Writes checkpoints into ``folder``, which all ranks share, keeps the newest ``keep``, and reads them.
 
     Every rank makes one, and calls it alike.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder, self._keep = folder, keep
-        # A group of its own: its thread's collectives must not mix with those of the training step.
+        # A group of its own: its thread's collectives must not mix with those of the training step, and a
+        # disk may take longer than a step.
         self._group = dist.new_group(backend="gloo", timeout=WRITING)
         self._saving: Future[Metadata] | None = None
         self._name = ""
@@ -65,6 +67,14 @@ class Saver:
         saving = async_save(_state(model, optimizer), storage_writer=writer, process_group=self._group)
         assert isinstance(saving, Future)
         self._saving = saving
+
+    def restore(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Read a checkpoint into a model and its optimizer, in place, whatever ranks and recipe wrote it.
+
+        Raises:
+            CheckpointError: what it holds is not this model's.
+        """
+        _load(checkpoint, _state(model, optimizer), self._group)
 
     def wait(self) -> None:
         """Wait until the last save is whole on disk.
@@ -125,14 +135,6 @@ class _Writer(FileSystemWriter):
         remove_all_but(self._keep, self._whole.parent)
 
 
-def restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint into a model and its optimizer, in place, whatever ranks and recipe wrote it.
-
-    Every rank calls it. Raises CheckpointError where what it holds is not this model's.
-    """
-    _load(checkpoint, _state(model, optimizer), no_dist=False)
-
-
 def export(folder: Path, out: Path) -> Path:
     """Write the newest checkpoint in ``folder`` as a Hugging Face directory ``out``; returns the checkpoint.
 
@@ -151,7 +153,7 @@ def export(folder: Path, out: Path) -> Path:
     one = held.get(f"model.{next(iter(weights))}")
     if isinstance(one, TensorStorageMetadata):
         model.to(dtype=one.properties.dtype)  # type: ignore[call-arg]
-    _load(checkpoint, {"model": _weights(model)}, no_dist=True)
+    _load(checkpoint, {"model": _weights(model)}, None)
     model.config.use_cache = True
     part = out.with_name(out.name + PART)
     try:
@@ -159,18 +161,20 @@ def export(folder: Path, out: Path) -> Path:
         if out.exists():
             out.rmdir()
         part.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise CheckpointError(f"{out} could not be written: {error.strerror}; {checkpoint} stays") from error
+        raise CheckpointError(f"{out} could not be written: {error}; {checkpoint} stays") from error
     return checkpoint
 
 
-def _load(checkpoint: Path, state: dict[str, Any], *, no_dist: bool) -> None:
+def _load(checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Read into the tensors of ``state``, with the ranks of a group or in one process."""
     try:
         with warnings.catch_warnings():
-            # That it reads in one process, which is what no_dist asks for.
+            # That it reads in one process, which is what is asked for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(state, storage_reader=FileSystemReader(checkpoint), no_dist=no_dist)
+            reader = FileSystemReader(checkpoint)
+            load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint} cannot be read into this model: {_cause(error)}") from error
 

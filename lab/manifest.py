@@ -147,7 +147,7 @@ def remove_all_but(keep: int, folder: Path) -> None:
     for path in checkpoints_in(folder)[:-keep]:
         # Renamed first: killed half way, it leaves no checkpoint that is cut short.
         leaving = path.rename(path.with_name(path.name + PART))
-        shutil.rmtree(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _read(checkpoint: Path) -> tuple[Manifest | None, str]:

@@ -1,4 +1,4 @@
-"""What tests share: a cluster of four ranks, this process as the only rank, plans kept away from the user's."""
+"""What tests share: a cluster of four ranks, this process as one rank, plans kept away from the user's."""
 
 from collections.abc import Iterator
 from pathlib import Path

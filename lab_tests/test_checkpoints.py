@@ -1,7 +1,10 @@
 """Checkpoints: whole or not seen, refused where they do not belong, exported to the same logits."""
 
+import os
 import shutil
 import subprocess
+import threading
+import time
 
 import pytest
 import torch
@@ -10,10 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import manifest, models
-from lab.checkpoints import Saver, export
+from lab.checkpoints import Checkpointer, export
 from lab.errors import CheckpointError
 from lab.manifest import Manifest, checkpoints_in, config_document
-from lab.step import NoMeter, train_step
+from lab.step import NoMeter, make_optimizer, train_step
 from lab.verbs.on_ranks import checked, worker
 from lab_tests.training import ROWS, TOKENS, small
 
@@ -36,9 +39,9 @@ def saved_on_ranks(training, folder, config):
     facts = Manifest(
         config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
     )
-    saver = Saver(folder, keep=2)
-    saver.save(ready.model, ready.optimizer, facts)
-    saver.close()
+    checkpoints = Checkpointer(folder, keep=2)
+    checkpoints.save(ready.model, ready.optimizer, facts)
+    checkpoints.close()
     state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in ready.model.state_dict().items()}
     return {name: tensor.clone() for name, tensor in state.items()} if dist.get_rank() == 0 else None
 
@@ -209,6 +212,45 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, d
     subprocess.run(["mount", "-o", f"remount,size={6 * one}", str(disk)], check=True)
     after = lab.train(small(), "upipe", steps=3, checkpoint=disk / "run", resume=True, **told)
     assert after.losses[0] == steps[1].loss
+
+
+def test_an_export_that_a_full_disk_does_not_take(train, tmp_path, full):
+    train()
+    disk = full(64 * 1024)
+    with pytest.raises(
+        CheckpointError, match=r"out could not be written: .*; .*step-00000002 stays$"
+    ) as refused:
+        export(tmp_path / "run", disk / "out")
+    assert "No space left on device" in str(refused.value)
+    assert not list(disk.iterdir())
+
+
+def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch):
+    """What is written is the state at the call, whatever training has made of it since."""
+    model = models.build(small())
+    optimizer = make_optimizer(model, learning_rate=1e-3)
+    at_the_call = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    go = threading.Event()
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: go.wait(60) and fsync(handle))
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    checkpoints.save(
+        model, optimizer, Manifest(config_document(model.config), "", 1, 1, 0, 1.0, 1.0, {}, 1, step=7)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    while not any(tmp_path.glob("*/*.distcp")):
+        time.sleep(0.01)
+    assert checkpoints.writing
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007.part"]
+    assert not checkpoints_in(tmp_path)
+    go.set()
+    checkpoints.wait()
+    assert not checkpoints.writing
+    checkpoints.restore(tmp_path / "step-00000007", model, optimizer)
+    checkpoints.close()
+    torch.testing.assert_close(dict(model.state_dict()), at_the_call, rtol=0, atol=0)
 
 
 def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):

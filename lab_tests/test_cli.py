@@ -23,7 +23,18 @@ finally:
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    for command in ("open", "run", "plan", "ladder", "max-context", "fit", "bench", "doctor"):
+    for command in (
+        "open",
+        "run",
+        "plan",
+        "ladder",
+        "max-context",
+        "fit",
+        "train",
+        "export",
+        "bench",
+        "doctor",
+    ):
         assert f"\n  {command} " in said.stdout
 
 

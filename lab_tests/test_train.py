@@ -1,6 +1,8 @@
 """Training that is stopped and goes on: the losses of the unbroken run, bit for bit, also after a SIGKILL."""
 
+import errno
 import json
+import os
 import random
 import shutil
 import signal
@@ -58,6 +60,9 @@ def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroke
     told |= {"cluster": ranks4, "compute_dtype": None}
     assert len(set(unbroken.losses)) == 5
     first = lab.train(small(), "upipe", steps=3, **told)
+    with (told["checkpoint"] / "losses.jsonl").open("a") as file:
+        # Killed after the checkpoint, in the middle of a line.
+        file.write('{"step": 4, "loss": 9}\n{"st')
     after = lab.train(small(), "upipe", steps=5, resume=True, **told)
     assert first.losses + after.losses == unbroken.losses
     assert [line["loss"] for line in lines(told["checkpoint"])] == list(unbroken.losses)
@@ -73,7 +78,7 @@ def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken, told, recipe):
 
 def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
     config = small(tie_word_embeddings=True)
-    first = lab.train(config, "plain", steps=4, cluster=None, **told)
+    first = lab.train(config, "plain", steps=4, cluster=None, compute_dtype=None, **told)
     shutil.rmtree(told["checkpoint"] / "step-00000004")
     after = lab.train(config, "upipe", steps=4, resume=True, cluster=ranks4, compute_dtype=None, **told)
     assert after.losses == pytest.approx(first.losses[2:], rel=1e-5)
@@ -83,15 +88,34 @@ def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
 def test_the_file_of_losses_is_cut_to_the_checkpoint(tmp_path):
     path = tmp_path / "losses.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    file = LossFile(tmp_path, 2)
+    file = LossFile(tmp_path)
+    file.cut(2)
     file.add({"step": 3, "loss": 0.5})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
-    LossFile(tmp_path, 0)
+    file.cut(0)
     assert path.read_text() == ""
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(CheckpointError, match=r"losses\.jsonl could not be written: Is a directory$"):
-        file.add({"step": 4})
+    path.write_text("nothing\n")
+    with pytest.raises(CheckpointError, match=r"losses\.jsonl is no file of losses: Expecting value"):
+        file.cut(1)
+
+
+def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monkeypatch):
+    path = tmp_path / "losses.jsonl"
+    file = LossFile(tmp_path)
+    file.add({"step": 1})
+
+    def no_room():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", lambda *_: no_room())
+        file.add({"step": 2})
+        with pytest.raises(
+            CheckpointError, match=r"jsonl could not be written: No space left on device; the check"
+        ):
+            file.settle()
+    file.add({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 @pytest.mark.parametrize(
@@ -105,16 +129,12 @@ def test_the_file_of_losses_is_cut_to_the_checkpoint(tmp_path):
         ("--steps 2 --checkpoint file", "no checkpoints can be kept in {}/file: File exists"),
         ("--steps 2 --checkpoint new --set heads=4", "a recipe has no field 'heads'"),
         ("--steps 2 --checkpoint new --text nowhere", "no text at 'nowhere'"),
-        ("--steps 2 --checkpoint new --ranks 3", "3 ranks asked for and 1 started by torchrun: leave"),
+        ("--steps 2 --checkpoint new --profile moon", ""),
+        ("--steps 2 --checkpoint new --ranks 0", "ranks=0: a whole number of ranks is needed"),
     ],
 )  # fmt: skip
-def test_train_refuses_in_one_line(alone, tmp_path, monkeypatch, words, said):
-    """As the only rank of a torchrun: the same function as on a cluster, without the seconds of its start."""
-    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
-    for name, value in one.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("cluster.torchrun.dist.init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr("cluster.torchrun.dist.destroy_process_group", lambda: None)
+def test_train_refuses_in_one_line_before_it_starts_ranks(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     run = CliRunner().invoke(main, ["train", "tiny", "--tokens", "40", *words.split()])
@@ -122,6 +142,16 @@ def test_train_refuses_in_one_line(alone, tmp_path, monkeypatch, words, said):
     assert run.stdout == ""
     assert run.stderr.startswith(f"lab: {said.format(tmp_path)}"), run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_a_number_of_ranks_that_torchrun_did_not_start(monkeypatch, tmp_path):
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
+    for name, value in one.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "tiny", "--tokens", "40", "--steps", "2", "--checkpoint", str(tmp_path), "--ranks", "3"]
+    run = CliRunner().invoke(main, words)
+    assert run.exit_code == 2
+    assert run.stderr == "lab: 3 ranks asked for and 1 started by torchrun: leave --ranks out\n"
 
 
 def test_export_refuses_in_one_line(tmp_path):

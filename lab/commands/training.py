@@ -15,7 +15,11 @@ import click
 from lab.commands.base import RECIPE, SET, TOKENS, plainly
 
 if TYPE_CHECKING:
-    from lab.verbs.train import Step
+    from lab.verbs.train_loop import Step
+
+
+OTHERS_SECONDS = 10
+"""How long ranks other than 0 wait before they say what went wrong on them alone."""
 
 
 @click.command()
@@ -47,8 +51,7 @@ def train(ranks: int | None, profile: str, as_json: bool, **settings: Any) -> No
     else:
         from cluster.ranks import Cluster
 
-        with Cluster(ranks=4 if ranks is None else ranks, profile=profile) as cluster:
-            _train(cluster, as_json, settings)
+        _train(Cluster(ranks=4 if ranks is None else ranks, profile=profile), as_json, settings)
 
 
 @click.command()
@@ -73,8 +76,8 @@ def _as_a_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> No
         except LabError as error:
             if rank == 0:
                 raise
-            # When one rank ends torchrun ends the others: rank 0 is to say first what all have met.
-            time.sleep(1)
+            # What all ranks have met rank 0 says alone: when it ends, torchrun ends those that wait here.
+            time.sleep(OTHERS_SECONDS)
             raise LabError(f"rank {rank}: {error}") from error
 
 
@@ -110,8 +113,9 @@ def _telling(as_json: bool) -> Iterator[Callable[[Step], None]]:
 def _line(step: Step) -> str:
     from lab.units import format_bytes, format_seconds
 
+    left = f"{format_seconds(step.seconds_left)} left" if step.step < step.steps else "done"
     return (
         f"step {step.step:>{len(str(step.steps))}}/{step.steps}   loss {step.loss:.4f}   "
         f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} a rank   "
-        f"peak {format_bytes(step.device_peak)} a rank   {format_seconds(step.seconds_left)} left"
+        f"peak {format_bytes(step.device_peak)} a rank   {left}"
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,54 @@ from lab.errors import CheckpointError
 
 
 class LossFile:
-    """The file of a folder of checkpoints, beginning with the lines of its first ``steps`` steps.
+    """The file in a folder of checkpoints. What a full disk does not take waits here for the next try."""
 
-    Raises:
-        CheckpointError: here and in each method, where it cannot be written.
-    """
-
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._path = folder / "losses.jsonl"
-        with self._refused():
-            kept = list(_lines(self._path, steps))
-            part = self._path.with_suffix(".jsonl.part")
-            part.write_text("".join(kept), encoding="utf-8")
-            part.replace(self._path)
+        self._length = 0
+        self._waiting = b""
+
+    def cut(self, steps: int) -> None:
+        """Keep the lines of the first ``steps`` steps; one cut short by a kill is of a later step.
+
+        Raises:
+            CheckpointError: the file cannot be read and written.
+        """
+        try:
+            held = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+            whole = [line for line in held if line.endswith(b"\n")]
+            self._length = len(b"".join(line for line in whole if json.loads(line)["step"] <= steps))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{self._path} is no file of losses: {error}") from error
+        self.settle()
 
     def add(self, line: dict[str, Any]) -> None:
         """Write one line, where another process can read it at once."""
-        with self._refused(), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._waiting += json.dumps(line).encode() + b"\n"
+        with suppress(OSError):
+            self._write(settled=False)
 
     def settle(self) -> None:
-        """Have all lines on disk, so that a checkpoint is never ahead of them."""
-        with self._refused(), self._path.open("a", encoding="utf-8") as file:
-            os.fsync(file.fileno())
+        """Have all lines on disk, so that a checkpoint is never ahead of them.
 
-    @contextmanager
-    def _refused(self) -> Iterator[None]:
+        Raises:
+            CheckpointError: they cannot be written.
+        """
         try:
-            yield
+            self._write(settled=True)
         except OSError as error:
-            raise CheckpointError(f"{self._path} could not be written: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self._path} could not be written: {error.strerror}; the checkpoints beside it stay"
+            ) from error
 
-
-def _lines(path: Path, steps: int) -> Iterator[str]:
-    """The lines of the first ``steps`` steps; one cut short by a kill is of a later step."""
-    if steps and path.exists():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n") and json.loads(line)["step"] <= steps:
-                    yield line
+    def _write(self, *, settled: bool) -> None:
+        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            # Whatever lies behind the last whole line came of a kill or a full disk.
+            file.truncate(self._length)
+            file.seek(self._length)
+            file.write(self._waiting)
+            file.flush()
+            if settled:
+                os.fsync(file.fileno())
+        self._length += len(self._waiting)
+        self._waiting = b""

@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from lab import models
-from lab.checkpoints import Saver, restore
 from lab.errors import CheckpointError, LabError
-from lab.manifest import Manifest, checkpoints_in, config_document, digest, newest, sweep
-from lab.memory.meter import Meter
+from lab.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.recipe import Recipe
 from lab.rungs import title_of
-from lab.step import NoMeter, train_step
-from lab.verbs.loss_file import LossFile
-from lab.verbs.on_ranks import Training, checked, worker
+from lab.verbs.on_ranks import checked
+from lab.verbs.train_loop import Course, Step, train_on_this_rank
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is told of one step, ``step`` of ``steps``, the first being 1.
-
-    ``loss`` is the global mean before the update; ``seconds`` the time since the step before; ``device_peak``
-    the most bytes that any rank's device held so far (on CPU metered in the first step after a start, for
-    all are alike); ``seconds_left`` what the steps to come will take at the pace so far.
-    """
-
-    step: int
-    steps: int
-    loss: float
-    seconds: float
-    tokens_per_second: float
-    tokens_per_second_and_rank: float
-    device_peak: int
-    seconds_left: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values by name."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,18 +34,6 @@ class Trained:
     def losses(self) -> tuple[float, ...]:
         """The global mean loss of each step."""
         return tuple(step.loss for step in self.steps)
-
-
-@dataclass(frozen=True)
-class _Course:
-    """What a rank is told beside the training itself: where checkpoints go, and the one it goes on from."""
-
-    training: Training
-    folder: Path
-    every: int
-    keep: int
-    manifest: Manifest
-    start: Path | None
 
 
 def train(
@@ -97,8 +58,9 @@ def train(
 ) -> Trained:
     """Train up to step ``steps`` on all ranks of a cluster, with a checkpoint each ``every`` and at the end.
 
-    Without a cluster this process is one rank of the process group that it has joined, as under torchrun;
-    ``watch`` is then called on rank 0 alone. ``checkpoint`` is a folder that all ranks share: the newest
+    A cluster that is not started is for this call alone, once all that can be checked is. Without a cluster
+    this process is one rank of the process group that it has joined, as under torchrun; ``watch`` is then
+    called on rank 0 alone. ``checkpoint`` is a folder that all ranks share: the newest
     ``keep`` checkpoints, and ``losses.jsonl`` with one line a step. With ``resume`` training goes on from the
     newest: on as many ranks with the losses that it would have had unbroken, bit for bit (on CPU; CUDA's
     attention sums its gradients in no fixed order), on other ranks or with another recipe up to rounding.
@@ -144,8 +106,8 @@ def train(
         start, done = _start(folder, manifest, steps)
     else:
         _check_unused(folder)
-    course = _Course(training, folder, every, keep, replace(manifest, step=done), start)
-    made = _train(course, watch) if cluster is None else _on(cluster, course, watch)
+    course = Course(training, folder, every, keep, replace(manifest, step=done), start)
+    made = train_on_this_rank(course, watch) if cluster is None else _on(cluster, course, watch)
     return Trained(title_of(model, recipe, ranks, training.tokens), made, folder)
 
 
@@ -173,7 +135,7 @@ def _check_unused(folder: Path) -> None:
         raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
 
 
-def _on(cluster: Cluster, course: _Course, watch: Callable[[Step], None] | None) -> tuple[Step, ...]:
+def _on(cluster: Cluster, course: Course, watch: Callable[[Step], None] | None) -> tuple[Step, ...]:
     from cluster.errors import RankError
 
     def on_record(_: int, record: object) -> None:
@@ -181,64 +143,10 @@ def _on(cluster: Cluster, course: _Course, watch: Callable[[Step], None] | None)
             watch(record)
 
     try:
-        return cluster.apply(_train, course, on_record=on_record)[0]  # type: ignore[no-any-return]
+        with nullcontext() if cluster.started else cluster:
+            steps: tuple[Step, ...] = cluster.apply(train_on_this_rank, course, on_record=on_record)[0]
+            return steps
     except RankError as error:
         if error.kind == CheckpointError.__name__:
             raise CheckpointError(error.message) from error
         raise
-
-
-def _train(course: _Course, watch: Callable[[Step], None] | None = None) -> tuple[Step, ...]:
-    """Runs on every rank."""
-    from cluster.live import publish
-
-    told, leads = course.training, dist.get_rank() == 0
-    first = course.manifest.step
-    if leads:
-        sweep(course.folder)
-    ready = worker(told)
-    if course.start is not None:
-        restore(course.start, ready.model, ready.optimizer)
-    saver = Saver(course.folder, keep=course.keep)
-    losses = LossFile(course.folder, first) if leads else None
-    made: list[Step] = []
-    began = before = time.perf_counter()
-    peak = 0
-    for step in range(first + 1, told.steps + 1):
-        batch = ready.batch(step - 1)
-        meter = Meter() if step == first + 1 and ready.device.type == "cpu" else None
-        value = train_step(
-            ready.model, ready.optimizer, batch, meter=meter or NoMeter(), clip_norm=told.clip_norm
-        )
-        loss = float(value)
-        if meter is not None:
-            peak = meter.timeline().device_peak
-        elif ready.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        peak = _most(peak, ready.device)
-        now = time.perf_counter()
-        pace = told.rows * told.tokens / (now - before)
-        left = (now - began) / (step - first) * (told.steps - step)
-        made.append(
-            Step(step, told.steps, loss, now - before, pace, pace / dist.get_world_size(), peak, left)
-        )
-        before = now
-        if losses is not None:
-            losses.add(made[-1].to_json())
-            (watch or publish)(made[-1])
-        # Ranks learn of a failed save at different moments; they stop for it at the same step.
-        if not _most(saver.writing, ready.device):
-            saver.wait()
-        if step % course.every == 0 or step == told.steps:
-            if losses is not None:
-                losses.settle()
-            saver.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
-    saver.close()
-    return tuple(made)
-
-
-def _most(value: int, device: torch.device) -> int:
-    """The largest of all ranks' values."""
-    largest = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)

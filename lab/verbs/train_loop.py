@@ -1,0 +1,129 @@
+"""The loop of ``lab train`` on one rank: a step, what is told of it, a checkpoint; all ranks stop alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lab.checkpoints import Checkpointer
+from lab.errors import CheckpointError
+from lab.manifest import Manifest, sweep
+from lab.memory.meter import Meter
+from lab.step import NoMeter, train_step
+from lab.verbs.loss_file import LossFile
+from lab.verbs.on_ranks import Training, worker
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is told of one step, ``step`` of ``steps``, the first being 1.
+
+    ``loss`` is the global mean before the update; ``seconds`` the time since the step before; ``device_peak``
+    the most bytes that any rank's device held so far (on CPU metered in the first step after a start, for
+    all are alike); ``seconds_left`` what the steps to come will take at the pace so far.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+    tokens_per_second: float
+    tokens_per_second_and_rank: float
+    device_peak: int
+    seconds_left: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a rank is told beside the training itself: where checkpoints go, and the one it goes on from."""
+
+    training: Training
+    folder: Path
+    every: int
+    keep: int
+    manifest: Manifest
+    start: Path | None
+
+
+def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = None) -> tuple[Step, ...]:
+    """Runs on every rank."""
+    from cluster.live import publish
+
+    told, leads = course.training, dist.get_rank() == 0
+    first = course.manifest.step
+    losses = LossFile(course.folder)
+
+    def begin() -> None:
+        sweep(course.folder)
+        losses.cut(first)
+
+    _first_rank_does(begin)
+    ready = worker(told)
+    checkpoints = Checkpointer(course.folder, keep=course.keep)
+    if course.start is not None:
+        checkpoints.restore(course.start, ready.model, ready.optimizer)
+    made: list[Step] = []
+    began = before = time.perf_counter()
+    peak = 0
+    for step in range(first + 1, told.steps + 1):
+        batch = ready.batch(step - 1)
+        meter = Meter() if step == first + 1 and ready.device.type == "cpu" else None
+        value = train_step(
+            ready.model, ready.optimizer, batch, meter=meter or NoMeter(), clip_norm=told.clip_norm
+        )
+        loss = float(value)
+        if meter is not None:
+            peak = meter.timeline().device_peak
+        elif ready.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        peak = _most(peak, ready.device)
+        now = time.perf_counter()
+        pace = told.rows * told.tokens / (now - before)
+        left = (now - began) / (step - first) * (told.steps - step)
+        made.append(
+            Step(step, told.steps, loss, now - before, pace, pace / dist.get_world_size(), peak, left)
+        )
+        before = now
+        if leads:
+            losses.add(made[-1].to_json())
+            (watch or publish)(made[-1])
+        # Ranks learn of a failed save at different moments; they stop for it at the same step.
+        if not _most(checkpoints.writing, ready.device):
+            checkpoints.wait()
+        if step % course.every == 0 or step == told.steps:
+            # The save before may have failed for want of room that the losses would want too.
+            checkpoints.wait()
+            _first_rank_does(losses.settle)
+            checkpoints.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
+    checkpoints.close()
+    return tuple(made)
+
+
+def _first_rank_does(work: Callable[[], None]) -> None:
+    """Do something on disk that rank 0 does for all; what it is refused every rank is."""
+    said: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except CheckpointError as error:
+            said = [str(error)]
+    dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise CheckpointError(said[0])
+
+
+def _most(value: int, device: torch.device) -> int:
+    """The largest of all ranks' values."""
+    largest = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
