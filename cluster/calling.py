@@ -16,6 +16,8 @@ from cluster.whereabouts import ASK
 # they are.
 GRACE_SECONDS = 1.0
 TELL_SECONDS = 0.5
+# To leave its process group takes a rank some tenths of a second, more on a busy machine.
+LEAVE_SECONDS = 5.0
 INTERRUPT_SECONDS = 3.0
 AGAIN_SECONDS = 0.25
 
@@ -44,9 +46,12 @@ class Caller:
             for rank, payload in payloads.items():
                 self._engines.client.send(rank, payload, run.id)
             answered = run.wait(
-                inbox, lambda: bool(run.failures) or not run.waiting, timeout, lambda: self._check(hangs)
+                inbox,
+                lambda: bool(run.failures or run.leaving) or not run.waiting,
+                timeout,
+                lambda: self._check(hangs),
             )
-            if run.failures:
+            if run.failures or run.leaving:
                 raise self._failed(run)
             if not answered:
                 late = name_ranks(run.waiting)
@@ -83,11 +88,14 @@ class Caller:
         if self._interrupted:
             self._chase(run)
             return Stopped("the call was stopped")
-        if not run.wait(self._engines.inbox, lambda: not run.waiting, GRACE_SECONDS):
-            self._signal(run.waiting, ASK)
-            run.wait(self._engines.inbox, lambda: run.whereabouts.keys() >= set(run.waiting), TELL_SECONDS)
-        waiting = {rank: run.whereabouts.get(rank) for rank in run.waiting}
-        return RankError([self._explained(f) for f in run.failures.values()], waiting, self._recover)
+        inbox = self._engines.inbox
+        if not run.wait(inbox, lambda: not run.silent, GRACE_SECONDS):
+            self._signal(run.silent, ASK)
+            run.wait(inbox, lambda: run.whereabouts.keys() >= set(run.silent), TELL_SECONDS)
+        run.wait(inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
+        stuck = {rank: run.whereabouts.get(rank) for rank in run.silent}
+        failures = {**run.leaving, **run.failures}.values()
+        return RankError([self._explained(failure) for failure in failures], stuck, self._recover)
 
     def _explained(self, failure: Failure) -> Failure:
         code = self._engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
@@ -114,7 +122,7 @@ class Caller:
         self.left = True
         if isinstance(error, KeyboardInterrupt):
             self._chase(run)
-        elif not run.failures:
+        elif not isinstance(error, RankError | Stopped):
             run.on_record = None  # whose error it may be
             run.wait(self._engines.inbox, lambda: not run.waiting, GRACE_SECONDS)
         if run.on_record is not None:

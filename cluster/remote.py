@@ -1,10 +1,12 @@
 """What runs on a rank: joining the process group, and running one function with its outcome noted."""
 
+import functools
 import gc
 import importlib
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.errors import Failure
-from cluster.live import recording
+from cluster.live import publish, recording
 from cluster.whereabouts import whereabouts
 
 LOOPBACK = "127.0.0.1"
@@ -48,6 +50,7 @@ def run(payload: bytes, run_id: str, rank: int) -> Answer:
         except BaseException as error:
             _interrupts.wanted = False
             failure = _describe(error, rank, time.time())
+        publish(failure)  # at once: to leave takes its time
         # Only now, when the exception is gone, and with its frames what held the groups.
         leave()
         return Answer(failure=failure)
@@ -88,11 +91,22 @@ def leave() -> None:
     """Leave every process group, so that ranks that wait for this one in a collective learn it at once.
 
     gloo closes its connections and the peers' collectives fail within milliseconds instead of after their
-    timeout; the ranks need no restart then, only a new group.
+    timeout; the ranks need no restart then, only a new group. Connections close when nothing holds the group.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor remembers what it worked out by mesh, and a mesh holds its groups.
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        sys.modules["torch.distributed.tensor._redistribute"].clear_redistribute_planner_cache()
+        for found in gc.get_objects():
+            if isinstance(found, functools._lru_cache_wrapper) and _is_of_torch(found):
+                found.cache_clear()
     gc.collect()
+
+
+def _is_of_torch(cache: object) -> bool:
+    return (getattr(cache, "__module__", None) or "").startswith("torch.distributed.")
 
 
 def _end_groups_of_earlier_calls() -> None:

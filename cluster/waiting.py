@@ -25,9 +25,9 @@ DEATH_LAG_SECONDS = 0.5
 class Run:
     """What is known of one run on `ranks`.
 
-    `answers` holds the cloudpickled results by rank, `failures` what failed by rank, `ended` the ranks
-    whose records have all been delivered, `whereabouts` where a rank said it was. `on_record(rank, record)`
-    is called by the thread that waits.
+    `answers` holds the cloudpickled results by rank, `failures` what failed by rank, `leaving` what failed on
+    a rank that has yet to leave its process group, `ended` the ranks whose records have all been delivered,
+    `whereabouts` where a rank said it was. `on_record(rank, record)` is called by the thread that waits.
     """
 
     def __init__(self, run_id: str, ranks: Sequence[int], on_record: OnRecord | None) -> None:
@@ -36,6 +36,7 @@ class Run:
         self.on_record = on_record
         self.answers: dict[int, bytes] = {}
         self.failures: dict[int, Failure] = {}
+        self.leaving: dict[int, Failure] = {}
         self.ended: set[int] = set()
         self.whereabouts: dict[int, Whereabouts] = {}
 
@@ -43,6 +44,11 @@ class Run:
     def waiting(self) -> list[int]:
         """The ranks that have not answered."""
         return [rank for rank in self.ranks if rank not in self.answers and rank not in self.failures]
+
+    @property
+    def silent(self) -> list[int]:
+        """Those of them that have not said either that they failed."""
+        return [rank for rank in self.waiting if rank not in self.leaving]
 
     @property
     def unrecorded(self) -> list[int]:
@@ -89,6 +95,8 @@ class Run:
     def _take_record(self, stamp: Stamp, record: Any) -> None:
         if stamp.end:
             self.ended.add(stamp.rank)
+        elif isinstance(record, Failure):
+            self.leaving[stamp.rank] = record
         elif isinstance(record, Whereabouts):
             self.whereabouts[stamp.rank] = record
         elif self.on_record is not None:

@@ -1,4 +1,4 @@
-"""What a run does when a rank fails, runs out of memory, is stopped or interrupted: what is said, what is kept."""
+"""A rank fails, runs out of memory, is stopped or interrupted: what a run says, and what it keeps."""
 
 import json
 import signal
@@ -114,9 +114,12 @@ def test_what_the_device_refuses_names_the_operator_too() -> None:
         library.impl("no_memory", no_memory, "CPU")
         model.register_forward_pre_hook(refused)
         meter = Meter()
-        with pytest.raises(OutOfMemory, match=r"lab_tests\.no_memory 2x3: .*CUDA out of memory") as caught:
-            with meter.measure(model), meter.phase("forward"):
-                model(torch.ones(2, 3))
+        with (
+            pytest.raises(OutOfMemory, match=r"lab_tests\.no_memory 2x3: .*CUDA out of memory") as caught,
+            meter.measure(model),
+            meter.phase("forward"),
+        ):
+            model(torch.ones(2, 3))
     assert caught.value.limit is None
     assert caught.value.moment.phase == "forward"
 
