@@ -26,11 +26,13 @@ class Caller:
     """Runs payloads on the ranks of `engines`, one call at a time.
 
     `timeout` is that of their collectives, `recover` what an error offers to its reader. `broken` says why
-    no call can be served, `left` whether ranks have left their process group in an error.
+    no call can be served, `stopped` whether that is since a call was interrupted, `left` whether ranks have left
+    their process group in an error.
     """
 
     def __init__(self, engines: Engines, timeout: float, recover: Callable[[], None]) -> None:
         self.broken: str | None = None
+        self.stopped = False
         self.left = False
         self._engines, self._timeout, self._recover = engines, timeout, recover
         self._current: Run | None = None
@@ -107,9 +109,10 @@ class Caller:
     def _chase(self, run: Run) -> None:
         """Interrupt what still runs, again and again: an interrupt within a destructor is lost."""
         deadline = time.monotonic() + INTERRUPT_SECONDS
-        while run.waiting and time.monotonic() < deadline:
-            self._signal(run.waiting, signal.SIGINT)
-            run.wait(self._engines.inbox, lambda: not run.waiting, AGAIN_SECONDS)
+        while run.silent and time.monotonic() < deadline:
+            self._signal(run.silent, signal.SIGINT)
+            run.wait(self._engines.inbox, lambda: not run.silent, AGAIN_SECONDS)
+        run.wait(self._engines.inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in set(ranks) - set(self._engines.missing()):
@@ -120,6 +123,7 @@ class Caller:
         # Said first, so that it stands if this wait is interrupted too.
         self.broken = f"{name_ranks(run.waiting or run.ranks)} did not come back from a call"
         self.left = True
+        self.stopped = isinstance(error, Stopped | KeyboardInterrupt)
         if isinstance(error, KeyboardInterrupt):
             self._chase(run)
         elif not isinstance(error, RankError | Stopped):

@@ -80,14 +80,7 @@ class Cluster:
         """
         engines, caller = self._started()
         with self._alone():
-            try:
-                engines.check_controller()
-                if caller.broken is not None or engines.missing():
-                    engines.restart()
-                self._join()
-            except ClusterError:
-                self.stop()
-                self.start()
+            self._restart(engines, caller)
 
     def interrupt(self) -> None:
         """End the call that is running, from another thread: `apply` then raises Stopped.
@@ -128,6 +121,10 @@ class Cluster:
         with self._alone():
             if caller.broken is None and engines.missing():
                 caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
+            if caller.broken is not None and caller.stopped:
+                # Whoever stopped a call wants the next one, and has read no error that offers a recover.
+                self._restart(engines, caller)
+                engines, caller = self._started()
             if caller.broken is not None:
                 raise ClusterError(
                     f"the cluster is broken: {caller.broken}; cluster.recover() restarts the ranks"
@@ -159,6 +156,16 @@ class Cluster:
         atexit.unregister(self.stop)
         if engines is not None:
             engines.stop(keep_logs=keep_logs)
+
+    def _restart(self, engines: Engines, caller: Caller) -> None:
+        try:
+            engines.check_controller()
+            if caller.broken is not None or engines.missing():
+                engines.restart()
+            self._join()
+        except ClusterError:
+            self.stop()
+            self.start()
 
     def _join(self) -> None:
         """Join the ranks in a process group, and see that what they publish arrives."""

@@ -40,6 +40,8 @@ class Answer:
 
 def run(payload: bytes, run_id: str, rank: int) -> Answer:
     """Call the cloudpickled (function, arguments, keyword arguments) and note the outcome."""
+    # Here and not once and for all: before each message ipykernel sets a handler of its own.
+    signal.signal(signal.SIGINT, _interrupts)
     _end_groups_of_earlier_calls()
     with recording(run_id, rank):
         try:
@@ -159,9 +161,8 @@ def open_store(ranks: int, timeout: float) -> int:
 def join(rank: int, ranks: int, port: int, timeout: float, start_timeout: float) -> None:
     """Join this process, as `rank` of `ranks`, to the default process group; collectives time out."""
     global _store
-    patience = timedelta(seconds=start_timeout)
+    patience = timedelta(seconds=start_timeout / 2)
     leave()
-    signal.signal(signal.SIGINT, _interrupts)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if rank != 0:
         _store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """The cluster: who is who, what comes back and when, who is blamed, and what is left behind."""
 
+import contextlib
 import os
 import re
 import signal
@@ -104,6 +105,13 @@ def work_together() -> None:
     while True:
         publish("worked")
         dist.all_reduce(torch.ones(7))
+
+
+def sleep_through_interrupts(sleeper: int) -> None:
+    while dist.get_rank() == sleeper:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(600)
+    time.sleep(600)
 
 
 def fail_one_after_another(order: list[int]) -> None:
@@ -354,6 +362,15 @@ def test_a_call_is_stopped_from_another_thread(ranks4: Cluster) -> None:
         ranks4.apply(sleep, 600)
     assert time.monotonic() - began < 5
     assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+
+
+def test_a_rank_that_no_stop_reaches_is_restarted_by_the_next_call(impatient: Cluster) -> None:
+    threading.Timer(0.3, impatient.interrupt).start()
+    with pytest.raises(Stopped):
+        impatient.apply(sleep_through_interrupts, 1)
+    assert impatient.broken
+    assert impatient.apply(sum_over_ranks, 2.0) == [3.0] * 2
+    assert not impatient.broken
 
 
 @pytest.mark.parametrize("own_group", [False, True], ids=["timeout of the group", "no timeout"])
