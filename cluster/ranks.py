@@ -13,7 +13,7 @@ from typing import Any, Self
 import cloudpickle
 
 from cluster import remote
-from cluster.capacity import check_capacity, visible_devices
+from cluster.capacity import visible_devices
 from cluster.engines import NOT_STARTED, Engines
 from cluster.errors import PROCESS_DIED, ClusterError, Failure, RankError, name_ranks
 from cluster.profiles import find_profile
@@ -27,16 +27,18 @@ FIRST_RECORD_SECONDS = 0.25
 class Cluster:
     """`ranks` engines joined in one process group: gloo on CPUs, nccl beside it where there are GPUs.
 
+    `profile` says where they run (cluster/profiles); further keyword arguments override its fields.
     `timeout`, in seconds, bounds the start, and every collective: one whose peers do not come fails after it.
     Raises ClusterError, before anything is launched, where the ranks do not fit or the profile is not known.
     Used in a `with` statement, or between `start()` and `stop()`.
     """
 
-    def __init__(self, ranks: int = 4, profile: str = "local", timeout: float = 60.0) -> None:
-        check_capacity(ranks)
-        find_profile(profile)
+    def __init__(
+        self, ranks: int = 4, profile: str = "local", timeout: float = 60.0, **overrides: Any
+    ) -> None:
+        self.profile = find_profile(profile, **overrides)
+        self.profile.check(ranks)
         self.ranks = ranks
-        self.profile = profile
         self.timeout = timeout
         self.device_type = "cuda" if visible_devices() else "cpu"
         self._engines: Engines | None = None
@@ -190,12 +192,14 @@ class Cluster:
     def _join(self) -> None:
         """Join the ranks in a process group, and see that what they publish arrives."""
         opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.timeout), {}))
-        port = cloudpickle.loads(self._run({0: opening}, None, self.timeout).answers[0])
+        store = cloudpickle.loads(self._run({0: opening}, None, self.timeout).answers[0])
         joining = {
-            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, port, self.timeout), {}))
+            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, self.timeout), {}))
             for rank in range(self.ranks)
         }
         run = self._run(joining, None, self.timeout)
+        # Known by the ranks: a login node may have no GPU where their hosts have.
+        self.device_type = cloudpickle.loads(run.answers[0])
         nothing = cloudpickle.dumps((remote.nothing, (), {}))
         # A channel that is only being opened loses what is sent on it.
         for _ in range(int(self.timeout / FIRST_RECORD_SECONDS)):

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from cluster.errors import Failure
 from cluster.live import recording
-
-LOOPBACK = "127.0.0.1"
+from cluster.network import own_address
 
 # Held here because the rendezvous is served for as long as it is referenced.
 _store: Any = None
@@ -69,14 +68,15 @@ def _describe(error: BaseException, rank: int, when: float) -> Failure:
     return Failure(rank, type(error).__name__, str(error), text, when)
 
 
-def open_store(ranks: int, timeout: float) -> int:
-    """Open the rendezvous of `ranks` on this rank and return its port, chosen by the system."""
+def open_store(ranks: int, timeout: float) -> tuple[str, int]:
+    """Open the rendezvous of `ranks` on this rank and return its address and port, chosen by the system."""
     global _store
-    listening = socket.create_server((LOOPBACK, 0))
+    address = own_address()
+    listening = socket.create_server((address, 0))
     port = int(listening.getsockname()[1])
-    # The store takes over a socket that already listens: no port to lose, no interface but loopback.
+    # The store takes over a socket that already listens: no port to lose, no interface but that one.
     _store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK,
+        address,
         port,
         ranks,
         is_master=True,
@@ -84,17 +84,20 @@ def open_store(ranks: int, timeout: float) -> int:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    return port
+    return address, port
 
 
-def join(rank: int, ranks: int, port: int, timeout: float) -> None:
-    """Join this process, as `rank` of `ranks`, to the default process group; collectives time out."""
+def join(rank: int, ranks: int, store: tuple[str, int], timeout: float) -> str:
+    """Join this process, as `rank` of `ranks`, to the default process group; collectives time out.
+
+    Returns the type of the device it works on.
+    """
     global _store
     limit = timedelta(seconds=timeout)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if rank != 0:
         _store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, ranks, is_master=False, timeout=limit
+            *store, ranks, is_master=False, timeout=limit
         )
     backend, device = "gloo", None
     if torch.cuda.is_available():
@@ -103,6 +106,7 @@ def join(rank: int, ranks: int, port: int, timeout: float) -> None:
     dist.init_process_group(
         backend, store=_store, rank=rank, world_size=ranks, timeout=limit, device_id=device
     )
+    return device.type if device else "cpu"
 
 
 def nothing() -> None:
