@@ -150,7 +150,7 @@ class Engines:
 
     def exit_code(self, rank: int) -> int | None:
         """Return how the engine of `rank` ended, negative for a signal; None where that is not known."""
-        ended = self._cluster.engine_set.stop_data.get("engines", {})
+        ended = (self._cluster.engine_set.stop_data or {}).get("engines", {})
         code = ended.get(str(rank), {}).get("exit_code")
         return None if code is None else int(code)
 

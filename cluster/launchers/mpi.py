@@ -6,7 +6,10 @@ from traitlets import Any
 
 from cluster.launchers.local import Launches
 from cluster.logs import telling_line
+from cluster.processes import outlive
 from cluster.watchdog import is_alive, this_process
+
+KILL_SECONDS = 10.0
 
 
 class MpiSetLauncher(Launches, MPIEngineSetLauncher):  # type: ignore[misc]
@@ -29,9 +32,11 @@ class MpiSetLauncher(Launches, MPIEngineSetLauncher):  # type: ignore[misc]
         return [self.pid]
 
     def kill(self) -> None:
-        """Have mpiexec end its ranks, on all hosts."""
+        """Have mpiexec end its ranks, on all hosts, and return when it has."""
         if is_alive(self.process):
             self.process.terminate()
+            # Asked or killed a second time before it is through, it would leave ranks behind.
+            outlive([self.process], KILL_SECONDS)
 
     def why_ended(self) -> str | None:
         """Return the line of mpiexec's log that says why it ended."""
