@@ -34,7 +34,6 @@ CONTROLLER_ARGS = [
     "--HeartMonitor.period=500",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
-ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=120", "--IPEngine.timeout=30"]
 
 # What ipyparallel says of starts and stops; the processes' own logs are in the cluster's directory.
 _quiet = logging.getLogger(__name__)
@@ -60,7 +59,6 @@ class Engines:
         config = Config()
         launcher = LAUNCHERS[profile.name]
         config[launcher.__name__].profile = profile
-        config[launcher.__name__].engine_args = ENGINE_ARGS
         self._cluster = ipyparallel.Cluster(
             n=ranks,
             controller=ControllerLauncher,

@@ -53,7 +53,7 @@ def rank_environment(
     `extra` comes last and wins.
     """
     threads = str(share_of_cores(place, cores))
-    shared = f"the cores it may use, shared out over the {place.local_ranks} rank(s) of its host"
+    shared = f"the cores it may use, over the ranks of its host: {place.local_ranks}"
     found = [Variable("OMP_NUM_THREADS", threads, shared), Variable("MKL_NUM_THREADS", threads, shared)]
     device = device_of(place, devices)
     if device is not None:

@@ -4,10 +4,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from cluster.errors import ClusterError
+
+# Deaths are told by nannies, so a machine too busy to answer for a minute need not lose an engine.
+ENGINE_ARGUMENTS = ("--IPEngine.max_heartbeat_misses=120", "--IPEngine.timeout=30")
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Start:
     numa: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, python: str, arguments: Sequence[str]) -> list[str]:
-        """Return the command line that becomes this rank, its engine taking `arguments`."""
-        return [python, "-m", "cluster.engine", json.dumps(asdict(self)), *arguments]
+    def command(self, python: str) -> list[str]:
+        """Return the command line that becomes this rank."""
+        return [python, "-m", "cluster.engine", json.dumps(asdict(self)), *ENGINE_ARGUMENTS]
 
     @classmethod
     def from_json(cls, text: str) -> "Start":

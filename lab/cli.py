@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from lab.cluster_commands import cluster
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -59,12 +61,13 @@ def main() -> None:
 @main.command("open")
 @click.option("--no-browser", is_flag=True, help="Print the address instead of opening a browser.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8888, show_default=True)
+@click.option("--ip", default="127.0.0.1", help="Where to listen; beyond loopback, others can try its token.")
 @_plainly
-def open_(no_browser: bool, port: int) -> None:
+def open_(no_browser: bool, port: int, ip: str) -> None:
     """Open JupyterLab on the first notebook."""
     from lab.jupyter import serve
 
-    serve(port=port, browser=not no_browser)
+    serve(port=port, browser=not no_browser, ip=ip)
 
 
 @main.command()
@@ -214,6 +217,9 @@ def _only(keys: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _print(answer: object) -> None:
     click.echo(answer if isinstance(answer, str) else json.dumps(answer, indent=2))
+
+
+main.add_command(cluster)
 
 
 @main.group()

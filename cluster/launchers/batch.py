@@ -34,7 +34,7 @@ class SlurmSetLauncher(Launches, SlurmEngineSetLauncher):  # type: ignore[misc]
         self.n = n
         self.batch_file = str(Path(self.profile_dir) / "job.sh")
         start = self.profile.start(n, 0, this_process())
-        engine = start.command(self.profile.interpreter(), self.engine_args)
+        engine = start.command(self.profile.interpreter())
         script = self.profile.script(n, engine, self._log(), f"ranks-{self.cluster_id}")
         Path(self.batch_file).write_text(script)
 

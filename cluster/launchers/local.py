@@ -49,7 +49,7 @@ class RankLauncher(Launches, LocalEngineLauncher):  # type: ignore[misc]
         """Return the command line."""
         profile, ranks, rank = self.parent.profile, self.parent.n, int(self.identifier)
         start = profile.start(ranks, rank, this_process())
-        return list(profile.command(ranks, rank, start.command(profile.interpreter(), self.engine_args)))
+        return list(profile.command(ranks, rank, start.command(profile.interpreter())))
 
 
 class RankSetLauncher(Launches, LocalEngineSetLauncher):  # type: ignore[misc]

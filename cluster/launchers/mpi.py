@@ -23,9 +23,7 @@ class MpiSetLauncher(Launches, MPIEngineSetLauncher):  # type: ignore[misc]
     def find_args(self) -> list[str]:
         """Return the command line."""
         start = self.profile.start(self.n, 0, this_process())
-        return list(
-            self.profile.command(self.n, 0, start.command(self.profile.interpreter(), self.engine_args))
-        )
+        return list(self.profile.command(self.n, 0, start.command(self.profile.interpreter())))
 
     def pids(self) -> list[int]:
         """Return mpiexec's process."""

@@ -26,13 +26,12 @@ def option(default: Any, why: str) -> Any:
 class Profile(ABC):
     """A place for ranks. Its fields are what `Cluster(..., profile=NAME, field=value)` overrides.
 
-    `name` is what it is called, `where` says in a line where it belongs, `example` how it is first used,
-    `program` what it needs installed and `package` where Debian has that.
+    `name` is what it is called, `where` says in a line where it belongs, `program` what it needs installed
+    and `package` where Debian has that.
     """
 
     name: ClassVar[str]
     where: ClassVar[str]
-    example: ClassVar[str]
     program: ClassVar[str | None] = None
     package: ClassVar[str | None] = None
 
@@ -116,6 +115,10 @@ class ReachingProfile(Profile):
         """Return what the controller is told besides its address: CURVE on, and the ports."""
         curve = ["--IPController.enable_curve=True"]
         return [*curve, f"--IPController.engine_ports={self.ports}"] if self.ports else curve
+
+    def ranks_on_first_host(self, ranks: int) -> int:
+        """Return how many of `ranks` share rank 0's host."""
+        return ranks
 
     def port_list(self) -> list[int]:
         """Return the ports asked for. Raises ClusterError where they are no such list, or too few."""

@@ -14,7 +14,6 @@ class Local(Profile):
 
     name = "local"
     where = "a laptop, or a machine with GPUs or none"
-    example = "Cluster(ranks=4)"
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ClusterError unless this machine has the memory, or the GPUs."""

@@ -14,7 +14,6 @@ class Mpi(ReachingProfile):
 
     name = "mpi"
     where = "hosts on which mpiexec already starts programs"
-    example = "Cluster(ranks=16, profile='mpi', hostfile='hosts.txt')"
     program = "mpiexec"
     package = "openmpi-bin"
 

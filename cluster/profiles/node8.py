@@ -15,7 +15,6 @@ class Node8(Local):
 
     name = "node8"
     where = "one node of 8 GPUs, which you are logged in to"
-    example = "Cluster(ranks=8, profile='node8')"
 
     numa: bool = option(True, "bind each rank to the cores of its GPU's NUMA node: offload crosses no socket")
     allocator: str = option(

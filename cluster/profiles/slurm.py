@@ -17,7 +17,6 @@ class Slurm(ReachingProfile):
 
     name = "slurm"
     where = "a cluster with Slurm, from a login node or inside a job"
-    example = "Cluster(ranks=16, profile='slurm', partition='gpu', gpus_per_node=8, timeout=600)"
     program = "sbatch"
     package = "slurm-client"
 
@@ -56,6 +55,10 @@ class Slurm(ReachingProfile):
             )
         if not Path(self.log_folder()).is_dir():
             raise ClusterError(f"folder={self.folder!r} is no folder here; one that all nodes see would work")
+
+    def ranks_on_first_host(self, ranks: int) -> int:
+        """Return how many of `ranks` share rank 0's host."""
+        return self.layout(ranks)[1]
 
     def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
         """Return the command that all nodes' tasks are started with, inside the job."""

@@ -24,7 +24,6 @@ class Ssh(ReachingProfile):
 
     name = "ssh"
     where = "a few hosts that ssh logs in to with a key"
-    example = "Cluster(ranks=16, profile='ssh', hosts=('node1*8', 'me@node2:2222*8'))"
     program = "ssh"
     package = "openssh-client"
 
@@ -61,6 +60,11 @@ class Ssh(ReachingProfile):
         before = Counter(slots[:rank])[slots[rank]]
         place = Place(rank, before, Counter(slots)[slots[rank]])
         return replace(super().start(ranks, rank, owner), place=place, stdin=True)
+
+    def ranks_on_first_host(self, ranks: int) -> int:
+        """Return how many of `ranks` share rank 0's host."""
+        self.check_ranks(ranks)
+        return Counter(self.slots()[:ranks])[self.slots()[0]]
 
     def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
         """Return the command line of rank `rank`."""
