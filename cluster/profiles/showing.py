@@ -31,9 +31,8 @@ def describe(profile: Profile, ranks: int) -> str:
     ]
     try:
         profile.check(ranks)
-        parts.append(
-            f"what would run, for rank 0 where each rank has a command of its own\n\n{textwrap.indent(what_runs(profile, ranks), '  ')}"
-        )
+        runs = textwrap.indent(what_runs(profile, ranks), "  ")
+        parts.append(f"what would run, for rank 0 where each rank has a command of its own\n\n{runs}")
     except ClusterError as error:
         parts.append(f"nothing would run: {error}")
     return "\n\n".join(parts)
