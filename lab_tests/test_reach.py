@@ -180,12 +180,12 @@ def test_ranks_on_two_hosts(place: dict[str, Any], hosts: Hosts, tmp_path: Path)
 def check_what_is_open(cluster: Cluster, hosts: Hosts) -> None:
     """The controller listens on loopback and at its address only, and speaks nothing but CURVE there."""
     assert cluster._engines is not None
+    controller = psutil.Process(cluster._engines._cluster.controller.pid)
     listening = [
-        c.laddr
-        for process in psutil.Process(cluster._engines._cluster.controller.pid).children(recursive=True)
-        + [psutil.Process(cluster._engines._cluster.controller.pid)]
-        for c in process.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN
+        connection.laddr
+        for process in (controller, *controller.children(recursive=True))
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     ]
     assert {a.ip for a in listening} == {"127.0.0.1", hosts.address}
     reached = [a.port for a in listening if a.ip == hosts.address]
@@ -193,24 +193,25 @@ def check_what_is_open(cluster: Cluster, hosts: Hosts) -> None:
     assert {mechanism(hosts.address, port) for port in reached} == {"CURVE"}
 
     folder = cluster._engines.directory
-    files = list(folder.glob("security/*.json"))
+    files = list(folder.glob("security/ipcontroller-*.json"))
     assert len(files) == 2
     assert {oct(path.stat().st_mode)[-3:] for path in files} == {"600"}
     assert oct(folder.stat().st_mode)[-3:] == "700"
-    secret = json.loads(files[0].read_text())["curve_serverkey"]
+    written = json.loads(files[0].read_text())
+    secrets = [written["curve_serverkey"], written["key"]]
+    assert list(map(len, secrets)) == [40, 64]
     commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    assert len(secret) == 40
-    assert not [command for command in commands if secret in command]
+    assert not [command for command in commands for secret in secrets if secret in command]
 
 
 def mechanism(address: str, port: int) -> str:
     """What a ZeroMQ socket asks of those who connect, as its greeting says (ZMTP 3.0)."""
-    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
     with socket.create_connection((address, port), timeout=10) as peer:
         peer.sendall(greeting)
         said = b""
-        while len(said) < len(greeting):
-            said += peer.recv(64)
+        while len(said) < len(greeting) and (more := peer.recv(64)):
+            said += more
     return said[12:32].rstrip(b"\0").decode()
 
 
@@ -265,7 +266,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
     settings = {"ranks": 2, "address": hosts.address, "timeout": PATIENCE} | over_ssh(hosts, keys, tmp_path)
-    first, second = settings["hosts"]
+    first = settings["hosts"][0]
     refusing = f"root@{hosts.hosts[1].address}:{SSH_PORT + 1}"
     starts(settings | {"hosts": (first, refusing)}, r"rank 1 ended: ssh: connect to host .*refused")
     starts(settings | {"python": "/none/python"}, r"ended: .*/none/python: (No such file|not found)")

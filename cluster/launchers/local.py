@@ -5,6 +5,7 @@ ranks, whatever they do), `why_ended()` (None while all of them may still come u
 long after `kill()` the controller may take to hear of it; a rank that does not tell is taken off its list.
 """
 
+import secrets
 import signal
 from contextlib import suppress
 
@@ -36,6 +37,11 @@ class Launches:
 
 class ControllerLauncher(Launches, LocalControllerLauncher):  # type: ignore[misc]
     """Start the controller under the watchdog."""
+
+    def get_env(self) -> dict[str, str]:
+        """Return the variables added to this process's own."""
+        # With CURVE on, ipyparallel would leave messages unsigned, and warn of that in the notebook.
+        return {**super().get_env(), "IPP_SESSION_KEY": secrets.token_hex(32)}
 
     def find_args(self) -> list[str]:
         """Return the command line."""
