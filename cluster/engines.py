@@ -73,6 +73,7 @@ class Engines:
                 *profile.controller_arguments(),
             ],
             profile_dir=str(self.directory),
+            cluster_file="",
             load_profile=False,
             delay=0,
             shutdown_atexit=False,

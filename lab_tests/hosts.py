@@ -116,7 +116,7 @@ def network() -> Iterator[Hosts]:
 @contextmanager
 def daemons() -> Iterator[tuple[Path, ExitStack]]:
     """A folder with a path short enough for sockets, and a stack that ends what is put on it."""
-    with tempfile.TemporaryDirectory(prefix="lab-") as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="lab-", dir="/tmp") as folder, ExitStack() as stack:
         yield Path(folder), stack
 
 
