@@ -74,6 +74,7 @@ class Hosts:
         number = os.getpid() % 200 + 20
         self.bridge = f"lab{number}"
         self.address = f"10.77.{number}.1"
+        self.port = 16000 + number
         self.hosts = [
             Host(name, f"10.77.{number}.{11 + place}", f"{self.bridge}-{name}")
             for place, name in enumerate(NAMES)
@@ -167,7 +168,9 @@ def slurm(hosts: Hosts) -> Iterator[dict[str, str]]:
             f"NodeName={h.name} NodeAddr={h.address} CPUs=2 RealMemory=4000\n" for h in hosts.hosts
         )
         config = folder / "slurm.conf"
-        config.write_text(SLURM.format(folder=folder, here=here, address=hosts.address, nodes=nodes))
+        config.write_text(
+            SLURM.format(folder=folder, here=here, address=hosts.address, port=hosts.port, nodes=nodes)
+        )
         for name in ("state", *(f"spool-{name}" for name in NAMES)):
             (folder / name).mkdir()
         with log.open("ab") as out:
@@ -196,8 +199,8 @@ def slurm(hosts: Hosts) -> Iterator[dict[str, str]]:
 SLURM = """
 ClusterName=lab
 SlurmctldHost={here}({address})
-SlurmctldPort=16817
-SlurmdPort=16818
+SlurmctldPort={port}
+SlurmdPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge

@@ -152,14 +152,17 @@ def test_ranks_on_two_hosts(place: dict[str, Any], hosts: Hosts, tmp_path: Path)
     """One start serves it all: who is who, a failure named, a death named, recovery, and a clean stop."""
     before = set(psutil.Process().children(recursive=True))
     with Cluster(**place) as cluster:
+        assert cluster._engines is not None
         found = check_ranks(cluster, hosts)
         check_what_is_open(cluster, hosts)
 
         with pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught:
             cluster.apply(fail_on, 1)
         assert caught.value.waiting == (0,)
+        controller = cluster._engines._cluster.controller.pid
         cluster.recover()
         again = check_ranks(cluster, hosts)
+        assert cluster._engines._cluster.controller.pid == controller, "only the ranks were started anew"
         assert not {f["pid"] for f in found} & {f["pid"] for f in again}
 
         began = time.monotonic()
@@ -281,6 +284,30 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: str(ranks_on(hosts)), seconds=10)
     left = set(psutil.Process().children(recursive=True)) - before
     assert [p for p in left if watchdog.is_alive(p)] == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip("no small disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_told_before_anything_starts(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(
+        ClusterError, match=rf"{small_disk} has 8 MiB free and a cluster's logs need 16; TMPDIR"
+    ):
+        Cluster(ranks=2).start()
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert list(small_disk.iterdir()) == []
 
 
 @pytest.mark.usefixtures("_slurm")
