@@ -97,9 +97,14 @@ class Engines:
             info = self._background.run(controller.get_connection_info(self.timeout), self.timeout)
             for path in controller.connection_files.values():
                 check_private(path)
-            self._background.run(self._cluster.start_engines(self.ranks), self.timeout)
         except (RuntimeError, TimeoutError, OSError) as error:
             raise ClusterError(f"the controller did not start: {self._why(error)}") from error
+        try:
+            self._background.run(self._cluster.start_engines(self.ranks), self.timeout)
+        except (OSError, TimeoutError) as error:
+            raise ClusterError(
+                f"the ranks did not start: {error}; logs are in {self.directory}/log"
+            ) from error
         self._client = RankClient(info["client"], cluster_id=self._cluster.cluster_id)
         self._client.inbox = self.inbox
         self._wait_for_ids(list(range(self.ranks)), deadline)

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from jupyter_core.paths import jupyter_config_path
 from jupyter_server.serverapp import list_running_servers
 from traitlets.config import Config
-from traitlets.config.loader import ConfigFileNotFound, JSONFileConfigLoader, PyFileConfigLoader
+from traitlets.config.loader import JSONFileConfigLoader, PyFileConfigLoader
 
 from cluster.private import connection_files, private_keys, readable_by_others
 
@@ -59,6 +59,7 @@ def jupyter_config() -> Config:
             for loader, suffix in ((PyFileConfigLoader, ".py"), (JSONFileConfigLoader, ".json")):
                 try:
                     config.merge(loader(f"{name}{suffix}", path=folder).load_config())
-                except ConfigFileNotFound:
+                except Exception:
+                    # Mostly it is not there. With one that fails, a server says so and starts without it.
                     continue
     return config

@@ -23,6 +23,7 @@ from cluster.profiles.showing import describe, override
 from cluster.ranks import Cluster
 from lab import exposure
 from lab.cli import main
+from lab.jupyter import arguments
 
 NINE_PORTS = "7300-7308"
 
@@ -334,6 +335,20 @@ def test_jupyters_configuration_is_read_as_jupyter_reads_it(
     config = exposure.jupyter_config()
     assert config.ServerApp.ip == "0.0.0.0"
     assert exposure.token_is_off(config)
+
+
+def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
+    elsewhere = CliRunner().invoke(main, ["open", "--no-browser", "--ip", "198.51.100.7"])
+    assert (elsewhere.exit_code, elsewhere.output.count("\n")) == (2, 1)
+    assert "--ip 198.51.100.7: " in elsewhere.output
+    assert "127.0.0.1 would work" in elsewhere.output
+    assert "--ServerApp.ip=127.0.0.1" in arguments(tmp_path, "a.ipynb")
+    (tmp_path / "jupyter_server_config.py").write_text("c.IdentityProvider.token = ''")
+    (tmp_path / "jupyter_lab_config.py").write_text("a file that Python cannot read")
+    refused = CliRunner().invoke(main, ["open", "--no-browser"])
+    assert (refused.exit_code, refused.output.count("\n")) == (2, 1)
+    assert "switches its token off" in refused.output
 
 
 def found_on_a_rank() -> dict[str, Any]:

@@ -160,7 +160,9 @@ def test_ranks_on_two_hosts(place: dict[str, Any], hosts: Hosts, tmp_path: Path)
             cluster.apply(fail_on, 1)
         assert caught.value.waiting == (0,)
         controller = cluster._engines._cluster.controller.pid
+        began = time.monotonic()
         cluster.recover()
+        assert time.monotonic() - began < 50, "by heartbeats alone the old ranks would be missed after 60 s"
         again = check_ranks(cluster, hosts)
         assert cluster._engines._cluster.controller.pid == controller, "only the ranks were started anew"
         assert not {f["pid"] for f in found} & {f["pid"] for f in again}
@@ -272,6 +274,10 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     first = settings["hosts"][0]
     refusing = f"root@{hosts.hosts[1].address}:{SSH_PORT + 1}"
     starts(settings | {"hosts": (first, refusing)}, r"rank 1 ended: ssh: connect to host .*refused")
+    nowhere = f"root@{hosts.hosts[1].address.rpartition('.')[0]}.99"
+    starts(
+        settings | {"hosts": (first, nowhere)}, r"rank 1 ended: ssh: connect to host .*(No route|timed out)"
+    )
     starts(settings | {"python": "/none/python"}, r"ended: .*/none/python: (No such file|not found)")
     other = keys / "host"
     starts(settings | {"key": str(other)}, r"ranks? .* ended: .*Permission denied")

@@ -27,11 +27,11 @@ class MpiSetLauncher(Launches, MPIEngineSetLauncher):  # type: ignore[misc]
 
     def pids(self) -> list[int]:
         """Return mpiexec's process."""
-        return [self.pid]
+        return [self.pid] if self.process else []
 
     def kill(self) -> None:
         """Have mpiexec end its ranks, on all hosts, and return when it has."""
-        if is_alive(self.process):
+        if self.process and is_alive(self.process):
             self.process.terminate()
             # Asked or killed a second time before it is through, it would leave ranks behind.
             outlive([self.process], KILL_SECONDS)
