@@ -31,14 +31,15 @@ def main() -> None:
     # blocked in every thread: cluster/whereabouts.py waits for it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     start = Start.from_json(sys.argv[1])
+    if start.stdin:
+        os.environ[CONNECTION_VARIABLE] = sys.stdin.readline()
+    address, port = registration()
     directory = Path(tempfile.mkdtemp(prefix="rank-"))
     clean_up = partial(shutil.rmtree, directory, ignore_errors=True)
     # Until the engine, once it is registered, takes the signal over.
     signal.signal(signal.SIGTERM, lambda *_: (clean_up(), os._exit(128 + signal.SIGTERM)))
     if start.stdin:
-        os.environ[CONNECTION_VARIABLE] = sys.stdin.readline()
         end_after(wait_for_input_end, clean_up)
-    address, port = registration()
     if start.owner is None:
         end_after(lambda: wait_for_port(address, port), clean_up)
     else:
@@ -53,8 +54,11 @@ def main() -> None:
 
 
 def registration() -> tuple[str, int]:
-    """Return the address and the port at which the controller takes engines."""
-    info = json.loads(os.environ[CONNECTION_VARIABLE])
+    """Return the address and the port at which the controller takes engines; exits where none was told."""
+    told = os.environ.get(CONNECTION_VARIABLE, "")
+    if not told.strip():
+        sys.exit(f"the connection to the controller, {CONNECTION_VARIABLE}, could not be found")
+    info = json.loads(told)
     return info["interface"].partition("://")[2], int(info["registration"])
 
 

@@ -145,7 +145,10 @@ class Engines:
         return [rank for rank in range(self.ranks) if rank not in present]
 
     def check_controller(self) -> None:
-        """Raise ClusterError if the controller, without which nothing arrives, is gone."""
+        """Raise ClusterError if the controller is gone, or all ranks at once: then nothing more arrives."""
+        ended = self._cluster.engine_set.ended_as_a_whole() if self._cluster.engine_set else None
+        if ended is not None:
+            raise ClusterError(f"the ranks have ended: {ended}; cluster.recover() starts others")
         for pid in self._controller_pids():
             with suppress(psutil.NoSuchProcess):
                 if is_alive(psutil.Process(pid)):

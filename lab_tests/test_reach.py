@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -290,6 +291,22 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: str(ranks_on(hosts)), seconds=10)
     left = set(psutil.Process().children(recursive=True)) - before
     assert [p for p in left if watchdog.is_alive(p)] == []
+
+
+@pytest.mark.usefixtures("_slurm")
+def test_a_job_that_is_cancelled_is_told(hosts: Hosts, tmp_path: Path) -> None:
+    settings = {"ranks": 2, "address": hosts.address, "timeout": PATIENCE} | as_a_job(hosts, tmp_path)
+    with Cluster(**settings) as cluster:
+        [job, _] = jobs()
+        cancel = ["scancel", "--signal=KILL", "--full", job]
+        threading.Timer(1.0, lambda: subprocess.run(cancel, check=True)).start()
+        began = time.monotonic()
+        # Whichever comes first: the job's end, or word from a nanny that outlived its rank for a moment.
+        with pytest.raises((ClusterError, RankError), match=rf"job {job} is |its process ended"):
+            cluster.apply(time.sleep, 300)
+        assert time.monotonic() - began < 30
+        assert cluster.broken
+    assert jobs() == []
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from cluster.watchdog import this_process
 
 # A queue is shared: asking more often burdens everyone's scheduler.
 ASK_SECONDS = 2.0
+RUNNING_ASK_SECONDS = 10.0
 GONE_SECONDS = 20.0
 COMING = ("PENDING", "CONFIGURING", "RUNNING")
 
@@ -58,9 +59,16 @@ class SlurmSetLauncher(Launches, SlurmEngineSetLauncher):  # type: ignore[misc]
             time.sleep(0.1)
         self.notify_stop({"job_id": self.job_id})
 
-    def why_ended(self) -> str | None:
-        """Return the line of the job's log that says why it ended, and Slurm's word for how."""
-        if time.monotonic() - self._asked > ASK_SECONDS:
+    def ended_as_a_whole(self) -> str | None:
+        """Return why the job ended: cancelled or out of time, ranks and nannies go without a word."""
+        return self.why_ended(RUNNING_ASK_SECONDS)
+
+    def why_ended(self, every: float = ASK_SECONDS) -> str | None:
+        """Return the line of the job's log that says why it ended, and Slurm's word for how.
+
+        Slurm is asked once in `every` seconds at most.
+        """
+        if time.monotonic() - self._asked > every:
             self._state, self._asked = self._ask(), time.monotonic()
         state, reason = self._state
         if state in COMING:

@@ -34,6 +34,10 @@ class Launches:
         """Return what the ranks are waiting for, where it is known, with a semicolon after it."""
         return ""
 
+    def ended_as_a_whole(self) -> str | None:
+        """Return why all ranks ended at once and cannot tell, None where each death is told."""
+        return None
+
 
 class ControllerLauncher(Launches, LocalControllerLauncher):  # type: ignore[misc]
     """Start the controller under the watchdog."""
