@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.processes import kill
+
 SSH_PORT = 2222
 NAMES = ("one", "two")
 SBIN = "/usr/sbin"
@@ -95,6 +97,8 @@ class Hosts:
 
     def down(self) -> None:
         for host in self.hosts:
+            # Where a test failed, what it left would keep the namespace alive under no name.
+            kill(host.processes())
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
 
