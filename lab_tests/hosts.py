@@ -99,6 +99,7 @@ class Hosts:
         for host in self.hosts:
             # Where a test failed, what it left would keep the namespace alive under no name.
             kill(host.processes())
+            subprocess.run(["ip", "link", "del", f"{self.bridge}{host.name}"], capture_output=True)
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True)
 
