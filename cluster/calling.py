@@ -26,8 +26,8 @@ class Caller:
     """Runs payloads on the ranks of `engines`, one call at a time.
 
     `timeout` is that of their collectives, `recover` what an error offers to its reader. `broken` says why
-    no call can be served, `stopped` whether that is since a call was interrupted, `left` whether ranks have left
-    their process group in an error.
+    no call can be served, `stopped` whether that is since a call was interrupted, `left` whether ranks have
+    left their process group in an error.
     """
 
     def __init__(self, engines: Engines, timeout: float, recover: Callable[[], None]) -> None:

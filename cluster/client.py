@@ -44,6 +44,10 @@ class RankClient(ipyparallel.Client):  # type: ignore[misc]
             if DATA_KEY in data:
                 self.inbox.put(Published(data[DATA_KEY]))
 
+    def forget(self, rank: int) -> None:
+        """Have the controller take `rank`, whose process is gone, off its list."""
+        self._send(self._query_stream, "unregistration_request", content={"id": rank})
+
     def send(self, rank: int, payload: bytes, run_id: str) -> None:
         """Have `rank` run a payload of cluster.remote.run; what comes of it arrives in `inbox`."""
         call = self[rank].apply_async(run, payload, run_id, rank)

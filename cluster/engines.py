@@ -1,8 +1,8 @@
 """The processes behind a cluster: one controller, one engine a rank, and the client that talks to them."""
 
+import errno
 import logging
 import shutil
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,15 +16,17 @@ from cluster import registry
 from cluster.background import BackgroundLoop
 from cluster.client import Published, RankClient, Returned
 from cluster.errors import ClusterError, name_ranks
-from cluster.launcher import ControllerLauncher, RankSetLauncher
-from cluster.processes import end, family, kill
+from cluster.launchers import LAUNCHERS, ControllerLauncher
+from cluster.logs import telling_line
+from cluster.network import LOOPBACK
+from cluster.private import check_private, new_directory
+from cluster.processes import end, family
+from cluster.profiles.base import Profile
 from cluster.watchdog import is_alive
 
 NOT_STARTED = "the cluster is not started; cluster.start() starts it"
-LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
 END_PATIENCE_SECONDS = 1.0
-LEAVE_SECONDS = 5.0
 
 # The client sees an engine after its second heartbeat, hence the short period. Deaths are told by nannies,
 # so a machine too busy to answer for a minute need not lose an engine.
@@ -33,7 +35,6 @@ CONTROLLER_ARGS = [
     "--HeartMonitor.period=500",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
-ENGINE_ARGS = ["--IPEngine.max_heartbeat_misses=120", "--IPEngine.timeout=30"]
 
 # What ipyparallel says of starts and stops; the processes' own logs are in the cluster's directory.
 _quiet = logging.getLogger(__name__)
@@ -44,28 +45,37 @@ class Engines:
     """`ranks` engines with the ids 0 to ranks-1, launched as `profile` says.
 
     Start and restart take `timeout` seconds at most, or raise ClusterError; `directory` then keeps the logs.
+    Raises ClusterError where the controller cannot listen as the profile asks, or the logs have no room.
     """
 
-    def __init__(self, ranks: int, profile: str, timeout: float) -> None:
+    def __init__(self, ranks: int, profile: Profile, timeout: float) -> None:
+        address = profile.controller_address()
         self.ranks = ranks
         self.profile = profile
         self.timeout = timeout
         self.inbox: SimpleQueue[Published | Returned] = SimpleQueue()
-        self.directory = Path(tempfile.mkdtemp(prefix="cluster-"))
+        self.directory = new_directory(profile.log_folder())
         self._processes: set[psutil.Process] = set()
         self._client: RankClient | None = None
         self._background = BackgroundLoop()
         config = Config()
-        config.RankSetLauncher.profile = profile
-        config.RankSetLauncher.engine_args = ENGINE_ARGS
+        launcher = LAUNCHERS[profile.name]
+        config[launcher.__name__].profile = profile
         self._cluster = ipyparallel.Cluster(
             n=ranks,
             controller=ControllerLauncher,
-            engines=RankSetLauncher,
-            controller_ip=LOOPBACK,
-            controller_location=LOOPBACK,
-            controller_args=CONTROLLER_ARGS,
+            engines=launcher,
+            controller_location=address,
+            controller_args=[
+                *CONTROLLER_ARGS,
+                # Only what the engines need leaves loopback.
+                f"--IPController.engine_ip={address}",
+                f"--IPController.client_ip={LOOPBACK}",
+                f"--IPController.monitor_ip={LOOPBACK}",
+                *profile.controller_arguments(),
+            ],
             profile_dir=str(self.directory),
+            cluster_file="",
             load_profile=False,
             delay=0,
             shutdown_atexit=False,
@@ -84,10 +94,19 @@ class Engines:
         """Launch the controller and the engines, and return when all of them answer to their ids."""
         deadline = time.monotonic() + self.timeout
         try:
-            self._background.run(self._cluster.start_cluster(), self.timeout)
-            info = self._background.run(self._cluster.controller.get_connection_info(), self.timeout)
-        except (RuntimeError, TimeoutError) as error:
-            raise ClusterError(f"the controller did not start; logs are in {self.directory}/log") from error
+            self._background.run(self._cluster.start_controller(), self.timeout)
+            controller = self._cluster.controller
+            info = self._background.run(controller.get_connection_info(self.timeout), self.timeout)
+            for path in controller.connection_files.values():
+                check_private(path)
+        except (RuntimeError, TimeoutError, OSError) as error:
+            raise ClusterError(f"the controller did not start: {self._why(error)}") from error
+        try:
+            self._background.run(self._cluster.start_engines(self.ranks), self.timeout)
+        except (OSError, TimeoutError) as error:
+            raise ClusterError(
+                f"the ranks did not start: {error}; logs are in {self.directory}/log"
+            ) from error
         self._note_processes()
         self._client = RankClient(info["client"], cluster_id=self._cluster.cluster_id)
         self._client.inbox = self.inbox
@@ -96,9 +115,14 @@ class Engines:
     def restart(self) -> None:
         """End the engines, whatever they are doing, and launch others with the same ids."""
         deadline = time.monotonic() + self.timeout
-        # The nannies stay for the moment: they are the ones who free the ids.
-        kill(process for pid in self._engine_pids() for process in family([pid]) if process.pid == pid)
-        self._wait_for_ids([], time.monotonic() + LEAVE_SECONDS)
+        ranks = self._cluster.engine_set
+        ranks.kill()
+        leave = time.monotonic() + ranks.LEAVE_SECONDS
+        while self.client.ids and time.monotonic() < leave:
+            time.sleep(POLL_SECONDS)
+        for rank in self.client.ids:
+            self.client.forget(rank)
+        self._wait_for_ids([], deadline)
         end(self._processes - family(self._controller_pids()), END_PATIENCE_SECONDS)
         self._background.run(self._cluster.restart_engines(), self.timeout)
         self._wait_for_ids(list(range(self.ranks)), deadline)
@@ -108,6 +132,8 @@ class Engines:
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
+        for ranks in self._cluster.engines.values():
+            ranks.kill()
         end(self._processes | family(self._controller_pids() + self._engine_pids()), END_PATIENCE_SECONDS)
         try:
             self._background.run(self._cluster.stop_cluster(), self.timeout)
@@ -123,7 +149,10 @@ class Engines:
         return [rank for rank in range(self.ranks) if rank not in present]
 
     def check_controller(self) -> None:
-        """Raise ClusterError if the controller, without which nothing arrives, is gone."""
+        """Raise ClusterError if the controller is gone, or all ranks at once: then nothing more arrives."""
+        ended = self._cluster.engine_set.ended_as_a_whole() if self._cluster.engine_set else None
+        if ended is not None:
+            raise ClusterError(f"the ranks have ended: {ended}; cluster.recover() starts others")
         for pid in self._controller_pids():
             with suppress(psutil.NoSuchProcess):
                 if is_alive(psutil.Process(pid)):
@@ -132,29 +161,37 @@ class Engines:
 
     def exit_code(self, rank: int) -> int | None:
         """Return how the engine of `rank` ended, negative for a signal; None where that is not known."""
-        ended = self._cluster.engine_set.stop_data.get("engines", {})
+        ended = (self._cluster.engine_set.stop_data or {}).get("engines", {})
         code = ended.get(str(rank), {}).get("exit_code")
         return None if code is None else int(code)
+
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return f"no space is left in {self.directory}"
+        controller = self._cluster.controller
+        log = Path(controller.output_file).name if controller else ""
+        return f"{telling_line(self.directory, log)}; logs are in {self.directory}/log"
 
     def _controller_pids(self) -> list[int]:
         return [self._cluster.controller.pid] if self._cluster.controller else []
 
     def _engine_pids(self) -> list[int]:
-        return [e.pid for engines in self._cluster.engines.values() for e in engines.launchers.values()]
+        return [pid for ranks in self._cluster.engines.values() for pid in ranks.pids()]
 
     def _wait_for_ids(self, ids: list[int], deadline: float) -> None:
         while sorted(self.client.ids) != ids:
-            alive = self._engine_pids()
-            if ids and len(alive) < self.ranks:
-                raise ClusterError(f"an engine ended while it started; logs are in {self.directory}/log")
+            ended = self._cluster.engine_set.why_ended() if ids else None
+            if ended is not None:
+                raise ClusterError(f"the ranks did not start: {ended}; logs are in {self.directory}/log")
             if time.monotonic() > deadline:
                 present = name_ranks(self.client.ids) if self.client.ids else "no rank"
                 raise ClusterError(
-                    f"{present} answered where {len(ids)} were waited for; logs are in {self.directory}/log"
+                    f"{present} answered within {self.timeout:g} s where {len(ids)} were waited for; "
+                    f"{self._cluster.engine_set.waits_for()}logs are in {self.directory}/log"
                 )
             time.sleep(POLL_SECONDS)
         self._note_processes()
 
     def _note_processes(self) -> None:
         self._processes = family(self._controller_pids() + self._engine_pids())
-        registry.record(self.profile, self.ranks, self._processes, self.directory)
+        registry.record(self.profile.name, self.ranks, self._processes, self.directory)

@@ -34,12 +34,13 @@ def end(processes: Iterable[psutil.Process], patience: float) -> None:
     for process in asked:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    left = _outlive(asked, patience)
+    left = outlive(asked, patience)
     kill(left)
-    _outlive(left, patience)
+    outlive(left, patience)
 
 
-def _outlive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+def outlive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Return those of `processes` that still run after `seconds`, or nothing as soon as all have ended."""
     # psutil.wait_procs would wait for those that are dead but not reaped, which only their parent can change.
     deadline = time.monotonic() + seconds
     left = [process for process in processes if is_alive(process)]

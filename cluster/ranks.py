@@ -12,7 +12,7 @@ import cloudpickle
 
 from cluster import remote
 from cluster.calling import Caller
-from cluster.capacity import check_capacity, visible_devices
+from cluster.capacity import visible_devices
 from cluster.engines import NOT_STARTED, Engines
 from cluster.errors import ClusterError, name_ranks
 from cluster.profiles import find_profile
@@ -25,6 +25,7 @@ FIRST_RECORD_SECONDS = 0.25
 class Cluster:
     """`ranks` engines joined in one process group: gloo on CPUs, nccl beside it where there are GPUs.
 
+    `profile` says where they run (cluster/profiles); further keyword arguments override its fields.
     `timeout`, in seconds, bounds every collective: one whose peers do not come fails after it, and a call in
     whose collectives nothing moves is given up. `start_timeout` bounds the start and each restart.
     Raises ClusterError, before anything is launched, where the ranks do not fit or the profile is not known.
@@ -32,12 +33,16 @@ class Cluster:
     """
 
     def __init__(
-        self, ranks: int = 4, profile: str = "local", timeout: float = 60.0, start_timeout: float = 60.0
+        self,
+        ranks: int = 4,
+        profile: str = "local",
+        timeout: float = 60.0,
+        start_timeout: float = 60.0,
+        **overrides: Any,
     ) -> None:
-        check_capacity(ranks)
-        find_profile(profile)
+        self.profile = find_profile(profile, **overrides)
+        self.profile.check(ranks)
         self.ranks = ranks
-        self.profile = profile
         self.timeout = timeout
         self.start_timeout = start_timeout
         self.device_type = "cuda" if visible_devices() else "cpu"
@@ -171,13 +176,15 @@ class Cluster:
         """Join the ranks in a process group, and see that what they publish arrives."""
         _, caller = self._started()
         opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.start_timeout), {}))
-        port = cloudpickle.loads(caller.run({0: opening}, None, self.start_timeout).answers[0])
+        store = cloudpickle.loads(caller.run({0: opening}, None, self.start_timeout).answers[0])
         limits = self.timeout, self.start_timeout
         joining = {
-            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, port, *limits), {}))
+            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, *limits), {}))
             for rank in range(self.ranks)
         }
         run = caller.run(joining, None, self.start_timeout)
+        # Known by the ranks: a login node may have no GPU where their hosts have.
+        self.device_type = cloudpickle.loads(run.answers[0])
         nothing = cloudpickle.dumps((remote.nothing, (), {}))
         # A channel that is only being opened loses what is sent on it.
         for _ in range(int(self.start_timeout / FIRST_RECORD_SECONDS)):

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from cluster.errors import Failure
 from cluster.live import publish, recording
+from cluster.network import own_address
 from cluster.whereabouts import whereabouts
 
-LOOPBACK = "127.0.0.1"
 OURS = os.path.dirname(__file__)
 SAME_INTERRUPT_SECONDS = 0.2
 
@@ -140,14 +140,15 @@ def _describe(error: BaseException, rank: int, when: float) -> Failure:
     return Failure(rank, type(error).__name__, str(error), text, when, doing, travels)
 
 
-def open_store(ranks: int, timeout: float) -> int:
-    """Open the rendezvous of `ranks` on this rank and return its port, chosen by the system."""
+def open_store(ranks: int, timeout: float) -> tuple[str, int]:
+    """Open the rendezvous of `ranks` on this rank and return its address and port, chosen by the system."""
     global _store
-    listening = socket.create_server((LOOPBACK, 0))
+    address = own_address()
+    listening = socket.create_server((address, 0))
     port = int(listening.getsockname()[1])
-    # The store takes over a socket that already listens: no port to lose, no interface but loopback.
+    # The store takes over a socket that already listens: no port to lose, no interface but that one.
     _store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK,
+        address,
         port,
         ranks,
         is_master=True,
@@ -155,18 +156,22 @@ def open_store(ranks: int, timeout: float) -> int:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    return port
+    return address, port
 
 
-def join(rank: int, ranks: int, port: int, timeout: float, start_timeout: float) -> None:
-    """Join this process, as `rank` of `ranks`, to the default process group; collectives time out."""
+def join(rank: int, ranks: int, store: tuple[str, int], timeout: float, start_timeout: float) -> str:
+    """Join this process, as `rank` of `ranks`, to the default process group, which replaces any other.
+
+    Collectives time out after `timeout` seconds, the meeting itself after half of `start_timeout`, so that
+    what a rank says of it arrives. Returns the type of the device it works on.
+    """
     global _store
     patience = timedelta(seconds=start_timeout / 2)
     leave()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if rank != 0:
         _store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, ranks, is_master=False, timeout=patience
+            *store, ranks, is_master=False, timeout=patience
         )
     backend, device = "gloo", None
     if torch.cuda.is_available():
@@ -178,6 +183,7 @@ def join(rank: int, ranks: int, port: int, timeout: float, start_timeout: float)
         backend, store=_store, rank=rank, world_size=ranks, timeout=patience, device_id=device
     )
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+    return device.type if device else "cpu"
 
 
 def nothing() -> None:

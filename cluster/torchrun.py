@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.errors import ClusterError
-from cluster.profiles.local import loopback_interface
+from cluster.network import LOOPBACK, interface_of
 
 
 def launched() -> bool:
@@ -27,7 +27,7 @@ def check_ranks(ranks: int | None) -> None:
 def joined() -> Iterator[int]:
     """Join the process group, with the device of this process's LOCAL_RANK, and give its rank."""
     one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
-    loopback = loopback_interface()
+    loopback = interface_of(LOOPBACK)
     if one_node and loopback:
         # Without it gloo binds what the host's name resolves to, which a laptop may not reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -10,6 +10,7 @@ import click
 
 from lab.commands.base import plainly
 from lab.commands.benches import bench
+from lab.commands.clusters import cluster
 from lab.commands.planning import fit, ladder, max_context, plan
 from lab.commands.training import export, train
 
@@ -40,12 +41,13 @@ def main() -> None:
 @main.command("open")
 @click.option("--no-browser", is_flag=True, help="Print the address instead of opening a browser.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8888, show_default=True)
+@click.option("--ip", default="127.0.0.1", help="Where to listen; beyond loopback, others can try its token.")
 @plainly
-def open_(no_browser: bool, port: int) -> None:
+def open_(no_browser: bool, port: int, ip: str) -> None:
     """Open JupyterLab on the first notebook."""
     from lab.jupyter import serve
 
-    serve(port=port, browser=not no_browser)
+    serve(port=port, browser=not no_browser, ip=ip)
 
 
 @main.command()
@@ -72,5 +74,5 @@ def doctor() -> None:
     click.echo(report())
 
 
-for command in (plan, ladder, max_context, fit, train, export, bench):
+for command in (plan, ladder, max_context, fit, train, export, cluster, bench):
     main.add_command(command)

@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import torch
 
+from cluster.profiles import PROFILES
+from lab.exposure import openings
 from lab.units import format_bytes
 
 _PACKAGES = (
@@ -45,6 +47,11 @@ def _findings() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or "MISSING: pip install longcontext-lab"
     for package, instead in _OPTIONAL.items():
         yield package, _version(package) or f"not installed (optional, for GPUs): {instead}"
+    for profile in PROFILES.values():
+        if profile.program:
+            found = shutil.which(profile.program)
+            yield f"profile {profile.name}", found or f"not installed (optional): Debian's {profile.package}"
+    yield from (("OPEN", opening) for opening in openings())
     compiler = shutil.which("c++") or shutil.which("g++")
     yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
 

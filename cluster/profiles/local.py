@@ -1,35 +1,28 @@
 """All ranks on this machine: the cores shared out, one GPU a rank where there are GPUs, loopback only."""
 
-import os
-import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import psutil
-
-from cluster.capacity import visible_devices
+from cluster.capacity import check_capacity
+from cluster.places import Place, Start
 from cluster.profiles.base import Profile
 
 
-def environment(rank: int, ranks: int) -> dict[str, str]:
-    """Return the variables of `rank` out of `ranks`. With GPUs, a rank sees its own one only, as cuda:0."""
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    devices = visible_devices()
-    if devices:
-        variables["CUDA_VISIBLE_DEVICES"] = devices[rank]
-    loopback = loopback_interface()
-    if loopback:
-        # Without it gloo binds what the host's name resolves to, which a laptop may not reach.
-        variables["GLOO_SOCKET_IFNAME"] = loopback
-        variables["NCCL_SOCKET_IFNAME"] = loopback
-    return variables
+@dataclass(frozen=True, kw_only=True)
+class Local(Profile):
+    """Ranks as processes of this machine."""
 
+    name = "local"
+    where = "a laptop, or a machine with GPUs or none"
 
-def loopback_interface() -> str | None:
-    """Return the name of the interface that has 127.0.0.1, None where none shows it."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
-            return name
-    return None
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ClusterError unless this machine has the memory, or the GPUs."""
+        check_capacity(ranks)
 
+    def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
+        """Return the command line of rank `rank`."""
+        return list(engine)
 
-LOCAL = Profile(name="local", environment=environment)
+    def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
+        """Return what rank `rank` is told."""
+        return replace(super().start(ranks, rank, owner), place=Place(rank, rank, ranks))
