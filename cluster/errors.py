@@ -54,10 +54,10 @@ class Failure:
 class RankError(RuntimeError):
     """A function failed on some ranks; the text names the one that failed first, and where the others were.
 
-    Attributes: `rank`, `kind` (the exception's type name) and `message` of the cause, `cause` the exception
-    itself where it could travel; `victims`, the ranks that failed after it; `waiting`, the ranks that had not
-    answered when it was raised; `stacks`, the Python stack of each rank that told it; `recover`, which
-    restarts the ranks; `kept`, what the caller of the cluster measured until then.
+    Attributes: `rank`, `kind` (the exception's type name), `message` and `time` (seconds since the epoch) of
+    the cause, `cause` the exception itself where it could travel; `victims`, the ranks that failed after it;
+    `waiting`, the ranks that had not answered when it was raised; `stacks`, the Python stack of each rank that
+    told it; `recover`, which restarts the ranks; `kept`, what the caller of the cluster measured until then.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class RankError(RuntimeError):
         self.rank = cause.rank
         self.kind = cause.kind
         self.message = cause.message
+        self.time = cause.time
         self.cause = _loaded(cause.error)
         self.victims = tuple(failure.rank for failure in later)
         self.waiting = tuple(waiting)

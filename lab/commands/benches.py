@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lab.commands.base import JSON, plainly
+from lab.commands.base import JSON, plainly, status
 
 
 @click.group()
@@ -43,3 +43,17 @@ def planning(as_json: bool) -> None:
     from lab.bench.table import write
 
     click.echo(write(measure_planning(), as_json=as_json))
+
+
+@bench.command()
+@click.option("--times", type=click.IntRange(1), default=10, show_default=True, help="Of each fault.")
+@JSON
+@plainly
+def faults(times: int, as_json: bool) -> None:
+    """Each fault, caused for real: seconds to the message and to recovery, processes left over."""
+    from lab.bench.faults import measure_faults
+    from lab.bench.table import write
+
+    with status("faults") as say:
+        rows = measure_faults(times, say)
+    click.echo(write(rows, as_json=as_json))

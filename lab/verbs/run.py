@@ -99,7 +99,7 @@ def run(
     except RankError as error:
         error.kept = ended("failed")
         if isinstance(error.cause, OutOfMemory):
-            raise RankOutOfMemory(error.rank, error.cause, training, cluster.ranks, error.kept) from error
+            raise RankOutOfMemory(error, error.cause, training, cluster.ranks) from error
         raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(ended("interrupted")) from interrupt

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from cluster.errors import RankError
 from lab.errors import LabError
 from lab.formulas import estimate
 from lab.memory.out_of_memory import OutOfMemory
 from lab.rungs import RUNGS, recipe_for
 from lab.units import format_bytes
-from lab.verbs.messages import Run
 from lab.verbs.on_ranks import Training
 from lab.verbs.plan import Plan, fake_model, plan
 
@@ -15,19 +15,18 @@ from lab.verbs.plan import Plan, fake_model, plan
 class RankOutOfMemory(LabError):
     """A rank ran out of memory. The text says which, in what operator and module, and what was held.
 
-    Attributes: ``rank``, ``moment``, ``kept``, the run up to that instant; ``rung`` and ``plan`` of the
-    cheapest rung that fits, or the leanest where none does (None where the device itself refused).
+    Attributes: ``rank``, ``moment``, ``time`` (seconds since the epoch), ``kept``, the run up to that instant;
+    ``rung`` and ``plan`` of the cheapest rung that fits, or the leanest where none does (None where the device
+    itself refused).
     """
 
-    def __init__(
-        self, rank: int, error: OutOfMemory, training: Training, ranks: int, kept: Run | None
-    ) -> None:
-        self.rank, self.moment, self.kept = rank, error.moment, kept
+    def __init__(self, failed: RankError, error: OutOfMemory, training: Training, ranks: int) -> None:
+        self.rank, self.moment, self.time, self.kept = failed.rank, error.moment, failed.time, failed.kept
         self.rung: str | None = None
         self.plan: Plan | None = None
         if error.limit is not None:
             self.rung, self.plan = cheapest_rung(training, ranks, error.limit)
-        super().__init__(f"rank {rank}: {error}\n{_remedy(self.rung, self.plan)}")
+        super().__init__(f"rank {failed.rank}: {error}\n{_remedy(self.rung, self.plan)}")
 
     def _render_traceback_(self) -> list[str]:
         # Asked for by IPython: what matters is in the text, and the frames are the lab's own.
