@@ -56,8 +56,8 @@ class RankError(RuntimeError):
 
     Attributes: `rank`, `kind` (the exception's type name), `message` and `time` (seconds since the epoch) of
     the cause, `cause` the exception itself where it could travel; `victims`, the ranks that failed after it;
-    `waiting`, the ranks that had not answered when it was raised; `stacks`, the Python stack of each rank that
-    told it; `recover`, which restarts the ranks; `kept`, what the caller of the cluster measured until then.
+    `waiting`, the ranks that had not answered when it was raised; `stacks`, the Python stack of each rank
+    that told it; `recover`, which restarts the ranks; `kept`, what the caller measured until then.
     """
 
     def __init__(

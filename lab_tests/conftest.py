@@ -12,11 +12,12 @@ from cluster.ranks import Cluster
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_plans_and_clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Not by XDG_CACHE_HOME, where the browser of the browser's tests is installed."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = tmp_path_factory.mktemp("user")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(platformdirs, "user_cache_path", lambda name: folder / name)
+        patch.setattr(platformdirs, "user_cache_path", lambda name: folder / "cache" / name)
+        patch.setattr(platformdirs, "user_state_path", lambda name: folder / "state" / name)
         yield
 
 

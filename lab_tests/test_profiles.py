@@ -366,7 +366,7 @@ def test_node8_gives_each_of_eight_ranks_its_settings() -> None:
     """Eight CPU ranks stand for eight GPUs: the environment and the numbers are the same."""
     profile = find_profile("node8", variables={"NCCL_DEBUG": "INFO"})
     cores = host.near_cores(capacity.visible_devices(), 8)
-    with Cluster(ranks=8, profile="node8", variables={"NCCL_DEBUG": "INFO"}, timeout=120) as cluster:
+    with Cluster(ranks=8, profile="node8", variables={"NCCL_DEBUG": "INFO"}, start_timeout=120) as cluster:
         found = cluster.apply(found_on_a_rank)
     assert [f["id"] for f in found] == [f["rank"] for f in found] == list(range(8))
     assert [f["cores"] for f in found] == cores

@@ -7,7 +7,7 @@ logged in to one node of 8 GPUs        node8     Cluster(ranks=8, profile="node8
 a few hosts, ssh logs in with a key    ssh       Cluster(ranks=2, profile="ssh", hosts=("node1", "node2"))
 hosts where mpiexec starts programs    mpi       Cluster(ranks=16, profile="mpi", hostfile="hosts.txt")
 a login node of a Slurm cluster        slurm     Cluster(ranks=16, profile="slurm", gpus_per_node=8,
-                                                         timeout=600)
+                                                         start_timeout=600)
 
 `lab cluster show NAME` prints a profile: its fields, each with its default and why, what rank 0 finds in its
 environment, and the command or batch script that would run. Every field is a keyword argument of `Cluster`.

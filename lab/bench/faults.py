@@ -39,9 +39,9 @@ EVERY, MORE = 5, 5
 def measure_faults(times: int, watch: Callable[[str], None]) -> list[Row]:
     """One row a fault, caused ``times`` times: median and worst seconds, processes left over at the end.
 
-    Seconds to the message count from the fault itself (of a hang from the end of its timeout); those to
-    recovery from the message until the ranks have answered again, or, where the owner or the training is killed,
-    until all is gone or the first step of the resumed one is done. ``unbroken`` counts losses that are.
+    Seconds to the message count from the fault itself (of a hang from the end of its timeout), those to
+    recovery from the message until the ranks have answered again. Where the owner is killed they count until
+    all is gone; where training is, until it has gone on by a step, and ``unbroken`` counts losses that are.
     """
     rows = [_on_ranks(fault, cause, times, watch) for fault, cause in CAUSES.items()]
     return [*rows, _owner_killed(times, watch), _training_killed(times, watch)]

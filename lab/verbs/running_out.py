@@ -15,9 +15,9 @@ from lab.verbs.plan import Plan, fake_model, plan
 class RankOutOfMemory(LabError):
     """A rank ran out of memory. The text says which, in what operator and module, and what was held.
 
-    Attributes: ``rank``, ``moment``, ``time`` (seconds since the epoch), ``kept``, the run up to that instant;
-    ``rung`` and ``plan`` of the cheapest rung that fits, or the leanest where none does (None where the device
-    itself refused).
+    Attributes: ``rank``, ``moment``, ``time`` (seconds since the epoch), ``kept``, the run up to then;
+    ``rung`` and ``plan`` of the cheapest rung that fits, or the leanest where none does (None where the
+    device itself refused).
     """
 
     def __init__(self, failed: RankError, error: OutOfMemory, training: Training, ranks: int) -> None:
