@@ -34,6 +34,17 @@ for rows in np.array_split(np.arange(len(run.timelines[0])), 60):
 watch(run)
 """
 
+LONG_RUN = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}]
+import lab
+
+with lab.Cluster(ranks=2) as cluster:
+    watch = lab.show.live()
+    run = lab.run("tiny", "ulysses", tokens=1024, steps=2000, cluster=cluster, watch=watch)
+print(run.complete, len(run.losses))
+"""
+
 COUNT_PAINTED = """([red, green, blue]) => {
     const canvas = document.querySelector(".lab-live canvas");
     if (!canvas) return 0;
@@ -52,15 +63,19 @@ def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.1)
 
 
-def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:
-    folder = tmp_path / "notebooks"
-    folder.mkdir()
-    path = folder / "live.ipynb"
+def served(tmp_path: Path, code: str) -> tuple[Path, list[str]]:
+    """A notebook of one cell, and the command that serves it."""
+    path = tmp_path / "notebooks" / "live.ipynb"
+    path.parent.mkdir()
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    cell = nbformat.v4.new_code_cell(FEED)
+    cell = nbformat.v4.new_code_cell(code)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
-    command += arguments(folder, path.name)
+    return path, command + arguments(path.parent, path.name)
+
+
+def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:
+    path, command = served(tmp_path, FEED)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         page.locator(".lab-live canvas").wait_for(timeout=60_000)
@@ -82,6 +97,27 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
     assert set(output["data"]) == {"image/png", "text/plain"}
     assert "".join(output["data"]["text/plain"]).startswith("Memory timeline of tiny · fsdp: rank 0 peaks at")
     assert "widgets" not in json.loads(path.read_text())["metadata"]
+
+
+def test_stop_ends_a_run_while_its_cell_blocks_and_keeps_what_it_measured(tmp_path: Path) -> None:
+    _, command = served(tmp_path, LONG_RUN)
+    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
+        run_all_cells(page)
+        # It trains: where a loss is shown, a step has ended.
+        page.locator(".lab-live-status", has_text="loss").wait_for(timeout=120_000)
+        assert page.locator(".jp-InputPrompt").first.inner_text() == "[*]:"
+        page.get_by_role("button", name="Stop", exact=True).click()
+
+        # Soon: the 2000 steps would take many minutes.
+        printed = page.locator(".jp-OutputArea-output pre")
+        printed.wait_for(timeout=30_000)
+        complete, steps = printed.inner_text().split()
+        assert complete == "False"
+        assert int(steps) < 2000
+        picture = page.locator(".jp-OutputArea-output img")
+        picture.wait_for()
+        assert picture.evaluate("image => image.naturalWidth") == 1620
+        assert page.locator(".lab-live").count() == 0
 
 
 def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path) -> None:

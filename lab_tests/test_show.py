@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lab.errors import LabError
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
 from lab.show import live_timeline, messages, palette, panels, thinning
 from lab.units import GiB, MiB
-from lab.verbs.messages import Progress, Run
+from lab.verbs.messages import Progress, Run, Started
 
 ROOT = Path(__file__).parents[1]
 OPERATORS = (Op("aten.mm", "5x7 7x11"), Op("aten.silu", "5x11"), Op("aten.add", "5x7 5x7"))
@@ -344,6 +345,28 @@ def test_one_watcher_follows_several_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert len({where["display_id"] for _, where in page.shown}) == 2
     assert page.sent[first][0]["known"] == 0
     assert page.sent[first][0]["names"]
+
+
+def test_the_widgets_stop_calls_what_the_run_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, watch, stopped = Page(monkeypatch, {"cellId": "a"}), lab.show.live(), []
+    for run in ("first", "second"):
+        watch(Started(partial(stopped.append, run)))
+        watch(Progress(0, 1, 0, 2, None, measured().since()))
+        widget = page.shown[-1][0]
+        widget._handle_custom_msg({"stop": True}, [])
+        watch(finished(1))
+    assert stopped == ["first", "second"]
+
+
+def test_a_stop_where_no_run_said_how_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    page, watch = Page(monkeypatch, {"cellId": "a"}), lab.show.live()
+    watch(Progress(0, 1, 0, 2, None, measured().since()))
+    ((widget, _),) = page.shown
+    widget._handle_custom_msg({"stop": True}, [])
+    # A widget logs what its callbacks raise.
+    assert not caplog.records
 
 
 def test_where_nobody_looks_on_there_is_the_picture_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,9 @@ class _Showing:
         # The one thing that the page says. It is heard while the cell blocks where the kernel has subshells
         # (JupyterLab 4.4, ipykernel 7); elsewhere the kernel's interrupt does the same.
         self._widget.on_msg(lambda *_: stop())
+        # From 7.4 ipykernel hands what the page says to the thread that last spoke to it: the one that the
+        # cell blocks. Without this method the page's own choice holds, which is a subshell.
+        self._widget.comm._reply_subshell_for = None
         self._place = uuid4().hex
         _publish(self._widget, display_id=self._place)
         self._opened = time.monotonic()
