@@ -18,7 +18,8 @@ GRACE_SECONDS = 1.0
 TELL_SECONDS = 0.5
 # To leave its process group takes a rank some tenths of a second, more on a busy machine.
 LEAVE_SECONDS = 5.0
-INTERRUPT_SECONDS = 3.0
+# An import, which an interrupt waits for, takes seconds.
+INTERRUPT_SECONDS = 8.0
 AGAIN_SECONDS = 0.25
 
 

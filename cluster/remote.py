@@ -72,7 +72,8 @@ class _Interrupts:
     """SIGINT ends the function that runs, and nothing else of the engine.
 
     It is sent again and again, for Python drops an exception that is raised in a destructor; what comes soon
-    after one that was raised is the same one, and must not hit whoever handles it.
+    after one that was raised is the same one, and must not hit whoever handles it. An import is not ended in
+    its middle: what it leaves half made would fail the calls to come.
     """
 
     def __init__(self) -> None:
@@ -81,9 +82,18 @@ class _Interrupts:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
-        if self.wanted and time.monotonic() - self._raised > SAME_INTERRUPT_SECONDS:
+        handled = time.monotonic() - self._raised < SAME_INTERRUPT_SECONDS
+        if self.wanted and not handled and not _imports(frame):
             self._raised = time.monotonic()
             raise KeyboardInterrupt
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _interrupts = _Interrupts()

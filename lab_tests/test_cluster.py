@@ -372,6 +372,25 @@ def test_a_rank_that_no_stop_reaches_is_restarted_by_the_next_call(impatient: Cl
     assert not impatient.broken
 
 
+def import_slowly(folder: str) -> None:
+    sys.path.insert(0, folder)
+    import slow_module  # type: ignore[import-not-found]
+
+    while slow_module.whole:
+        time.sleep(0.01)
+
+
+def test_a_stop_does_not_leave_a_module_half_imported(impatient: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "slow_module.py").write_text(
+        "import time\nfor _ in range(100): time.sleep(0.01)\nwhole = True"
+    )
+    threading.Timer(0.4, impatient.interrupt).start()
+    with pytest.raises(Stopped):
+        impatient.apply(import_slowly, str(tmp_path))
+    assert not impatient.broken
+    assert impatient.apply(lambda: sys.modules["slow_module"].whole) == [True, True]
+
+
 @pytest.mark.parametrize("own_group", [False, True], ids=["timeout of the group", "no timeout"])
 def test_a_hang_says_where_each_rank_is(impatient: Cluster, own_group: bool) -> None:
     began = time.monotonic()

@@ -78,7 +78,7 @@ def as_a_job(hosts: Hosts, tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture(params=["ssh", "mpi", "slurm"])
 def place(request: pytest.FixtureRequest, hosts: Hosts, tmp_path: Path) -> dict[str, Any]:
     """What `Cluster` is told to run two ranks on the two hosts."""
-    common = {"ranks": 2, "address": hosts.address, "timeout": PATIENCE}
+    common = {"ranks": 2, "address": hosts.address, "start_timeout": PATIENCE}
     if request.param == "slurm":
         request.getfixturevalue("_slurm")
         return common | as_a_job(hosts, tmp_path)
@@ -271,7 +271,9 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     hosts: Hosts, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
-    settings = {"ranks": 2, "address": hosts.address, "timeout": PATIENCE} | over_ssh(hosts, keys, tmp_path)
+    settings = {"ranks": 2, "address": hosts.address, "start_timeout": PATIENCE} | over_ssh(
+        hosts, keys, tmp_path
+    )
     first = settings["hosts"][0]
     refusing = f"root@{hosts.hosts[1].address}:{SSH_PORT + 1}"
     starts(settings | {"hosts": (first, refusing)}, r"rank 1 ended: ssh: connect to host .*refused")
@@ -295,7 +297,7 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
 
 @pytest.mark.usefixtures("_slurm")
 def test_a_job_that_is_cancelled_is_told(hosts: Hosts, tmp_path: Path) -> None:
-    settings = {"ranks": 2, "address": hosts.address, "timeout": PATIENCE} | as_a_job(hosts, tmp_path)
+    settings = {"ranks": 2, "address": hosts.address, "start_timeout": PATIENCE} | as_a_job(hosts, tmp_path)
     with Cluster(**settings) as cluster:
         [job, _] = jobs()
         cancel = ["scancel", "--signal=KILL", "--full", job]
@@ -335,11 +337,11 @@ def test_a_full_disk_is_told_before_anything_starts(
 
 @pytest.mark.usefixtures("_slurm")
 def test_slurm_says_why_a_job_does_not_start(hosts: Hosts, tmp_path: Path) -> None:
-    settings = {"ranks": 2, "address": hosts.address, "timeout": 15.0} | as_a_job(hosts, tmp_path)
+    settings = {"ranks": 2, "address": hosts.address, "start_timeout": 15.0} | as_a_job(hosts, tmp_path)
     with pytest.raises(ClusterError, match=r"Slurm took no job: .*Invalid partition") as caught:
         Cluster(**settings, partition="none").start()
     assert "\n" not in str(caught.value)
-    waits = settings | {"timeout": 4.0, "options": ("--begin=now+1hour",)}
+    waits = settings | {"start_timeout": 4.0, "options": ("--begin=now+1hour",)}
     starts(waits, r"no rank answered within 4 s where 2 were waited for; job \d+ is PENDING \(BeginTime\)")
     assert jobs() == []
 
