@@ -37,13 +37,13 @@ class Caller:
         self.left = False
         self._engines, self._timeout, self._recover = engines, timeout, recover
         self._current: Run | None = None
-        self._interrupted = False
+        self._interrupted: float | None = None
 
     def run(self, payloads: dict[int, bytes], on_record: OnRecord | None, timeout: float | None) -> Run:
         """Run one payload a rank; return when each has answered, or raise for the first failure."""
         inbox = self._engines.inbox
         self._current = run = Run(secrets.token_hex(8), list(payloads), on_record)
-        self._interrupted = False
+        self._interrupted = None
         hangs = HangWatch(run, self._timeout, self._signal)
         try:
             for rank, payload in payloads.items():
@@ -71,7 +71,7 @@ class Caller:
     def interrupt(self) -> None:
         """End the call that is running, from another thread."""
         if self._current is not None:
-            self._interrupted = True
+            self._interrupted = time.monotonic()
             self._signal(self._current.waiting, signal.SIGINT)
 
     def wait_for_records(self, run: Run, seconds: float) -> bool:
@@ -80,6 +80,8 @@ class Caller:
 
     def _check(self, hangs: HangWatch) -> None:
         self._engines.check_controller()
+        if self._interrupted is not None:
+            raise self._failed(hangs.run)
         stuck = hangs.look()
         if stuck is not None:
             run = hangs.run
@@ -88,7 +90,7 @@ class Caller:
 
     def _failed(self, run: Run) -> Exception:
         """Hear the others out, and say who failed first and where the rest is."""
-        if self._interrupted:
+        if self._interrupted is not None:
             self._chase(run)
             return Stopped("the call was stopped")
         inbox = self._engines.inbox
@@ -109,7 +111,7 @@ class Caller:
 
     def _chase(self, run: Run) -> None:
         """Interrupt what still runs, again and again: an interrupt within a destructor is lost."""
-        deadline = time.monotonic() + INTERRUPT_SECONDS
+        deadline = (self._interrupted or time.monotonic()) + INTERRUPT_SECONDS
         while run.silent and time.monotonic() < deadline:
             self._signal(run.silent, signal.SIGINT)
             run.wait(self._engines.inbox, lambda: not run.silent, AGAIN_SECONDS)
