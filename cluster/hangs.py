@@ -13,6 +13,9 @@ from cluster.whereabouts import ASK, Whereabouts
 LATER = 1.25
 LOOKS = 5
 
+# Of processor time, between two looks: more than to say where it is takes.
+MOVED_SECONDS = 0.05
+
 
 class HangWatch:
     """Looks at the ranks of a run from time to time; `ask(ranks, ASK)` has them say where they are."""
@@ -31,7 +34,7 @@ class HangWatch:
             return None
         found = {rank: run.whereabouts[rank] for rank in run.waiting if rank in run.whereabouts}
         stuck = found.keys() == set(run.waiting) and all(where.collective for where in found.values())
-        if not stuck or found != self._seen:
+        if not stuck or not self._as_before(found):
             self._seen, self._since = found, now
         elif now - self._since > LATER * self._timeout:
             rank, where = min(found.items())
@@ -40,3 +43,10 @@ class HangWatch:
         self._asked = now
         self._ask(run.waiting, ASK)
         return None
+
+    def _as_before(self, found: dict[int, Whereabouts]) -> bool:
+        """Whether no rank has moved: one that waits takes no processor time, one that comes by again does."""
+        return found.keys() == self._seen.keys() and all(
+            where.doing == self._seen[rank].doing and where.busy - self._seen[rank].busy < MOVED_SECONDS
+            for rank, where in found.items()
+        )

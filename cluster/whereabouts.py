@@ -3,9 +3,10 @@
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from traceback import FrameSummary
 
@@ -25,12 +26,13 @@ CALLERS = ("cluster/remote.py", "cluster/magic.py")
 class Whereabouts:
     """`collective` is the one it is in, `place` the caller's line, each empty where there is none.
 
-    `stack` is the printed stack.
+    `stack` is the printed stack, `busy` the seconds of processor time that its thread has taken so far.
     """
 
     collective: str
     place: str
     stack: str
+    busy: float = 0.0
 
     @property
     def doing(self) -> str:
@@ -60,11 +62,13 @@ def whereabouts(frames: Sequence[FrameSummary]) -> Whereabouts:
 
 
 def _answer() -> None:
-    main = threading.main_thread().ident
+    main = threading.main_thread().ident or 0
+    clock = time.pthread_getcpuclockid(main)
     while True:
         signal.sigwait({ASK})
-        frame = sys._current_frames().get(main or 0)
+        frame = sys._current_frames().get(main)
         if frame is not None:
-            publish(whereabouts(traceback.extract_stack(frame)))
+            found = whereabouts(traceback.extract_stack(frame))
+            publish(replace(found, busy=time.clock_gettime(clock)))
         # A frame keeps alive what it names: bytes that nobody counts, and collectives wait for.
         del frame

@@ -372,6 +372,20 @@ def test_a_rank_that_no_stop_reaches_is_restarted_by_the_next_call(impatient: Cl
     assert not impatient.broken
 
 
+def work_at_one_place(seconds: float) -> int:
+    end, turns, more = time.monotonic() + seconds, 0, torch.ones(1)
+    while more.item():
+        turns += 1
+        more.fill_(float(time.monotonic() < end))
+        dist.all_reduce(more, op=dist.ReduceOp.MIN)
+    return turns
+
+
+def test_ranks_that_move_are_in_no_hang(impatient: Cluster) -> None:
+    assert impatient.timeout == 2
+    assert min(impatient.apply(work_at_one_place, 8.0)) > 100
+
+
 def import_slowly(folder: str) -> None:
     sys.path.insert(0, folder)
     import slow_module  # type: ignore[import-not-found]

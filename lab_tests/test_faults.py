@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from transformers import PreTrainedModel
 
 import lab
@@ -23,6 +24,7 @@ from cluster import registry
 from cluster.errors import RankError
 from cluster.ranks import Cluster
 from lab import models
+from lab.cli import main
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.verbs.messages import Run, Started
@@ -240,3 +242,22 @@ def test_two_labs_at_once(state: Path) -> None:
         assert other.apply(dist.get_rank) == [0]
         assert len(registry.entries()) == 1
     assert registry.entries() == []
+
+
+def test_the_commands_say_it(state: Path) -> None:
+    assert CliRunner().invoke(main, ["cluster", "status"]).output == "no cluster is running\n"
+    assert CliRunner().invoke(main, ["cluster", "clean"]).output == "nothing to clean\n"
+    orphan, gone = sleeper(), sleeper()
+    try:
+        registry.record("local", 3, {psutil.Process(orphan.pid)}, state / "cluster-a")
+        path = registry.folder() / "cluster-a.json"
+        facts = json.loads(path.read_text()) | {"owner": vars(registry.Mark.of(psutil.Process(gone.pid)))}
+        path.write_text(json.dumps(facts))
+        gone.kill()
+        gone.wait()
+        assert CliRunner().invoke(main, ["cluster", "clean"]).output == "cluster-a: 1 processes ended\n"
+        assert orphan.wait(5) != 0
+    finally:
+        for process in (orphan, gone):
+            process.kill()
+            process.wait()

@@ -1,5 +1,9 @@
 """`%%ranks`: one line per distinct output, names that stay, and failures with the manners of `apply`."""
 
+from pathlib import Path
+
+import nbformat
+import papermill
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -60,3 +64,21 @@ def test_lines_of_unequal_number() -> None:
     assert list(told_apart(printed, 3)) == ["ranks 0, 1: a", "rank 2: c", "ranks 0, 2: b", "rank 2: d"]
     assert list(told_apart({0: ["one"]}, 1)) == ["rank 0: one"]
     assert list(told_apart({0: []}, 1)) == []
+
+
+def test_under_papermill(tmp_path: Path) -> None:
+    cells = [
+        "import lab\n%load_ext cluster\nfew = lab.Cluster(ranks=2).start()",
+        "%%ranks few\nimport time\ntime.sleep(0.3 * (1 - rank))\nprint('rank', rank)\nprint('both')",
+        "try:\n    get_ipython().run_cell_magic('ranks', 'few', 'if rank: 1/0')\nexcept Exception as error:\n"
+        "    print(str(error).splitlines()[0])",
+        "few.stop()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    done = papermill.execute_notebook(
+        str(tmp_path / "in.ipynb"), str(tmp_path / "out.ipynb"), kernel_name="python3", progress_bar=False
+    )
+    printed = ["".join(out.get("text", "") for out in cell.outputs) for cell in done.cells]
+    assert printed[1] == "rank 0: rank 0\nrank 1: rank 1\nall ranks: both\n"
+    assert printed[2] == "rank 1 failed first: ZeroDivisionError: division by zero\n"
