@@ -1,5 +1,6 @@
 """What tests share: a cluster of four ranks, this process as one rank, plans kept away from the user's."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def _recovered(request: pytest.FixtureRequest) -> Iterator[None]:
         cluster = request.getfixturevalue("ranks4")
         if cluster.broken:
             cluster.recover()
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell's background jobs ignore interrupts, and a test run may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

@@ -330,14 +330,6 @@ def test_unanswered_in_time(ranks4: Cluster) -> None:
     assert not ranks4.broken, "the ranks came back within the grace"
 
 
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    """A shell's background jobs ignore interrupts, and a test run may be one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("_interruptible")
 def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ranks4: Cluster) -> None:
     pids = [found["pid"] for found in ranks4.apply(identity)]

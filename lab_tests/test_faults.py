@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +159,6 @@ def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
     assert not ranks4.broken
     again = lab.run("tiny", "upipe", tokens=TOKENS, steps=1, cluster=ranks4)
     assert again.losses[0] == run.losses[0]
-
-
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("_interruptible")

@@ -19,7 +19,8 @@ from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
 from cluster.places import Place, Start, launched_place, tasks_per_node
 from cluster.profiles import PROFILES, find_profile
-from cluster.profiles.showing import describe, override
+from cluster.profiles.parsing import parse_fields
+from cluster.profiles.showing import describe
 from cluster.ranks import Cluster
 from lab import exposure
 from lab.cli import main
@@ -284,9 +285,9 @@ def test_show_from_the_command_line() -> None:
     page = CliRunner().invoke(main, ["cluster", "profiles"]).output
     assert all(f"  {name} " in page for name in PROFILES)
     with pytest.raises(ClusterError, match="FIELD=VALUE is needed"):
-        override("local", ["numa"])
-    assert override("node8", ["nvls=yes"]).settings()["NCCL_NVLS_ENABLE"] == "1"
-    assert override("slurm", ["nodes=3"]).layout(6) == (3, 2)
+        parse_fields("local", ["numa"])
+    assert find_profile("node8", **parse_fields("node8", ["nvls=yes"])).settings()["NCCL_NVLS_ENABLE"] == "1"
+    assert find_profile("slurm", **parse_fields("slurm", ["nodes=3"])).layout(6) == (3, 2)
 
 
 @pytest.mark.parametrize(

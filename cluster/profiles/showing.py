@@ -5,7 +5,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 from cluster.capacity import visible_devices
 from cluster.environment import Variable, rank_environment
@@ -13,7 +12,6 @@ from cluster.errors import ClusterError
 from cluster.host import near_cores, own_cores
 from cluster.network import LOOPBACK
 from cluster.places import Place
-from cluster.profiles import find_profile
 from cluster.profiles.base import Profile, ReachingProfile
 from cluster.profiles.slurm import Slurm
 from cluster.watchdog import this_process
@@ -62,29 +60,6 @@ def what_runs(profile: Profile, ranks: int) -> str:
     if isinstance(profile, Slurm):
         return profile.script(ranks, engine, f"{profile.log_folder()}/cluster-.../log/job.log")
     return shlex.join(profile.command(ranks, 0, engine))
-
-
-def override(name: str, settings: Iterable[str]) -> Profile:
-    """Return the profile called `name` with `FIELD=VALUE` texts in place of its fields.
-
-    Raises ClusterError for what is no such text; the fields themselves are checked as in Python.
-    """
-    profile = find_profile(name)
-    overrides: dict[str, Any] = {}
-    for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ClusterError(f"{text!r}: FIELD=VALUE is needed")
-        default = getattr(profile, key, None)
-        if isinstance(default, tuple):
-            overrides[key] = tuple(value.split(","))
-        elif isinstance(default, bool):
-            overrides[key] = value.lower() in ("true", "1", "yes", "on")
-        elif isinstance(default, dict):
-            overrides[key] = dict(part.split(":", 1) for part in value.split(",") if ":" in part)
-        else:
-            overrides[key] = int(value) if value.isdigit() else value
-    return find_profile(name, **overrides)
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

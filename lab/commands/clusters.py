@@ -27,9 +27,11 @@ def profiles() -> None:
 @plainly
 def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
     """The profile NAME: its fields, rank 0's environment and what would run, each with its reason."""
-    from cluster.profiles.showing import describe, override
+    from cluster.profiles import find_profile
+    from cluster.profiles.parsing import parse_fields
+    from cluster.profiles.showing import describe
 
-    click.echo(describe(override(name, settings), ranks))
+    click.echo(describe(find_profile(name, **parse_fields(name, settings)), ranks))
 
 
 @cluster.command()

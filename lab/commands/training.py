@@ -39,19 +39,31 @@ OTHERS_SECONDS = 10
 @click.option("--clip-norm", type=float, default=1.0, help="The gradient's norm is at most this. [1]")
 @click.option("--seed", type=int, default=0, help="Of the weights, where the model has none. [0]")
 @click.option("--ranks", type=int, help="Ranks to start; torchrun starts its own. [4]")
-@click.option("--profile", default="local", help="Where ranks run. [local]")
+@click.option("--profile", default="local", help="Where ranks run: lab cluster profiles. [local]")
+@click.option("--profile-set", "places", multiple=True, metavar="FIELD=VALUE", help="Override its fields.")
+@click.option("--start-timeout", type=float, default=60.0, help="Seconds for the ranks to start. [60]")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
 @plainly
-def train(ranks: int | None, profile: str, as_json: bool, **settings: Any) -> None:
+def train(
+    ranks: int | None,
+    profile: str,
+    places: tuple[str, ...],
+    start_timeout: float,
+    as_json: bool,
+    **settings: Any,
+) -> None:
     """Train MODEL, with checkpoints: here on ranks of its own, or as a rank of torchrun's."""
     from cluster import torchrun
 
     if torchrun.launched():
         _as_a_rank(ranks, as_json, settings)
     else:
+        from cluster.profiles.parsing import parse_fields
         from cluster.ranks import Cluster
 
-        _train(Cluster(ranks=4 if ranks is None else ranks, profile=profile), as_json, settings)
+        where = parse_fields(profile, places)
+        many = 4 if ranks is None else ranks
+        _train(Cluster(many, profile, start_timeout=start_timeout, **where), as_json, settings)
 
 
 @click.command()
