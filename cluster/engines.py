@@ -108,7 +108,9 @@ class Engines:
                 f"the ranks did not start: {error}; logs are in {self.directory}/log"
             ) from error
         self._note_processes()
-        self._client = RankClient(info["client"], cluster_id=self._cluster.cluster_id)
+        # It is this host's, whose list of its own addresses ipyparallel keeps from when it first looked.
+        client = {**info["client"], "location": LOOPBACK}
+        self._client = RankClient(client, cluster_id=self._cluster.cluster_id)
         self._client.inbox = self.inbox
         self._wait_for_ids(list(range(self.ranks)), deadline)
 

@@ -18,6 +18,15 @@ from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.tiled_loss import apply_loss
 from lab.techniques.ulysses import apply_ulysses
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_ranks_afterwards(ranks4):
+    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
+    yield
+    ranks4.stop()
+    ranks4.start()
+
+
 TOKENS, VOCAB = 40, 67
 FAMILIES = {
     "llama": (LlamaConfig, {"num_key_value_heads": 4, "head_dim": 10}),

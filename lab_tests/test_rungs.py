@@ -6,6 +6,7 @@ from transformers import LlamaConfig
 
 import lab
 from lab.rungs import RUNGS, ladder
+from lab.verbs.messages import Started
 
 TOKENS, LAYERS, HIDDEN = 2048, 5, 64
 LOCAL = TOKENS // 4
@@ -55,9 +56,10 @@ def test_a_run_brings_back_what_happened_and_watch_sees_it_happen(ranks4):
     assert len(run.losses) == len(run.seconds) == 2
     assert run.losses[1] < run.losses[0]
     assert run.title == "tiny · upipe · 4 ranks · 512 tokens"
+    assert isinstance(seen[0], Started)
     assert seen[-1] is run
     for rank, timeline in enumerate(run.timelines):
-        mine = [message.timeline for message in seen[:-1] if message.rank == rank]
+        mine = [message.timeline for message in seen[1:-1] if message.rank == rank]
         assert sum(len(rows) for rows in mine) == len(timeline)
         assert [s for rows in mine for s in rows.seconds] == timeline.seconds.tolist()
         phases = list(dict.fromkeys(phase for phase, *_ in timeline.spans()))
