@@ -94,6 +94,8 @@ class Caller:
             self._chase(run)
             return Stopped("the call was stopped")
         inbox = self._engines.inbox
+        # First those that failed have left: only then are their peers free to answer.
+        run.wait(inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
         if not run.wait(inbox, lambda: not run.silent, GRACE_SECONDS):
             self._signal(run.silent, ASK)
             run.wait(inbox, lambda: run.whereabouts.keys() >= set(run.silent), TELL_SECONDS)

@@ -15,7 +15,10 @@ PROCESS_DIED = "ProcessDied"
 # How gloo's message begins when a collective's peers do not come.
 HANG = "Timed out waiting"
 
-# The characters of another rank's message that are shown: it is a consequence, and gloo's are long.
+# How it says that a peer left the group: the same event, told by what the socket happened to notice first.
+LEFT = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+
+# The characters of another rank's message that are shown: it is a consequence.
 LINE = 100
 ADDRESS = re.compile(r"\[[^\]]*\](:\d+)? ?")
 
@@ -67,7 +70,10 @@ class RankError(RuntimeError):
         recover: Callable[[], None] | None = None,
     ) -> None:
         waiting = waiting or {}
-        cause, *later = sorted(failures, key=lambda failure: failure.time)
+        # Whoever says that a peer left was not first, though it may have been faster to say it.
+        cause, *later = sorted(
+            failures, key=lambda failure: (bool(LEFT.search(failure.message)), failure.time)
+        )
         self.rank = cause.rank
         self.kind = cause.kind
         self.message = cause.message
@@ -110,9 +116,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _after(failure: Failure) -> str:
-    # Without the addresses in gloo's messages, which differ from rank to rank and say nothing.
-    said = ADDRESS.sub("", failure.headline).split(". ")[0].splitlines()[0]
-    short = said if len(said) <= LINE else said[:LINE].rstrip() + "…"
+    if LEFT.search(failure.message):
+        short = "a peer left"
+    else:
+        # Without the addresses in gloo's messages, which differ from rank to rank and say nothing.
+        said = ADDRESS.sub("", failure.headline).split(". ")[0].splitlines()[0]
+        short = said if len(said) <= LINE else said[:LINE].rstrip() + "…"
     return f"failed after it{', in ' + failure.doing if failure.doing else ''}: {short}"
 
 

@@ -28,13 +28,6 @@ def ranks4() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def _fresh_ranks(ranks4: Cluster) -> None:
-    """Ranks that hold no group of earlier tests, for what keeps one alive keeps its peers waiting."""
-    ranks4.stop()
-    ranks4.start()
-
-
 @pytest.fixture(autouse=True)
 def _recovered(request: pytest.FixtureRequest) -> Iterator[None]:
     yield

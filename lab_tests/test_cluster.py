@@ -248,7 +248,7 @@ def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster)
     assert 'raise ArithmeticError("7 is not 11")' in text
     assert "remote.py" not in text
     assert re.search(
-        r"ranks 0, 1, 3 failed after it, in barrier, at test_cluster\.py:\d+ in fail_while_others_wait: Runt",
+        r"ranks 0, 1, 3 failed after it, in barrier, at test_cluster\.py:\d+ in \w+: a peer left",
         text,
     )
     assert text.splitlines() == caught.value._render_traceback_()
@@ -489,3 +489,18 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
 def test_failures_are_told_in_the_order_of_time() -> None:
     failures = [Failure(4, "OSError", "closed", "", 30.5), Failure(6, "KeyError", "'b'", "", 29.25)]
     assert str(RankError(failures)).startswith("rank 6 failed first: KeyError: 'b'\n\nrank 4 failed after it")
+
+
+def test_a_rank_whose_peer_left_was_not_first_however_it_says_so() -> None:
+    said = (
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:34732. GLHF!",
+        "Read error: Connection reset by peer",
+    )
+    failures = [Failure(rank, "RuntimeError", text, "", 1.0, "barrier") for rank, text in enumerate(said)]
+    failures.append(Failure(5, "RuntimeError", "Timed out waiting 2000ms for recv", "", 1.5, "broadcast"))
+    text = str(RankError(failures))
+    assert text.startswith("ranks 0, 1, 5 hang")
+    assert "ranks 0, 1 failed after it, in barrier: a peer left" in text
+    assert str(RankError([failures[0]])).startswith(
+        "rank 0 failed first: RuntimeError: [pair.cc:553] Connection cl"
+    )
