@@ -28,6 +28,15 @@ def ranks4() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def _fresh_ranks(ranks4: Cluster) -> None:
+    """Ranks new to torch: after dozens of calls torch now and then keeps a sharded parameter, and with it a
+    group that was left, so that its peers wait on and are told to recover.
+    """
+    ranks4.stop()
+    ranks4.start()
+
+
 @pytest.fixture(autouse=True)
 def _recovered(request: pytest.FixtureRequest) -> Iterator[None]:
     yield

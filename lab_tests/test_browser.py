@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from playwright.sync_api import Locator
 
 from lab.jupyter import arguments
 from lab.notebooks import FOLDER
@@ -87,6 +88,18 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
         assert page.locator(".jp-InputPrompt").first.inner_text() == "[*]:"
         assert page.locator(".lab-live-status").inner_text() == "step 2 of 3 · loss 2.5000"
 
+        canvas, chips = page.locator(".lab-live canvas"), page.locator(".lab-live-chip")
+        assert chips.all_inner_texts() == ["rank 0", "1"]
+        assert "rank 1 peak" in said(canvas)
+        chips.nth(1).click()
+        wait_for(lambda: "rank 1" not in said(canvas) and "rank 0 peak" in said(canvas))
+        assert chips.nth(0).is_disabled(), "the last rank that is shown stays"
+        chips.nth(1).click()
+        wait_for(lambda: "rank 1 peak" in said(canvas))
+        canvas.hover(position={"x": 200, "y": 150})
+        read = page.locator(".lab-live-readout").inner_text()
+        assert all(part in read for part in ("rank ", "aten.", "layers.", "activations", "device"))
+
         picture = page.locator(".jp-OutputArea-output img")
         picture.wait_for(timeout=60_000)
         assert picture.evaluate("image => image.naturalWidth") == 1620
@@ -137,6 +150,11 @@ def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path
             page.get_by_text("every number here was one layer's").wait_for(timeout=180_000)
             assert page.get_by_text("official Jupyter news").count() == 0
     (FOLDER / "00_memory_wall.ipynb").write_bytes(stored)
+
+
+def said(canvas: Locator) -> str:
+    """What a screen reader is told of the picture."""
+    return canvas.get_attribute("aria-label") or ""
 
 
 def _outputs(path: Path) -> list[dict[str, dict[str, str]]]:

@@ -31,6 +31,8 @@ from lab.verbs.messages import Run, Started
 from lab.verbs.run import Interrupted
 from lab.verbs.running_out import RankOutOfMemory
 
+pytestmark = pytest.mark.usefixtures("_fresh_ranks")
+
 TOKENS = 2048
 
 

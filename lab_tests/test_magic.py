@@ -12,6 +12,8 @@ from cluster.errors import ClusterError, RankError
 from cluster.magic import told_apart
 from cluster.ranks import Cluster
 
+pytestmark = pytest.mark.usefixtures("_fresh_ranks")
+
 
 @pytest.fixture
 def shell(ranks4: Cluster) -> InteractiveShell:

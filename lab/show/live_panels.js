@@ -2,9 +2,10 @@
 const STRIP = 18; // above the highest peak: the names of the phases
 const LANE_GAP = 8;
 
-// Where the panels stand, and how far their axes reach.
-function arrange(store, width, height) {
-  const count = store.ranks.length;
+// Where the panels of the ranks that are shown stand, and how far their axes reach: as far as with all of them.
+function arrange(store, width, height, hidden) {
+  const shown = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
+  const count = shown.length;
   const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), Math.floor(width / 190)));
   const rows = Math.ceil(count / columns);
   const [left, right, below, title, gap] = [56, 14, 20, 22, 18];
@@ -12,9 +13,9 @@ function arrange(store, width, height) {
   const down = (height - below - LANE_GAP * (rows - 1)) / rows;
   const host = most(store, (row) => row.host);
   const lane = host > 0 ? Math.max(14, Math.round(0.17 * (down - title))) : 0;
-  const panels = store.ranks.map((rank, n) => ({
+  const panels = shown.map(({ rank, number }, n) => ({
     rank,
-    name: `rank ${n}`,
+    name: `rank ${number}`,
     x: Math.round(left + (n % columns) * (across + gap)),
     y: Math.round(Math.floor(n / columns) * (down + LANE_GAP) + title),
     width: Math.floor(across),

@@ -16,6 +16,8 @@ class View {
       button.textContent = "Stopping";
       stop();
     });
+    this.chips = add(head, "span", "lab-live-ranks");
+    this.hidden = new Set();
     const legend = add(head, "span", "lab-live-legend");
     for (const [name, colour] of look.categories) swatch(add(legend, "span"), name, colour);
     this.canvas = add(this.root, "canvas");
@@ -45,7 +47,27 @@ class View {
     this.frame = requestAnimationFrame(() => this.draw());
   }
 
+  // A chip a rank, once there are several: what is switched off leaves its place to the others.
+  offerRanks() {
+    const count = this.store.ranks.length;
+    if (count < 2) return;
+    for (let rank = this.chips.children.length; rank < count; rank++) {
+      const chip = add(this.chips, "button", "lab-live-chip");
+      chip.textContent = rank === 0 ? "rank 0" : rank;
+      chip.title = `Show or hide rank ${rank}`;
+      chip.addEventListener("click", () => {
+        if (!this.hidden.delete(rank)) this.hidden.add(rank);
+        this.schedule();
+      });
+    }
+    [...this.chips.children].forEach((chip, rank) => {
+      chip.setAttribute("aria-pressed", !this.hidden.has(rank));
+      chip.disabled = !this.hidden.has(rank) && this.hidden.size === count - 1; // the last one stays
+    });
+  }
+
   draw() {
+    this.offerRanks();
     const [width, height, ratio] = [this.canvas.clientWidth, this.look.height, window.devicePixelRatio || 1];
     if (!width) return;
     this.canvas.width = Math.round(width * ratio);
@@ -56,7 +78,7 @@ class View {
     pen.font = `11px ${style.fontFamily}`;
     pen.textBaseline = "middle";
     pen.fillStyle = pen.strokeStyle = style.color;
-    const { panels, scale } = arrange(this.store, width, height);
+    const { panels, scale } = arrange(this.store, width, height, this.hidden);
     for (const panel of panels) drawPanel(pen, panel, scale, this.look, this.store.names, ratio);
     this.readOut(pen, panels, scale, ratio);
     this.status.textContent = said(this.store);
