@@ -13,6 +13,7 @@ from typing import Any
 import nbformat
 import papermill
 from rich.console import Console
+from rich.markup import escape
 from traitlets.config import Config
 
 from lab.errors import NotebookError
@@ -64,6 +65,34 @@ def with_parameters(notebook: Notebook, given: dict[str, str]) -> dict[str, Any]
     return values
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """One execution: how long it took, where the copy is, and what failed in which cell, if anything did."""
+
+    seconds: float
+    copy: Path
+    failure: str | None = None
+
+
+def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Outcome:
+    """Execute a notebook with these parameters into a copy in ``folder``, and wait for its end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
+    try:
+        papermill.execute_notebook(
+            notebook.path,
+            copy,
+            parameters=values,
+            kernel_name="python3",
+            progress_bar={"desc": notebook.name},
+            # Sockets in the file system: the kernel's traffic is on no network, not even a local one.
+            config=Config({"KernelManager": {"transport": "ipc"}}),
+        )
+    except papermill.PapermillExecutionError as error:
+        failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
+    return Outcome(time.perf_counter() - start, copy, failure)
+
+
 def execute(names: list[str], given: dict[str, str], out: Path | None = None) -> list[str]:
     """Execute notebooks one after the other into copies under ``out``; return the names that failed.
 
@@ -75,28 +104,14 @@ def execute(names: list[str], given: dict[str, str], out: Path | None = None) ->
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if folder.resolve() == FOLDER:
         raise NotebookError(f"--out {folder} is where the notebooks are: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for notebook, values in work:
-        start = time.perf_counter()
-        try:
-            papermill.execute_notebook(
-                notebook.path,
-                folder / notebook.path.name,
-                parameters=values,
-                kernel_name="python3",
-                progress_bar={"desc": notebook.name},
-                # Sockets in the file system: the kernel's traffic is on no network, not even a local one.
-                config=Config({"KernelManager": {"transport": "ipc"}}),
-            )
-        except papermill.PapermillExecutionError as error:
+        done = execute_one(notebook, values, folder)
+        if done.failure is not None:
             failed.append(notebook.name)
-            where = f"{notebook.name}, cell {error.cell_index}"
-            console.print(f"[red]failed[/] {where}: {error.ename}: {error.evalue}")
+            console.print(f"[red]failed[/] {notebook.name}, {escape(done.failure)}")
         else:
-            seconds = time.perf_counter() - start
-            copy = folder / notebook.path.name
-            console.print(f"[green]passed[/] {notebook.name} in {seconds:.0f} s -> {copy}")
+            console.print(f"[green]passed[/] {notebook.name} in {done.seconds:.0f} s -> {done.copy}")
     return failed
 
 

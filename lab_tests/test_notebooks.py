@@ -6,27 +6,16 @@ import re
 import nbformat
 import pytest
 from click.testing import CliRunner
+from nbval.plugin import IPyNbFile
 
 from lab.cli import main
 from lab.errors import NotebookError
-from lab.notebooks import FOLDER, execute, find, with_parameters
+from lab.notebooks import FOLDER, execute, execute_one, find, with_parameters
 
 NAMES = [notebook.name for notebook in find([])]
 SMALL = {
-    "00_memory_wall": {"lengths": "[64, 128]", "tokens": "256", "steps": "2", "ranks": "2"},
     "01_fsdp": {"tokens": "256", "steps": "2", "ranks": "3"},
-    "08_road_to_5m": {
-        "model": "tiny",
-        "ranks": "16",
-        "device_memory": "12GiB",
-        "host_memory": "64GiB",
-        "tokens": "8M",
-        "ladder_tokens": "4M",
-        "fit_tokens": "10M",
-        "stacks": "['checkpoint']",
-        "yours": "tiny",
-        "your_ranks": "16",
-    },
+    "06_untied_ulysses": {"tokens": "256", "ranks": "2"},
     "90_reproduce_paper": {
         "models": "['llama3-8b']",
         "methods": "['upipe', 'fpdt']",
@@ -47,8 +36,46 @@ def write(path, *sources, tags=("parameters",)):
     return str(path)
 
 
+def differences(session, stored, copy):
+    """What nbval finds between a notebook's stored facts and its executed copy's; how many facts there are."""
+    reference = IPyNbFile.from_parent(session, path=stored)
+    reference.compare_outputs = False  # but for cells that say so
+    executed = [cell for cell in nbformat.read(copy, as_version=4).cells if cell.cell_type == "code"]
+    found, facts = [], 0
+    for fact, cell in zip(reference.collect(), executed, strict=True):
+        assert fact.cell.source == cell.source
+        if fact.options["check"]:
+            facts += 1
+            if not fact.compare_outputs(cell.outputs, fact.cell.outputs):
+                found += fact.comparison_traceback
+    return found, facts
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_each_notebook_runs_at_another_size(name, tmp_path):
+def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, tmp_path, request):
+    """nbval alone would execute it, and papermill once more: here papermill executes and nbval compares."""
+    [notebook] = find([name])
+    done = execute_one(notebook, {}, tmp_path)
+    assert done.failure is None
+    found, facts = differences(request.session, notebook.path, done.copy)
+    assert not found, "\n".join(found)
+    assert facts > 1
+
+
+def test_a_fact_that_changed_is_found(tmp_path, request):
+    path = write(tmp_path / "n.ipynb", "a = 7", "# NBVAL_CHECK_OUTPUT\nprint(a)", "print(id(a))")
+    [notebook] = find([path])
+    notebook.path.write_bytes(execute_one(notebook, {}, tmp_path / "first").copy.read_bytes())
+    again = execute_one(notebook, {}, tmp_path / "again").copy
+    assert differences(request.session, notebook.path, again) == ([], 1)
+    again.write_text(again.read_text().replace('"7\\n"', '"8\\n"'))
+    found, _ = differences(request.session, notebook.path, again)
+    assert "7" in "".join(found)
+    assert "8" in "".join(found)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_notebook_runs_at_another_size(name, tmp_path):
     assert execute([name], SMALL[name], tmp_path) == []
     cells = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4).cells
     assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
@@ -142,6 +169,17 @@ with lab.Cluster(ranks=2) as cluster:
     assert "passed good" in said
     assert "lab: 1 failed: bad" in said
     assert nbformat.read(out / "good.ipynb", as_version=4).cells[-1].execution_count
+
+
+def test_the_bench_counts_failures_and_seconds(tmp_path):
+    bad = write(tmp_path / "bad.ipynb", "a = 0", "1 / a")
+    good = write(tmp_path / "good.ipynb", "a = 0")
+    result = CliRunner().invoke(main, ["bench", "notebooks", bad, good, "--times", "2", "--json"])
+    failed, fine = json.loads(result.stdout)
+    assert (failed["notebook"], failed["executed"], failed["failed"]) == ("bad", 2, 2)
+    assert failed["first failure"] == "cell 1: ZeroDivisionError: division by zero"
+    assert (fine["failed"], fine["first failure"]) == (0, None)
+    assert 0 < fine["seconds, median"] <= fine["worst"]
 
 
 def test_the_originals_are_never_written_over():

@@ -57,3 +57,18 @@ def faults(times: int, as_json: bool) -> None:
     with status("faults") as say:
         rows = measure_faults(times, say)
     click.echo(write(rows, as_json=as_json))
+
+
+@bench.command()
+@click.argument("names", metavar="[NOTEBOOK]...", nargs=-1)
+@click.option("--times", type=click.IntRange(1), default=10, show_default=True, help="Of the whole sequence.")
+@JSON
+@plainly
+def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
+    """The notebooks executed again and again: failures and seconds of each."""
+    from lab.bench.notebooks import measure_notebooks
+    from lab.bench.table import write
+
+    with status("notebooks") as say:
+        rows = measure_notebooks(list(names), times, say)
+    click.echo(write(rows, as_json=as_json))

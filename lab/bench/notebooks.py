@@ -1,0 +1,43 @@
+"""The notebooks again and again: whether each comes to its end every time, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from lab.bench.table import Row
+from lab.notebooks import Outcome, execute_one, find
+
+
+def measure_notebooks(names: list[str], times: int, watch: Callable[[str], None]) -> list[Row]:
+    """One row a notebook of ``names`` (all, when none is named): how often it failed, and its seconds.
+
+    The whole sequence is executed ``times`` times, each notebook at its stored size, as ``lab run`` does.
+
+    Raises:
+        NotebookError: no such notebook.
+    """
+    notebooks = find(names)
+    outcomes: dict[str, list[Outcome]] = {notebook.name: [] for notebook in notebooks}
+    with TemporaryDirectory() as folder:
+        for number in range(times):
+            for notebook in notebooks:
+                watch(f"{notebook.name}: {number + 1} of {times}")
+                outcomes[notebook.name].append(execute_one(notebook, {}, Path(folder)))
+    rows: list[Row] = []
+    for name, done in outcomes.items():
+        seconds = [outcome.seconds for outcome in done]
+        failures = [outcome.failure for outcome in done if outcome.failure]
+        rows.append(
+            {
+                "notebook": name,
+                "executed": times,
+                "failed": len(failures),
+                "seconds, median": median(seconds),
+                "worst": max(seconds),
+                "first failure": failures[0] if failures else None,
+            }
+        )
+    return rows
