@@ -37,7 +37,7 @@ def write(path, *sources, tags=("parameters",)):
 
 
 def differences(session, stored, copy):
-    """What nbval finds between a notebook's stored facts and its executed copy's; how many facts there are."""
+    """What nbval finds between a notebook's stored facts and its executed copy's; how many facts."""
     reference = IPyNbFile.from_parent(session, path=stored)
     reference.compare_outputs = False  # but for cells that say so
     executed = [cell for cell in nbformat.read(copy, as_version=4).cells if cell.cell_type == "code"]
