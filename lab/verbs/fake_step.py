@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from lab.memory.workspace import NO_WORKSPACE, cuda_workspace
 from lab.recipe import Recipe
 from lab.step import make_optimizer, train_step, update
 from lab.techniques.slices import shortened
+
+_TURN = Lock()
+"""A process has one default group: plans made in several threads at once take turns."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,12 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
     # Of a ring the second rank: it meets all its queries with half of the keys of the first, and holds more
     # than the first, which never does. Else the first, for where shards are not equal the last is smaller.
     rank = question.recipe.ulysses if question.recipe.ring > 1 else 0
-    with _one_of(question.ranks, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True), shortened():
+    with (
+        _TURN,
+        _one_of(question.ranks, rank) as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        shortened(),
+    ):
         model = models.build(question.model, weights=False)
         del model.model.layers[layers:]
         model.train()
