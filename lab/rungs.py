@@ -101,5 +101,6 @@ def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) ->
     """One line that names a step: model, recipe, ranks, tokens."""
     name = Path(model).name if isinstance(model, str | Path) else "model"
     if isinstance(recipe, Recipe):
-        recipe = " + ".join(knob for knob, value in recipe.to_json().items() if value) or "plain"
+        plain = Recipe().to_json()
+        recipe = " + ".join(k for k, value in recipe.to_json().items() if value != plain[k]) or "plain"
     return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

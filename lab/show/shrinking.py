@@ -12,7 +12,7 @@ from lab.units import format_tokens
 TOKENS = 2048
 """The longest context that Run trains with: some seconds on two cores."""
 
-TILES_AT_MOST = 32
+TILES_AT_MOST = 8
 """Of one rank's tokens: each is a pass through the modules, and a pass has its price."""
 
 
@@ -62,8 +62,8 @@ def _chunk(state: State, small: State, chunk: int | None) -> int | None:
         return None
     heads = config_of("tiny").num_attention_heads
     wanted = chunk * heads / state.config.num_attention_heads
-    legal = [n for n in choices(small, "head_chunk") if n and legal(small.moved("head_chunk", n))]
-    return min(legal, key=lambda n: abs(n - wanted), default=None)
+    works = [n for n in choices(small, "head_chunk") if n and legal(small.moved("head_chunk", n))]
+    return min(works, key=lambda n: abs(n - wanted), default=None)
 
 
 def _changes(state: State, small: State) -> list[str]:

@@ -11,7 +11,7 @@ import ipywidgets
 
 from lab.presets import PRESETS
 from lab.rungs import RUNGS
-from lab.show.tuning import KNOBS, LABELS, TILES, State, choices, written
+from lab.show.tuning import LABELS, TILES, State, choices, written
 from lab.units import format_bytes
 
 SIZES = ("tokens", "ranks", "device_memory")
@@ -20,7 +20,7 @@ SLIDERS = (*SIZES, "head_chunk", *TILES)
 OFF = 0
 """Stands in a slider for None, which it takes for no value at all."""
 
-_STYLE = {"description_width": "96px"}
+_STYLE = {"description_width": "108px"}
 
 _COSTS = {
     "tokens": "The context: tokens of one sequence",
@@ -57,12 +57,12 @@ class Knobs:
         for name in ("checkpoint", "offload"):
             box = ipywidgets.Checkbox(description=LABELS[name], tooltip=_COSTS[name], indent=True)
             self.by_name[name] = box
-        self.saves = {name: ipywidgets.Label(layout={"width": "112px"}) for name in KNOBS}
+        self.saves = {name: ipywidgets.Label(layout={"width": "114px"}) for name in self.by_name}
         rows = []
         for name, knob in self.by_name.items():
-            knob.style, knob.layout = _STYLE, {"width": "300px"}
+            knob.style, knob.layout = _STYLE, {"width": "290px"}
             knob.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
-            rows.append(ipywidgets.HBox([knob, self.saves[name]] if name in self.saves else [knob]))
+            rows.append(ipywidgets.HBox([knob, self.saves[name]]))
         self.box = ipywidgets.VBox(rows, layout={"flex": "0 0 auto"})
 
     def stand_at(self, state: State, saves: dict[str, int]) -> None:
@@ -78,7 +78,7 @@ class Knobs:
         self.by_name["checkpoint"].value = fields["checkpoint"]
         self.by_name["offload"].value = fields["offload"] == "inputs"
         for name, label in self.saves.items():
-            label.value = f"saves {format_bytes(saves[name])}" if name in saves else ""
+            label.value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
         self._following = False
 
     def _turned(self, name: str, value: Any) -> None:

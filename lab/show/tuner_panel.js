@@ -2,11 +2,13 @@
 // page.js stands before it in one module.
 
 class Panel {
-  constructor(el, look) {
+  constructor(el, look, mend) {
     this.look = look;
+    this.mend = mend;
     this.root = add(el, "div", "lab-widget lab-tuner");
     this.verdict = add(this.root, "div", "lab-tuner-verdict");
     this.verdict.setAttribute("aria-live", "polite");
+    this.mends = add(this.root, "div", "lab-tuner-mends");
     this.drawn = add(this.root, "div", "lab-tuner-drawn");
     this.bars = ["closed form", "plan"].map((name) => new Bar(this.drawn, name, look));
     this.host = new Bar(this.drawn, "host", look);
@@ -19,6 +21,12 @@ class Panel {
     this.root.dataset.verdict = shown.verdict;
     this.verdict.textContent = shown.words;
     this.note.textContent = shown.note;
+    this.mends.replaceChildren();
+    shown.mends.forEach((words, n) => {
+      const button = add(this.mends, "button");
+      button.textContent = `Set ${words}`;
+      button.addEventListener("click", () => this.mend(n));
+    });
     this.texts.forEach((text, n) => text.show(shown.texts[n]));
     // An illegal combination has no bytes: the last ones stay, pale.
     if (!shown.bars.length) return;
@@ -66,8 +74,9 @@ class Bar {
       part.title = bar.sizes[category] ? `${category}: ${bar.texts[category]}` : "";
       start = end;
     }
-    this.line.hidden = !bar.line;
     this.line.style.left = `${(limit / scale) * 100}%`;
+    // Where the bars are long the line stands far left, and its label right of it.
+    this.line.classList.toggle("lab-tuner-early", limit / scale < 0.6);
     this.limit.textContent = bar.line;
   }
 }
@@ -100,7 +109,7 @@ class Copied {
 
 export default {
   render({ model, el }) {
-    const panel = new Panel(el, model.get("look"));
+    const panel = new Panel(el, model.get("look"), (n) => model.send({ mend: n }));
     const draw = () => panel.draw(model.get("shown"));
     model.on("change:shown", draw);
     draw();

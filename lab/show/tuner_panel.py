@@ -37,9 +37,16 @@ def drawn(state: State, said: Predicted | Refused, plan: Plan | None, *, current
 
     ``plan`` stands beside the closed form; if it is not ``current``, of this very step, it is said to be old.
     """
-    shown = {"verdict": said.verdict, "words": said.words, "bars": [], "texts": ["", ""], "note": ""}
+    shown = {
+        "verdict": said.verdict,
+        "words": said.words,
+        "bars": [],
+        "texts": ["", ""],
+        "note": "",
+        "mends": [],
+    }
     if isinstance(said, Refused):
-        return shown
+        return {**shown, "mends": [mend.words for mend in said.mends]}
     scale = state.device_memory * ROOM
     planned = plan.device_peak if plan is not None else 0
     scale = max(scale, min(max(said.device, planned) * 1.02, state.device_memory * LONGEST))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Callable
 from contextvars import copy_context
+from html import escape
 from pathlib import Path
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from lab.show.predicted import Predicted, Refused, predict, table
 from lab.show.shrinking import Shrunk, shrunk
 from lab.show.tuner_knobs import Knobs
 from lab.show.tuner_panel import Panel, drawn
-from lab.show.tuning import Mend, State, as_command, as_python, begun
+from lab.show.tuning import State, as_command, as_python, begun
 from lab.units import format_bytes
 from lab.verbs.messages import Run
 from lab.verbs.plan import Plan, plan
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 RANKS = 4
 """Ranks that Run starts where it is given no cluster."""
+
+STEPS = 2
+"""Steps of a Run: the second has all its gradients and states from its beginning."""
 
 
 class Tuner:
@@ -49,13 +53,13 @@ class Tuner:
         self._moving = RLock()
         self._working: list[Thread] = []
         self.panel = Panel()
+        self.panel.on_msg(lambda panel, content, buffers: self.mend(content["mend"]))
         self.knobs = Knobs(state, self.move, self._moving)
-        self.mends = ipywidgets.HBox(layout={"flex_flow": "row wrap"})
         self.plan_button = _button("Plan", "Plan this step on fake tensors, exactly", self.plan)
         self.run_button = _button(
             "Run", "Train a small step like this one on ranks of this machine", self.run
         )
-        self.status = ipywidgets.Label(layout={"flex": "1 1 300px", "min_width": "0"})
+        self.status = ipywidgets.HTML()
         self.place = ipywidgets.VBox()
         self._show()
 
@@ -104,21 +108,19 @@ class Tuner:
             self._said = predict(self.state, name)
             self._show()
 
+    def mend(self, number: int) -> None:
+        """Make the move that one of the buttons under an illegal combination offers, counted from 0."""
+        if isinstance(self._said, Refused):
+            offered = self._said.mends[number]
+            self.move(offered.name, offered.value)
+
     def _show(self) -> None:
         said = self._said
         self.knobs.stand_at(self.state, said.saves if isinstance(said, Predicted) else {})
         current = self._planned_step == self.state.step
         self.panel.shown = drawn(self.state, said, self.planned, current=current)
-        mends = said.mends if isinstance(said, Refused) else ()
-        self.mends.children = [self._mend(mend) for mend in mends]
-        self.plan_button.disabled = self.run_button.disabled = bool(mends or self._working) or isinstance(
-            said, Refused
-        )
-
-    def _mend(self, mend: Mend) -> ipywidgets.Button:
-        return _button(
-            f"Set {mend.words}", "The nearest that is legal", lambda: self.move(mend.name, mend.value)
-        )
+        busy = bool(self._working) or isinstance(said, Refused)
+        self.plan_button.disabled = self.run_button.disabled = busy
 
     # ---- Plan and Run, each in a thread: the kernel stays free ---------------------------------------------
 
@@ -151,11 +153,14 @@ class Tuner:
             said = f"{type(error).__name__}: {error}"
         with self._moving:
             self._working.clear()
-            self.status.value = said
+            self._say(said)
             self._show()
 
+    def _say(self, text: str) -> None:
+        self.status.value = escape(text)
+
     def _plan(self, state: State) -> str:
-        self.status.value = "planning on fake tensors …"
+        self._say("planning on fake tensors …")
         made = plan(
             state.model,
             state.recipe,
@@ -172,7 +177,7 @@ class Tuner:
     def _run(self, state: State) -> str:
         small = shrunk(state, self._cluster.ranks if self._cluster else min(state.ranks, RANKS))
         scaled = f"scaled to this machine: {', '.join(small.changes)}" if small.changes else "as it stands"
-        self.status.value = f"{scaled} · {'running' if self._cluster else 'starting ranks'} …"
+        self._say(f"{scaled} · {'running' if self._cluster else 'starting ranks'} …")
         if self._cluster is not None:
             self.ran = self._trained(small, self._cluster)
         else:
@@ -189,18 +194,16 @@ class Tuner:
 
         watch = LiveTimeline(320, _Box(self.place))
         state = small.state
-        return run(state.model, state.recipe, tokens=state.tokens, cluster=cluster, watch=watch)
+        return run(state.model, state.recipe, tokens=state.tokens, steps=STEPS, cluster=cluster, watch=watch)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # Where no front end runs widgets, the stored notebook shows the stack as it stood, and its numbers.
-        buttons = ipywidgets.HBox([self.plan_button, self.run_button, self.status])
-        right = ipywidgets.VBox(
-            [self.panel, self.mends, buttons], layout={"flex": "1 1 420px", "min_width": "360px"}
-        )
+        buttons = ipywidgets.HBox([self.plan_button, self.run_button])
+        right = ipywidgets.VBox([self.panel, buttons], layout={"flex": "1 1 400px", "min_width": "360px"})
         top = ipywidgets.HBox(
             [self.knobs.box, right], layout={"flex_flow": "row wrap", "grid_gap": "12px 24px"}
         )
-        bundle: dict[str, Any] = ipywidgets.VBox([top, self.place])._repr_mimebundle_(**kwargs)
+        bundle: dict[str, Any] = ipywidgets.VBox([top, self.status, self.place])._repr_mimebundle_(**kwargs)
         bundle["text/plain"] = table(self.state, self._said)
         if self.picture is not None:
             bundle["image/png"] = b64encode(self.picture.png).decode()

@@ -52,12 +52,7 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
     # Of a ring the second rank: it meets all its queries with half of the keys of the first, and holds more
     # than the first, which never does. Else the first, for where shards are not equal the last is smaller.
     rank = question.recipe.ulysses if question.recipe.ring > 1 else 0
-    with (
-        _TURN,
-        _one_of(question.ranks, rank) as mesh,
-        FakeTensorMode(allow_non_fake_inputs=True),
-        shortened(),
-    ):
+    with _one_of(question.ranks, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True), shortened():
         model = models.build(question.model, weights=False)
         del model.model.layers[layers:]
         model.train()
@@ -78,10 +73,13 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
 @contextmanager
 def _one_of(ranks: int, rank: int) -> Iterator[DeviceMesh]:
     """A group in which every collective returns at once, with whatever lies in its buffers."""
-    if dist.is_initialized():
-        raise LabError("this process is one of a group of ranks, and a plan makes its own: plan elsewhere")
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (ranks,))
-    finally:
-        dist.destroy_process_group()
+    with _TURN:
+        if dist.is_initialized():
+            raise LabError(
+                "this process is one of a group of ranks, and a plan makes its own: plan elsewhere"
+            )
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            yield init_device_mesh("cpu", (ranks,))
+        finally:
+            dist.destroy_process_group()
