@@ -19,7 +19,7 @@ from lab.show.picture import Picture
 from lab.show.predicted import Predicted, Refused, predict, table
 from lab.show.shrinking import Shrunk, shrunk
 from lab.show.tuner_knobs import Knobs
-from lab.show.tuner_panel import Panel, drawn
+from lab.show.tuner_panel import LONGEST, Panel, drawn
 from lab.show.tuning import State, as_command, as_python, begun
 from lab.units import format_bytes
 from lab.verbs.messages import Run
@@ -97,7 +97,8 @@ class Tuner:
         bars = {"closed form": self._said.by_category}
         if self.planned is not None and self._planned_step == self.state.step:
             bars["plan"] = self.planned.peak.by_category
-        return stack(bars, title=self._said.words, limit=self.state.device_memory)
+        title, limit = self._said.words.partition(",")[0], self.state.device_memory
+        return stack(bars, title=title, limit=limit, longest=LONGEST * limit)
 
     # ---- moves -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.errors import LabError, RecipeError
 from lab.models import config_of
-from lab.recipe import Recipe
+from lab.recipe import Recipe, check_fields
 from lab.rungs import RUNGS, ladder
 from lab.units import GiB, KiB, Mi, MiB, TiB, format_bytes, format_tokens, parse_bytes, parse_tokens
 
@@ -106,6 +106,7 @@ def begun(
         raise LabError(f"a tuner writes its model as text: give a name or a directory, not {model!r}")
     if type(ranks) is not int or ranks < 1:
         raise LabError(f"ranks={ranks!r}: it takes a whole number, 1 or more")
+    check_fields(knobs)
     if isinstance(recipe, str) and recipe not in RUNGS:
         raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(RUNGS)}, or a Recipe")
     state = State(
@@ -205,7 +206,8 @@ def _nearest(state: State, name: str) -> Iterable[Any]:
         return [not state.fields[name]]
     here = state.ranks if name == "ranks" else state.fields[name]
     others = [value for value in choices(state, name) if value not in (None, here)]
-    return sorted(others, key=lambda value: abs(value - (here or 0))) if here else others
+    without = [None] if name in NEUTRAL and here is not None else []
+    return [*sorted(others, key=lambda value: abs(value - (here or 0))), *without]
 
 
 def legal(state: State) -> bool:
