@@ -1,6 +1,7 @@
-"""The tuner: what it shows is the closed form, an illegal move can be mended, what it copies is what it shows."""
+"""The tuner: it shows the closed form, an illegal move can be mended, and what it copies is what it shows."""
 
 import threading
+from itertools import pairwise
 from pathlib import Path
 from shlex import split
 from typing import Any
@@ -78,14 +79,14 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
 @pytest.mark.parametrize(
     ("device", "host", "verdict", "words"),
     [
-        ("64MiB", "1GiB", "fits", "fits: "),
-        ("35MiB", "1GiB", "close", "just fits: "),
-        ("8MiB", "1GiB", "device", "does not fit: "),
-        ("64MiB", "1MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB a node"),
+        (1.2, "1GiB", "fits", "fits: "),
+        (1.05, "1GiB", "close", "just fits: "),
+        (0.99, "1GiB", "device", "does not fit: "),
+        (1.2, "1MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB a node"),
     ],
 )
-def test_the_verdict_is_of_both_memories(device: str, host: str, verdict: str, words: str) -> None:
-    tuner = small(device_memory=device, host_memory=host)
+def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
+    tuner = small(device_memory=int(shown(small()).device * device), host_memory=host)
     assert tuner.panel.shown["verdict"] == verdict, tuner.panel.shown["words"]
     assert tuner.panel.shown["words"].startswith(words)
 
@@ -110,7 +111,7 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
     ):  # fmt: skip
         tuner.knobs.by_name[name].value = value
         drawn.append(tuner.panel.shown)
-    assert all(before != after for before, after in zip(drawn, drawn[1:], strict=False))
+    assert all(before != after for before, after in pairwise(drawn))
     assert tuner.state == State(
         model="llama3-70b", config=tuner.state.config, rung="tiling", tokens=Mi, ranks=16, by_hand={},
         device_memory=141 * GiB, host_memory=2048 * GiB, workspace=True,
@@ -251,7 +252,6 @@ def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() ->
     tuner.wait()
     assert tuner.planned is not None
     assert tuner.planned.recipe == tuner.recipe
-    assert not tuner.planned.timeline.host_peak == tuner.planned.device_peak
     closed, planned = tuner.panel.shown["bars"]
     assert sum(planned["sizes"].values()) == tuner.planned.device_peak
     assert sum(closed["sizes"].values()) == pytest.approx(tuner.planned.device_peak, rel=0.01)
@@ -307,11 +307,10 @@ def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
     # Half of a rank's tokens, as it was; and the fewest that a tile may have.
     assert (small_.mlp_tile, small_.norm_tile) == (256, 512 // TILES_AT_MOST)
     assert (small_.checkpoint, small_.offload, small_.fsdp) == (True, "inputs", True)
-    assert {"model llama3-8b → tiny", "ranks 8 → 4", "context 4M → 2K", "MLP tile 256K → 256"} <= {
-        *found.changes
-    }
-    three = shrunk(lab.show.tuner("llama3.2-3b", ranks=8).state, 2)
-    assert three.state.recipe.head_chunk == 10 or 32 % (three.state.recipe.head_chunk or 3) == 0
+    said = {"model llama3-8b → tiny", "ranks 8 → 4", "context 4M → 2K", "MLP tile 256K → 256"}
+    assert said <= {*found.changes}
+    # A third of 24 heads: of 32 the nearest that divides them.
+    assert shrunk(lab.show.tuner("llama3.2-3b", ranks=8).state, 2).state.recipe.head_chunk == 8
     as_it_stands = small().state
     assert shrunk(as_it_stands, 4).state.recipe == as_it_stands.recipe
     assert shrunk(as_it_stands, 4).changes == ()
@@ -327,7 +326,7 @@ def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -
     assert tuner.ran.complete
     assert "model llama3-8b → tiny, ranks 8 → 4, context 1M → 2K" in tuner.status.value
     (image,) = tuner.place.children
-    assert image.value.startswith(b"\x89PNG")
+    assert bytes(image.value).startswith(b"\x89PNG")
     said = predict(shrunk(tuner.state, 4).state)
     assert isinstance(said, Predicted)
     assert tuner.ran.timelines[0].device_peak == pytest.approx(said.device, rel=0.01)

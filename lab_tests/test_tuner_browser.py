@@ -48,9 +48,8 @@ def test_it_is_the_same_in_notebook_7(tmp_path: Path) -> None:
     pytest.importorskip("notebook")
     path, _ = served(tmp_path, TUNER)
     command = [sys.executable, "-m", "notebook", "--no-browser", "--ServerApp.port={port}"]
-    with jupyter_page(
-        command + arguments(path.parent, path.name), "notebooks/live.ipynb", home=tmp_path
-    ) as page:
+    command += arguments(path.parent, path.name)
+    with jupyter_page(command, "notebooks/live.ipynb", home=tmp_path) as page:
         cell = page.locator(".jp-CodeCell .cm-content")
         cell.click(timeout=60_000)
         page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=60_000)
