@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,27 @@ TILE = 16 * Ki
 RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe")
 
 
-def ladder(model: ModelLike, ranks: int, tokens: int, **knobs: Any) -> dict[str, Recipe]:
+def ladder(
+    model: ModelLike, ranks: int, tokens: int, *, config: PretrainedConfig | None = None, **knobs: Any
+) -> dict[str, Recipe]:
     """The recipes ``RUNGS`` by name, for ``tokens`` tokens of context on ``ranks`` ranks.
 
     ulysses is the largest degree that divides the ranks and that the heads allow, head_chunk the Ulysses
     degree, each tile the smaller of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in
     bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs`` set by hand hold on
-    every rung that has the technique, and what derives from them follows.
+    every rung that has the technique, and what derives from them follows. ``config`` is the model's, for a
+    caller that has it.
 
     Raises:
         RecipeError: a knob no recipe has.
     """
-    return _ladder(config_of(model), _compute_dtype(model), ranks, tokens, knobs)
+    return dict(_ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs))
 
 
 def _ladder(
     config: PretrainedConfig, compute_dtype: str | None, ranks: int, tokens: int, knobs: dict[str, Any]
-) -> dict[str, Recipe]:
+) -> Iterator[tuple[str, Recipe]]:
+    """Rung by rung: what a rung further up would refuse is no matter to those below it."""
     check_fields(knobs)
     ring = knobs.get("ring", 1)
     fits = [
@@ -53,11 +58,10 @@ def _ladder(
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": tile},
         "upipe": {"head_chunk": ulysses},
     }
-    recipe, rungs = Recipe(), {}
+    recipe = Recipe()
     for name, added in steps.items():
         recipe = replace(recipe, **{**added, **{k: v for k, v in knobs.items() if k in added}})
-        rungs[name] = recipe
-    return rungs
+        yield name, recipe
 
 
 def _compute_dtype(model: ModelLike) -> str | None:
@@ -85,7 +89,8 @@ def recipe_for(
     if isinstance(recipe, str):
         if recipe not in RUNGS:
             raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(RUNGS)}, or a Recipe")
-        recipe = _ladder(config, _compute_dtype(model), ranks, tokens, knobs)[recipe]
+        rungs = _ladder(config, _compute_dtype(model), ranks, tokens, knobs)
+        recipe = next(found for name, found in rungs if name == recipe)
     check_fields(knobs)
     recipe = replace(recipe, **knobs)
     recipe.check(config, ranks)
@@ -96,5 +101,6 @@ def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) ->
     """One line that names a step: model, recipe, ranks, tokens."""
     name = Path(model).name if isinstance(model, str | Path) else "model"
     if isinstance(recipe, Recipe):
-        recipe = " + ".join(knob for knob, value in recipe.to_json().items() if value) or "plain"
+        plain = Recipe().to_json()
+        recipe = " + ".join(k for k, value in recipe.to_json().items() if value != plain[k]) or "plain"
     return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

@@ -7,5 +7,6 @@ from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
 from lab.show.sources import source
+from lab.show.tuner_widget import tuner
 
-__all__ = ["Picture", "curves", "explore", "live", "predict", "source", "stack", "timeline"]
+__all__ = ["Picture", "curves", "explore", "live", "predict", "source", "stack", "timeline", "tuner"]

@@ -1,11 +1,11 @@
 // The widget: takes the messages, draws when there is something new, and reads out what the pointer is on.
-// live_rows.js and live_panels.js stand before it in one module.
+// page.js, live_rows.js and live_panels.js stand before it in one module.
 
 class View {
   constructor(store, look, el, stop) {
     this.store = store;
     this.look = look;
-    this.root = add(el, "div", "lab-live");
+    this.root = add(el, "div", "lab-widget lab-live");
     const head = add(this.root, "div", "lab-live-head");
     this.status = add(head, "span", "lab-live-status");
     const button = add(head, "button", "lab-live-stop");
@@ -119,24 +119,12 @@ function said({ step, steps, loss }) {
   return `step ${step} of ${steps}` + (loss === null ? "" : ` · loss ${Number(loss).toFixed(4)}`);
 }
 
-function add(parent, tag, name = "") {
-  const element = document.createElement(tag);
-  element.className = name;
-  parent.append(element);
-  return element;
-}
-
 function line(parent, left, right, name = "") {
   const row = add(parent, "div", `lab-live-row ${name}`);
   const start = add(row, "span");
   start.textContent = left;
   add(row, "span").textContent = right;
   return start;
-}
-
-function swatch(parent, name, colour) {
-  add(parent, "i", "lab-live-swatch").style.background = colour;
-  parent.append(name);
 }
 
 // Once a widget, however often it is shown: the rows belong to it, and each view draws them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import anywidget
@@ -20,30 +20,41 @@ from lab.show.palette import COLOURS, PHASE_TINTS
 from lab.show.picture import Picture
 from lab.verbs.messages import Progress, Run, Started
 
-_HERE = Path(__file__).parent
-
 _WARM_UP = 0.4
 """Seconds for which the first messages wait: a browser that still loads the script would lose them."""
+
+
+def joined(*names: str) -> str:
+    """The texts of scripts or styles that lie beside this file, as the one that a widget takes."""
+    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
 
 
 class _Widget(anywidget.AnyWidget):
     """The canvas in the browser. It is sent messages; its traits never change."""
 
     # A widget is one module of script: its parts are plain scripts, joined.
-    _esm = "\n".join(_HERE.joinpath(f"live_{part}.js").read_text() for part in ("rows", "panels", "timeline"))
-    _css = _HERE.joinpath("live_timeline.css").read_text()
+    _esm = joined("page.js", "live_rows.js", "live_panels.js", "live_timeline.js")
+    _css = joined("page.css", "live_timeline.css")
     look = traitlets.Dict().tag(sync=True)
+
+
+class Place(Protocol):
+    """Where a timeline stands: first the widget is shown there, and in the end the picture instead."""
+
+    def show(self, shown: Picture | _Widget) -> None:
+        """Show it, in place of what was shown before."""
 
 
 class LiveTimeline:
     """Give it to ``lab.run(..., watch=...)``: it draws each message, and turns into a picture at the end.
 
     Its Stop ends the run, which then is what it measured. Where no browser looks on (papermill, a script)
-    there is the picture only. It can watch one run after another.
+    there is the picture only. It can watch one run after another, each in an output of its own, or all in
+    the ``place`` that is given.
     """
 
-    def __init__(self, height: int) -> None:
-        self._height = height
+    def __init__(self, height: int, place: Place | None = None) -> None:
+        self._height, self._place = height, place
         self._showing: _Showing | None = None
         self._stop: Callable[[], None] = _nothing
 
@@ -55,14 +66,14 @@ class LiveTimeline:
         if isinstance(message, Run):
             self._finish(timeline(message))
             return
-        if self._showing is None and _is_watched():
-            self._showing = _Showing(self._height, self._stop)
+        if self._showing is None and (self._place or _is_watched()):
+            self._showing = _Showing(self._height, self._stop, self._place or _Output())
         if self._showing is not None:
             self._showing.draw(message)
 
     def _finish(self, picture: Picture) -> None:
         if self._showing is None:
-            _publish(picture)
+            (self._place or _Output()).show(picture)
         else:
             self._showing.replace(picture)
             self._showing = None
@@ -71,7 +82,7 @@ class LiveTimeline:
 class _Showing:
     """A displayed widget, and what its script has been told."""
 
-    def __init__(self, height: int, stop: Callable[[], None]) -> None:
+    def __init__(self, height: int, stop: Callable[[], None], place: Place) -> None:
         self._widget = _Widget(
             look={
                 "categories": [[name, COLOURS[name]] for name in CATEGORIES],
@@ -86,8 +97,8 @@ class _Showing:
         # From 7.4 ipykernel hands what the page says to the thread that last spoke to it: the one that the
         # cell blocks. Without this method the page's own choice holds, which is a subshell.
         self._widget.comm._reply_subshell_for = None
-        self._place = uuid4().hex
-        _publish(self._widget, display_id=self._place)
+        self._place = place
+        place.show(self._widget)
         self._opened = time.monotonic()
         self._waiting: list[Progress] = []
         self._names = Names()
@@ -103,7 +114,7 @@ class _Showing:
 
     def replace(self, picture: Picture) -> None:
         # The picture first: a closed widget leaves an empty place, and the cells below would jump.
-        _publish(picture, display_id=self._place, update=True)
+        self._place.show(picture)
         self._widget.close()
 
 
@@ -116,9 +127,18 @@ def live(*, height: int = 400) -> LiveTimeline:
     return LiveTimeline(height)
 
 
-def _publish(shown: Picture | _Widget, **where: Any) -> None:
-    # IPython says that it is typed, and this function is not.
-    display(shown, **where)  # type: ignore[no-untyped-call]
+class _Output:
+    """A place among the outputs of the cell that runs."""
+
+    def __init__(self) -> None:
+        self._where: dict[str, Any] = {}
+
+    def show(self, shown: Picture | _Widget) -> None:
+        if not self._where and isinstance(shown, _Widget):
+            self._where = {"display_id": uuid4().hex}
+        # IPython says that it is typed, and this function is not.
+        display(shown, **self._where)  # type: ignore[no-untyped-call]
+        self._where |= {"update": True} if self._where else {}
 
 
 def _is_watched() -> bool:

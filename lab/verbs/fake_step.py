@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from lab.memory.workspace import NO_WORKSPACE, cuda_workspace
 from lab.recipe import Recipe
 from lab.step import make_optimizer, train_step, update
 from lab.techniques.slices import shortened
+
+_TURN = Lock()
+"""A process has one default group: plans made in several threads at once take turns."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,13 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
 @contextmanager
 def _one_of(ranks: int, rank: int) -> Iterator[DeviceMesh]:
     """A group in which every collective returns at once, with whatever lies in its buffers."""
-    if dist.is_initialized():
-        raise LabError("this process is one of a group of ranks, and a plan makes its own: plan elsewhere")
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (ranks,))
-    finally:
-        dist.destroy_process_group()
+    with _TURN:
+        if dist.is_initialized():
+            raise LabError(
+                "this process is one of a group of ranks, and a plan makes its own: plan elsewhere"
+            )
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            yield init_device_mesh("cpu", (ranks,))
+        finally:
+            dist.destroy_process_group()

@@ -1,0 +1,118 @@
+// The tuner's panel: what Python said last, drawn. Widths change in place, so that a bar moves and never jumps.
+// page.js stands before it in one module.
+
+class Panel {
+  constructor(el, look, mend) {
+    this.look = look;
+    this.mend = mend;
+    this.root = add(el, "div", "lab-widget lab-tuner");
+    this.verdict = add(this.root, "div", "lab-tuner-verdict");
+    this.verdict.setAttribute("aria-live", "polite");
+    this.mends = add(this.root, "div", "lab-tuner-mends");
+    this.drawn = add(this.root, "div", "lab-tuner-drawn");
+    this.bars = ["closed form", "plan"].map((name) => new Bar(this.drawn, name, look));
+    this.host = new Bar(this.drawn, "host", look);
+    this.legend = add(this.drawn, "div", "lab-tuner-legend");
+    this.note = add(this.root, "div", "lab-tuner-note");
+    this.texts = ["Python", "shell"].map((name) => new Copied(this.root, name));
+  }
+
+  draw(shown) {
+    this.root.dataset.verdict = shown.verdict;
+    this.verdict.textContent = shown.words;
+    this.note.textContent = shown.note;
+    this.mends.replaceChildren();
+    shown.mends.forEach((words, n) => {
+      const button = add(this.mends, "button");
+      button.textContent = `Set ${words}`;
+      button.addEventListener("click", () => this.mend(n));
+    });
+    this.texts.forEach((text, n) => text.show(shown.texts[n]));
+    // An illegal combination has no bytes: the last ones stay, pale.
+    if (!shown.bars.length) return;
+    this.bars.forEach((bar, n) => bar.show(shown.bars[n], shown.limit, shown.scale));
+    this.host.show(shown.host, shown.host?.limit, shown.host?.scale);
+    this.legend.replaceChildren();
+    for (const [category, bytes, parts] of shown.legend) {
+      const name = add(this.legend, "span", "lab-tuner-category");
+      add(name, "i", "lab-swatch").style.background = this.look[category];
+      name.append(category);
+      add(this.legend, "span", "lab-tuner-bytes").textContent = bytes;
+      add(this.legend, "span", "lab-tuner-parts").textContent = parts;
+    }
+  }
+}
+
+// One bar with its name above it and, where there is a limit, the line that it must not cross.
+class Bar {
+  constructor(parent, name, look) {
+    this.root = add(parent, "div", `lab-tuner-bar lab-tuner-${name.replace(" ", "-")}`);
+    const head = add(this.root, "div", "lab-tuner-head");
+    this.name = add(head, "span");
+    this.total = add(head, "span", "lab-tuner-total");
+    const track = add(this.root, "div", "lab-tuner-track");
+    this.parts = Object.entries(look).map(([category, colour]) => {
+      const part = add(track, "div", "lab-tuner-part");
+      part.style.background = colour;
+      return [category, part];
+    });
+    this.line = add(track, "div", "lab-tuner-line");
+    this.limit = add(this.line, "span");
+  }
+
+  show(bar, limit, scale) {
+    this.root.hidden = !bar;
+    if (!bar) return;
+    this.name.textContent = bar.name;
+    this.total.textContent = bar.total;
+    this.root.classList.toggle("lab-tuner-stale", bar.stale);
+    let start = 0;
+    for (const [category, part] of this.parts) {
+      // What is beyond the scale is cut; the total says so.
+      const end = Math.min(scale, start + (bar.sizes[category] ?? 0));
+      part.style.width = `${((end - start) / scale) * 100}%`;
+      part.title = bar.sizes[category] ? `${category}: ${bar.texts[category]}` : "";
+      start = end;
+    }
+    this.line.style.left = `${(limit / scale) * 100}%`;
+    // Where the bars are long the line stands far left, and its label right of it.
+    this.line.classList.toggle("lab-tuner-early", limit / scale < 0.6);
+    this.limit.textContent = bar.line;
+  }
+}
+
+// A line of code and a button that puts it on the clipboard.
+class Copied {
+  constructor(parent, name) {
+    this.root = add(parent, "div", "lab-tuner-copy");
+    const button = add(this.root, "button");
+    button.textContent = "Copy";
+    button.title = `Copy as ${name}`;
+    this.code = add(this.root, "code");
+    button.addEventListener("click", async () => {
+      const range = document.createRange();
+      range.selectNodeContents(this.code);
+      getSelection().removeAllRanges();
+      getSelection().addRange(range);
+      // A page that is not on this machine and has no https gives no clipboard: the text is marked, to be copied.
+      if (navigator.clipboard) await navigator.clipboard.writeText(this.code.textContent);
+      button.textContent = navigator.clipboard ? "Copied" : "Marked";
+      setTimeout(() => (button.textContent = "Copy"), 1200);
+    });
+  }
+
+  show(text) {
+    this.root.hidden = !text;
+    this.code.textContent = text;
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const panel = new Panel(el, model.get("look"), (n) => model.send({ mend: n }));
+    const draw = () => panel.draw(model.get("shown"));
+    model.on("change:shown", draw);
+    draw();
+    return () => model.off("change:shown", draw);
+  },
+};

@@ -1,0 +1,369 @@
+"""The tuner: it shows the closed form, an illegal move can be mended, and what it copies is what it shows."""
+
+import threading
+from itertools import pairwise
+from pathlib import Path
+from shlex import split
+from typing import Any
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+from nbclient import NotebookClient
+
+import lab
+import lab.show
+from cluster.ranks import Cluster
+from lab.cli import main
+from lab.errors import LabError, RecipeError
+from lab.formulas import estimate, moments
+from lab.hardware import fixed_workspace
+from lab.models import config_of
+from lab.recipe import Recipe
+from lab.rungs import RUNGS, ladder, recipe_for
+from lab.show import tuner_widget
+from lab.show.predicted import Predicted, Refused, _parts, predict
+from lab.show.shrinking import TILES_AT_MOST, shrunk
+from lab.show.tuning import TILES, State, choices
+from lab.units import GiB, Ki, Mi, MiB
+
+
+def small(recipe: str | Recipe = "upipe", **settings: Any) -> tuner_widget.Tuner:
+    given = {"tokens": 1024, "ranks": 4, "device_memory": "64MiB", "workspace": False, **settings}
+    return lab.show.tuner("tiny", recipe, **given)
+
+
+def shown(tuner: tuner_widget.Tuner) -> Predicted:
+    assert isinstance(tuner.predicted, Predicted)
+    return tuner.predicted
+
+
+# ---- what is drawn -------------------------------------------------------------------------------------
+
+
+def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
+    tuner = lab.show.tuner("llama3-8b", "upipe", tokens="5M", ranks=8, head_chunk=16)
+    config = config_of("llama3-8b")
+    found = estimate(config, tuner.recipe, tokens=5 * Mi, ranks=8)
+    assert shown(tuner).device == found.device_peak + fixed_workspace(8)
+    assert shown(tuner).host == 8 * found.host_peak > 0
+    bar = tuner.panel.shown["bars"][0]
+    assert sum(bar["sizes"].values()) == shown(tuner).device
+    assert tuner.panel.shown["limit"] == 80 * GiB
+    without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
+    assert shown(without).device == found.device_peak
+    assert "workspace" not in shown(without).by_category
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
+    recipe = recipe_for(rung, "llama3.2-1b", 4, 64 * Ki)
+    for moment, parts in moments(config_of("llama3.2-1b"), recipe, tokens=64 * Ki, ranks=4).items():
+        assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
+        held = {part.name: part.size for part in _parts(moment, parts)}
+        assert held["Adam's two moments"] == 2 * held["fp32 parameters"] > 0
+
+
+def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
+    tuner = small()
+    for name, value in (("mlp_tile", None), ("offload", "none")):
+        saved = shown(tuner).saves[name]
+        moved = tuner.state.moved(name, value)
+        found = predict(moved)
+        assert isinstance(found, Predicted)
+        assert found.device == shown(tuner).device + saved
+    tuner.move("mlp_tile", None)
+    assert "mlp_tile" not in shown(tuner).saves
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "verdict", "words"),
+    [
+        (1.2, "1GiB", "fits", "fits: "),
+        (1.05, "1GiB", "close", "just fits: "),
+        (0.99, "1GiB", "device", "does not fit: "),
+        (1.2, "1MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB a node"),
+    ],
+)
+def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
+    tuner = small(device_memory=int(shown(small()).device * device), host_memory=host)
+    assert tuner.panel.shown["verdict"] == verdict, tuner.panel.shown["words"]
+    assert tuner.panel.shown["words"].startswith(words)
+
+
+# ---- moves ---------------------------------------------------------------------------------------------
+
+
+def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a move makes no plan and builds no model")
+
+    tuner = lab.show.tuner()
+    monkeypatch.setattr("lab.models.build", refuse)
+    monkeypatch.setattr("lab.verbs.fake_step.fake_step", refuse)
+    monkeypatch.setattr(tuner_widget, "plan", refuse)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
+    drawn = [tuner.panel.shown]
+    for name, value in (
+        ("head_chunk", 16), ("mlp_tile", 64 * Ki), ("norm_tile", 0), ("loss_tile", 1024), ("offload", False),
+        ("checkpoint", False), ("tokens", Mi), ("ranks", 16), ("device_memory", 141 * GiB),
+        ("model", "llama3-70b"), ("rung", "tiling"),
+    ):  # fmt: skip
+        tuner.knobs.by_name[name].value = value
+        drawn.append(tuner.panel.shown)
+    assert all(before != after for before, after in pairwise(drawn))
+    assert tuner.state == State(
+        model="llama3-70b", config=tuner.state.config, rung="tiling", tokens=Mi, ranks=16, by_hand={},
+        device_memory=141 * GiB, host_memory=2048 * GiB, workspace=True,
+    )  # fmt: skip
+    assert tuner.recipe == recipe_for("tiling", "llama3-70b", 16, Mi)
+
+
+def test_what_derives_follows_and_what_was_set_by_hand_stays() -> None:
+    tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8)
+    tuner.knobs.by_name["mlp_tile"].value = 1024
+    tuner.knobs.by_name["ranks"].value = 16
+    assert tuner.recipe == recipe_for("upipe", "llama3-8b", 16, Mi, mlp_tile=1024)
+    assert tuner.knobs.by_name["head_chunk"].value == tuner.recipe.head_chunk == 16
+    tuner.knobs.by_name["rung"].value = "checkpoint"
+    assert tuner.recipe == recipe_for("checkpoint", "llama3-8b", 16, Mi)
+    assert [tuner.knobs.by_name[name].value for name in ("head_chunk", *TILES)] == [0, 0, 0, 0]
+
+
+def test_every_choice_of_a_slider_is_shown_and_none_is_another() -> None:
+    tuner = lab.show.tuner("llama3.2-3b", tokens=1000, ranks=5, device_memory="81089MiB")
+    for name in ("tokens", "ranks", "device_memory", "head_chunk", *TILES):
+        options = tuner.knobs.by_name[name].options
+        assert len({label for label, _ in options}) == len(options) == len(choices(tuner.state, name))
+    assert {8, 24} <= set(choices(tuner.state, "head_chunk"))
+
+
+# ---- illegal combinations ----------------------------------------------------------------------------------
+
+
+def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_away() -> None:
+    tuner = lab.show.tuner("llama3-8b", ranks=8)
+    tuner.knobs.by_name["head_chunk"].value = 24
+    with pytest.raises(RecipeError) as refused:
+        _ = tuner.recipe
+    panel = tuner.panel.shown
+    assert (panel["verdict"], panel["words"]) == ("illegal", str(refused.value))
+    assert "these work: 8, 16, 32" in panel["words"]
+    assert panel["mends"] == ["head chunk 16"]
+    assert panel["texts"] == ["", ""]
+    assert tuner.plan_button.disabled
+    assert tuner.run_button.disabled
+    tuner.panel._handle_custom_msg({"mend": 0}, [])
+    assert tuner.recipe == recipe_for("upipe", "llama3-8b", 8, 3 * Mi, head_chunk=16)
+    assert tuner.knobs.by_name["head_chunk"].value == 16
+    assert not tuner.plan_button.disabled
+
+
+def test_the_knob_that_was_moved_is_mended_first() -> None:
+    tuner = lab.show.tuner("llama3-8b", ranks=8)
+    tuner.knobs.by_name["checkpoint"].value = False
+    assert tuner.panel.shown["mends"] == ["checkpoint on", "offload none"]
+    tuner.mend(1)
+    assert (tuner.recipe.checkpoint, tuner.recipe.offload) == (False, "none")
+    tuner.move("offload", "inputs")
+    assert tuner.panel.shown["mends"] == ["offload none", "checkpoint on"]
+
+
+def test_ranks_that_a_degree_by_hand_forbids_are_mended_to_others() -> None:
+    tuner = lab.show.tuner("llama3-8b", Recipe(fsdp=True, ulysses=4, head_chunk=8), ranks=8)
+    tuner.move("ranks", 6)
+    assert "on 6 ranks" in tuner.panel.shown["words"]
+    assert tuner.panel.shown["mends"] == ["ranks 4"]
+    tuner.mend(0)
+    assert tuner.recipe.ulysses == tuner.state.ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "fish"}, "unknown recipe 'fish'"),
+        ({"tokens": "many"}, "not a number of tokens"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"head_chunk": -8}, "head_chunk=-8"),
+        ({"fish": 3}, "no field 'fish'"),
+        ({"model": lambda: None}, "a tuner writes its model as text"),
+    ],
+)
+def test_what_does_not_exist_is_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(LabError, match=message):
+        lab.show.tuner(**{"model": "tiny", **settings})
+
+
+# ---- copy ------------------------------------------------------------------------------------------------
+
+COPIED = [
+    {"recipe": "upipe", "head_chunk": 16, "mlp_tile": 64, "loss_tile": None},
+    {"recipe": "checkpoint", "checkpoint": False},
+    {"recipe": "plain", "workspace": False, "device_memory": 123_457, "tokens": 1000},
+    {"recipe": "tiling", "offload": "none", "ring": 2},
+    {"recipe": Recipe(fsdp=True, ulysses=2, checkpoint=True, offload="inputs", loss_tile=300)},
+    {"recipe": Recipe(ulysses=2, ulysses_backend="deepspeed", compute_dtype="bfloat16", norm_tile=128)},
+]
+
+
+@pytest.mark.parametrize("settings", COPIED, ids=str)
+def test_both_copied_texts_make_the_same_recipe(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = lab.show.tuner("tiny", **{"tokens": 2048, "ranks": 4, **settings})
+    if isinstance(settings["recipe"], Recipe):
+        assert tuner.recipe == settings["recipe"]
+    asked: list[dict[str, Any]] = []
+
+    def plan(model: str, recipe: str, **given: Any) -> Any:
+        known = {"tokens", "ranks", "device_memory", "host_memory", "workspace"}
+        given = {"workspace": True} | {n: v for n, v in given.items() if n not in UNSAID}
+        knobs = {name: value for name, value in given.items() if name not in known}
+        made = recipe_for(recipe, model, given["ranks"], lab.units.parse_tokens(given["tokens"]), **knobs)
+        assert made == tuner.recipe
+        asked.append({name: given[name] for name in known} | {"model": model})
+        raise LabError("asked")
+
+    monkeypatch.setattr("lab.verbs.plan.plan", plan)
+    with pytest.raises(LabError, match="asked"):
+        eval(tuner.python, {"lab": lab})
+    program, *words = split(tuner.command)
+    assert program == "lab"
+    answer = CliRunner().invoke(main, words)
+    assert (answer.exit_code, "asked" in answer.output) == (2, True), answer.output
+    said, told = asked
+    assert said == told
+    memories = tuner.state.device_memory, tuner.state.host_memory
+    assert tuple(map(lab.units.parse_bytes, (said["device_memory"], said["host_memory"]))) == memories
+    assert said["workspace"] is tuner.state.workspace
+
+
+UNSAID = ("rows", "ranks_per_node", "device")
+"""What the command line gives and a tuner does not know."""
+
+
+# ---- plan and run ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() -> None:
+    tuner = small()
+    tuner.plan_button.click()
+    assert tuner.plan_button.disabled
+    tuner.wait()
+    assert tuner.planned is not None
+    assert tuner.planned.recipe == tuner.recipe
+    closed, planned = tuner.panel.shown["bars"]
+    assert sum(planned["sizes"].values()) == tuner.planned.device_peak
+    assert sum(closed["sizes"].values()) == pytest.approx(tuner.planned.device_peak, rel=0.01)
+    assert not planned["stale"]
+    assert "Planned: " in tuner.panel.shown["note"]
+    assert not tuner.plan_button.disabled
+
+
+def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, made, go = small(), threading.Event(), threading.Event()
+    plan = tuner_widget.plan
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        made.set()
+        assert go.wait(60)
+        return plan(*args, **settings)
+
+    monkeypatch.setattr(tuner_widget, "plan", slow)
+    tuner.plan()
+    assert made.wait(60)
+    # The kernel is free: while it is planned the reader moves on.
+    tuner.move("head_chunk", 8)
+    go.set()
+    tuner.wait()
+    planned = tuner.panel.shown["bars"][1]
+    assert planned["stale"]
+    assert planned["name"].startswith("plan of an earlier setting")
+    assert "Planned: " not in tuner.panel.shown["note"]
+    # Back where it was made for it holds again; another device has no part in a plan.
+    tuner.move("head_chunk", 4)
+    tuner.move("device_memory", 32 * MiB)
+    assert not tuner.panel.shown["bars"][1]["stale"]
+
+
+def test_what_goes_wrong_in_the_background_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **settings: Any) -> None:
+        raise LabError("no <fish> today")
+
+    monkeypatch.setattr(tuner_widget, "plan", fails)
+    tuner = small()
+    tuner.plan()
+    tuner.wait()
+    assert tuner.status.value == "LabError: no &lt;fish&gt; today"
+    assert not tuner.plan_button.disabled
+
+
+def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
+    state = lab.show.tuner("llama3-8b", tokens="4M", ranks=8, head_chunk=16, mlp_tile=256 * Ki).state
+    found = shrunk(state, 4)
+    small_, big = found.state.recipe, state.recipe
+    assert (found.state.model, found.state.ranks, found.state.tokens) == ("tiny", 4, 2048)
+    assert small_.head_chunk == big.head_chunk  # of as many heads
+    # Half of a rank's tokens, as it was; and the fewest that a tile may have.
+    assert (small_.mlp_tile, small_.norm_tile) == (256, 512 // TILES_AT_MOST)
+    assert (small_.checkpoint, small_.offload, small_.fsdp) == (True, "inputs", True)
+    said = {"model llama3-8b → tiny", "ranks 8 → 4", "context 4M → 2K", "MLP tile 256K → 256"}
+    assert said <= {*found.changes}
+    # A third of 24 heads: of 32 the nearest that divides them.
+    assert shrunk(lab.show.tuner("llama3.2-3b", ranks=8).state, 2).state.recipe.head_chunk == 8
+    as_it_stands = small().state
+    assert shrunk(as_it_stands, 4).state.recipe == as_it_stands.recipe
+    assert shrunk(as_it_stands, 4).changes == ()
+
+
+def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -> None:
+    tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4)
+    tuner.run_button.click()
+    assert tuner.run_button.disabled
+    tuner.wait()
+    assert tuner.ran is not None, tuner.status.value
+    assert tuner.ran.training.recipe == shrunk(tuner.state, 4).state.recipe
+    assert tuner.ran.complete
+    assert "model llama3-8b → tiny, ranks 8 → 4, context 1M → 2K" in tuner.status.value
+    (image,) = tuner.place.children
+    assert bytes(image.value).startswith(b"\x89PNG")
+    said = predict(shrunk(tuner.state, 4).state)
+    assert isinstance(said, Predicted)
+    assert tuner.ran.timelines[0].device_peak == pytest.approx(said.device, rel=0.01)
+
+
+# ---- without a front end -----------------------------------------------------------------------------------
+
+
+def test_an_executed_notebook_stores_a_picture_and_a_table(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
+import lab.show
+lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    (output,) = notebook.cells[0].outputs
+    assert len(output.data["image/png"]) > 5000
+    first, *rows = output.data["text/plain"].splitlines()
+    tuner = lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
+    assert first == shown(tuner).words
+    assert len(rows) == len(shown(tuner).by_category) + 2 + len(shown(tuner).saves)
+
+
+def test_an_illegal_beginning_is_words_alone() -> None:
+    tuner = small(head_chunk=6)
+    bundle = tuner._repr_mimebundle_()
+    assert "image/png" not in bundle
+    assert bundle["text/plain"].startswith("illegal: head_chunk=6: ")
+    assert bundle["text/plain"].endswith("would work: head chunk 4")
+    assert isinstance(tuner.predicted, Refused)
+
+
+def test_the_ladder_below_a_rung_is_not_asked_what_the_rungs_above_allow() -> None:
+    assert recipe_for("checkpoint", "tiny", 4, 1024, checkpoint=False).checkpoint is False
+    with pytest.raises(RecipeError, match="without checkpointing"):
+        ladder("tiny", 4, 1024, checkpoint=False)

@@ -1,0 +1,89 @@
+"""What a reader sees of the tuner: moved in a real JupyterLab and in a real Notebook 7 by a real browser."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, Page
+
+from lab.jupyter import arguments
+from lab_tests.browser import CHROMIUM, jupyter_page, run_all_cells
+from lab_tests.test_browser import ROOT, served, wait_for
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
+
+TUNER = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}]
+import lab.show
+
+tuner = lab.show.tuner("llama3-8b", tokens="3M", ranks=8)
+tuner
+"""
+
+
+def handle(page: Page, name: str) -> Locator:
+    """What the reader drags of a slider."""
+    return page.locator(".widget-hslider", has_text=name).locator(".noUi-handle")
+
+
+def verdict(page: Page) -> str:
+    return page.locator(".lab-tuner-verdict").inner_text()
+
+
+def widths(page: Page) -> list[float]:
+    """Of the parts of the predicted stack, in pixels."""
+    parts = page.locator(".lab-tuner-closed-form .lab-tuner-part").all()
+    return [box["width"] if (box := part.bounding_box()) else 0 for part in parts]
+
+
+def test_the_head_chunk_slider_moves_the_stack_and_the_verdict(tmp_path: Path) -> None:
+    _, command = served(tmp_path, TUNER)
+    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
+        run_all_cells(page)
+        _turn_every_way(page)
+
+
+def test_it_is_the_same_in_notebook_7(tmp_path: Path) -> None:
+    pytest.importorskip("notebook")
+    path, _ = served(tmp_path, TUNER)
+    command = [sys.executable, "-m", "notebook", "--no-browser", "--ServerApp.port={port}"]
+    command += arguments(path.parent, path.name)
+    with jupyter_page(command, "notebooks/live.ipynb", home=tmp_path) as page:
+        cell = page.locator(".jp-CodeCell .cm-content")
+        cell.click(timeout=60_000)
+        page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=60_000)
+        page.keyboard.press("Control+Enter")
+        _turn_every_way(page)
+
+
+def _turn_every_way(page: Page) -> None:
+    page.locator(".lab-tuner-verdict").wait_for(timeout=120_000)
+    first, stack = verdict(page), widths(page)
+    assert first.startswith("fits: ")
+
+    # Dragged to its right end, where UPipe is off: more is held, and the bar is longer.
+    at = handle(page, "head chunk").bounding_box()
+    assert at is not None
+    page.mouse.move(at["x"] + at["width"] / 2, at["y"] + at["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(at["x"] + 300, at["y"], steps=12)
+    page.mouse.up()
+    wait_for(lambda: sum(widths(page)) > sum(stack) + 10)
+    assert verdict(page) != first
+    assert "head_chunk=None" in page.locator(".lab-tuner-copy code").first.inner_text()
+
+    # One step to the left of it is 32; of 24 heads a message speaks, and a button mends it.
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    wait_for(lambda: verdict(page).startswith("head_chunk=24: "))
+    page.get_by_role("button", name="Set head chunk 16").click()
+    wait_for(lambda: verdict(page).startswith("fits: "))
+    assert "--set head_chunk=16" in page.locator(".lab-tuner-copy code").last.inner_text()
+
+    page.get_by_role("button", name="Plan", exact=True).click()
+    plan = page.locator(".lab-tuner-plan")
+    plan.wait_for(timeout=120_000)
+    assert "lab-tuner-stale" not in (plan.get_attribute("class") or "")
+    handle(page, "context").press("ArrowLeft")
+    page.get_by_text("plan of an earlier setting").wait_for()
