@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -79,9 +80,9 @@ def browser_page(*, width: int = 1200, height: int = 1000, ratio: float = 1) -> 
 
 
 @contextmanager
-def jupyter_page(command: Sequence[str], path: str, *, home: Path) -> Iterator[Page]:
-    """A browser page on ``path`` of a Jupyter server that runs as long as the block: see ``jupyter``."""
-    with jupyter(command, home=home) as server, browser_page() as page:
+def jupyter_page(command: Sequence[str], path: str, *, home: Path, **view: Any) -> Iterator[Page]:
+    """A browser page (of ``view``) on ``path`` of a Jupyter server that runs as long as the block."""
+    with jupyter(command, home=home) as server, browser_page(**view) as page:
         page.goto(server.url(path))
         yield page
 

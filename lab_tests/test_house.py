@@ -39,6 +39,8 @@ def tracked() -> list[str]:
 
 def described(path: Path) -> str:
     """What a file says of itself in its first line."""
+    if path.suffix == ".png":
+        return ""
     text = path.read_text()
     if path.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""
