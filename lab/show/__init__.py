@@ -4,9 +4,21 @@ from lab.show.comparisons import curves, stack
 from lab.show.exchange_grid import exchange
 from lab.show.exploring import explore
 from lab.show.figures import timeline
+from lab.show.lanes import lanes
 from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
 from lab.show.sources import source
 
-__all__ = ["Picture", "curves", "exchange", "explore", "live", "predict", "source", "stack", "timeline"]
+__all__ = [
+    "Picture",
+    "curves",
+    "exchange",
+    "explore",
+    "lanes",
+    "live",
+    "predict",
+    "source",
+    "stack",
+    "timeline",
+]
