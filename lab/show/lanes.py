@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -19,6 +19,9 @@ Span: TypeAlias = tuple[str, float, float]
 
 _SHORTEST = 1 / 400
 """Of the axis: a bar is drawn at least so long, that it can be seen."""
+
+_SEAM: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+"""Between bars that touch."""
 
 _LETTERS = 150
 """Small letters that fit side by side in a whole picture."""
@@ -46,9 +49,7 @@ def lanes(runs: Mapping[str, Mapping[str, Sequence[Span]]], *, title: str = "") 
         for name, run in spans.items():
             for kind, lane in run.items():
                 bars = [(start, max(end - start, longest * _SHORTEST)) for _, start, end in lane]
-                axes.broken_barh(
-                    bars, (row - 0.4, 0.8), facecolor=SERIES_COLOURS[kinds.index(kind)], linewidth=0
-                )
+                axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=SERIES_COLOURS[kinds.index(kind)], **_SEAM)
                 rooms = [*(start for _, start, _ in lane[1:]), longest]
                 for span, room in zip(lane, rooms, strict=True):
                     _write(axes, span, room, row, longest)
