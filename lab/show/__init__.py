@@ -1,12 +1,26 @@
 """Objects in, pictures out: the live timeline, static figures, and the library's own code."""
 
 from lab.show.comparisons import curves, stack
+from lab.show.exchange_grid import exchange
 from lab.show.exploring import explore
 from lab.show.figures import timeline
+from lab.show.lanes import lanes
 from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
 from lab.show.sources import source
 from lab.show.tuner_widget import tuner
 
-__all__ = ["Picture", "curves", "explore", "live", "predict", "source", "stack", "timeline", "tuner"]
+__all__ = [
+    "Picture",
+    "curves",
+    "exchange",
+    "explore",
+    "lanes",
+    "live",
+    "predict",
+    "source",
+    "stack",
+    "timeline",
+    "tuner",
+]

@@ -1,8 +1,9 @@
-"""The static memory timeline: one panel a rank, all on the same axes."""
+"""The static memory timeline: one panel a rank, or one a name, all on the same axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -37,7 +38,7 @@ class HasTimelines(Protocol):
         """One a rank."""
 
 
-Measured: TypeAlias = Timeline | HasTimeline | HasTimelines
+Measured: TypeAlias = Timeline | HasTimeline | HasTimelines | Mapping[str, Timeline]
 
 
 def timeline(
@@ -45,16 +46,18 @@ def timeline(
 ) -> Picture:
     """Draw memory over time, stacked by category, one panel a rank, the peak of each named.
 
-    ``measured`` is a run, a rehearsal, a plan or a bare timeline; its ``title``, if any, stands above.
+    ``measured`` is a run, a rehearsal, a plan or a bare timeline; its ``title``, if any, stands above. Or it
+    is timelines by name, before and after: they stand one above the other, and each begins at the left.
     ``planned`` lays a line over it: the plan's bytes, each phase stretched to the time it really took.
     ``over="operators"`` counts operators along the axis in place of seconds, which say nothing in a plan.
 
     Raises:
         LabError: there is nothing to draw.
     """
-    title, timelines = _ranks(measured)
+    title, named = _panels(measured)
+    timelines = tuple(named.values())
     plan = planned if isinstance(planned, Timeline) or planned is None else planned.timeline
-    columns = columns_for(len(timelines))
+    columns = 1 if isinstance(measured, Mapping) else columns_for(len(timelines))
     rows = ceil(len(timelines) / columns)
     lanes = 2 if any(t.host_peak for t in timelines) else 1
     height = 0.75 + rows * ((1.65 if rows > 1 else 2.6) + 0.45 * (lanes - 1))
@@ -66,21 +69,21 @@ def timeline(
             squeeze=False,
             gridspec_kw={"height_ratios": [1, 0.22][:lanes] * rows},
         )
-        for rank, one in enumerate(timelines):
-            row, column = divmod(rank, columns)
+        for number, (name, one) in enumerate(named.items()):
+            row, column = divmod(number, columns)
             axes = grid[row * lanes, column]
             drawn = panel(one, over, 1 / columns)
             draw_phases(axes, drawn)
             draw_stack(axes, drawn)
             if plan is not None:
                 draw_planned(axes, one, plan, over)
-            _name(axes, f"rank {rank}" if len(timelines) > 1 else "", one.peak, 152 // columns)
+            _name(axes, name, one.peak, 152 // columns)
             if lanes == 2:
                 draw_host(grid[row * lanes + 1, column], drawn)
         _finish(grid.tolist(), timelines, lanes, over, plan)
         marks = _marks(lanes, plan)
         head(figure, title, list(marks.values()), list(marks))
-    return Picture(figure, _in_words(title, timelines, plan))
+    return Picture(figure, _in_words(title, named, plan))
 
 
 def columns_for(panels: int) -> int:
@@ -88,22 +91,25 @@ def columns_for(panels: int) -> int:
     return panels if panels <= 3 else ceil(panels / 2)
 
 
-def _ranks(measured: Measured) -> tuple[str, tuple[Timeline, ...]]:
-    title: str = getattr(measured, "title", "")
-    timelines: tuple[Timeline, ...]
-    if isinstance(measured, Timeline):
-        timelines = (measured,)
+def _panels(measured: Measured) -> tuple[str, dict[str, Timeline]]:
+    """The title, and the timelines by the names of their panels."""
+    if isinstance(measured, Mapping):
+        # Whenever they were measured, they are compared from their beginnings.
+        named = {name: replace(one, seconds=one.seconds - one.seconds[:1]) for name, one in measured.items()}
+    elif isinstance(measured, Timeline):
+        named = {"": measured}
     elif isinstance(measured, HasTimelines):
-        timelines = measured.timelines
+        ranks = measured.timelines
+        named = {f"rank {rank}" if len(ranks) > 1 else "": one for rank, one in enumerate(ranks)}
     else:
-        timelines = (measured.timeline,)
-    if not timelines or not all(map(len, timelines)):
+        named = {"": measured.timeline}
+    if not named or not all(map(len, named.values())):
         raise LabError("this timeline has no rows: nothing was measured")
-    return title, timelines
+    return getattr(measured, "title", ""), named
 
 
-def _name(axes: Axes, rank: str, peak: Moment, characters: int) -> None:
-    first = " · ".join(filter(None, (rank, f"peak {format_bytes(peak.device)}")))
+def _name(axes: Axes, name: str, peak: Moment, characters: int) -> None:
+    first = " · ".join(filter(None, (name, f"peak {format_bytes(peak.device)}")))
     axes.set_title(first, loc="left", pad=14)
     axes.annotate(
         _caption(peak, characters),
@@ -169,10 +175,9 @@ def _marks(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
     return marks
 
 
-def _in_words(title: str, timelines: Sequence[Timeline], plan: Timeline | None) -> str:
+def _in_words(title: str, named: Mapping[str, Timeline], plan: Timeline | None) -> str:
     peaks = []
-    for rank, peak in enumerate(one.peak for one in timelines):
-        name = f"rank {rank} " if len(timelines) > 1 else ""
-        peaks.append(f"{name}peaks at {format_bytes(peak.device)} ({_where(peak)})")
+    for name, peak in ((name, one.peak) for name, one in named.items()):
+        peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({_where(peak)})".lstrip())
     planned = [f"planned peak {format_bytes(plan.device_peak)}"] if plan else []
     return f"Memory timeline{f' of {title}' if title else ''}: {'; '.join([*peaks, *planned])}."

@@ -116,9 +116,11 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
             if not deepspeed.comm.is_initialized():
                 deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
+            # What the compiler said, pages of it, follows the first colon.
+            said = str(error).partition(":")[0]
             raise RecipeError(
                 "ulysses_backend='deepspeed': its communication operator cannot be compiled here, for which "
-                f"it needs a C++ compiler and ninja ({error}); use ulysses_backend='lab'"
+                f"it needs a C++ compiler and ninja ({said}); use ulysses_backend='lab'"
             ) from error
     kind: type[nn.Module] = UlyssesSPAttentionHF
     return kind

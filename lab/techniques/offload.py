@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lab.errors import RecipeError
 
 
-def apply_offload(model: nn.Module, *, pin: bool = True) -> None:
+def apply_offload(model: nn.Module, *, pin: bool = True, prefetch: bool = True) -> None:
     """Send the input of every checkpointed decoder layer but the last to the host until backward wants it.
 
     Layer i keeps x ``[b, s, E]``, of A = b*s*E*w bytes with w bytes an element. Its copy to the host runs
@@ -32,7 +32,8 @@ def apply_offload(model: nn.Module, *, pin: bool = True) -> None:
     Costs: (L-1)*A bytes over the bus in each direction, hidden where a layer computes longer than A
     travels. Pinned memory comes in powers of two (torch's host allocator rounds up), and what is pinned no
     process can page out: at A = 5 GiB a layer holds 8. ``pin=False`` takes what it needs and waits for
-    every copy.
+    every copy. ``prefetch=False`` brings an input back when its layer wants it: the device holds A in
+    backward, one A less, and the layer waits the whole way, L-1 times A over the bus's rate in a step.
     Source: ALST (arXiv 2506.13996), its checkpoint offload; Untied Ulysses (arXiv 2602.21196)
     offloads block inputs: 31 x S x 8192 bytes for the 32 layers of Llama3-8B.
     Composes with: checkpointing, which must be applied before; FSDP2, applied after.
@@ -47,7 +48,7 @@ def apply_offload(model: nn.Module, *, pin: bool = True) -> None:
                 "offload='inputs' without checkpointing: a layer then keeps all its activations and not its "
                 "input alone; use checkpoint=True with it, or offload='none'"
             )
-    road = _Road(pin)
+    road = _Road(pin, prefetch)
     for i, layer in enumerate(layers):
         layer.forward = _offloaded(layer.forward, road, first=i == 0, last=i == len(layers) - 1)
 
@@ -100,11 +101,11 @@ class _Parcel:
             )
 
     def open(self) -> Tensor:
-        """The input, on the device, once it is there; the one before it sets out."""
+        """The input, on the device, once it is there; with prefetch the one before it sets out."""
         self.fetch()
         if self._arrival is not None:
             torch.cuda.current_stream(self._like[2]).wait_event(self._arrival)
-        if self._before is not None:
+        if self._before is not None and self._road.prefetch:
             self._before.fetch()
         x = self._device
         assert x is not None
@@ -121,8 +122,8 @@ class _Road:
     torch's allocator may hand it out again at once, and needs to be told of no second stream.
     """
 
-    def __init__(self, pin: bool) -> None:
-        self.pin = pin
+    def __init__(self, pin: bool, prefetch: bool) -> None:
+        self.pin, self.prefetch = pin, prefetch
         self.newest: _Parcel | None = None
         self.departure: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
