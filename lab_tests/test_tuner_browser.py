@@ -74,8 +74,9 @@ def _turn_every_way(page: Page) -> None:
     assert "head_chunk=None" in page.locator(".lab-tuner-copy code").first.inner_text()
 
     # One step to the left of it is 32; of 24 heads a message speaks, and a button mends it.
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowLeft")
+    handle(page, "head chunk").press("ArrowLeft")
+    wait_for(lambda: "head_chunk=32" in page.locator(".lab-tuner-copy code").first.inner_text())
+    handle(page, "head chunk").press("ArrowLeft")
     wait_for(lambda: verdict(page).startswith("head_chunk=24: "))
     page.get_by_role("button", name="Set head chunk 16").click()
     wait_for(lambda: verdict(page).startswith("fits: "))
