@@ -62,6 +62,8 @@ def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
         assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
         held = {part.name: part.size for part in _parts(moment, parts)}
         assert held["Adam's two moments"] == 2 * held["fp32 parameters"] > 0
+        if moment == "optimizer":
+            assert held["gradients"] == pytest.approx(held["fp32 parameters"], abs=4)
 
 
 def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
