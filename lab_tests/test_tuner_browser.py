@@ -46,7 +46,6 @@ def test_the_head_chunk_slider_moves_the_stack_and_the_verdict(tmp_path: Path) -
 
 
 def test_a_drag_does_the_same_in_notebook_7(tmp_path: Path) -> None:
-    pytest.importorskip("notebook")
     path, _ = served(tmp_path, TUNER)
     command = [sys.executable, "-m", "notebook", "--no-browser", "--ServerApp.port={port}"]
     command += arguments(path.parent, path.name)
