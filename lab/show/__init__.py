@@ -3,9 +3,24 @@
 from lab.show.comparisons import curves, stack
 from lab.show.exploring import explore
 from lab.show.figures import timeline
+from lab.show.head_schedule import schedule
 from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
+from lab.show.reuse import buffers
 from lab.show.sources import source
+from lab.show.trading import trade
 
-__all__ = ["Picture", "curves", "explore", "live", "predict", "source", "stack", "timeline"]
+__all__ = [
+    "Picture",
+    "buffers",
+    "curves",
+    "explore",
+    "live",
+    "predict",
+    "schedule",
+    "source",
+    "stack",
+    "timeline",
+    "trade",
+]
