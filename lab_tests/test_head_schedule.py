@@ -49,6 +49,7 @@ def test_the_methods_own_example_and_where_both_are_the_same():
     assert [(p.query, p.kv) for rank in range(4) for p in in_model_order(plan, 5, rank)] == [
         (20, 4), (21, 5), (22, 6), (23, 7),
     ]  # fmt: skip
+    assert [pairs(plan, stage, 0)[0].sent for stage in range(8)] == [True, *[False] * 3] * 2
     plan = schedule(24, 24, 4, 4)  # no groups, so nothing to get wrong
     assert all(in_model_order(plan, *place) == pairs(plan, *place) for place in everywhere(plan))
 
@@ -68,7 +69,7 @@ def test_the_picture_says_and_shows_how_many_pairs_are_wrong():
     # 40 squares are right in both panels together, and 24 wrong; two rows of eight are sent.
     right, wrong, sent = (painted(picture, colour) for colour in (RIGHT, WRONG, KEYS))
     assert 1.4 < right / wrong < 1.9
-    assert 0.25 < sent / (right + wrong) < 0.45
+    assert 0.12 < sent / (right + wrong) < 0.2
     same = lab.show.schedule(24, 24, 4, 4)
     assert "in model order 0 of 24" in same.text
     assert painted(same, WRONG) < 0.02 * painted(same, RIGHT)  # in the legend only

@@ -15,8 +15,8 @@ NAMES = [notebook.name for notebook in find([])]
 SMALL = {
     "00_memory_wall": {"lengths": "[64, 128]", "tokens": "256", "steps": "2", "ranks": "2"},
     "01_fsdp": {"tokens": "256", "steps": "2", "ranks": "3"},
-    "05_sequence_tiling": {"tokens": "256", "ranks": "2"},
-    "06_untied_ulysses": {"tokens": "256", "layer_tokens": "512", "ranks": "2"},
+    "05_sequence_tiling": {"tokens": "512", "ranks": "2"},
+    "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "40", "ranks": "2"},
     "08_road_to_5m": {
         "model": "tiny",
         "ranks": "16",

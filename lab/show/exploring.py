@@ -23,15 +23,17 @@ class Explorer:
         start: Mapping[str, Any],
     ) -> None:
         self._draw = draw
+        self._knobs = {name: list(values) for name, values in knobs.items()}
+        # By place, for None may be among the values, and to a selection it means that nothing is chosen.
         self.sliders = {
             name: ipywidgets.SelectionSlider(
-                options=values,
-                value=start.get(name, values[-1]),
+                options=[(str(value), place) for place, value in enumerate(values)],
+                value=values.index(start.get(name, values[-1])),
                 description=name,
                 continuous_update=False,
                 style={"description_width": "initial"},
             )
-            for name, values in knobs.items()
+            for name, values in self._knobs.items()
         }
         self._picture = draw(self.values)
         self._image = ipywidgets.Image(layout={"max_width": "100%", "width": "900px"})
@@ -43,7 +45,7 @@ class Explorer:
     @property
     def values(self) -> dict[str, Any]:
         """Where the knobs stand, by name."""
-        return {name: slider.value for name, slider in self.sliders.items()}
+        return {name: self._knobs[name][slider.index] for name, slider in self.sliders.items()}
 
     @property
     def refused(self) -> str:
