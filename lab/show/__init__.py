@@ -4,23 +4,29 @@ from lab.show.comparisons import curves, stack
 from lab.show.exchange_grid import exchange
 from lab.show.exploring import explore
 from lab.show.figures import timeline
+from lab.show.head_schedule import schedule
 from lab.show.lanes import lanes
 from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
+from lab.show.reuse import buffers
 from lab.show.sources import source
+from lab.show.trading import trade
 from lab.show.tuner_widget import tuner
 
 __all__ = [
     "Picture",
+    "buffers",
     "curves",
     "exchange",
     "explore",
     "lanes",
     "live",
     "predict",
+    "schedule",
     "source",
     "stack",
     "timeline",
+    "trade",
     "tuner",
 ]

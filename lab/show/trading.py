@@ -1,0 +1,49 @@
+"""Memory against throughput: what each value of a knob takes, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
+
+from lab.errors import LabError
+from lab.show.palette import SERIES_COLOURS
+from lab.show.picture import Picture, drawing, head
+from lab.show.scales import byte_axis, quiet
+from lab.units import format_bytes
+
+
+def trade(points: Mapping[str, tuple[int, float]], *, picked: str = "", title: str = "") -> Picture:
+    """Draw ``{name: (bytes, tokens a second)}``: a bar of each, one row a name, the ``picked`` row orange.
+
+    Raises:
+        LabError: no points, or a ``picked`` one that is not among them.
+    """
+    if not points or (picked and picked not in points):
+        raise LabError(f"no point {picked!r} to draw: there are {', '.join(points) or 'none'}")
+    sizes, rates = zip(*points.values(), strict=True)
+    colours = [SERIES_COLOURS[name == picked] for name in points]
+    with drawing(0.95 + 0.3 * len(points)) as figure:
+        memory, speed = figure.subplots(1, 2, sharey=True)
+        _bars(memory, sizes, [format_bytes(size) for size in sizes], colours)
+        _bars(speed, rates, [f"{rate:,.0f}" for rate in rates], colours)
+        memory.set_yticks(range(len(points)), list(points))
+        memory.invert_yaxis()
+        byte_axis(memory.xaxis, max(sizes))
+        speed.set_xlabel("tokens a second")
+        memory.set_title("takes", loc="left")
+        speed.set_title("gives", loc="left")
+        head(figure, title)
+    # Not how fast: of a stored picture's words nothing is to change from machine to machine.
+    said = ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(points, sizes, strict=True))
+    return Picture(
+        figure, f"{title or 'Memory against throughput'}: {said}{f'; {picked} picked' * bool(picked)}."
+    )
+
+
+def _bars(axes: Axes, values: tuple[float, ...], labels: list[str], colours: list[str]) -> None:
+    axes.barh(range(len(values)), values, 0.7, color=colours)
+    for row, (value, label) in enumerate(zip(values, labels, strict=True)):
+        axes.annotate(label, (value, row), (4, 0), textcoords="offset points", va="center", fontsize=7.5)
+    axes.set_xlim(0, max(values) * 1.2)
+    quiet(axes, along="x")
