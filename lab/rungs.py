@@ -96,5 +96,7 @@ def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) ->
     """One line that names a step: model, recipe, ranks, tokens."""
     name = Path(model).name if isinstance(model, str | Path) else "model"
     if isinstance(recipe, Recipe):
-        recipe = " + ".join(knob for knob, value in recipe.to_json().items() if value) or "plain"
+        plain = Recipe().to_json()
+        turned = [knob for knob, value in recipe.to_json().items() if value != plain[knob]]
+        recipe = " + ".join(turned) or "plain"
     return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

@@ -6,6 +6,7 @@ from lab.show.figures import timeline
 from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
+from lab.show.profiles import profile
 from lab.show.sources import source
 
-__all__ = ["Picture", "curves", "explore", "live", "predict", "source", "stack", "timeline"]
+__all__ = ["Picture", "curves", "explore", "live", "predict", "profile", "source", "stack", "timeline"]
