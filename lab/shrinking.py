@@ -17,14 +17,14 @@ BYTES = 256
 
 
 def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> PretrainedConfig:
-    """The config of a small copy of ``model``, to be used wherever a model is: ``lab.run(shrunken(...), ...)``.
+    """The config of a small copy of ``model``, to be used wherever a model is: ``lab.run(shrunken(...))``.
 
     Kept as they are: the H query and K key/value heads, so that every Ulysses degree, head chunk and refusal
     is the model's own; the family, tied heads, biases, norms of heads, the rope type.
 
     Divided by one whole number: D, E and the MLP's width, in exact proportion. The number is the largest that
-    divides all three and leaves D even and no smaller than ``head_dim``. V is divided by it too, rounded down
-    and never below 256: V/E is exact where the number divides V.
+    divides all three (E/H too, where that is whole) and leaves D even and no smaller than ``head_dim``. V is
+    divided by it too, rounded down and never below 256: V/E is exact where the number divides V.
 
     Cut: the L layers to the first ``layers``, for they are alike. So the embedding and the head, which every
     model has once, weigh more in the copy than in the model.
@@ -40,12 +40,14 @@ def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretrai
     check_attention(small)
     check_rope(small)
     own = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
-    common = gcd(own, small.hidden_size, small.intermediate_size)
+    E, H = small.hidden_size, small.num_attention_heads
+    # Some families take a hidden state only where it can be cut into as many parts as there are heads.
+    common = gcd(own, E // H if E % H == 0 else E, small.intermediate_size)
     by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
     if by == 1 and own >= 2 * head_dim:
         raise ModelError(
-            f"head_dim {own}, hidden_size {small.hidden_size} and intermediate_size {small.intermediate_size} "
-            f"have no divisor that leaves heads of {head_dim} or more: give a smaller head_dim"
+            f"head_dim {own}, hidden_size {E} and intermediate_size {small.intermediate_size} have no "
+            f"divisor that leaves heads of {head_dim} or more: give a smaller head_dim"
         )
     small.hidden_size //= by
     small.intermediate_size //= by

@@ -16,9 +16,9 @@ from lab.techniques.exchange import degrees
 
 
 def odd(family=LlamaConfig, **more):
-    """D=60, E=300, MLP 780: 30 divides all three with D left even; 20 does too with D no smaller than 3."""
+    """D=60, E=720, MLP 780: 60, 30, 20 and 15 divide all three, and 30 and 15 also E/H=30."""
     shape = {
-        "hidden_size": 300, "intermediate_size": 780, "num_hidden_layers": 7, "num_attention_heads": 24,
+        "hidden_size": 720, "intermediate_size": 780, "num_hidden_layers": 7, "num_attention_heads": 24,
         "num_key_value_heads": 6, "head_dim": 60, "vocab_size": 20_011,
     }  # fmt: skip
     return family(**{**shape, **more})
@@ -43,8 +43,9 @@ def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
         full.hidden_size, full.intermediate_size, full.vocab_size
     )  # fmt: skip
     assert small.num_hidden_layers == min(full.num_hidden_layers, 4)
-    heads = (full.num_attention_heads, full.num_key_value_heads)
-    assert degrees(small.num_attention_heads, small.num_key_value_heads) == degrees(*heads)
+    assert degrees(small.num_attention_heads, small.num_key_value_heads) == degrees(
+        full.num_attention_heads, full.num_key_value_heads
+    )
     model = models.build(small).train()
     ids = torch.randint(0, 256, (1, 24), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -62,11 +63,13 @@ def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
 
 def test_one_number_divides_every_width():
     small = shrunken(odd(), head_dim=3)
-    # 60/20 = 3 is odd, 60/15 = 4 is not; 15 divides 300 and 780.
-    assert (small.head_dim, small.hidden_size, small.intermediate_size) == (4, 20, 52)
+    # Of 60, 20 would leave 3, which is odd, and 30 would leave 2, too small.
+    assert (small.head_dim, small.hidden_size, small.intermediate_size) == (4, 48, 52)
+    assert shrunken(odd(), head_dim=2).head_dim == 2
+    assert shrunken(odd(), head_dim=4).head_dim == shrunken(odd(), head_dim=3).head_dim
     assert small.vocab_size == 20_011 // 15
     assert small.num_hidden_layers == 4
-    assert shrunken(odd(), head_dim=3, layers=9).num_hidden_layers == 7
+    assert shrunken(odd(), layers=9, head_dim=3).num_hidden_layers == 7
     assert shrunken(odd(vocab_size=1000), head_dim=3).vocab_size == 256
     assert shrunken(odd(vocab_size=200), head_dim=3).vocab_size == 200
 
@@ -132,10 +135,9 @@ def test_what_is_refused_stays_refused(named):
 
 
 def test_what_cannot_be_shrunk_is_said():
-    with pytest.raises(
-        ModelError, match=r"head_dim 60, hidden_size 301 .* no divisor that leaves heads of 8"
-    ):
-        shrunken(odd(hidden_size=301))
+    said = r"head_dim 60, hidden_size 744 and intermediate_size 780 have no divisor that leaves heads of 8 or"
+    with pytest.raises(ModelError, match=said):
+        shrunken(odd(hidden_size=744))
     with pytest.raises(ModelError, match="layers=0: it takes a whole number, 1 or more"):
         shrunken("tiny", layers=0)
     with pytest.raises(ModelError, match="head_dim=True"):
