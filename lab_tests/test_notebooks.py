@@ -15,6 +15,7 @@ NAMES = [notebook.name for notebook in find([])]
 SMALL = {
     "00_memory_wall": {"lengths": "[64, 128]", "tokens": "256", "steps": "2", "ranks": "2"},
     "01_fsdp": {"tokens": "256", "steps": "2", "ranks": "3"},
+    "07_profiling": {"ranks": "2", "tokens": "256"},
     "08_road_to_5m": {
         "model": "tiny",
         "ranks": "16",
@@ -26,6 +27,13 @@ SMALL = {
         "stacks": "['checkpoint']",
         "yours": "tiny",
         "your_ranks": "16",
+    },
+    "09_your_model": {
+        "model": "llama3.2-3b",
+        "ranks": "2",
+        "tokens": "256",
+        "your_ranks": "16",
+        "your_tokens": "2M",
     },
     "90_reproduce_paper": {
         "models": "['llama3-8b']",

@@ -54,7 +54,7 @@ def test_the_bytes_are_the_last_steps_and_share_the_axis():
 
 
 def test_what_runs_beside_an_operator_leaves_no_gap():
-    beside = [Call("a", "", "", START + 1, 4.0), Call("gloo:x", "", "", START + 2, 6.0)]
+    beside = [Call("gloo:x", "", "", START + 1, 7.0), Call("a", "", "", START + 2, 1.0)]
     assert _gaps(profile(beside)) == [(START, 1.0), (START + 8, 2.0)]
 
 
