@@ -63,7 +63,8 @@ def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
 
 def test_one_number_divides_every_width():
     small = shrunken(odd(), head_dim=3)
-    # Of 60, 20 would leave 3, which is odd, and 30 would leave 2, too small.
+    # 30 would leave D=2, too small for 3 or more; of a D of 30, 10 and 6 would leave 3 and 5, which are odd.
+    assert shrunken(odd(head_dim=30), head_dim=3).head_dim == 6
     assert (small.head_dim, small.hidden_size, small.intermediate_size) == (4, 48, 52)
     assert shrunken(odd(), head_dim=2).head_dim == 2
     assert shrunken(odd(), head_dim=4).head_dim == shrunken(odd(), head_dim=3).head_dim
