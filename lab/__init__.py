@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lab.verbs.max_context import MaxContext, max_context
     from lab.verbs.messages import Run
     from lab.verbs.plan import Plan, plan, plan_ladder
+    from lab.verbs.profile import Profiled, profile
     from lab.verbs.run import run
     from lab.verbs.train import Trained, train
 
@@ -27,6 +28,7 @@ __all__ = [
     "LabError",
     "MaxContext",
     "Plan",
+    "Profiled",
     "Recipe",
     "RecipeError",
     "Run",
@@ -42,6 +44,7 @@ __all__ = [
     "models",
     "plan",
     "plan_ladder",
+    "profile",
     "run",
     "shard_batch",
     "show",
@@ -57,6 +60,7 @@ _HOME = {
     "LabError": "lab.errors",
     "MaxContext": "lab.verbs.max_context",
     "Plan": "lab.verbs.plan",
+    "Profiled": "lab.verbs.profile",
     "Recipe": "lab.recipe",
     "RecipeError": "lab.errors",
     "Run": "lab.verbs.messages",
@@ -70,6 +74,7 @@ _HOME = {
     "measure": "lab.memory.measured",
     "plan": "lab.verbs.plan",
     "plan_ladder": "lab.verbs.plan",
+    "profile": "lab.verbs.profile",
     "run": "lab.verbs.run",
     "shard_batch": "lab.batches",
     "train": "lab.verbs.train",

@@ -102,5 +102,8 @@ def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) ->
     name = Path(model).name if isinstance(model, str | Path) else "model"
     if isinstance(recipe, Recipe):
         plain = Recipe().to_json()
-        recipe = " + ".join(k for k, value in recipe.to_json().items() if value != plain[k]) or "plain"
+        turned = [knob for knob, value in recipe.to_json().items() if value != plain[knob]]
+        if len(turned) > 3:
+            turned = [*turned[:2], f"{len(turned) - 2} more"]
+        recipe = " + ".join(turned) or "plain"
     return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

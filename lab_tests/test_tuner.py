@@ -23,7 +23,7 @@ from lab.recipe import Recipe
 from lab.rungs import RUNGS, ladder, recipe_for
 from lab.show import tuner_widget
 from lab.show.predicted import Predicted, Refused, _parts, predict
-from lab.show.shrinking import TILES_AT_MOST, shrunk
+from lab.show.scaled_down import TILES_AT_MOST, shrunk
 from lab.show.tuning import TILES, State, choices
 from lab.units import GiB, Ki, Mi, MiB
 

@@ -9,6 +9,7 @@ from lab.show.lanes import lanes
 from lab.show.live_timeline import live
 from lab.show.picture import Picture
 from lab.show.predictions import predict
+from lab.show.profiles import profile
 from lab.show.reuse import buffers
 from lab.show.sources import source
 from lab.show.trading import trade
@@ -23,6 +24,7 @@ __all__ = [
     "lanes",
     "live",
     "predict",
+    "profile",
     "schedule",
     "source",
     "stack",

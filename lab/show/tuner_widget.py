@@ -17,7 +17,7 @@ from lab.show.comparisons import stack
 from lab.show.live_timeline import LiveTimeline
 from lab.show.picture import Picture
 from lab.show.predicted import Predicted, Refused, predict, table
-from lab.show.shrinking import Shrunk, shrunk
+from lab.show.scaled_down import Shrunk, shrunk
 from lab.show.tuner_knobs import Knobs
 from lab.show.tuner_panel import LONGEST, Panel, drawn
 from lab.show.tuning import State, as_command, as_python, begun

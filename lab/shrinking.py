@@ -1,0 +1,68 @@
+"""A small copy of a model with its own proportions: every head, and each width divided by one number."""
+
+from __future__ import annotations
+
+import copy
+from math import gcd
+
+from transformers import PretrainedConfig
+
+from lab.errors import ModelError
+from lab.models import ModelLike, config_of
+from lab.techniques.rope import check_rope
+from lab.techniques.seam import check_attention
+
+BYTES = 256
+"""The smallest vocabulary: without a tokenizer a text's bytes are its tokens."""
+
+
+def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> PretrainedConfig:
+    """The config of a small copy of ``model``, to be used wherever a model is: ``lab.run(shrunken(...))``.
+
+    Kept as they are: the H query and K key/value heads, so that every Ulysses degree, head chunk and refusal
+    is the model's own; the family, tied heads, biases, norms of heads, the rope type.
+
+    Divided by one whole number: D, E and the MLP's width, in exact proportion. The number is the largest that
+    divides all three (E/H too, where that is whole) and leaves D even and no smaller than ``head_dim``. V is
+    divided by it too, rounded down and never below 256: V/E is exact where the number divides V.
+
+    Cut: the L layers to the first ``layers``, for they are alike. So the embedding and the head, which every
+    model has once, weigh more in the copy than in the model.
+
+    Raises:
+        ModelError: no such model, a size that is not 1 or more, or widths that have no divisor in common.
+        RecipeError: a model that the techniques refuse. A copy of fewer layers may lack what is refused.
+    """
+    for name, size in (("head_dim", head_dim), ("layers", layers)):
+        if type(size) is not int or size < 1:
+            raise ModelError(f"{name}={size!r}: it takes a whole number, 1 or more")
+    small = copy.deepcopy(config_of(model))
+    check_attention(small)
+    check_rope(small)
+    own = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+    E, H = small.hidden_size, small.num_attention_heads
+    # Some families take a hidden state only where it can be cut into as many parts as there are heads.
+    common = gcd(own, E // H if E % H == 0 else E, small.intermediate_size)
+    by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
+    if by == 1 and own >= 2 * head_dim:
+        raise ModelError(
+            f"head_dim {own}, hidden_size {E} and intermediate_size {small.intermediate_size} have no "
+            f"divisor that leaves heads of {head_dim} or more: give a smaller head_dim"
+        )
+    small.hidden_size //= by
+    small.intermediate_size //= by
+    small.vocab_size = max(small.vocab_size // by, min(small.vocab_size, BYTES))
+    if getattr(small, "head_dim", None) is not None:
+        small.head_dim = own // by
+    small.num_hidden_layers = min(small.num_hidden_layers, layers)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    # An embedding makes room for the padding token, wherever it is.
+    if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:
+        small.pad_token_id = None
+    return small
+
+
+def _fits(dim: int, least: int) -> bool:
+    """Rotary positions turn a head's halves against each other."""
+    return dim >= least and dim % 2 == 0
