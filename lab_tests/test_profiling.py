@@ -5,47 +5,23 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 import lab
 from lab import models
 from lab.memory.meter import Meter
 from lab.memory.profiling import Call, Profile, ProfilingMeter, name_of
+from lab_tests.test_meter import FP32, Two, metered_step
 
-FP32 = 4
 STEPS = 3
-
-
-class Two(nn.Module):
-    """x [11, 5] -> relu(x W1^T) W2^T, W1 [7, 5], W2 [3, 7]: no two sizes alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 7, bias=False)
-        self.second = nn.Linear(7, 3, bias=False)
-
-    def forward(self, x):
-        return self.second(self.first(x).relu())
-
-
-def step(meter, model, optimizer, x):
-    with meter.measure(model, optimizer):
-        with meter.phase("forward"):
-            loss = model(x).sum()
-        with meter.phase("backward"):
-            loss.backward()
-        with meter.phase("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def profiled(model) -> Profile:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     meter = ProfilingMeter()
     for _ in range(STEPS - 1):
-        step(meter, model, optimizer, torch.randn(11, 5))
+        metered_step(meter, model, optimizer, torch.randn(11, 5))
     with meter.profiled() as result:
-        step(meter, model, optimizer, torch.randn(11, 5))
+        metered_step(meter, model, optimizer, torch.randn(11, 5))
     return result[0]
 
 
@@ -79,7 +55,7 @@ def test_every_operator_of_the_meter_is_one_call_of_the_last_step_alone(found):
 
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    step(Counting(), model, optimizer, torch.randn(11, 5))
+    metered_step(Counting(), model, optimizer, torch.randn(11, 5))
     # The optimizer marks its step for the profiler, which is no operator.
     assert [c.op for c in found.calls] == [op for op in seen if not op.startswith("profiler.")]
 

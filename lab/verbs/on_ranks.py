@@ -45,12 +45,12 @@ def checked(
     ranks: int,
     tokens: int | str,
     steps: int,
-    rows: int,
-    text: str | Path | None,
-    tokenizer: str | Path | None,
-    learning_rate: float,
-    clip_norm: float,
-    seed: int,
+    rows: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    seed: int = 0,
     **knobs: Any,
 ) -> tuple[Training, PretrainedConfig, Tensor]:
     """What to tell the ranks, with the model's config and the encoded text, int64 [n].

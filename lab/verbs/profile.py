@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lab import models
 from lab.memory.profiling import Profile, ProfilingMeter
@@ -57,14 +57,11 @@ def profile(
     tokens: int | str,
     cluster: Cluster,
     steps: int = 2,
-    rows: int = 1,
-    text: str | Path | None = None,
-    tokenizer: str | Path | None = None,
-    learning_rate: float = 1e-3,
-    clip_norm: float = 1.0,
-    seed: int = 0,
+    **settings: Any,
 ) -> Profiled:
     """Train ``steps`` steps as ``lab.run`` does, all of them metered, the last one profiled too.
+
+    ``settings`` are ``lab.run``'s rows, text, tokenizer, learning_rate, clip_norm and seed.
 
     The last step is slower than one of ``lab.run``: the profiler and the meter both look at every operator.
     ``Profile.meter_seconds`` says how much of it is theirs.
@@ -73,19 +70,7 @@ def profile(
         LabError: as ``lab.run``, before anything is launched.
         RankError: a rank failed.
     """
-    training, _, _ = checked(
-        model,
-        recipe,
-        ranks=cluster.ranks,
-        tokens=tokens,
-        steps=steps,
-        rows=rows,
-        text=text,
-        tokenizer=tokenizer,
-        learning_rate=learning_rate,
-        clip_norm=clip_norm,
-        seed=seed,
-    )
+    training, _, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
     results = cluster.apply(_profile, training)
     title = title_of(model, recipe, cluster.ranks, training.tokens)
     return Profiled(title, training, results[0][0], tuple(profile for _, profile in results))
