@@ -109,9 +109,11 @@ def execute(names: list[str], given: dict[str, str], out: Path | None = None) ->
         done = execute_one(notebook, values, folder)
         if done.failure is not None:
             failed.append(notebook.name)
-            console.print(f"[red]failed[/] {notebook.name}, {escape(done.failure)}")
+            console.print(f"[red]failed[/] {notebook.name}, {escape(done.failure)}", soft_wrap=True)
         else:
-            console.print(f"[green]passed[/] {notebook.name} in {done.seconds:.0f} s -> {done.copy}")
+            console.print(
+                f"[green]passed[/] {notebook.name} in {done.seconds:.0f} s -> {done.copy}", soft_wrap=True
+            )
     return failed
 
 
