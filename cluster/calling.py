@@ -12,8 +12,8 @@ from cluster.hangs import HangWatch
 from cluster.waiting import OnRecord, Run
 from cluster.whereabouts import ASK
 
-# A call's failure is told within two seconds: the others have one to answer, and half of one to say where
-# they are.
+# A call's failure is told within two seconds once its rank has left: the others have one to answer, and half
+# of one to say where they are.
 GRACE_SECONDS = 1.0
 TELL_SECONDS = 0.5
 # To leave its process group takes a rank some tenths of a second, more on a busy machine.

@@ -71,9 +71,7 @@ class RankError(RuntimeError):
     ) -> None:
         waiting = waiting or {}
         # Whoever says that a peer left was not first, though it may have been faster to say it.
-        cause, *later = sorted(
-            failures, key=lambda failure: (bool(LEFT.search(failure.message)), failure.time)
-        )
+        cause, *later = sorted(failures, key=lambda failure: (_peer_left(failure), failure.time))
         self.rank = cause.rank
         self.kind = cause.kind
         self.message = cause.message
@@ -115,8 +113,13 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(said)}"
 
 
+def _peer_left(failure: Failure) -> bool:
+    """Whether this is what gloo says of a peer that is gone; a pipe of the caller's own breaks otherwise."""
+    return failure.kind in ("RuntimeError", "DistBackendError") and bool(LEFT.search(failure.message))
+
+
 def _after(failure: Failure) -> str:
-    if LEFT.search(failure.message):
+    if _peer_left(failure):
         short = "a peer left"
     else:
         # Without the addresses in gloo's messages, which differ from rank to rank and say nothing.

@@ -85,11 +85,18 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
             parameters=values,
             kernel_name="python3",
             progress_bar={"desc": notebook.name},
+            # On a busy machine a kernel may be slow to start, and its outputs to arrive.
+            start_timeout=180,
+            iopub_timeout=60,
+            coalesce_streams=True,
             # Sockets in the file system: the kernel's traffic is on no network, not even a local one.
             config=Config({"KernelManager": {"transport": "ipc"}}),
         )
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
+    except (RuntimeError, TimeoutError) as error:
+        # The kernel died, or never came up.
+        failure = f"{type(error).__name__}: {error}"
     return Outcome(time.perf_counter() - start, copy, failure)
 
 

@@ -103,7 +103,7 @@ def _free_port() -> int:
 def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
-        with suppress(urllib.error.URLError, ConnectionError):
+        with suppress(OSError):  # it does not listen yet, or is slow to answer
             urllib.request.urlopen(server.url("api/status"), timeout=5).close()
             return
         time.sleep(0.1)

@@ -64,7 +64,7 @@ def test_upipes_stages_work_in_less_memory_than_they_move(ranks4):
         assert (len(ulysses), len(stages)) == (4, 14)  # 6 stages, one of which sends keys and values
         moved = sum(len(e.received) for e in stages)
         assert moved == sum(len(e.received) for e in ulysses)
-        assert sum(map(len, touched(stages))) < moved < sum(map(len, touched(ulysses)))
+        assert sum(map(len, touched(stages))) < moved
         # Keys and values have one place each for all stages, and queries go back and forth.
         assert len({e.received.start for e in stages}) < len(stages)
 

@@ -61,3 +61,9 @@ def test_a_name_or_knobs_but_not_both():
     for knobs in ({}, {"name": "n", "values": [1], "other": [2]}):
         with pytest.raises(LabError, match="explore takes a name and its values, or knobs by keyword"):
             lab.show.explore(picture_of, **knobs)
+
+
+def test_a_start_that_is_no_value_is_refused():
+    for start in ({"a": 3}, {"b": 1}):
+        with pytest.raises(LabError, match=r"a slider begins at one of its values, of a"):
+            lab.show.explore(lambda a: None, a=[1, 2], start=start)

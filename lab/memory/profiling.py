@@ -129,9 +129,10 @@ class ProfilingMeter(Meter):
         return result
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> Any:
-        known = len(self._live)
+        # Asked before and of this one: counting may free others.
+        known = tensor.untyped_storage()._cdata in self._live
         block = super()._count_tensor(tensor, category)
-        if block is not None and len(self._live) > known:
+        if block is not None and not known:
             self._born[block.key] = len(self.rows)  # the row that the operator at work is about to add
         return block
 
@@ -151,12 +152,15 @@ class ProfilingMeter(Meter):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         if cuda:
             torch.cuda.memory._record_memory_history()
-        with profile(activities=activities) as profiler:
-            yield result
         snapshot = None
-        if cuda:
-            snapshot = pickle.dumps(torch.cuda.memory._snapshot())
-            torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            with profile(activities=activities) as profiler:
+                yield result
+            if cuda:
+                snapshot = pickle.dumps(torch.cuda.memory._snapshot())
+        finally:
+            if cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
         calls, overhead = _calls(profiler.profiler.kineto_results.events(), self._start)
         result.append(Profile(self.timeline(), calls, self.left(), overhead, _trace(profiler), snapshot))
 

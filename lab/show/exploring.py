@@ -24,11 +24,16 @@ class Explorer:
     ) -> None:
         self._draw = draw
         self._knobs = {name: list(values) for name, values in knobs.items()}
+        for name, at in start.items():
+            if at not in self._knobs.get(name, ()):
+                raise LabError(
+                    f"start {name}={at!r}: a slider begins at one of its values, of {', '.join(knobs)}"
+                )
         # By place, for None may be among the values, and to a selection it means that nothing is chosen.
         self.sliders = {
             name: ipywidgets.SelectionSlider(
                 options=[(str(value), place) for place, value in enumerate(values)],
-                value=values.index(start.get(name, values[-1])),
+                value=values.index(start[name]) if name in start else len(values) - 1,
                 description=name,
                 continuous_update=False,
                 style={"description_width": "initial"},
@@ -91,7 +96,7 @@ def explore(
     go with the others, is shown in the picture's place below the sliders.
 
     Raises:
-        LabError: neither ``name`` nor knobs, or both.
+        LabError: neither ``name`` nor knobs, or both; a start that is none of the knob's values.
     """
     if (name is None) == (not knobs):
         raise LabError("explore takes a name and its values, or knobs by keyword: tokens=[256, 512]")

@@ -51,7 +51,7 @@ def lanes(runs: Mapping[str, Mapping[str, Sequence[Span]]], *, title: str = "") 
                 bars = [(start, max(end - start, longest * _SHORTEST)) for _, start, end in lane]
                 axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=SERIES_COLOURS[kinds.index(kind)], **_SEAM)
                 rooms = [*(start for _, start, _ in lane[1:]), longest]
-                for span, room in zip(lane, rooms, strict=True):
+                for span, room in zip(lane, rooms, strict=False):  # no bar, no room
                     _write(axes, span, room, row, longest)
                 places.append(row)
                 names.append(f"{name}: {kind}")

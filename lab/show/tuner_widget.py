@@ -51,7 +51,7 @@ class Tuner:
         self._cluster = cluster
         self._said = predict(state)
         self._moving = RLock()
-        self._working: list[Thread] = []
+        self._worker: Thread | None = None
         self.panel = Panel()
         self.panel.on_msg(lambda panel, content, buffers: self.mend(content["mend"]))
         self.knobs = Knobs(state, self.move, self._moving)
@@ -120,7 +120,7 @@ class Tuner:
         self.knobs.stand_at(self.state, said.saves if isinstance(said, Predicted) else {})
         current = self._planned_step == self.state.step
         self.panel.shown = drawn(self.state, said, self.planned, current=current)
-        busy = bool(self._working) or isinstance(said, Refused)
+        busy = self._worker is not None or isinstance(said, Refused)
         self.plan_button.disabled = self.run_button.disabled = busy
 
     # ---- Plan and Run, each in a thread: the kernel stays free ---------------------------------------------
@@ -135,17 +135,19 @@ class Tuner:
 
     def wait(self) -> None:
         """Return when what Plan or Run began has come to its end."""
-        for thread in list(self._working):
-            thread.join()
+        worker = self._worker
+        if worker is not None:
+            worker.join()
 
     def _work(self, work: Callable[[State], str], state: State) -> None:
         # The page's messages to a thread carry who asked, which a new thread would not know.
         context = copy_context()
-        thread = Thread(target=lambda: context.run(self._worked, work, state), daemon=True)
         with self._moving:
-            self._working.append(thread)
+            if self._worker is not None:
+                return  # a second click; the buttons are off, but a page may be slow to hear of it
+            self._worker = Thread(target=lambda: context.run(self._worked, work, state), daemon=True)
+            self._worker.start()
             self._show()
-        thread.start()
 
     def _worked(self, work: Callable[[State], str], state: State) -> None:
         try:
@@ -153,7 +155,7 @@ class Tuner:
         except Exception as error:  # Whatever it is, the reader hears it here: no cell would show it.
             said = f"{type(error).__name__}: {error}"
         with self._moving:
-            self._working.clear()
+            self._worker = None
             self._say(said)
             self._show()
 
