@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import nbformat
@@ -79,19 +80,21 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
     folder.mkdir(parents=True, exist_ok=True)
     copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
     try:
-        papermill.execute_notebook(
-            notebook.path,
-            copy,
-            parameters=values,
-            kernel_name="python3",
-            progress_bar={"desc": notebook.name},
-            # On a busy machine a kernel may be slow to start, and its outputs to arrive.
-            start_timeout=180,
-            iopub_timeout=60,
-            coalesce_streams=True,
-            # Sockets in the file system: the kernel's traffic is on no network, not even a local one.
-            config=Config({"KernelManager": {"transport": "ipc"}}),
-        )
+        with TemporaryDirectory(prefix="lab-") as sockets:
+            papermill.execute_notebook(
+                notebook.path,
+                copy,
+                parameters=values,
+                kernel_name="python3",
+                progress_bar={"desc": notebook.name},
+                # On a busy machine a kernel may be slow to start, and its outputs to arrive.
+                start_timeout=180,
+                iopub_timeout=60,
+                coalesce_streams=True,
+                # Sockets in the file system: the kernel's traffic is on no network, not even a local one; in
+                # a folder of their own, for two kernels begun in one folder at once would take the same.
+                config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
+            )
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
     except (RuntimeError, TimeoutError) as error:

@@ -2,7 +2,9 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+from contextlib import ExitStack
 
 import nbformat
 import pytest
@@ -34,10 +36,21 @@ PLANNING = ("08_road_to_5m", "90_reproduce_paper")
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """Both at once."""
+    """Both at once, as commands: how to wait for one, and to have its copy."""
     folder = tmp_path_factory.mktemp("planning")
-    with ThreadPoolExecutor() as pool:
-        yield {name: pool.submit(execute_one, find([name])[0], {}, folder) for name in PLANNING}
+    with ExitStack() as stack:
+        running = {}
+        for name in PLANNING:
+            said = stack.enter_context(open(folder / f"{name}.log", "w"))
+            command = [sys.executable, "-m", "lab", "run", name, "--out", str(folder)]
+            running[name] = stack.enter_context(subprocess.Popen(command, stderr=said))
+            stack.callback(running[name].kill)
+
+        def copy_of(name):
+            assert running[name].wait() == 0, (folder / f"{name}.log").read_text()
+            return folder / f"{name}.ipynb"
+
+        yield copy_of
 
 
 def write(path, *sources, tags=("parameters",)):
@@ -69,11 +82,12 @@ def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, t
     """nbval alone would execute it, and papermill once more: here papermill executes and nbval compares."""
     [notebook] = find([name])
     if name in PLANNING:
-        done = request.getfixturevalue("planned")[name].result()
+        copy = request.getfixturevalue("planned")(name)
     else:
         done = execute_one(notebook, {}, tmp_path)
-    assert done.failure is None
-    found, facts = differences(request.session, notebook.path, done.copy)
+        assert done.failure is None
+        copy = done.copy
+    found, facts = differences(request.session, notebook.path, copy)
     assert not found, "\n".join(found)
     assert facts > 1
 
