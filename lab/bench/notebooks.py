@@ -20,19 +20,19 @@ def measure_notebooks(names: list[str], times: int, watch: Callable[[str], None]
         NotebookError: no such notebook.
     """
     notebooks = find(names)
-    outcomes: dict[str, list[Outcome]] = {notebook.name: [] for notebook in notebooks}
+    outcomes: list[list[Outcome]] = [[] for _ in notebooks]
     with TemporaryDirectory() as folder:
         for number in range(times):
-            for notebook in notebooks:
+            for notebook, done in zip(notebooks, outcomes, strict=True):
                 watch(f"{notebook.name}: {number + 1} of {times}")
-                outcomes[notebook.name].append(execute_one(notebook, {}, Path(folder)))
+                done.append(execute_one(notebook, {}, Path(folder)))
     rows: list[Row] = []
-    for name, done in outcomes.items():
+    for notebook, done in zip(notebooks, outcomes, strict=True):
         seconds = [outcome.seconds for outcome in done]
         failures = [outcome.failure for outcome in done if outcome.failure]
         rows.append(
             {
-                "notebook": name,
+                "notebook": notebook.name,
                 "executed": times,
                 "failed": len(failures),
                 "seconds, median": median(seconds),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_listening: tuple[Callable[[torch.UntypedStorage], None], ...] = ()
+_listening: list[Callable[[torch.UntypedStorage], None]] = []
 _changing = Lock()
 _resize = torch.UntypedStorage.resize_
 
@@ -22,22 +22,20 @@ def resizes_seen(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[No
     does the same). Blocks may overlap: a plan is made in one thread while a cell measures in another. Each
     hears of all storages, for a backward pass on CUDA resizes in threads of its own.
     """
-    _listen((resized,))
+    with _changing:
+        _listening.append(resized)
+        torch.UntypedStorage.resize_ = _told  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        _listen((), but=resized)
-
-
-def _listen(more: tuple[Callable[[torch.UntypedStorage], None], ...], but: Any = None) -> None:
-    global _listening
-    with _changing:
-        _listening = (*(one for one in _listening if one is not but), *more)
-        torch.UntypedStorage.resize_ = _told if _listening else _resize  # type: ignore[method-assign, assignment]
+        with _changing:
+            _listening.remove(resized)
+            if not _listening:
+                torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
 
 
 def _told(storage: torch.UntypedStorage, size: int) -> Any:
     result = _resize(storage, size)
-    for resized in _listening:
+    for resized in tuple(_listening):
         resized(storage)
     return result

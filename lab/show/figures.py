@@ -123,13 +123,14 @@ def _name(axes: Axes, name: str, peak: Moment, characters: int) -> None:
 
 def _caption(peak: Moment, characters: int) -> str:
     """Where the peak is, as far as there is room: first the phase goes, then the beginning of the path."""
-    full = _where(peak).replace("aten.", "")
+    full = where(peak).replace("aten.", "")
     short = full.removeprefix(f"{peak.phase}: ")
     fits = [text for text in (full, short) if len(text) <= characters]
     return fits[0] if fits else "…" + short[1 - characters :]
 
 
-def _where(peak: Moment) -> str:
+def where(peak: Moment) -> str:
+    """Phase, operator and module of an instant, in words."""
     module = f" in {peak.module}" if peak.module else ""
     return f"{peak.phase}: {peak.op}{module}"
 
@@ -178,6 +179,6 @@ def _marks(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
 def _in_words(title: str, named: Mapping[str, Timeline], plan: Timeline | None) -> str:
     peaks = []
     for name, peak in ((name, one.peak) for name, one in named.items()):
-        peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({_where(peak)})".lstrip())
+        peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({where(peak)})".lstrip())
     planned = [f"planned peak {format_bytes(plan.device_peak)}"] if plan else []
     return f"Memory timeline{f' of {title}' if title else ''}: {'; '.join([*peaks, *planned])}."

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from lab.errors import LabError
+from lab.memory.spans import Span
 from lab.show.palette import SERIES_COLOURS
 from lab.show.picture import Picture, drawing, head
 from lab.show.scales import quiet
 from lab.units import format_seconds
-
-Span: TypeAlias = tuple[str, float, float]
-"""A label, and when it began and ended, in seconds."""
 
 _SHORTEST = 1 / 400
 """Of the axis: a bar is drawn at least so long, that it can be seen."""

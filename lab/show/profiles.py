@@ -11,7 +11,8 @@ from matplotlib.patches import Patch
 
 from lab.errors import LabError
 from lab.memory.profiling import Profile, Spent, name_of
-from lab.memory.timeline import CATEGORIES, Moment
+from lab.memory.timeline import CATEGORIES
+from lab.show.figures import where
 from lab.show.palette import COLOURS, TEXT
 from lab.show.panels import draw_phases, draw_stack, panel
 from lab.show.picture import Picture, drawing, head
@@ -58,7 +59,7 @@ def profile(
         above.set_ylim(0, peak.device * 1.12)
         byte_axis(above.yaxis, peak.device)
         quiet(above)
-        above.set_title(f"peak {format_bytes(peak.device)}, {_where(peak)}", loc="left", fontsize=8)
+        above.set_title(f"peak {format_bytes(peak.device)}, {where(peak)}", loc="left", fontsize=8)
         _draw_lanes(below, bars, spent, profile.seconds)
         below.set_xlim(drawn.at[0], drawn.at[-1])
         # Seconds of the step, and not since the first one began.
@@ -69,7 +70,7 @@ def profile(
         head(figure, title, [Patch(color=COLOURS[name]) for name in CATEGORIES], CATEGORIES)
     most = ", ".join(f"{s.name} {format_seconds(s.seconds)} in {s.calls} calls" for s in shown[:3])
     said = f"{title or 'A profiled step'}: {format_seconds(profile.seconds)}, most by {by} in {most}"
-    return Picture(figure, f"{said}; peak {format_bytes(peak.device)} in {_where(peak)}.")
+    return Picture(figure, f"{said}; peak {format_bytes(peak.device)} in {where(peak)}.")
 
 
 def _draw_lanes(axes: Axes, bars: dict[str, Bars], spent: Sequence[Spent], whole: float) -> None:
@@ -118,8 +119,3 @@ def _ticks(seconds: float) -> list[float]:
     """Five or so round numbers from 0."""
     step = next(s for s in (m * 10.0**e for e in range(-6, 6) for m in (1, 2, 5)) if seconds / s <= 6)
     return [step * k for k in range(int(seconds / step) + 1)]
-
-
-def _where(peak: Moment) -> str:
-    module = f" in {peak.module}" if peak.module else ""
-    return f"{peak.phase}: {peak.op}{module}"

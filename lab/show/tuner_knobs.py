@@ -27,7 +27,7 @@ _COSTS = {
     "ranks": "GPUs in all",
     "device_memory": "What one GPU has",
     "head_chunk": "U, the query heads of a UPipe stage: fewer hold less and take more, smaller exchanges",
-    "mlp_tile": "Tokens that an MLP sees at once: fewer hold less; small tiles keep a GPU idle",
+    "mlp_tile": "Tokens that an MLP sees at once: fewer hold less, in more and smaller matrices",
     "norm_tile": "Tokens that a norm sees at once",
     "loss_tile": "Tokens whose logits are there at once",
     "checkpoint": "Keep only each layer's input: every forward runs a second time in backward",
@@ -67,7 +67,14 @@ class Knobs:
 
     def stand_at(self, state: State, saves: dict[str, int]) -> None:
         """Follow the state: what derives from a move stands elsewhere now, and saves other bytes."""
-        fields, self._following = state.fields, True
+        self._following = True
+        try:
+            self._follow(state, saves)
+        finally:
+            self._following = False
+
+    def _follow(self, state: State, saves: dict[str, int]) -> None:
+        fields = state.fields
         self.by_name["model"].value, self.by_name["rung"].value = state.model, state.rung
         for name in SLIDERS:
             slider = self.by_name[name]
@@ -79,7 +86,6 @@ class Knobs:
         self.by_name["offload"].value = fields["offload"] == "inputs"
         for name, label in self.saves.items():
             label.value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
-        self._following = False
 
     def _turned(self, name: str, value: Any) -> None:
         with self._moving:

@@ -34,9 +34,7 @@ class Panel {
     this.host.show(shown.host, shown.host?.limit, shown.host?.scale);
     this.legend.replaceChildren();
     for (const [category, bytes, parts] of shown.legend) {
-      const name = add(this.legend, "span", "lab-tuner-category");
-      add(name, "i", "lab-swatch").style.background = this.look[category];
-      name.append(category);
+      swatch(add(this.legend, "span", "lab-tuner-category"), category, this.look[category]);
       add(this.legend, "span", "lab-tuner-bytes").textContent = bytes;
       add(this.legend, "span", "lab-tuner-parts").textContent = parts;
     }
