@@ -71,3 +71,10 @@ def test_timelines_by_name_stand_one_above_the_other_on_the_same_axes():
 def test_no_timelines():
     with pytest.raises(LabError, match="no rows"):
         lab.show.timeline({})
+
+
+def test_a_kind_of_which_nothing_ran_has_an_empty_lane():
+    picture = lab.show.lanes({"alone": {"layers": [("0", 0.0, 2.0)], "copies": []}})
+    (axes,) = picture.figure.axes
+    assert len(bars(axes)) == 1
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["alone: layers", "alone: copies"]

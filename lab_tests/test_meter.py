@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab import models
 from lab.memory.meter import Meter
+from lab.memory.resizes import resizes_seen
 from lab.memory.timeline import CATEGORIES
 
 FP32 = 4
@@ -123,6 +124,20 @@ def test_a_resized_storage_is_followed():
         torch.zeros(1)
         freed = before - meter.timeline().moment(-1).device
     assert freed == 1000 * FP32 - FP32
+    assert torch.UntypedStorage.resize_ is torch._C.StorageBase.resize_
+
+
+def test_resizes_reach_all_who_listen_in_whatever_order_they_end():
+    first, second, storage = [], [], torch.zeros(7).untyped_storage()
+    outer, inner = resizes_seen(first.append), resizes_seen(second.append)
+    outer.__enter__()
+    inner.__enter__()
+    storage.resize_(8)
+    outer.__exit__(None, None, None)
+    storage.resize_(12)
+    inner.__exit__(None, None, None)
+    storage.resize_(16)
+    assert (len(first), len(second)) == (1, 2)
     assert torch.UntypedStorage.resize_ is torch._C.StorageBase.resize_
 
 

@@ -204,8 +204,11 @@ with lab.Cluster(ranks=2) as cluster:
 def test_the_bench_counts_failures_and_seconds(tmp_path):
     bad = write(tmp_path / "bad.ipynb", "a = 0", "1 / a")
     good = write(tmp_path / "good.ipynb", "a = 0")
-    result = CliRunner().invoke(main, ["bench", "notebooks", bad, good, "--times", "2", "--json"])
-    failed, fine = json.loads(result.stdout)
+    dead = write(tmp_path / "dead.ipynb", "a = 0", "import os\nos._exit(3)")
+    result = CliRunner().invoke(main, ["bench", "notebooks", bad, dead, good, "--times", "2", "--json"])
+    failed, gone, fine = json.loads(result.stdout)
+    assert gone["failed"] == 2
+    assert gone["first failure"].startswith("DeadKernelError")
     assert (failed["notebook"], failed["executed"], failed["failed"]) == ("bad", 2, 2)
     assert failed["first failure"] == "cell 1: ZeroDivisionError: division by zero"
     assert (fine["failed"], fine["first failure"]) == (0, None)

@@ -275,8 +275,12 @@ def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert made.wait(60)
     # The kernel is free: while it is planned the reader moves on.
     tuner.move("head_chunk", 8)
+    # A second click, that the page sent before it heard that the buttons are off, starts nothing.
+    assert tuner.plan_button.disabled
+    tuner.run()
     go.set()
     tuner.wait()
+    assert tuner.ran is None
     planned = tuner.panel.shown["bars"][1]
     assert planned["stale"]
     assert planned["name"].startswith("plan of an earlier setting")
