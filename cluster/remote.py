@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from cluster.errors import Failure
 from cluster.live import publish, recording
+from cluster.modes import end_modes
 from cluster.network import own_address
 from cluster.whereabouts import whereabouts
 
@@ -51,6 +52,7 @@ def run(payload: bytes, run_id: str, rank: int) -> Answer:
             return answer
         except BaseException as error:
             _interrupts.wanted = False
+            end_modes()
             failure = _describe(error, rank, time.time())
         publish(failure)  # at once: to leave takes its time
         # Only now, when the exception is gone, and with its frames what held the groups.
@@ -72,8 +74,9 @@ class _Interrupts:
     """SIGINT ends the function that runs, and nothing else of the engine.
 
     It is sent again and again, for Python drops an exception that is raised in a destructor; what comes soon
-    after one that was raised is the same one, and must not hit whoever handles it. An import is not ended in
-    its middle: what it leaves half made would fail the calls to come.
+    after one that was raised is the same one, and must not hit whoever handles it. Neither an import nor the
+    beginning or end of a `with` block is ended in its middle: what is left half done would fail the calls to
+    come.
     """
 
     def __init__(self) -> None:
@@ -83,14 +86,15 @@ class _Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         handled = time.monotonic() - self._raised < SAME_INTERRUPT_SECONDS
-        if self.wanted and not handled and not _imports(frame):
+        if self.wanted and not handled and not _half_done(frame):
             self._raised = time.monotonic()
             raise KeyboardInterrupt
 
 
-def _imports(frame: FrameType | None) -> bool:
+def _half_done(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>" or code.co_name in ("__enter__", "__exit__"):
             return True
         frame = frame.f_back
     return False

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -18,6 +18,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster import capacity, host, watchdog
 from cluster.client import Published, Returned
@@ -395,6 +397,81 @@ def test_a_stop_does_not_leave_a_module_half_imported(impatient: Cluster, tmp_pa
         impatient.apply(import_slowly, str(tmp_path))
     assert not impatient.broken
     assert impatient.apply(lambda: sys.modules["slow_module"].whole) == [True, True]
+
+
+class Closing:
+    """A block that takes two seconds to end."""
+
+    ended = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for _ in range(200):
+            time.sleep(0.01)
+        Closing.ended = True
+
+
+def close_slowly() -> None:
+    with Closing():
+        sys.modules["closing"] = Closing  # type: ignore[assignment]
+    time.sleep(600)
+
+
+def test_a_stop_does_not_cut_the_end_of_a_block(impatient: Cluster) -> None:
+    threading.Timer(0.4, impatient.interrupt).start()
+    with pytest.raises(Stopped):
+        impatient.apply(close_slowly)
+    assert not impatient.broken
+    assert impatient.apply(lambda: sys.modules.pop("closing").ended) == [True, True]
+
+
+class NoMode(TorchDispatchMode):
+    """Lets no operator pass."""
+
+    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a mode of an earlier call")
+
+
+class NoFunctionMode(TorchFunctionMode):
+    """Lets no function pass."""
+
+    def __torch_function__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a mode of an earlier call")
+
+
+def refuse_saved(_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a hook of an earlier call")
+
+
+HALF_OPEN: dict[str, Callable[[], Any]] = {
+    "no_grad": lambda: torch.no_grad().__enter__(),
+    "dispatch mode": lambda: NoMode().__enter__(),
+    "function mode": lambda: NoFunctionMode().__enter__(),
+    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__(),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+}
+
+
+def fail_half_open(name: str) -> None:
+    HALF_OPEN[name]()
+    raise LookupError(name)
+
+
+def a_gradient() -> list[float]:
+    x = torch.full((2, 2), 3.0, requires_grad=True)
+    (x @ x.sin()).float().sum().backward()
+    assert x.grad is not None
+    return [round(value, 3) for value in x.grad.flatten().tolist()]
+
+
+@pytest.mark.parametrize("name", HALF_OPEN)
+def test_a_mode_that_a_failed_call_left_on_is_off_in_the_next(ranks4: Cluster, name: str) -> None:
+    before = ranks4.apply(a_gradient)
+    with pytest.raises(RankError, match=name):
+        ranks4.apply(fail_half_open, name)
+    assert ranks4.apply(a_gradient) == before
 
 
 @pytest.mark.parametrize("own_group", [False, True], ids=["timeout of the group", "no timeout"])
