@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lab.verbs.messages import Run
     from lab.verbs.plan import Plan, plan, plan_ladder
     from lab.verbs.profile import Profiled, profile
+    from lab.verbs.rehearsal import Rehearsal
+    from lab.verbs.rehearse import rehearse
     from lab.verbs.run import run
     from lab.verbs.train import Trained, train
 
@@ -31,6 +33,7 @@ __all__ = [
     "Profiled",
     "Recipe",
     "RecipeError",
+    "Rehearsal",
     "Run",
     "Timeline",
     "Trained",
@@ -45,6 +48,7 @@ __all__ = [
     "plan",
     "plan_ladder",
     "profile",
+    "rehearse",
     "run",
     "shard_batch",
     "show",
@@ -63,6 +67,7 @@ _HOME = {
     "Profiled": "lab.verbs.profile",
     "Recipe": "lab.recipe",
     "RecipeError": "lab.errors",
+    "Rehearsal": "lab.verbs.rehearsal",
     "Run": "lab.verbs.messages",
     "Timeline": "lab.memory.timeline",
     "Trained": "lab.verbs.train",
@@ -75,6 +80,7 @@ _HOME = {
     "plan": "lab.verbs.plan",
     "plan_ladder": "lab.verbs.plan",
     "profile": "lab.verbs.profile",
+    "rehearse": "lab.verbs.rehearse",
     "run": "lab.verbs.run",
     "shard_batch": "lab.batches",
     "train": "lab.verbs.train",

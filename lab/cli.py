@@ -12,6 +12,7 @@ from lab.commands.base import plainly
 from lab.commands.benches import bench
 from lab.commands.clusters import cluster
 from lab.commands.planning import fit, ladder, max_context, plan
+from lab.commands.rehearsing import rehearse
 from lab.commands.training import export, train
 
 
@@ -74,5 +75,5 @@ def doctor() -> None:
     click.echo(report())
 
 
-for command in (plan, ladder, max_context, fit, train, export, cluster, bench):
+for command in (plan, ladder, max_context, fit, rehearse, train, export, cluster, bench):
     main.add_command(command)

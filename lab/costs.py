@@ -36,7 +36,8 @@ FLASH = "aten._scaled_dot_product_flash_attention"
 class Costs:
     """One rank's: ``flops``; ``link_bytes`` sent to other ranks; ``host_bytes`` copied to and from the host.
 
-    ``device_seconds`` is the time of computation and collectives, ``host_seconds`` that of copies.
+    ``device_seconds`` is the time of computation and collectives, ``link_seconds`` the collectives' share of
+    it, ``host_seconds`` that of copies.
     """
 
     flops: int = 0
@@ -44,6 +45,7 @@ class Costs:
     host_bytes: int = 0
     device_seconds: float = 0.0
     host_seconds: float = 0.0
+    link_seconds: float = 0.0
 
     def __add__(self, other: Costs) -> Costs:
         return Costs(
@@ -52,6 +54,7 @@ class Costs:
             self.host_bytes + other.host_bytes,
             self.device_seconds + other.device_seconds,
             self.host_seconds + other.host_seconds,
+            self.link_seconds + other.link_seconds,
         )
 
     def __mul__(self, factor: int) -> Costs:
@@ -61,6 +64,7 @@ class Costs:
             self.host_bytes * factor,
             self.device_seconds * factor,
             self.host_seconds * factor,
+            self.link_seconds * factor,
         )
 
     @property
@@ -96,7 +100,7 @@ class CostCounter(Observer):
         if name in NOTHING:
             return Costs()
         if name.startswith(("c10d.", "_c10d_functional.")):
-            return self._collective(name, args)
+            return self._collective(name, args, result)
         if name in ("lab.to_host", "lab.from_host"):
             moved: int = args[0].nbytes
             return Costs(
@@ -115,15 +119,15 @@ class CostCounter(Observer):
             return Costs(flops, device_seconds=max(flops / rate_here, seconds))
         return Costs(device_seconds=seconds)
 
-    def _collective(self, name: str, args: tuple[Any, ...]) -> Costs:
+    def _collective(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
         """What a rank sends: its share of an all-gather to all others, its input's shares in the rest."""
         group = next((g for g in map(_group, args) if g is not None), None)
         if group is None:
             return Costs()
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-        whole = max((x.nbytes for x in _tensors(args)), default=0)
+        whole = max((x.nbytes for x in _tensors((*args, result))), default=0)
         # An all-reduce is a reduce-scatter and an all-gather.
-        sizes = [whole // len(ranks) * (2 if "allreduce" in name else 1)] * len(ranks)
+        sizes = [whole // len(ranks) * (2 if "allreduce" in name.replace("_", "") else 1)] * len(ranks)
         if "alltoall" in name and args[4]:  # a step round a ring goes to one of them
             sizes = [elements * args[1].itemsize for elements in args[4]]
         sizes[me] = 0
@@ -137,7 +141,7 @@ class CostCounter(Observer):
             seconds = sent / min(link, network * sum(near))
         else:
             seconds = max((sent - away) / link, away / network)
-        return Costs(link_bytes=sent, device_seconds=seconds)
+        return Costs(link_bytes=sent, device_seconds=seconds, link_seconds=seconds)
 
 
 def _reached(peak: Figure, share: Figure) -> float:
@@ -164,4 +168,6 @@ def _attention_flops(args: tuple[Any, ...], *, backward: bool) -> int:
 def _group(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
+    if isinstance(value, str):  # a functional collective names its group, and its sum
+        return next((g for g, name in dist.distributed_c10d._world.pg_names.items() if name == value), None)
     return None

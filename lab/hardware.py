@@ -186,13 +186,17 @@ def fixed_workspace(ranks: int) -> int:
     One communicator over all ranks, with an all-to-all (a connection to each other GPU of a node of 8) and a
     ring; each communicator more takes its own. Connections to other nodes and NVLink SHARP are left out.
     Eight ranks come to 3.9 GiB; NVIDIA/nccl issue 1685 saw 4.3 GB on 8 x H100 after its first all-to-all.
-    The cuBLAS workspaces are in torch's own count of allocated bytes, the rest is not.
     """
-    fixed = CUDA_CONTEXT.value + CUBLAS_HANDLES.value * CUBLAS_WORKSPACE.value
+    return int(CUBLAS_HANDLES.value * CUBLAS_WORKSPACE.value) + outside_workspace(ranks)
+
+
+def outside_workspace(ranks: int) -> int:
+    """The part of it that torch does not count as allocated: all but the cuBLAS workspaces."""
+    outside = CUDA_CONTEXT.value
     if ranks > 1:
         pairs = (min(ranks, NODE) - 1) * NCCL_PAIR_CHANNELS.value
-        fixed += (pairs + NCCL_RING_CHANNELS.value) * NCCL_CONNECTION.value
-    return int(fixed)
+        outside += (pairs + NCCL_RING_CHANNELS.value) * NCCL_CONNECTION.value
+    return int(outside)
 
 
 def _up(value: int, multiple: int) -> int:

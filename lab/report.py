@@ -1,4 +1,4 @@
-"""What the planning commands print: plans in, text for a terminal out."""
+"""What the planning commands and a rehearsal print: answers in, text for a terminal out."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lab.units import Mi, format_bytes, format_seconds
 from lab.verbs.fit import steps_down
 from lab.verbs.max_context import MaxContext
 from lab.verbs.plan import Plan
+from lab.verbs.rehearsal import Rehearsal
 
 BAR = 32
 """Characters of the longest bar."""
@@ -162,6 +163,42 @@ def fit_text(plans: Sequence[Plan]) -> str:
         )
     said = "↓ needs less device memory than every faster one: its price is the time it is slower."
     return f"{_title(fastest)}\n{printed(table)}\n{said}"
+
+
+def rehearsal_text(found: Rehearsal) -> str:
+    """What was measured, the plan beside it, and what that makes of the whole model."""
+    peak, seconds, whole = found.timeline.peak, found.seconds, found.layers == found.of_layers
+    allocator = (
+        f", {format_bytes(found.reserved_peak)} reserved, {format_bytes(found.outside_torch)} outside torch"
+        if found.reserved_peak is not None and found.outside_torch is not None
+        else ""
+    )
+    lines = [
+        found.title,
+        recipe_text(found.recipe),
+        "",
+        f"measured      as one rank of {found.ranks} on {found.machine}, "
+        f"{found.layers} of {found.of_layers} layers",
+        f"device peak   {format_bytes(found.device_peak)}{allocator}",
+        f"host peak     {format_bytes(found.host_peak)}",
+        f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
+        f"planned       {found.plan_over_measured:.4f} of the measured peak",
+        f"a step        {format_seconds(found.step_seconds)}: "
+        + ", ".join(f"{phase} {format_seconds(took)}" for phase, took in seconds.items()),
+        f"a rank sends  {format_bytes(found.link_bytes)}, in "
+        f"{format_seconds(found.plan.costs.link_seconds)} on the links of {found.plan.device}",
+    ]
+    if not whole:
+        lines += [
+            f"extrapolated  to {found.of_layers} layers by the ratio of their plan to these layers':",
+            f"              {format_bytes(found.whole_device_peak)} a device, "
+            f"{format_seconds(found.whole_seconds)} a step",
+        ]
+    lines += [
+        f"tokens        {found.tokens_per_second:.4g} a second and rank if links were free, "
+        f"{found.tokens_per_second_with_links:.4g} with their time added"
+    ]
+    return "\n".join(lines)
 
 
 def recipe_text(recipe: Recipe) -> str:

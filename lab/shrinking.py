@@ -1,11 +1,13 @@
-"""A small copy of a model with its own proportions: every head, and each width divided by one number."""
+"""Smaller copies of a model: its first layers alone, or all its proportions with each width divided."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from math import gcd
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lab.errors import ModelError
 from lab.models import ModelLike, config_of
@@ -54,13 +56,44 @@ def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretrai
     small.vocab_size = max(small.vocab_size // by, min(small.vocab_size, BYTES))
     if getattr(small, "head_dim", None) is not None:
         small.head_dim = own // by
-    small.num_hidden_layers = min(small.num_hidden_layers, layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    _cut(small, layers)
     # An embedding makes room for the padding token, wherever it is.
     if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:
         small.pad_token_id = None
     return small
+
+
+def first_layers(model: ModelLike, layers: int | None) -> tuple[ModelLike, int]:
+    """The model with its first ``layers`` layers alone, and how many it has; with None it is itself.
+
+    Weights of a directory are left behind, for they are of the whole.
+
+    Raises:
+        ModelError: no such model; not a whole number between 1 and its layers.
+    """
+    config = copy.deepcopy(config_of(model))
+    has = config.num_hidden_layers
+    if layers is None or layers == has:
+        return model, has
+    if type(layers) is not int or not 1 <= layers < has:
+        raise ModelError(f"layers={layers!r}: the model has {has}; it takes a whole number from 1 to {has}")
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        return partial(_called_and_cut, model, layers), has
+    _cut(config, layers)
+    return config, has
+
+
+def _called_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrainedModel:
+    made = model()
+    del made.model.layers[layers:]
+    _cut(made.config, layers)
+    return made
+
+
+def _cut(config: PretrainedConfig, layers: int) -> None:
+    config.num_hidden_layers = min(config.num_hidden_layers, layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
 
 
 def _fits(dim: int, least: int) -> bool:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab import models
 from lab.batches import shard_batch
 from lab.compose import apply_recipe
 from lab.costs import CostCounter, Costs
-from lab.errors import LabError
 from lab.hardware import hardware
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
@@ -25,9 +18,7 @@ from lab.memory.workspace import NO_WORKSPACE, cuda_workspace
 from lab.recipe import Recipe
 from lab.step import make_optimizer, train_step, update
 from lab.techniques.slices import shortened
-
-_TURN = Lock()
-"""A process has one default group: plans made in several threads at once take turns."""
+from lab.verbs.one_rank import one_rank
 
 
 @dataclass(frozen=True)
@@ -49,10 +40,11 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
     counter = CostCounter(hardware(question.device), question.ranks_per_node)
     workspace = cuda_workspace(question.ranks) if question.workspace else NO_WORKSPACE
     meter = Meter(clock=counter.now, workspace=workspace)
-    # Of a ring the second rank: it meets all its queries with half of the keys of the first, and holds more
-    # than the first, which never does. Else the first, for where shards are not equal the last is smaller.
-    rank = question.recipe.ulysses if question.recipe.ring > 1 else 0
-    with _one_of(question.ranks, rank) as mesh, FakeTensorMode(allow_non_fake_inputs=True), shortened():
+    with (
+        one_rank(question.recipe, question.ranks, "fake") as mesh,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        shortened(),
+    ):
         model = models.build(question.model, weights=False)
         del model.model.layers[layers:]
         model.train()
@@ -68,18 +60,3 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
         with counter:
             train_step(model, optimizer, batch, meter=meter)
     return meter.timeline(), counter.total
-
-
-@contextmanager
-def _one_of(ranks: int, rank: int) -> Iterator[DeviceMesh]:
-    """A group in which every collective returns at once, with whatever lies in its buffers."""
-    with _TURN:
-        if dist.is_initialized():
-            raise LabError(
-                "this process is one of a group of ranks, and a plan makes its own: plan elsewhere"
-            )
-        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-        try:
-            yield init_device_mesh("cpu", (ranks,))
-        finally:
-            dist.destroy_process_group()

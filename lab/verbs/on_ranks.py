@@ -104,10 +104,14 @@ class Worker:
 
 def worker(training: Training) -> Worker:
     """Make it; every rank of the process group calls this."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return worker_on(training, init_device_mesh(device, (dist.get_world_size(),)))
+
+
+def worker_on(training: Training, mesh: DeviceMesh) -> Worker:
+    """The same on a mesh over all ranks."""
     model = models.build(training.model, seed=training.seed)
-    model.to(device)  # type: ignore[arg-type]
+    model.to(torch.device(mesh.device_type))  # type: ignore[arg-type]
     model.train()
     apply_recipe(model, training.recipe, mesh)
     optimizer = make_optimizer(model, learning_rate=training.learning_rate)

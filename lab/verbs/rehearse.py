@@ -1,0 +1,196 @@
+"""Rehearse: the real step as one rank of N, its peers stood in for by the rank itself; bytes and seconds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from lab import models
+from lab.errors import LabError
+from lab.memory.cuda import CudaAllocator, CudaMeter
+from lab.memory.meter import Meter
+from lab.memory.out_of_memory import OutOfMemory
+from lab.memory.stopwatch import Stopwatch
+from lab.memory.timeline import Timeline
+from lab.recipe import Recipe
+from lab.rungs import recipe_for, title_of
+from lab.shrinking import first_layers
+from lab.step import train_step
+from lab.units import format_bytes, parse_bytes, parse_tokens
+from lab.verbs.loopback import bytes_sent
+from lab.verbs.on_ranks import Training, checked, worker_on
+from lab.verbs.one_rank import one_rank
+from lab.verbs.plan import Plan, fake_model, plan
+from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory
+
+Machine = Literal["cuda", "cpu"]
+Say = Callable[[str], None]
+
+
+def rehearse(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "upipe",
+    *,
+    tokens: int | str,
+    ranks: int,
+    rows: int = 1,
+    layers: int | None = None,
+    steps: int = 1,
+    device_memory: int | str | None = None,
+    machine: Machine | None = None,
+    device: str = "h100",
+    ranks_per_node: int = 8,
+    watch: Say | None = None,
+    **knobs: Any,
+) -> Rehearsal:
+    """Train as one rank of ``ranks`` on this machine's GPU or, at a small size, on its CPU.
+
+    One step is measured in bytes, then ``steps`` more in seconds. ``layers`` takes the model's first layers
+    alone: what is said of the whole model is then extrapolated. ``device_memory`` stands for a smaller GPU.
+    ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
+    the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
+    random unless the model is a directory with weights, in whole.
+
+    Raises:
+        RehearsalOutOfMemory: it does not fit; the process can go on.
+        LabError: a model, recipe, size or machine that cannot work, before anything is made.
+    """
+    say = watch or _nobody
+    where, limit = _machine(machine), None if device_memory is None else parse_bytes(device_memory)
+    _check_limit(where, limit)
+    chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), **knobs)
+    part, has = first_layers(model, layers)
+    training, _, _ = checked(part, chosen, ranks=ranks, tokens=tokens, steps=steps, rows=rows)
+    settings: dict[str, Any] = {
+        "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
+        "device": device, "device_memory": limit, "workspace": where == "cuda",
+    }  # fmt: skip
+    title = title_of(model, recipe, ranks, training.tokens)
+    say("planning")
+    whole = plan(model, chosen, **settings)
+    made = whole if part is model else plan(part, chosen, **settings)
+    if where == "cpu":
+        _check_room(title, part, made, limit)
+    measured = _measured(training, ranks, where, limit, say)
+    # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
+    gc.collect()
+    if where == "cuda":
+        torch.cuda.empty_cache()
+    if isinstance(measured, OutOfMemory):
+        raise RehearsalOutOfMemory(str(measured), measured.moment, made)
+    return Rehearsal(
+        title=title,
+        recipe=chosen,
+        tokens=training.tokens,
+        ranks=ranks,
+        rows=rows,
+        layers=layers or has,
+        of_layers=has,
+        machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
+        plan=made,
+        whole=whole,
+        **vars(measured),
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the steps gave; see ``Rehearsal``."""
+
+    timeline: Timeline
+    device_peak: int
+    reserved_peak: int | None
+    outside_torch: int | None
+    seconds: dict[str, float]
+    loss: float
+    link_bytes: int
+
+
+def _measured(
+    training: Training, ranks: int, where: Machine, limit: int | None, say: Say
+) -> _Measured | OutOfMemory:
+    """Train. Out of memory is returned, for an exception that is raised holds the model by its frames."""
+    meter = CudaMeter(CudaAllocator()) if where == "cuda" else Meter(limit=limit)
+    watch = Stopwatch()
+    try:
+        with _capped(where, limit), one_rank(training.recipe, ranks, "loopback", where) as mesh:
+            say("making the model")
+            ready = worker_on(training, mesh)
+            say("a step under the meter")
+            before = bytes_sent()
+            loss = float(train_step(ready.model, ready.optimizer, ready.batch(0), meter=meter))
+            sent = bytes_sent() - before
+            for step in range(1, training.steps + 1):
+                say(f"step {step} of {training.steps} by the clock")
+                train_step(ready.model, ready.optimizer, ready.batch(step), meter=watch)
+    except OutOfMemory as error:
+        return OutOfMemory(error.moment, error.limit, error.said)
+    timeline = meter.timeline()
+    seconds = {phase: median(step[phase] for step in watch.seconds) for phase in watch.seconds[0]}
+    peaks: tuple[int, int | None, int | None] = (timeline.device_peak, None, None)
+    if isinstance(meter, CudaMeter):
+        peaks = meter.device_peak, meter.reserved_peak, meter.outside_torch
+    return _Measured(timeline, *peaks, seconds, loss, sent.total())
+
+
+# ---- where -----------------------------------------------------------------------------------------------
+
+
+def _machine(asked: str | None) -> Machine:
+    """Where to run.
+
+    Raises:
+        LabError: CUDA where there is none; no machine of this name.
+    """
+    if asked not in (None, "cuda", "cpu"):
+        raise LabError(f"machine={asked!r}: it takes 'cuda', 'cpu', or None for the GPU where there is one")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise LabError("machine='cuda', and torch sees no GPU here: machine='cpu' rehearses a small size")
+    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _check_limit(where: Machine, limit: int | None) -> None:
+    """Refuse a cap that is none."""
+    if where == "cuda" and limit is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        if limit > total:
+            raise LabError(
+                f"device_memory={format_bytes(limit)}: the GPU has {format_bytes(total)}; give at most that, "
+                "or leave it out"
+            )
+
+
+def _check_room(title: str, model: models.ModelLike, made: Plan, limit: int | None) -> None:
+    """Refuse what this machine's memory does not hold: it would be swapped, or the process be killed."""
+    parameters = sum(p.nbytes for p in fake_model(model).parameters())
+    needed = min(made.device_peak, limit or made.device_peak) + made.host_peak + parameters
+    has = psutil.virtual_memory().available
+    if needed > has:
+        raise LabError(
+            f"{title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available here: "
+            "fewer tokens, more ranks or fewer layers take less"
+        )
+
+
+@contextmanager
+def _capped(where: Machine, limit: int | None) -> Iterator[None]:
+    """A smaller GPU, as far as torch's allocator goes; on CPU the meter keeps the limit."""
+    if where == "cpu" or limit is None:
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _nobody(_: str) -> None:
+    """Watch nothing."""

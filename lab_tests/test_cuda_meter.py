@@ -1,0 +1,139 @@
+"""The meter of CUDA, with an allocator that is told what to say: its bytes, by the meter's names."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lab.memory.cuda import CudaAllocator, CudaMeter, Event
+from lab.memory.stopwatch import Stopwatch
+from lab.techniques.offload import to_host
+from lab_tests.test_meter import Two, metered_step
+
+MIB = 2**20
+
+
+class Told:
+    """An allocator that holds 7 MiB at first, and takes and gives back as it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.began = self.ended = 0
+
+    def now(self, action: str, size: int) -> None:
+        self.events.append({"action": action, "size": size, "time_us": time.time_ns() // 1000})
+
+    def begin(self) -> int:
+        self.began += 1
+        return 7 * MIB
+
+    def end(self) -> tuple[Sequence[Event], int, int, int]:
+        self.ended += 1
+        return self.events, 12 * MIB, 20 * MIB, 3 * MIB
+
+
+def stepped() -> tuple[CudaMeter, Told]:
+    """A step in which a kernel inside the second module takes 5 MiB, between a stream's and a segment's."""
+    told = Told()
+    model = Two()
+
+    def inside(*_: object) -> None:
+        told.now("alloc", 5 * MIB)
+        told.now("segment_alloc", 20 * MIB)
+        told.now("free_requested", 5 * MIB)
+        told.now("free_completed", 5 * MIB)
+
+    model.second.register_forward_hook(inside, prepend=True)
+    meter = CudaMeter(told)
+    with meter.measure(model), meter.phase("forward"):
+        x = model(torch.randn(11, 5))
+        kept = to_host(x, False)
+        told.now("alloc", MIB)
+    assert kept.shape == x.shape
+    return meter, told
+
+
+def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
+    meter, told = stepped()
+    timeline = meter.timeline()
+    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 8 * MIB]
+    assert timeline.device_peak == meter.device_peak == 12 * MIB
+    assert (meter.reserved_peak, meter.outside_torch) == (20 * MIB, 3 * MIB)
+    assert (told.began, told.ended) == (1, 1)
+
+
+def test_the_names_are_the_meters() -> None:
+    timeline = stepped()[0].timeline()
+    peak, last = timeline.peak, timeline.moment(-1)
+    assert (peak.phase, peak.module, peak.op) == ("forward", "second", "aten.mm")
+    weights = sum(p.nbytes for p in Two().parameters())
+    assert peak.by_category["parameters"] == weights
+    known = sum(size for name, size in peak.by_category.items() if name != "other")
+    assert peak.by_category["other"] == 12 * MIB - known > 4 * MIB
+    assert peak.host == 0 < last.host
+
+
+def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
+    """The allocator holds less than the meter knows of: the split still adds up, and nothing is negative."""
+    told = Told()
+    model = Two()
+    meter = CudaMeter(told)
+    with meter.measure(model), meter.phase("forward"):
+        kept = model.first(torch.randn(11, 5))
+        told.now("free_requested", 7 * MIB - 400)
+    assert kept.numel()
+    row = meter.timeline().moment(-1)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert row.device == 400
+    assert row.by_category["parameters"] == weights < 400
+    assert row.by_category["other"] == 0
+    assert row.by_category["activations"] == 400 - weights
+
+
+def test_the_record_ends_with_a_step_that_fails() -> None:
+    told = Told()
+    meter = CudaMeter(told)
+    with pytest.raises(ZeroDivisionError), meter.measure(Two()):
+        raise ZeroDivisionError
+    assert told.ended == 1
+
+
+def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that the real allocator makes, in their order, and what it makes of the answers."""
+    calls: list[object] = []
+
+    def answer(name: str, value: object) -> None:
+        def told(*args: object, **kwargs: object) -> object:
+            calls.append((name, *args, *kwargs.items()))
+            return value
+
+        module = torch.cuda.memory if name.startswith("_") else torch.cuda
+        monkeypatch.setattr(module, name, told)
+
+    events = [{"action": "alloc", "size": 1, "time_us": 2}]
+    for name, value in {
+        "synchronize": None, "reset_peak_memory_stats": None, "_record_memory_history": None,
+        "memory_allocated": 11, "_snapshot": {"device_traces": [[], events]}, "current_device": 1,
+        "mem_get_info": (100, 180), "memory_reserved": 50, "max_memory_allocated": 40,
+        "max_memory_reserved": 60,
+    }.items():  # fmt: skip
+        answer(name, value)
+    allocator = CudaAllocator()
+    assert allocator.begin() == 11
+    assert allocator.end() == (events, 40, 60, 180 - 100 - 50)
+    history = [call for call in calls if call[0] == "_record_memory_history"]  # type: ignore[index]
+    assert history == [
+        ("_record_memory_history", "all", ("context", None)),
+        ("_record_memory_history", None),
+    ]
+
+
+def test_the_stopwatch_has_seconds_by_phase_and_sees_no_operator() -> None:
+    model, watch = Two(), Stopwatch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        metered_step(watch, model, optimizer, torch.randn(11, 5))
+    assert len(watch.seconds) == 2
+    assert all(list(step) == ["forward", "backward", "optimizer"] for step in watch.seconds)
+    assert all(0 < seconds < 5 for step in watch.seconds for seconds in step.values())

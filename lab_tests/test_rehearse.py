@@ -1,0 +1,147 @@
+"""A rehearsal is the step of one rank of N: its bytes are the plan's, and its process can go on."""
+
+import json
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import LlamaConfig
+
+import lab
+from lab import models
+from lab.cli import main
+from lab.errors import LabError, RecipeError
+from lab.rungs import RUNGS
+from lab.verbs.rehearsal import RehearsalOutOfMemory
+from lab.verbs.rehearse import _capped, _check_limit
+
+TOKENS = 512
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """So small a model is slower on more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def odd() -> LlamaConfig:
+    """All axes and quotients differ; four divides each, so that shards are equal."""
+    return LlamaConfig(
+        hidden_size=48, intermediate_size=72, num_hidden_layers=4, num_attention_heads=24,
+        num_key_value_heads=6, head_dim=10, vocab_size=260,
+    )  # fmt: skip
+
+
+def test_the_command_of_the_readme() -> None:
+    """16K tokens on 8 ranks: the plan's bytes, and every figure that is promised."""
+    result = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "16K", "--ranks", "8", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["plan_over_measured"] == 1
+    assert found["device_peak"] == found["planned_device_peak"] > 2**20
+    # The inputs of all layers but the last: [16K/8, 256] in fp32.
+    assert found["host_peak"] == 3 * 2048 * 256 * 4
+    assert found["reserved_peak"] is None
+    assert found["seconds"] == pytest.approx(sum(found["seconds_by_phase"].values()))
+    assert found["tokens_per_second"] == pytest.approx(16384 / 8 / found["seconds"])
+    assert found["tokens_per_second_with_links"] < found["tokens_per_second"]
+    assert 5 < found["loss"] < 12
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_is_as_planned(rung: str) -> None:
+    found = lab.rehearse(odd(), rung, tokens=TOKENS, ranks=4, compute_dtype=None)
+    assert found.device_peak == found.plan.device_peak
+    assert found.host_peak == found.plan.host_peak
+    assert found.link_bytes == found.plan.costs.link_bytes > 0
+    assert found.timeline.peak.op == found.plan.peak.op
+    assert found.whole is found.plan
+
+
+def test_a_hybrid_with_a_ring_in_bf16() -> None:
+    said: list[str] = []
+    found = lab.rehearse(odd(), "upipe", tokens=TOKENS, ranks=8, ring=2, rows=2, watch=said.append)
+    assert found.plan_over_measured == 1
+    assert found.link_bytes == found.plan.costs.link_bytes
+    assert found.recipe.ring == 2
+    assert said[0] == "planning"
+    assert said[-1] == "step 1 of 1 by the clock"
+
+
+def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
+    part = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4, layers=2)
+    whole = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4)
+    assert (part.layers, part.of_layers, whole.layers) == (2, 4, 4)
+    assert part.plan_over_measured == 1
+    assert part.device_peak < part.whole_device_peak == whole.device_peak
+    # 2 of 4 layers, the loss and the embedding: between half and all.
+    assert 1.2 < part.whole_seconds / part.step_seconds < 2
+    assert part.tokens_per_second == pytest.approx(TOKENS / 4 / part.whole_seconds)
+    text = CliRunner().invoke(main, f"rehearse tiny --tokens {TOKENS} --ranks 4 --layers 2".split()).output
+    assert "2 of 4 layers" in text
+    assert "extrapolated  to 4 layers" in text
+
+
+def test_layers_of_a_callable() -> None:
+    found = lab.rehearse(lambda: models.build(odd()), "fsdp", tokens=TOKENS, ranks=4, layers=3)
+    assert (found.layers, found.plan_over_measured) == (3, 1)
+
+
+def test_out_of_memory_says_how_far_it_got_and_leaves_the_process_usable() -> None:
+    whole = lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4)
+    limit = whole.device_peak - 1
+    with pytest.raises(RehearsalOutOfMemory) as caught:
+        lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, device_memory=limit)
+    assert caught.value.moment.phase == whole.timeline.peak.phase
+    assert caught.value.moment.op == whole.timeline.peak.op
+    assert f"out of memory in {whole.timeline.peak.phase}, {whole.timeline.peak.op}" in str(caught.value)
+    assert "the whole step needs" in str(caught.value)
+    assert caught.value.plan.device_peak == whole.device_peak
+    again = lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, device_memory=whole.device_peak)
+    assert (again.loss, again.device_peak) == (whole.loss, whole.device_peak)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "asked"),
+    [
+        (LabError, "torch sees no GPU here", {"machine": "cuda"}),
+        (LabError, "machine='tpu': it takes 'cuda', 'cpu', or None", {"machine": "tpu"}),
+        (RecipeError, "ulysses=5: it does not divide the 32 query heads", {"ulysses": 5, "ranks": 5}),
+        (RecipeError, "unknown recipe 'fastest'", {"recipe": "fastest"}),
+        (LabError, "layers=5: the model has 4", {"layers": 5}),
+        (LabError, "layers=0: the model has 4", {"layers": 0}),
+        (LabError, "steps=0", {"steps": 0}),
+        (LabError, "no device named 'h300'", {"device": "h300"}),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    error: type[Exception], said: str, asked: dict[str, object]
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        lab.rehearse(**{"model": "tiny", "tokens": TOKENS, "ranks": 4, **asked})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_what_this_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = type("Memory", (), {"available": 20 * 2**20})
+    monkeypatch.setattr(psutil, "virtual_memory", has)
+    with pytest.raises(LabError, match=r"tiny · plain · 1 ranks · 4K tokens on CPU takes .* 20.0 MiB are"):
+        lab.rehearse("tiny", "plain", tokens=4096, ranks=1)
+
+
+def test_a_cap_above_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = type("Card", (), {"total_memory": 80 * 2**30})
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    with pytest.raises(LabError, match=r"device_memory=81.0 GiB: the GPU has 80.0 GiB"):
+        _check_limit("cuda", 81 * 2**30)
+    _check_limit("cuda", 80 * 2**30)
+    with pytest.raises(ZeroDivisionError), _capped("cuda", 60 * 2**30):
+        raise ZeroDivisionError
+    assert fractions == [0.75, 1.0]
