@@ -42,6 +42,7 @@ def stepped() -> tuple[CudaMeter, Told]:
         told.now("alloc", 5 * MIB)
         told.now("segment_alloc", 20 * MIB)
         told.now("free_requested", 5 * MIB)
+        told.now("alloc", 2 * MIB)
         told.now("free_completed", 5 * MIB)
 
     model.second.register_forward_hook(inside, prepend=True)
@@ -57,7 +58,7 @@ def stepped() -> tuple[CudaMeter, Told]:
 def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
     meter, told = stepped()
     timeline = meter.timeline()
-    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 8 * MIB]
+    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB]
     assert timeline.device_peak == meter.device_peak == 12 * MIB
     assert (meter.reserved_peak, meter.outside_torch) == (20 * MIB, 3 * MIB)
     assert (told.began, told.ended) == (1, 1)

@@ -46,6 +46,22 @@ def planning(as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--tokens", type=click.IntRange(8), default=128, show_default=True, help="Of the shortest.")
+@click.option("--doublings", type=click.IntRange(1), default=4, show_default=True, help="Of the context.")
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Timed, each.")
+@JSON
+@plainly
+def growth(tokens: int, doublings: int, steps: int, as_json: bool) -> None:
+    """Seconds and bytes of a step over context, rung by rung, and over ranks."""
+    from lab.bench.growth import measure_growth
+    from lab.bench.table import write
+
+    with status("growth") as say:
+        rows = measure_growth(tokens, doublings, steps, say)
+    click.echo(write(rows, as_json=as_json))
+
+
+@bench.command()
 @click.option("--times", type=click.IntRange(1), default=10, show_default=True, help="Of each fault.")
 @JSON
 @plainly

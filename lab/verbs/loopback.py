@@ -64,10 +64,9 @@ class Loopback(dist.ProcessGroup):
         """[N*n, ...] from [n, ...]."""
         with _unseen():
             self._leaves("all_gather", own.nbytes, self.size() - 1)
+            # One by one: FSDP gathers in place, so what it sends is one of the parts that it receives.
             for part in output.view(self.size(), -1):
-                # FSDP gathers in place: what it sends is a part of what it receives.
-                if part.data_ptr() != own.data_ptr():
-                    part.copy_(own.view(-1))
+                part.copy_(own.view(-1))
         return _finished()
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Work:
