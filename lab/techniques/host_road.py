@@ -1,8 +1,8 @@
 """The road to the host: the only crossing between device and host memory, and parcels that take it.
 
-It leads through one pair of operators, ``lab::to_host`` and ``lab::from_host``. On CPU both sides are the same
-memory, and the copies are made all the same: a meter that counts what ``lab::to_host`` returns in the host's
-lane sees a CPU rank, or a plan on fake tensors, move bytes just as a GPU does.
+It leads through one pair of operators, ``lab::to_host`` and ``lab::from_host``. On CPU both sides are the
+same memory, and the copies are made all the same: a meter that counts what ``lab::to_host`` returns in the
+host's lane sees a CPU rank, or a plan on fake tensors, move bytes just as a GPU does.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def make(making: Callable[[], Results]) -> Results:
 
 
 def kept(kernel: Kernel, keep: Keep) -> Kernel:
-    """A kernel whose forward goes by ``keep``; its backward is the kernel's own, from the same out and LSE."""
+    """A kernel whose forward goes by ``keep``; its backward is the kernel's, from the same out and LSE."""
     if keep is make:
         return kernel
 

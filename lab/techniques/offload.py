@@ -59,8 +59,9 @@ def apply_offload(
     for layer in layers:
         if not getattr(layer.forward, "checkpointed", False):
             raise RecipeError(
-                f"offload={'attention' if attention else 'inputs'!r} without checkpointing: a layer then keeps "
-                "all its activations and not its input alone; use checkpoint=True with it, or offload='none'"
+                f"offload={'attention' if attention else 'inputs'!r} without checkpointing: a layer then "
+                "keeps all its activations and not its input alone; use checkpoint=True with it, or "
+                "offload='none'"
             )
     if attention:
         apply_attention(model)
@@ -141,8 +142,8 @@ def _offloaded(inner: Callable[..., Any], trip: _Trip, *, first: bool, last: boo
             trip.road.depart()
         if trip.attention and not luggage.attention:
             raise RecipeError(
-                "offload='attention' with a decoder layer that keeps its keywords from its attention: layers of "
-                "Llama, Qwen2, Qwen3 and Mistral hand them on; use offload='inputs' with this one"
+                "offload='attention' with a decoder layer that hands no keywords on to its attention, as "
+                "those of Llama, Qwen2, Qwen3 and Mistral do; use offload='inputs' with this one"
             )
         return out
 
