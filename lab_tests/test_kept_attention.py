@@ -153,7 +153,7 @@ def test_the_device_has_it_once_and_the_next_to_come(prefetch, coming):
     for attention in (False, True):
         model, meter = offloaded(decoder(layers=LAYERS), attention, prefetch=prefetch), Meter()
         with meter.measure(model), meter.phase("step"), HeldInBackward(meter) as held:
-            model(**batch()).loss.backward()
+            model(**batch()).loss.backward(retain_graph=True)  # what is not let go is there at the end
         seen[attention] = held.seen
     more = [b - a for a, b in zip(seen[False], seen[True], strict=True)]
     assert more == [coming] * (LAYERS - 1) + [0]
