@@ -48,11 +48,11 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
         apply_tiled_mlp(model, tile=recipe.mlp_tile)
     if recipe.norm_tile is not None:
         apply_tiled_norms(model, tile=recipe.norm_tile)
-    # Around the layers as they are by now; the one tensor that a layer then keeps may wait on the host.
+    # Around the layers as they are by now; what a layer then keeps may wait on the host.
     if recipe.checkpoint:
         apply_checkpointing(model)
-    if recipe.offload == "inputs":
-        apply_offload(model)
+    if recipe.offload != "none":
+        apply_offload(model, attention=recipe.offload == "attention")
     # On the model's own forward: a sum over labels that come shifted, with its head in tiles.
     if recipe.loss_tile is not None:
         apply_tiled_loss(model, tile=recipe.loss_tile)

@@ -39,8 +39,7 @@ def estimate(config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: in
     found = moments(config, recipe, tokens=tokens, ranks=ranks, rows=rows)
     moment = max(found, key=lambda name: sum(found[name].values()))
     z = _sizes(config, recipe, tokens, ranks, rows)
-    host = (z.L - 1) * z.A if recipe.offload == "inputs" else 0  # backward begins with the last layer's
-    return Estimate(sum(found[moment].values()), host, moment, found[moment])
+    return Estimate(sum(found[moment].values()), _host(z), moment, found[moment])
 
 
 def moments(
@@ -144,16 +143,25 @@ def _held(z: _Sizes, layer: int, more: Parts) -> Parts:
     return {name: held.get(name, 0) + more.get(name, 0) for name in held | more}
 
 
+def _host(z: _Sizes) -> int:
+    """All inputs but the last layer's, with which backward begins; all outputs and LSEs."""
+    inputs = (z.L - 1) * z.A * (z.recipe.offload != "none")
+    return inputs + z.L * _attended(z) * (z.recipe.offload == "attention")
+
+
 def _waiting(z: _Sizes, layer: int) -> int:
     """What layers keep for backward when it is in ``layer``: all they need, or their inputs alone.
 
-    On the host they take the device's memory when they are wanted: the layer's own and the next to come.
+    On the host they take the device's memory when they are wanted: the layer's own and the next to come, and
+    of what the next one's attention made as much again; the layer's own is its attention's.
     """
     mlp = 0 if z.recipe.mlp_tile else 4 * z.M  # gate, silu(gate), up and their product
     if not z.recipe.checkpoint:
         return layer * (2 * (_norm_keeps(z) + z.A) + _attention_keeps(z) + mlp)
-    on_host = z.recipe.offload == "inputs"
-    return z.A * ((2 if 0 < layer < z.L else 1) if on_host else min(layer + 1, z.L))
+    if z.recipe.offload == "none":
+        return z.A * min(layer + 1, z.L)
+    coming = z.A + _attended(z) * (z.recipe.offload == "attention")
+    return z.A + coming * (0 < layer < z.L)
 
 
 def _norm_keeps(z: _Sizes) -> int:
@@ -161,9 +169,14 @@ def _norm_keeps(z: _Sizes) -> int:
     return z.A if z.recipe.norm_tile else (z.f + z.w) * z.b * z.s * z.E + z.f * z.b * z.s
 
 
+def _attended(z: _Sizes) -> int:
+    """What attention makes: output and LSE."""
+    return z.H * z.h + z.f * z.b * z.s * z.H
+
+
 def _attention_keeps(z: _Sizes) -> int:
     """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
-    found = z.H * z.h + z.f * z.b * z.s * z.H
+    found = _attended(z)
     if z.recipe.head_chunk:
         return found
     # Norms of q and k are never tiled: a wide copy and the normalised heads.

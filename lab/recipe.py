@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lab.errors import RecipeError
 from lab.units import parse_tokens
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
+
+Offload = Literal["none", "inputs", "attention"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,8 @@ class Recipe:
         ulysses_backend: this lab's exchange, or DeepSpeed's own.
         head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
         checkpoint: keep only each layer's input in forward and recompute the rest in backward.
-        offload: where the inputs of checkpointed layers wait for backward, "none" (the device) or "inputs"
-            (the host).
+        offload: what of checkpointed layers waits for backward on the host: "none", the "inputs", or with
+            them what "attention" made, which then runs once forward and not twice.
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
         compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
@@ -43,7 +46,7 @@ class Recipe:
     ulysses_backend: Literal["lab", "deepspeed"] = "lab"
     head_chunk: int | None = None
     checkpoint: bool = False
-    offload: Literal["none", "inputs"] = "none"
+    offload: Offload = "none"
     mlp_tile: int | None = None
     norm_tile: int | None = None
     loss_tile: int | None = None
@@ -53,7 +56,7 @@ class Recipe:
         for name in ("fsdp", "checkpoint"):
             _one_of(name, getattr(self, name), (True, False))
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
-        _one_of("offload", self.offload, ("none", "inputs"))
+        _one_of("offload", self.offload, OFFLOADS)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
         for name in ("ulysses", "ring"):
             _positive(name, getattr(self, name))

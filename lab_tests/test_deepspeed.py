@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lab.errors import RecipeError
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.offload import apply_offload
 from lab.techniques.tiled_loss import apply_loss
 from lab.techniques.ulysses import apply_ulysses
 
@@ -74,7 +75,7 @@ def steps(model, shard):
     return {"loss": loss, **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def steps_on_rank(backend, family, dtype, size, checkpoint):
+def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
     everyone = [dist.new_group(list(range(at, at + size))) for at in range(0, dist.get_world_size(), size)]
     group = everyone[dist.get_rank() // size]
     before = dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ
@@ -82,6 +83,8 @@ def steps_on_rank(backend, family, dtype, size, checkpoint):
     APPLY[backend](model, group=group)
     if checkpoint:
         apply_checkpointing(model)
+    if kept:
+        apply_offload(model, attention=True)
     got = steps(model, lambda t: t.chunk(size, dim=1)[dist.get_rank(group)])
     for tensor in got.values():
         dist.all_reduce(tensor, group=group)
@@ -98,22 +101,22 @@ def worst(got, wanted):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "size", "checkpoint"),
+    ("family", "dtype", "size", "checkpoint", "kept"),
     [
-        ("llama", torch.float64, 2, False),
-        ("llama", torch.float64, 4, True),
-        ("llama", torch.float32, 4, False),
-        ("kv-replicated", torch.float64, 4, False),
-        ("qwen2", torch.float64, 4, False),
-        ("qwen3", torch.float64, 4, True),
+        ("llama", torch.float64, 2, False, False),
+        ("llama", torch.float64, 4, True, False),
+        ("llama", torch.float32, 4, False, False),
+        ("kv-replicated", torch.float64, 4, False, False),
+        ("qwen2", torch.float64, 4, False, False),
+        ("qwen3", torch.float64, 4, True, True),
     ],
     ids=str,
 )
-def test_the_plain_models_loss_and_gradients_and_ours(family, dtype, size, checkpoint, ranks4):
+def test_the_plain_models_loss_and_gradients_and_ours(family, dtype, size, checkpoint, kept, ranks4):
     wanted = steps(decoder(family, dtype), lambda t: t)
     tolerance = 1e-9 if dtype == torch.float64 else 5e-6
-    theirs = ranks4.apply(steps_on_rank, "deepspeed", family, dtype, size, checkpoint)
-    ours = ranks4.apply(steps_on_rank, "ours", family, dtype, size, checkpoint)
+    theirs = ranks4.apply(steps_on_rank, "deepspeed", family, dtype, size, checkpoint, kept)
+    ours = ranks4.apply(steps_on_rank, "ours", family, dtype, size, checkpoint, kept)
     for (got, kinds), (mine, _) in zip(theirs, ours, strict=True):
         assert kinds == {"deepspeed.runtime.sequence_parallel.ulysses_sp"}
         assert worst(got, wanted) <= tolerance

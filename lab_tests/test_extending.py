@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lab
-from lab.rungs import RUNGS, recipe_for
+from lab.rungs import NAMES, recipe_for
 from lab.verbs import plan as planning
 from lab.verbs.extending import extended
 from lab.verbs.fake_step import Question, fake_step
@@ -45,7 +45,7 @@ def walks(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("rung", "workspace"),
-    [*((rung, False) for rung in RUNGS), ("plain", True), ("offload", True), ("upipe", True)],
+    [*((name, False) for name in NAMES), ("plain", True), ("offload", True), ("upipe", True)],
 )
 def test_nine_layers_are_those_walked_in_full(walks, rung, workspace):
     asked = question(rung, workspace)

@@ -13,7 +13,7 @@ from lab import formulas, models
 from lab.formulas import estimate, moments
 from lab.presets import PRESETS
 from lab.recipe import Recipe
-from lab.rungs import RUNGS, ladder, recipe_for
+from lab.rungs import NAMES, ladder, recipe_for
 from lab.units import GiB, Ki, Mi
 from lab.verbs.plan import plan
 
@@ -50,8 +50,11 @@ POINTS = [
     ("qwen3-8b", "upipe", 64 * Ki, 16, {}),
     ("qwen3-32b", "upipe", 3 * Mi, 8, {"head_chunk": 32}),
     ("mistral-7b", "upipe", 3 * Mi, 16, {}),
+    ("llama3-8b", "fast", 3 * Mi, 8, {}),
+    ("qwen3-8b", "fast", 512 * Ki, 4, {"head_chunk": None, "rows": 2}),
+    ("tiny", "fast", 64 * Ki, 4, {"ring": 2, "head_chunk": None, "loss_tile": None}),
 ]
-"""Model, rung, tokens, ranks, knobs: every model, every rung, and knobs by hand."""
+"""Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand."""
 
 
 def config_of(model, layers=LAYERS):
@@ -84,9 +87,9 @@ def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
     assert abs(ratio - 1) < 0.01, f"{where}, {estimated.parts}; planned at {planned.peak}"
 
 
-def test_the_points_are_of_every_model_and_rung():
+def test_the_points_are_of_every_model_and_name():
     assert {point[0] for point in POINTS} == set(PRESETS)
-    assert {point[1] for point in POINTS} == set(RUNGS)
+    assert {point[1] for point in POINTS} == set(NAMES)
 
 
 @pytest.mark.parametrize("model", PRESETS)

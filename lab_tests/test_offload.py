@@ -189,4 +189,4 @@ def test_names_and_refusal():
     before = list(model.state_dict())
     with pytest.raises(RecipeError, match="checkpoint=True"):
         apply_offload(model)
-    assert list(offloaded(model, pin=False).state_dict()) == before
+    assert list(offloaded(model, pinned=0).state_dict()) == before

@@ -1,8 +1,9 @@
 """The whole road against plain transformers: loss and every gradient, whatever is stacked on whatever.
 
 Each assertion has been seen red. The mutants that must die here: heads in a wrong order on one side, RoPE
-missing on k, a corrupted offload (the wrong layer's input comes back), a gradient scaled by 1/P, replicated
-keys whose gradients are not summed, labels shifted after the sequence was sharded.
+missing on k, a corrupted offload (the wrong layer's input comes back, or the wrong layer's attention), a
+gradient scaled by 1/P, replicated keys whose gradients are not summed, labels shifted after the sequence was
+sharded.
 """
 
 from itertools import combinations

@@ -1,4 +1,6 @@
-"""Planned bytes are measured bytes: every rung, every rank, to the byte, with the operator at the peak."""
+"""Planned bytes are measured bytes: every recipe, every rank, to the byte, with the operator at the peak."""
+
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -6,7 +8,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import lab
 from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
-from lab.rungs import RUNGS, recipe_for
+from lab.rungs import NAMES, recipe_for
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +52,12 @@ def odd(family=LlamaConfig, **more):
     return family(**{**shape, **more})
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_every_rung_of_tiny(ranks4, text, rung):
-    recipe = recipe_for(rung, "tiny", 4, 512)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_named_recipe_of_tiny(ranks4, text, name):
+    recipe = recipe_for(name, "tiny", 4, 512)
     planned, measured = planned_and_measured(ranks4, text, "tiny", recipe, 512, steps=2)
     assert measured == [[planned] * 2] * 4
-    assert (planned["host"] > 0) == (rung in ("offload", "tiling", "upipe"))
+    assert (planned["host"] > 0) == (name in ("offload", "tiling", "upipe", "fast"))
 
 
 UPIPE = Recipe(
@@ -76,6 +78,7 @@ CASES = {
     "tied heads": (odd(tie_word_embeddings=True), UPIPE, 500, 1),
     "tied heads on replicas": (odd(tie_word_embeddings=True), Recipe(), 250, 1),
     "eight layers": (odd(num_hidden_layers=8), OFFLOAD, 250, 1),
+    "kept attention": (odd(num_hidden_layers=8), replace(OFFLOAD, offload="attention"), 250, 1),
 }
 
 

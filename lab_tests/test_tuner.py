@@ -107,7 +107,7 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
     drawn = [tuner.panel.shown]
     for name, value in (
-        ("head_chunk", 16), ("mlp_tile", 64 * Ki), ("norm_tile", 0), ("loss_tile", 1024), ("offload", False),
+        ("head_chunk", 16), ("mlp_tile", 64 * Ki), ("norm_tile", 0), ("loss_tile", 1024), ("offload", "none"),
         ("checkpoint", False), ("tokens", Mi), ("ranks", 16), ("device_memory", 141 * GiB),
         ("model", "llama3-70b"), ("rung", "tiling"),
     ):  # fmt: skip

@@ -15,7 +15,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 TOKENS = click.option("--tokens", required=True, help="Context: 8192, 128K, 5M (5 x 2^20).")
-RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder. [upipe]")
+RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, or fast. [upipe]")
 SET = click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="Set a knob by hand.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -10,7 +10,8 @@ from typing import Any
 import ipywidgets
 
 from lab.presets import PRESETS
-from lab.rungs import RUNGS
+from lab.recipe import OFFLOADS
+from lab.rungs import NAMES
 from lab.show.tuning import LABELS, TILES, State, choices, written
 from lab.units import format_bytes
 
@@ -31,7 +32,8 @@ _COSTS = {
     "norm_tile": "Tokens that a norm sees at once",
     "loss_tile": "Tokens whose logits are there at once",
     "checkpoint": "Keep only each layer's input: every forward runs a second time in backward",
-    "offload": "Let the inputs wait in host memory: each crosses the host link twice",
+    "offload": "What waits in host memory, and crosses the host link twice: the inputs, or with them what "
+    "attention made, which then runs once forward",
 }
 
 
@@ -49,14 +51,17 @@ class Knobs:
             "model": ipywidgets.Dropdown(
                 options=[(Path(model).name, model) for model in models], description="model"
             ),
-            "rung": ipywidgets.Dropdown(options=RUNGS, description="recipe"),
+            "rung": ipywidgets.Dropdown(options=NAMES, description="recipe"),
         }
         for name in SLIDERS:
             slider = ipywidgets.SelectionSlider(options=[0], description=LABELS[name], tooltip=_COSTS[name])
             self.by_name[name] = slider
-        for name in ("checkpoint", "offload"):
-            box = ipywidgets.Checkbox(description=LABELS[name], tooltip=_COSTS[name], indent=True)
-            self.by_name[name] = box
+        self.by_name["checkpoint"] = ipywidgets.Checkbox(
+            description=LABELS["checkpoint"], tooltip=_COSTS["checkpoint"], indent=True
+        )
+        self.by_name["offload"] = ipywidgets.Dropdown(
+            options=OFFLOADS, description=LABELS["offload"], tooltip=_COSTS["offload"]
+        )
         self.saves = {name: ipywidgets.Label(layout={"width": "114px"}) for name in self.by_name}
         rows = []
         for name, knob in self.by_name.items():
@@ -82,8 +87,8 @@ class Knobs:
             if list(slider.options) != options:
                 slider.options = options
             slider.value = getattr(state, name) if name in SIZES else fields[name] or OFF
-        self.by_name["checkpoint"].value = fields["checkpoint"]
-        self.by_name["offload"].value = fields["offload"] == "inputs"
+        for name in ("checkpoint", "offload"):
+            self.by_name[name].value = fields[name]
         for name, label in self.saves.items():
             label.value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
 
@@ -91,9 +96,7 @@ class Knobs:
         with self._moving:
             if self._following:
                 return
-            if name == "offload":
-                value = "inputs" if value else "none"
-            elif name in SLIDERS and value == OFF:
+            if name in SLIDERS and value == OFF:
                 value = None
             self._moved(name, value)
 

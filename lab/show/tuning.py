@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lab.errors import LabError, RecipeError
 from lab.models import config_of
-from lab.recipe import Recipe, check_fields
-from lab.rungs import RUNGS, ladder
+from lab.recipe import OFFLOADS, Recipe, check_fields
+from lab.rungs import NAMES, RUNGS, check_name, named
 from lab.units import GiB, KiB, Mi, MiB, TiB, format_bytes, format_tokens, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 class State:
     """Where all the knobs stand.
 
-    ``rung`` names the ladder's recipe that it begins with, ``by_hand`` the fields set after it; what derives
+    ``rung`` names the recipe that it begins with, ``by_hand`` the fields set after it; what derives
     from them follows. ``device_memory`` is bytes a rank, ``host_memory`` bytes a node.
     """
 
@@ -53,8 +53,8 @@ class State:
     def base(self) -> dict[str, Any]:
         """All fields of the rung's recipe, with degrees set by hand."""
         degrees = {name: self.by_hand[name] for name in ("ulysses", "ring") if name in self.by_hand}
-        rungs = ladder(self.model, self.ranks, self.tokens, config=self.config, **degrees)
-        return rungs[self.rung].to_json() | degrees
+        made = named(self.rung, self.model, self.ranks, self.tokens, config=self.config, **degrees)
+        return made.to_json() | degrees
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def begun(
     if type(ranks) is not int or ranks < 1:
         raise LabError(f"ranks={ranks!r}: it takes a whole number, 1 or more")
     check_fields(knobs)
-    if isinstance(recipe, str) and recipe not in RUNGS:
-        raise RecipeError(f"unknown recipe {recipe!r}: give one of {', '.join(RUNGS)}, or a Recipe")
+    if isinstance(recipe, str):
+        check_name(recipe)
     state = State(
         model=str(model),
         config=config_of(model),
@@ -122,7 +122,7 @@ def begun(
     )
     if isinstance(recipe, Recipe):
         fields = recipe.to_json() | knobs
-        rungs = (replace(state, rung=rung, by_hand=_different(fields, state, rung)) for rung in RUNGS)
+        rungs = (replace(state, rung=rung, by_hand=_different(fields, state, rung)) for rung in NAMES)
         state = min(rungs, key=lambda found: len(found.by_hand))
     # What no recipe can hold is the caller's slip, and not a combination to explain.
     Recipe(**{**state.fields, "checkpoint": True})
@@ -201,7 +201,7 @@ def mends(state: State, moved: str = "") -> list[Mend]:
 def _nearest(state: State, name: str) -> Iterable[Any]:
     """The other values of a knob, the nearest first."""
     if name == "offload":
-        return [value for value in ("none", "inputs") if value != state.fields[name]]
+        return [value for value in OFFLOADS if value != state.fields[name]]
     if name == "checkpoint":
         return [not state.fields[name]]
     here = state.ranks if name == "ranks" else state.fields[name]

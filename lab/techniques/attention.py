@@ -141,12 +141,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scale: float | None) -> Tensor:
         out, lse = kernel.forward(q, k, v, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel, ctx.scale = kernel, scale
+        # Not the kernel: its forward may hold what waits for this backward, and the graph outlives that.
+        ctx.run, ctx.scale = kernel.backward, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernel.backward(grads[0], *ctx.saved_tensors, scale=ctx.scale), None, None
+        return *ctx.run(grads[0], *ctx.saved_tensors, scale=ctx.scale), None, None
 
 
 def attention(

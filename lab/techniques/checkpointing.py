@@ -27,8 +27,8 @@ def apply_checkpointing(model: nn.Module) -> None:
     segment a layer; ``torch.utils.checkpoint`` non-reentrant.
     Composes with: every technique that replaces a forward inside the layer, applied before (UPipe, tiled MLP
     and norms: what runs again is theirs); offload, applied after, which sends the one saved tensor to the
-    host; FSDP2 per layer, applied last: its hooks are the module's and stay outside, so the recomputation
-    does not gather the parameters a second time.
+    host, and can spare attention its second run; FSDP2 per layer, applied last: its hooks are the module's
+    and stay outside, so the recomputation does not gather the parameters a second time.
 
     Raises:
         RecipeError: the layers are checkpointed already, by this function or by transformers. In forward: a

@@ -34,7 +34,8 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
     used (half a minute, once a machine).
     Source: DeepSpeed-Ulysses (arXiv 2309.14509); ALST (arXiv 2506.13996);
     ``deepspeed/runtime/sequence_parallel/ulysses_sp.py``.
-    Composes with: checkpointing, offload, tiling, FSDP2. Not with ring, UPipe or a plan.
+    Composes with: checkpointing, offload (of attention too, whose kernel is ours), tiling, FSDP2. Not with
+    ring, UPipe or a plan.
 
     Raises:
         RecipeError: DeepSpeed is missing, or its operator cannot be compiled here; the model's tensors are

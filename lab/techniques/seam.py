@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH, attention
+from lab.techniques.keeping import Keep, kept, make
 
 NAME = "lab"
 """What ``config._attn_implementation`` is called in transformers' two registries."""
@@ -26,12 +27,14 @@ def attention_of_module(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    lab_keep: Keep = make,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for ``"lab"``: [b, H, s, D] and twice [b, K, s, D] -> [b, s, H, D].
 
     The attention module's own ``lab_attention`` (an exchange of sequence for heads) and ``lab_kernel`` (a
-    ring) stand around and in it where a technique has set them; else it is local and causal.
+    ring) stand around and in it where a technique has set them; else it is local and causal. What the kernel
+    makes goes by ``lab_keep``.
 
     Raises:
         RecipeError: a mask, dropout or a window, none of which this attention has.
@@ -46,7 +49,8 @@ def attention_of_module(
             f"attention of {query.shape[2]} new tokens to a cache of keys: pass use_cache=False"
         )
     attend = getattr(module, "lab_attention", attention)
-    out = attend(query, key, value, scale=scaling, kernel=getattr(module, "lab_kernel", FLASH))
+    kernel = kept(getattr(module, "lab_kernel", FLASH), lab_keep)
+    out = attend(query, key, value, scale=scaling, kernel=kernel)
     return out.transpose(1, 2), None
 
 

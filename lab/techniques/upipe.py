@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH
 from lab.techniques.exchange import size_of
+from lab.techniques.keeping import Keep, Results, make
 from lab.techniques.seam import apply_attention, attention_modules
 from lab.techniques.upipe_passes import Backward, Inputs, Job, forward_pass
 from lab.techniques.upipe_schedule import Schedule, schedule
@@ -67,9 +68,12 @@ def upipe_forward(
     *,
     plan: Schedule,
     group: dist.ProcessGroup | None,
+    lab_keep: Keep = make,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What an attention module's ``forward`` is after ``apply_upipe``: x [b, s, E] -> [b, s, E].
+
+    The heads' outputs and the LSEs go by ``lab_keep``, so that of a kept forward o_proj alone runs again.
 
     Raises:
         RecipeError: a mask or a key/value cache.
@@ -82,6 +86,7 @@ def upipe_forward(
     cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
     out = _UPipe.apply(  # type: ignore[no-untyped-call]
         job,
+        lab_keep,
         hidden_states,
         cos,
         sin,
@@ -94,9 +99,14 @@ def upipe_forward(
 
 class _UPipe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, job: Job, x: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, job: Job, keep: Keep, x: Tensor, *tensors: Tensor | None) -> Tensor:
         given = Inputs(*tensors[:10])  # type: ignore[arg-type]
-        out, lses = forward_pass(job, x, given)
+
+        def making() -> Results:
+            out, lses = forward_pass(job, x, given)
+            return out, *lses
+
+        out, *lses = keep(making)
         ctx.job, ctx.spent = job, False
         ctx.save_for_backward(x, out, *tensors[:10], *lses)
         return linear(out, given.wo, given.bo)
@@ -110,4 +120,4 @@ class _UPipe(torch.autograd.Function):
         x, out, *rest = ctx.saved_tensors
         found = Backward(ctx.job, x, out, Inputs(*rest[:10]), rest[10:], grads[0].contiguous()).run()
         needed = ctx.needs_input_grad
-        return tuple(g if n else None for g, n in zip((None, *found), needed, strict=True))
+        return tuple(g if n else None for g, n in zip((None, None, *found), needed, strict=True))

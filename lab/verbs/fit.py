@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 from lab.errors import LabError
 from lab.formulas import estimate
 from lab.models import ModelLike
-from lab.recipe import Recipe
+from lab.recipe import OFFLOADS, Offload, Recipe
 from lab.rungs import recipe_for
 from lab.units import format_bytes, format_tokens, parse_bytes, parse_tokens
 from lab.verbs.plan import Plan, fake_model, plan
@@ -75,13 +75,9 @@ def fit(
 
 
 def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
-    """Every head chunk, with and without checkpointing and offload; the loss tiled, or all, or nothing."""
+    """Every head chunk, without checkpointing and with each offload; the loss tiled, or all, or nothing."""
     chunks = [u for u in range(base.ulysses, heads + 1, base.ulysses) if heads % u == 0]
-    keeps: tuple[tuple[bool, Literal["none", "inputs"]], ...] = (
-        (False, "none"),
-        (True, "none"),
-        (True, "inputs"),
-    )
+    keeps: list[tuple[bool, Offload]] = [(False, "none"), *((True, offload) for offload in OFFLOADS)]
     tiles = (
         (None, None, None),
         (None, None, base.loss_tile),

@@ -1,0 +1,77 @@
+"""The recipe ``fast``: the top rung with its attention kept, beside the ladder; known wherever names are."""
+
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+import lab
+from lab.cli import main
+from lab.errors import RecipeError
+from lab.hardware import hardware
+from lab.rungs import NAMES, RUNGS, ladder, named, recipe_for
+from lab.show.tuning import set_by_hand
+from lab.verbs.fit import candidates
+from lab_tests.test_costs import ATTENTION, FP32, RANKS, D, E, H, L, S, costs
+
+
+def test_it_is_the_top_rung_with_its_attention_kept_and_no_rung():
+    top = recipe_for(RUNGS[-1], "tiny", 4, 4096)
+    assert recipe_for("fast", "tiny", 4, 4096) == replace(top, offload="attention")
+    assert set(NAMES) - set(ladder("tiny", 4, 4096)) == {"fast"}
+    assert recipe_for("fast", "tiny", 4, 4096, offload="inputs", ulysses=2).head_chunk == 2
+    assert named("fast", "tiny", 4, 4096, offload="inputs") == top
+    with pytest.raises(RecipeError, match=r"unknown recipe 'slow': give one of plain, .*, upipe, fast, or a"):
+        recipe_for("slow", "tiny", 4, 4096)
+    with pytest.raises(RecipeError, match=r"offload='attention' without checkpointing: .* checkpoint=True"):
+        lab.Recipe(offload="attention")
+
+
+def test_the_command_knows_it():
+    planned = CliRunner().invoke(
+        main, ["plan", "tiny", "--recipe", "fast", "--tokens", "2K", "--ranks", "4", "--json"]
+    )
+    assert planned.exit_code == 0, planned.output
+    assert '"offload": "attention"' in planned.output
+    asked = CliRunner().invoke(main, ["plan", "--help"])
+    assert "or fast" in asked.output
+
+
+@pytest.mark.parametrize("knobs", [{}, {"ring": 2, "ulysses": 2}])
+def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
+    settings = {"fsdp": True, "ulysses": RANKS, "checkpoint": True, **knobs}
+    inputs, kept = (costs(offload=offload, **settings) for offload in ("inputs", "attention"))
+    again = L * ATTENTION // RANKS
+    rank = S // RANKS
+    assert kept.host_bytes == 2 * ((L - 1) * FP32 * rank * E + L * FP32 * rank * H * (D + 1))
+    if not knobs:
+        assert inputs.flops - kept.flops == again
+        h100 = hardware("h100")
+        saved = again / h100.attention_forward.value
+        assert inputs.device_seconds - kept.device_seconds == pytest.approx(saved, rel=1e-9)
+    assert inputs.link_bytes > kept.link_bytes if knobs else inputs.link_bytes == kept.link_bytes
+    assert kept.host_seconds > inputs.host_seconds
+
+
+def test_where_attention_takes_most_of_the_time_a_step_takes_less_of_it():
+    made = {name: lab.plan("tiny", name, tokens="1M", ranks=8) for name in ("upipe", "fast")}
+    assert made["fast"].step_seconds < made["upipe"].step_seconds
+    assert made["fast"].host_peak > made["upipe"].host_peak
+
+
+def test_fit_tries_it():
+    base = recipe_for("tiling", "tiny", 4, 4096)
+    tried = list(candidates(base, 32))
+    assert len(set(tried)) == len(tried)
+    assert recipe_for("fast", "tiny", 4, 4096) in tried
+
+
+def test_the_tuner_has_it_in_both_lists():
+    tuner = lab.show.tuner("tiny", "fast", tokens=2048, ranks=4)
+    assert (tuner.knobs.by_name["rung"].value, tuner.knobs.by_name["offload"].value) == ("fast", "attention")
+    assert set_by_hand(tuner.state) == {}
+    tuner.knobs.by_name["offload"].value = "inputs"
+    assert tuner.recipe == recipe_for("upipe", "tiny", 4, 2048)
+    told = lab.show.tuner("tiny", recipe_for("fast", "tiny", 4, 2048), tokens=2048, ranks=4)
+    assert told.state.rung == "fast"
+    assert '"fast"' in told.panel.shown["texts"][0]

@@ -1,0 +1,259 @@
+"""An attention runs once forward: output and LSE wait on the host, and each recomputation gets its own."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab.bench.reference import build, config
+from lab.errors import RecipeError
+from lab.memory.meter import Meter
+from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.offload import apply_offload
+from lab.techniques.seam import apply_attention
+from lab.techniques.tiled_loss import apply_loss
+from lab.techniques.ulysses import apply_ulysses
+from lab.techniques.upipe import apply_upipe
+from lab_tests.reference import Calls, tokens
+from lab_tests.test_checkpointing import (
+    BATCH,
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    Counting,
+    batch,
+    decoder,
+    step,
+    worst,
+)
+from lab_tests.test_offload import Crossings, measured, rows_of
+
+HEADS, HEAD_DIM, LAYERS = 6, 10, 4
+INPUT = BATCH * TOKENS * HIDDEN * 8
+ATTENDED = BATCH * TOKENS * HEADS * (HEAD_DIM + 1) * 8
+"""Bytes of a layer's input, and of its attention's output and LSE, in fp64."""
+
+FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+def upiped(model):
+    apply_upipe(model, head_chunk=2, group=None)
+
+
+def offloaded(model, attention=True, apply=apply_attention, **knobs):
+    apply(model)
+    apply_checkpointing(model)
+    apply_offload(model, attention=attention, **knobs)
+    return model
+
+
+@pytest.mark.parametrize("apply", [apply_attention, upiped])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama-tied", torch.float64), ("qwen2", torch.float32), ("qwen3", torch.bfloat16)]
+)
+def test_bit_for_bit_what_a_second_forward_gives(family, dtype, apply):
+    model = decoder(family, dtype)
+    recomputed = offloaded(copy.deepcopy(model), attention=False, apply=apply)
+    assert worst(step(offloaded(model, apply=apply)), step(recomputed)) == 0
+
+
+def test_each_attention_runs_once_and_comes_back_a_layer_ahead():
+    model = offloaded(decoder(layers=LAYERS))
+    with Crossings() as crossings:
+        step(model)
+    run, back = "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
+    sent, fetched = ["to_host"] * 2, ["from_host"] * 2
+    forward = ["to_host", run, *sent] * (LAYERS - 1) + [run, *sent]
+    # The last layer's own set out with its recomputation, and with them all of the layer below.
+    backward = [*fetched, "from_host", *fetched, back] + ["from_host", *fetched, back] * (LAYERS - 2) + [back]
+    assert crossings.order == forward + backward
+
+
+def test_upipe_runs_none_of_its_stages_again():
+    """A stage's projections are batched products; backward makes q, k, v and dout once more by itself."""
+    counted = {}
+    for attention in (False, True):
+        model = offloaded(decoder(), attention, upiped)
+        with Counting() as counting:
+            step(model)
+        counted[attention] = {name: counting.ops[name] for name in (FORWARD, "aten.bmm")}
+    layers, stages, slots = 3, 3, 3
+    made = stages + 2 * slots
+    assert counted[False] == {FORWARD: layers * stages * 2, "aten.bmm": layers * (3 * made + stages)}
+    assert counted[True] == {FORWARD: layers * stages, "aten.bmm": layers * (2 * made + stages)}
+
+
+@pytest.fixture
+def eight() -> Iterator[dist.ProcessGroup]:
+    """A group of eight of which only this rank is there: what it sends is lost, and counted."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "inputs", "attention"),
+    [
+        (8, (40, 8, 4), (30, 4, 4)),  # forward 10, once or twice, and backward 20
+        (32, (16, 2, 1), (12, 1, 1)),
+        (None, (12, 2, 1), (12, 1, 1)),  # Ulysses exchanges q, k, v again, and what came back
+    ],
+)
+def test_all_to_alls_and_attentions_of_a_step(eight, chunk, inputs, attention):
+    for offload, wanted in ((False, inputs), (True, attention)):
+        model = build(config("llama", 32, 8, layers=1), torch.float32)
+        if chunk is None:
+            apply_ulysses(model, group=eight)
+        else:
+            apply_upipe(model, head_chunk=chunk, group=eight)
+        offloaded(model, attention=offload, apply=lambda _: None)
+        with Calls() as calls:
+            model(
+                input_ids=tokens(1, 80)[:, :10], position_ids=torch.arange(10)[None]
+            ).logits.sum().backward()
+        assert (calls["all_to_all"], calls["attention forward"], calls["attention backward"]) == wanted
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS])
+@pytest.mark.parametrize("apply", [apply_attention, upiped])
+def test_the_host_has_all_inputs_but_one_and_every_attention(layers, apply):
+    model = offloaded(decoder(layers=layers), apply=apply)
+    timeline = measured(model, batch())
+    end = rows_of(timeline, "forward")[-1]
+    assert timeline.host[end] == timeline.host_peak == (layers - 1) * INPUT + layers * ATTENDED
+    assert timeline.host[-1] == 0
+    with torch.no_grad(), Crossings() as crossings:
+        model(**batch())
+    assert "to_host" not in crossings.order
+
+
+class HeldInBackward(TorchDispatchMode):
+    """Device bytes of the meter around it at each layer's attention backward."""
+
+    def __init__(self, meter):
+        super().__init__()
+        self.meter, self.seen = meter, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+            self.seen.append(sum(self.meter._held[:-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("prefetch", "coming"), [(True, ATTENDED), (False, 0)])
+def test_the_device_has_it_once_and_the_next_to_come(prefetch, coming):
+    seen = {}
+    for attention in (False, True):
+        model, meter = offloaded(decoder(layers=LAYERS), attention, prefetch=prefetch), Meter()
+        with meter.measure(model), meter.phase("step"), HeldInBackward(meter) as held:
+            model(**batch()).loss.backward(retain_graph=True)  # what is not let go is there at the end
+        seen[attention] = held.seen
+    more = [b - a for a, b in zip(seen[False], seen[True], strict=True)]
+    assert more == [coming] * (LAYERS - 1) + [0]
+
+
+class Pins(TorchDispatchMode):
+    """The sizes of what is sent, and whether it may be pinned."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() == "lab::to_host":
+            self.seen.append((args[0].nbytes, args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step():
+    out, lse = BATCH * TOKENS * HEADS * HEAD_DIM * 8, BATCH * TOKENS * HEADS * 8
+    sizes = {INPUT: 32768, out: 65536, lse: 4096}  # in powers of two
+    model = offloaded(decoder(layers=3), pinned=2 * (32768 + 65536 + 4096))
+    wanted = [(INPUT, True), (out, True), (lse, True)] * 2 + [(out, False), (lse, False)]
+    assert all(size / 2 < exact <= size for exact, size in sizes.items())
+    for _ in range(2):
+        with Pins() as pins:
+            step(model)
+        assert pins.seen == wanted
+    # A shorter sequence's buffers are of other sizes, and there is no room for them beside those in reserve.
+    with Pins() as pins:
+        model(**batch(tokens=8)).loss.backward()
+    assert not any(pinned for _, pinned in pins.seen)
+
+
+# ---- whose ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apply", [apply_attention, upiped])
+def test_passes_that_interleave_keep_their_own(apply):
+    plain, model = decoder(layers=LAYERS), offloaded(decoder(layers=LAYERS), apply=apply)
+    torch.manual_seed(7)
+    batches = [{n: torch.randint(0, VOCAB, (1, 20)) for n in ("input_ids", "labels")} for _ in range(2)]
+    gradients = []
+    for each in (plain, model):
+        losses = [each(**b).loss for b in batches]  # both forwards before the first backward
+        with torch.no_grad():
+            each(**batches[0])
+        for loss in losses:
+            (loss / 4).backward()
+        each(**batches[1]).loss.backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters()})
+    assert worst(gradients[1], gradients[0]) <= 1e-9
+
+
+def test_a_retained_graph_can_be_walked_twice_but_not_upipes():
+    wanted = step(decoder())
+    for apply in (apply_attention, upiped):
+        model = offloaded(decoder(), apply=apply)
+        loss = model(**batch()).loss
+        loss.backward(retain_graph=True)
+        if apply is upiped:
+            with pytest.raises(RuntimeError, match="UPipe's backward ran already"):
+                loss.backward()
+            continue
+        loss.backward()
+        halves = {n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}
+        assert worst(halves, wanted) <= 1e-9
+
+
+def test_after_a_pass_that_failed_the_next_is_right():
+    model, wanted = offloaded(decoder()), step(decoder())
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch())
+    hook.remove()
+    assert worst(step(model), wanted) <= 1e-9
+
+
+def test_frozen_layers():
+    plain, model = decoder(), decoder()
+    for each in (plain, model):
+        each.model.embed_tokens.requires_grad_(False)
+        each.model.layers[0].requires_grad_(False)
+    offloaded(model)
+    for each in (plain, model):
+        each(**batch()).loss.backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert worst({n: p.grad for n, p in model.named_parameters()}, wanted) <= 1e-9
+
+
+def test_refusals():
+    model = decoder()
+    with pytest.raises(RecipeError, match=r"offload='attention' without checkpointing: .*checkpoint=True"):
+        apply_offload(model, attention=True)
+    before = list(model.state_dict())
+    inner = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda *a, lab_keep=None, **k: inner(*a, **k)
+    assert list(offloaded(model).state_dict()) == before
+    with pytest.raises(RecipeError, match="hands no keywords on to its attention"):
+        step(model)
+    apply_loss(model)
+    with torch.no_grad():
+        model(**batch())
