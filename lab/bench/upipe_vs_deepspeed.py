@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from cluster.ranks import Cluster
 from lab.bench.table import Row
+from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.recipe import Recipe
 from lab.step import NoMeter, train_step
@@ -22,8 +23,8 @@ from lab.verbs.on_ranks import Training, Worker, checked, worker
 
 REPEATS = 9
 TOKENS = 8192
-"""A core is busy with them for about a second, whatever the ranks. Of two ranks' step attention is as much as of
-Llama3-8B's at 128K tokens: S/E is 32 in both."""
+"""A core is busy with them for about a second, whatever the ranks. Of two ranks' step attention is as much as
+of Llama3-8B's at 128K tokens: S/E is 32 in both."""
 
 
 def measure_upipe_vs_deepspeed() -> list[Row]:
@@ -46,7 +47,7 @@ def race(cluster: Cluster, *, tokens: int = TOKENS, head_dim: int = 16, repeats:
     The weights and the rotary tables are not counted.
 
     Raises:
-        RankError: DeepSpeed is missing, or its communication operator cannot be compiled here.
+        RecipeError: DeepSpeed is missing, or its communication operator cannot be compiled here.
     """
     degree = cluster.ranks
     config = LlamaConfig(
@@ -62,7 +63,10 @@ def race(cluster: Cluster, *, tokens: int = TOKENS, head_dim: int = 16, repeats:
         "UPipe, U = H": replace(ours, head_chunk=8 * degree),
     }
     work = [checked(config, r, ranks=degree, tokens=tokens, steps=1)[0] for r in recipes.values()]
-    rounds, peaks, threads = cluster.apply(_race, work, repeats)[0]
+    measured = cluster.apply(_race, work, repeats)[0]
+    if isinstance(measured, str):
+        raise RecipeError(f"no race without DeepSpeed's Ulysses: {measured.partition('; ')[0]}")
+    rounds, peaks, threads = measured
     return [
         {
             "attention": name,
@@ -78,9 +82,12 @@ def race(cluster: Cluster, *, tokens: int = TOKENS, head_dim: int = 16, repeats:
     ]
 
 
-def _race(work: list[Training], repeats: int) -> tuple[list[list[float]], list[int], int]:
-    """On each rank: seconds by round and attention, bytes by attention, threads."""
-    workers = [worker(training) for training in work]
+def _race(work: list[Training], repeats: int) -> tuple[list[list[float]], list[int], int] | str:
+    """On each rank: seconds by round and attention, bytes by attention, threads; or why not."""
+    try:
+        workers = [worker(training) for training in work]
+    except RecipeError as error:
+        return str(error)
     for each in workers:
         _seconds_of_a_step(each)
     rounds = [[_seconds_of_a_step(each) for each in workers] for _ in range(repeats)]
@@ -109,4 +116,5 @@ def _bytes_of_attention(ready: Worker) -> int:
         edge, dy = get_gradient_edge(y), torch.zeros_like(y)
         del y
         torch.autograd.grad(edge, [x, *parameters], dy)
-    return meter.timeline().device_peak - sum(t.nbytes for t in (*parameters, *tables))
+    given: int = sum(t.nbytes for t in (*parameters, *tables))
+    return meter.timeline().device_peak - given
