@@ -68,16 +68,17 @@ def forward_pass(job: Job, x: Tensor, given: Inputs) -> tuple[Tensor, list[Tenso
 def _make(bench: Bench, job: Job, given: Inputs, stage: tuple[Run, ...] | None, slots: range | None) -> None:
     """Queries of ``stage``, keys and values of ``slots``: projected, normed, rotated, exchanged."""
     with bench.filling(_which(stage, slots)) as (targets, scratch):
-        rotated = targets[:-2] if slots is not None else targets
+        rotated = []
         if stage is not None:
-            bench.project_queries(stage, given.wq, given.bq, targets[0])
-            _norm(job.norms[0], targets[0])
+            rotated.append(targets.pop(0))
+            bench.project_queries(stage, given.wq, given.bq, rotated[0])
+            _norm(job.norms[0], rotated[0])
         if slots is not None:
-            k, v = targets[-2:]
+            k, v = targets
             bench.project_slots(slots, given.wk, given.bk, k)
             bench.project_slots(slots, given.wv, given.bv, v)
             _norm(job.norms[1], k)
-            rotated = [*rotated, k]
+            rotated.append(k)
         for heads in rotated:
             rotate_(heads, given.cos, given.sin, scratch=scratch)
 

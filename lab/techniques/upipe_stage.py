@@ -39,7 +39,7 @@ class Bench:
         self.x = x.reshape(-1, x.shape[-1])
         self._free: list[Tensor] = []
         head = self.batch * self.local * plan.ranks * head_dim
-        self._heads = (plan.heads_per_rank, plan.slots_in_flight, plan.slots_in_flight)
+        self._heads: tuple[int, ...] = (plan.heads_per_rank, plan.slots_in_flight, plan.slots_in_flight)
         self.room = x.new_empty(head * sum(self._heads))
         self.q, self.k, self.v = self.room.split([head * heads for heads in self._heads])
 
@@ -96,9 +96,9 @@ class Bench:
         They travel in one all-to-all, and lie by heads in their rooms when the block is left.
         """
         packed, other = self._pack(which)
-        straight = self._straight(which) and self.plan.ranks > 1
-        send, received = (packed, other) if not straight and self.plan.ranks > 1 else (other, packed)
-        heads = self._heads[which]
+        straight, heads = self._straight(which), self._heads[which]
+        # A group of one gives back what is sent, and that is sorted into the room from elsewhere.
+        send, received = (other, packed) if straight or self.plan.ranks == 1 else (packed, other)
         yield list(self.by_sequence(send).split(heads, 3)), received
         arrived = all_to_all(self.by_sequence(send), self.group, out=self.by_sequence(received))
         if not straight:
@@ -126,8 +126,8 @@ class Bench:
         self._unpack(other)
 
     def _straight(self, which: slice) -> bool:
-        """Whether heads travel in the order in which they lie in their room, [1, S, n, D]."""
-        return self.batch == 1 and which == QUERIES
+        """Whether heads travel, and in the order in which they lie in their room, [1, S, n, D]."""
+        return which == QUERIES and self.batch == 1 and self.plan.ranks > 1
 
     def _pack(self, which: slice) -> tuple[Tensor, Tensor]:
         """The part of the room that these of q, k, v have, and as much memory elsewhere."""
