@@ -250,12 +250,13 @@ def _upipe(z: _Sizes) -> int:
     plan = schedule(z.H, z.K, z.recipe.ulysses, chunk)
     u, u_kv = chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
     lasting = any(not run.closes for stage in plan.stages for run in stage)
-    sums, home = 2 * u_kv * z.f // z.w * lasting, 2 * z.K * z.h
-    buffers = 2 * u_kv + sums + home * (plan.slots > plan.slots_in_flight)
-    found = [3 * u + buffers + _kernel(z, u, u_kv), z.A + home + z.w * z.E * z.D * (z.H + 2 * z.K)]
+    sums, home, groups = 2 * u_kv * z.f // z.w * lasting, 2 * z.K * z.h, plan.slots // plan.slots_in_flight
+    there = home * (groups - 1) // groups
+    end = home + max(z.A + z.w * z.E * z.D * (z.H + 2 * z.K), home // 2 * (groups > 1))
+    found = [3 * u + 2 * u_kv + sums + there + _kernel(z, u, u_kv), end]
     if z.head_norms:
         inside = 6 * z.f // z.w + 1
-        found += [(3 + inside) * u + buffers, 2 * u + (inside + 2) * u_kv + (sums or 2 * u_kv) + home]
+        found.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + inside * u)
     return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(found)
 
 

@@ -88,3 +88,14 @@ def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
     with status("notebooks") as say:
         rows = measure_notebooks(list(names), times, say)
     click.echo(write(rows, as_json=as_json))
+
+
+@bench.command()
+@JSON
+@plainly
+def upipe_vs_deepspeed(as_json: bool) -> None:
+    """Our Ulysses and our UPipe over DeepSpeed's Ulysses: seconds of a step, peak bytes of attention."""
+    from lab.bench.table import write
+    from lab.bench.upipe_vs_deepspeed import measure_upipe_vs_deepspeed
+
+    click.echo(write(measure_upipe_vs_deepspeed(), as_json=as_json))

@@ -33,16 +33,20 @@ def apply_upipe(model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup |
     schedule's ``slots_in_flight``), and f = 4 bytes (8 in fp64) for sums:
 
     - held for backward, x apart: h*H + f*s*H (output and LSE)
-    - forward peak, x included: A + h*H + f*s*H + max(h*(2U + 2 U_kv), A)
+    - forward peak, x included: A + h*H + f*s*H + max(h*(2U + 4 U_kv) - l, A), where q, k and v travel and
+      the LSEs of their group, l = f*s*H*U_kv/max(K, C), are not there yet
     - backward peak: 2A + h*H + f*s*H + dWo + max(stage, end), of which the 2A are x and dy, with
-      stage = h*(4U + 4 U_kv) + sums, end = A + 2*h*K + dWq + dWk + dWv;
-      sums = 2*h*U_kv*f/w where a group of heads lasts several stages, + 2*h*K where there are several groups
+      stage = h*(4U + 4 U_kv) + sums, end = 2*h*K + max(A + dWq + dWk + dWv, h*K where there are g > 1 groups
+      of U_kv heads); sums = 2*h*U_kv*f/w where a group lasts several stages, + 2*h*K*(1 - 1/g)
 
     It never falls as U grows. Where neither of n = U/C and G divides the other, the peaks are a little less;
     QK-norm adds what the module takes for U heads.
 
-    Costs: 2 H/U + 2 (sends of keys) all-to-alls forward, twice as many backward; q, k and v are projected
-    again in backward (twice with QK-norm); the smaller U, the smaller the matrices.
+    Costs: 2 H/U all-to-alls forward (q, with k and v where a stage opens a group; the output) and 4 H/U
+    backward (q, with k and v; dout; the output; dq, with dk and dv); where neither of n and G divides the
+    other, 1 and 2 more for each group that opens within a stage. What travels together is copied once on
+    arrival. q, k and v are projected again in backward (twice with QK-norm); the smaller U, the smaller the
+    matrices.
     Source: "Untied Ulysses" (arXiv 2602.21196). Leaner here: o_proj is inside, so that dout is made a stage
     at a time instead of being held whole, and dq is written where the output was.
     Composes with ring (``apply_ring`` on the same model: it becomes the attention of each stage),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from lab.techniques.precision import wider
 from lab.techniques.rope import rotate_
 from lab.techniques.stand_ins import standing_in
 from lab.techniques.upipe_schedule import Run, Schedule
-from lab.techniques.upipe_stage import Bench
+from lab.techniques.upipe_stage import ALL, KEYS_AND_VALUES, QUERIES, Bench
 
 
 @dataclass(frozen=True)
@@ -49,45 +50,48 @@ def forward_pass(job: Job, x: Tensor, given: Inputs) -> tuple[Tensor, list[Tenso
     bench, lses = Bench(job.plan, job.group, x, job.head_dim), []
     out = x.new_empty(*x.shape[:2], job.plan.heads * job.head_dim)
     for stage in job.plan.stages:
-        q = _make_queries(bench, job, stage, given)
-        for run, part in zip(stage, bench.runs(q, stage), strict=True):
-            if run.opens:
-                _make_keys_and_values(bench, job, run.slots, given)
+        _make(bench, job, given, stage, stage[0].slots if stage[0].opens else None)
+        for i, (run, part) in enumerate(zip(stage, bench.runs(bench.q, stage), strict=True)):
+            if i and run.opens:
+                _make(bench, job, given, None, run.slots)
             bench.clear()
             attended, lse = job.kernel.forward(part, bench.keys, bench.values, scale=job.scale)
             part.copy_(attended)
             del attended
             lses.append(lse)
-        q = bench.to_sequence(q)
-        bench.write_columns(out, stage, q)
-        bench.give(q)
+        with bench.home(QUERIES) as ((heads,), _):
+            bench.write_columns(out, stage, heads)
     bench.close()
     return out, lses
 
 
-def _make_queries(bench: Bench, job: Job, stage: tuple[Run, ...], given: Inputs) -> Tensor:
-    """The stage's queries, normed and rotated: a buffer by heads."""
-    send = bench.take()
-    q = bench.project_queries(stage, given.wq, given.bq, send)
-    if job.norms[0] is not None:
-        q.copy_(job.norms[0](q))
-    scratch = bench.take()
-    rotate_(q, given.cos, given.sin, scratch=scratch)
-    bench.give(scratch)
-    return bench.to_heads(send)
+def _make(bench: Bench, job: Job, given: Inputs, stage: tuple[Run, ...] | None, slots: range | None) -> None:
+    """Queries of ``stage``, keys and values of ``slots``: projected, normed, rotated, exchanged."""
+    with bench.filling(_which(stage, slots)) as (targets, scratch):
+        rotated = []
+        if stage is not None:
+            rotated.append(targets.pop(0))
+            bench.project_queries(stage, given.wq, given.bq, rotated[0])
+            _norm(job.norms[0], rotated[0])
+        if slots is not None:
+            k, v = targets
+            bench.project_slots(slots, given.wk, given.bk, k)
+            bench.project_slots(slots, given.wv, given.bv, v)
+            _norm(job.norms[1], k)
+            rotated.append(k)
+        for heads in rotated:
+            rotate_(heads, given.cos, given.sin, scratch=scratch)
 
 
-def _make_keys_and_values(bench: Bench, job: Job, slots: range, given: Inputs) -> None:
-    """The keys and values of ``slots``, by heads in ``bench.keys`` and ``bench.values``."""
-    send = bench.take()
-    k = bench.project_slots(slots, given.wk, given.bk, send)
-    if job.norms[1] is not None:
-        k.copy_(job.norms[1](k))
-    rotate_(k, given.cos, given.sin, scratch=bench.v)  # the values' room is still free
-    bench.kv_to_heads(send, bench.k)
-    bench.project_slots(slots, given.wv, given.bv, send)
-    bench.kv_to_heads(send, bench.v)
-    bench.give(send)
+def _which(stage: tuple[Run, ...] | None, slots: range | None) -> slice:
+    if stage is None:
+        return KEYS_AND_VALUES
+    return QUERIES if slots is None else ALL
+
+
+def _norm(norm: nn.Module | None, heads: Tensor) -> None:
+    if norm is not None:
+        heads.copy_(norm(heads))
 
 
 class Backward:
@@ -104,7 +108,9 @@ class Backward:
             for norm in job.norms
         ]
         self.sums: list[Tensor] = []
-        self.dk_dv: tuple[Tensor, Tensor] | None = None
+        # At home, of each group of heads [b, s, m, C/replicas, D], in the order of the model's heads.
+        self.dk: list[Tensor] = []
+        self.dv: list[Tensor] = []
 
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, (cos, sin), the four weights, the four biases, the norms' parameters."""
@@ -112,8 +118,7 @@ class Backward:
         grad, out, x = (t.flatten(0, 1) for t in (self.grad, self.out, self.x))
         dwo = grad.T @ out
         self._stages()
-        assert self.dk_dv is not None
-        grads = (out, *(t.flatten(0, 1) for t in self.dk_dv))
+        grads = (out, _joined(self.dk), _joined(self.dv))
         dw = [g.T @ x for g in grads]
         biases = (given.bq, given.bk, given.bv, given.bo)
         db = [None if b is None else g.sum(0) for g, b in zip((*grads, grad), biases, strict=True)]
@@ -130,32 +135,27 @@ class Backward:
     def _stages(self) -> None:
         bench = Bench(self.job.plan, self.job.group, self.x, self.job.head_dim)
         for stage in self.job.plan.stages:
-            q = _make_queries(bench, self.job, stage, self.given)
+            _make(bench, self.job, self.given, stage, stage[0].slots if stage[0].opens else None)
             dout = bench.take()
-            bench.project_grad(stage, self.grad, self.given.wo, dout)
+            bench.project_grad(stage, self.grad, self.given.wo, bench.by_sequence(dout))
             dout = bench.to_heads(dout)
             out = bench.take()
-            bench.read_columns(self.out, stage, out)
+            bench.read_columns(self.out, stage, bench.by_sequence(out))
             out = bench.to_heads(out)
             for i, run in enumerate(stage):
-                self._attend(bench, run, *(bench.runs(t, stage)[i] for t in (q, dout, out)))
+                if i and run.opens:
+                    _make(bench, self.job, self.given, None, run.slots)
+                self._attend(bench, run, *(bench.runs(t, stage)[i] for t in (bench.q, dout, out)))
                 if run.closes and i < len(stage) - 1:
-                    self._close(bench, run.slots)
+                    self._bring_home(bench, None, run.slots)
             bench.give(dout, out)
             del dout, out
-            if stage[-1].closes:
-                bench.clear()  # what is sent home now is not to stand beside the stage's own buffers
-                self._close(bench, stage[-1].slots)
-            q = bench.to_sequence(q)
-            self._unrotate_queries(bench, stage, q)
-            bench.write_columns(self.out, stage, q)
-            bench.give(q)
+            last = stage[-1]
+            self._bring_home(bench, stage, last.slots if last.closes else None)
         bench.close()
 
     def _attend(self, bench: Bench, run: Run, q: Tensor, dout: Tensor, out: Tensor) -> None:
         """One run's attention backward, [b, heads, S, D]; q becomes dq, dk and dv join their group's."""
-        if run.opens:
-            _make_keys_and_values(bench, self.job, run.slots, self.given)
         bench.clear()
         dq, *dk_dv = self.job.kernel.backward(
             dout, q, bench.keys, bench.values, out, next(self.lses), scale=self.job.scale
@@ -169,32 +169,37 @@ class Backward:
             for total, more in zip(self.sums, dk_dv, strict=True):
                 total.add_(more)
 
-    def _unrotate_queries(self, bench: Bench, stage: tuple[Run, ...], buffer: Tensor) -> None:
-        """The gradient of the rotated, normed queries -> that of the projected ones, in place."""
-        scratch, given = bench.take(), self.given
-        dq = rotate_(bench.by_sequence(buffer), given.cos, given.sin, transposed=True, scratch=scratch)
-        if self.job.norms[0] is not None:
-            raw = bench.project_queries(stage, given.wq, given.bq, scratch)
-            dq.copy_(self._norm_backward(0, raw, dq))
-        bench.give(scratch)
+    def _bring_home(self, bench: Bench, stage: tuple[Run, ...] | None, slots: range | None) -> None:
+        """Send home dq of ``stage``, and the sums of dk and dv of ``slots``; put them where they belong."""
+        given, job = self.given, self.job
+        bench.clear()  # what is sent home now is not to stand beside the stage's own buffers
+        with self._sent_home(bench, stage, slots) as (parts, scratch):
+            if stage is not None:
+                dq = parts.pop(0)
+                rotate_(dq, given.cos, given.sin, transposed=True, scratch=scratch)
+                if job.norms[0] is not None:
+                    raw = bench.by_sequence(scratch[: dq.numel()])
+                    bench.project_queries(stage, given.wq, given.bq, raw)
+                    dq.copy_(self._norm_backward(0, raw, dq))
+                bench.write_columns(self.out, stage, dq)
+            if slots is not None:
+                raw = bench.by_sequence(scratch[: parts[0].numel()])
+                dk, dv = (bench.sum_replicas(t) for t in parts)
+                rotate_(dk, given.cos, given.sin, transposed=True, scratch=scratch)
+                if job.norms[1] is not None:
+                    bench.project_slots(slots, given.wk, given.bk, raw)
+                    dk.copy_(self._norm_backward(1, bench.first_replicas(raw), dk))
+                for arrived, grad in ((self.dk, dk), (self.dv, dv)):
+                    arrived.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
 
-    def _close(self, bench: Bench, slots: range) -> None:
-        """Send the gradients of a group's keys and values home; the keys' and values' room is free by now."""
-        given, norm = self.given, self.job.norms[1]
-        if self.dk_dv is None:
-            shape = (*self.x.shape[:2], self.job.plan.kv_heads * self.job.head_dim)
-            self.dk_dv = (self.x.new_empty(shape), self.x.new_empty(shape))
-        dk, dv = self.sums
-        grad = bench.kv_to_sequence(dk, bench.k, len(slots))
-        rotate_(grad, given.cos, given.sin, transposed=True, scratch=bench.v)
-        if norm is not None:
-            scratch = bench.take()
-            raw = bench.first_replicas(bench.project_slots(slots, given.wk, given.bk, scratch))
-            grad.copy_(self._norm_backward(1, raw, grad))
-            bench.give(scratch)
-        bench.write_slots(self.dk_dv[0], slots, grad)
-        bench.write_slots(self.dk_dv[1], slots, bench.kv_to_sequence(dv, bench.v, len(slots)))
-        self.sums = []
+    def _sent_home(
+        self, bench: Bench, stage: tuple[Run, ...] | None, slots: range | None
+    ) -> AbstractContextManager[tuple[list[Tensor], Tensor]]:
+        """``bench.home``, which is the only one to hold the sums from now on."""
+        sums: list[Tensor] = []
+        if slots is not None:
+            sums, self.sums = self.sums, sums
+        return bench.home(_which(stage, slots), *sums)
 
     def _norm_backward(self, which: int, raw: Tensor, grad: Tensor) -> Tensor:
         """Run the module's own norm again, with gradients; its parameters' are summed wide."""
@@ -207,3 +212,10 @@ class Backward:
         for total, more in zip(sums, found[1:], strict=True):
             total.add_(more)
         return found[0]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """[b, s, m, C/replicas, D] of each group of heads -> [b*s, K*D]; lets go of the parts."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    parts.clear()
+    return whole.flatten(2).flatten(0, 1)

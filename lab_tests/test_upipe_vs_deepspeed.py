@@ -1,0 +1,30 @@
+"""The race with DeepSpeed, run small: all have their figures, and fewer heads at once take less memory."""
+
+import pytest
+
+from lab.bench.upipe_vs_deepspeed import race
+
+# The first use of DeepSpeed compiles an operator on this machine.
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_ranks_afterwards(ranks4):
+    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
+    yield
+    ranks4.stop()
+    ranks4.start()
+
+
+def test_a_race_over_a_short_distance(ranks4):
+    theirs, ulysses, *upipe = rows = race(ranks4, tokens=4096, head_dim=4, repeats=1)
+    assert [row["ranks"] for row in rows] == [4] * 5
+    assert theirs["seconds / DeepSpeed's"] == theirs["bytes / DeepSpeed's"] == 1
+    for row in rows:
+        assert row["seconds"] == pytest.approx(row["seconds / DeepSpeed's"] * theirs["seconds"])
+        assert row["bytes"] == pytest.approx(row["bytes / DeepSpeed's"] * theirs["bytes"])
+    assert ulysses["bytes"] <= theirs["bytes"]
+    peaks = [row["bytes"] for row in upipe]
+    assert peaks == sorted(set(peaks))
+    # x, dy and the output; and of the rest what a stage of one head in eight takes
+    assert 3 * 4096 // 4 * 128 * 4 < peaks[0] < 0.7 * theirs["bytes"]
