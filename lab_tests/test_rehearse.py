@@ -145,3 +145,16 @@ def test_a_cap_above_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError), _capped("cuda", 60 * 2**30):
         raise ZeroDivisionError
     assert fractions == [0.75, 1.0]
+
+
+def test_the_bench_of_every_recipe() -> None:
+    tried = "bench rehearsals tiny --ranks 4 --tokens 256 --layers 1 --steps 1 --json --device-memory 40MiB"
+    result = CliRunner().invoke(main, tried.split())
+    assert result.exit_code == 0, result.output
+    rows = {row["recipe"]: row for row in json.loads(result.output)}
+    assert list(rows) == [*RUNGS, "fast"]
+    assert rows["plain"]["machine"] == "out of memory in forward"
+    assert rows["plain"]["seconds"] is None
+    assert all(row["planned / peak"] == 1 for name, row in rows.items() if name != "plain")
+    assert rows["upipe"]["over upipe"] == rows["tiling"]["over tiling"] == 1
+    assert rows["fast"]["over upipe"] == pytest.approx(rows["fast"]["seconds"] / rows["upipe"]["seconds"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from lab.commands.base import JSON, plainly, status
@@ -99,3 +101,23 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
     from lab.bench.upipe_vs_deepspeed import measure_upipe_vs_deepspeed
 
     click.echo(write(measure_upipe_vs_deepspeed(), as_json=as_json))
+
+
+@bench.command()
+@click.argument("model")
+@click.option("--ranks", type=click.IntRange(1), required=True, help="GPUs in all, of which this is one.")
+@click.option("--tokens", "contexts", multiple=True, required=True, help="Give it once a context: 128K.")
+@click.option("--layers", type=int, help="The model's first layers alone. [all]")
+@click.option("--steps", type=int, default=5, show_default=True, help="Timed, each.")
+@click.option("--device-memory", help="Stands for a smaller GPU: 80GiB.")
+@JSON
+@plainly
+def rehearsals(model: str, contexts: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+    """Every recipe of MODEL rehearsed: planned over measured bytes, seconds beside each other."""
+    from lab.bench.rehearsals import measure_rehearsals
+    from lab.bench.table import write
+    from lab.units import parse_tokens
+
+    with status("rehearsals") as say:
+        rows = measure_rehearsals(model, [parse_tokens(given) for given in contexts], say, **settings)
+    click.echo(write(rows, as_json=as_json))
