@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
+KERNELS = ("auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Recipe:
             (the host).
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
+        kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has
+            it not says so when the recipe is applied; a plan is the same for all.
         compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
             their own dtype; None for no cast.
     """
@@ -47,6 +50,7 @@ class Recipe:
     mlp_tile: int | None = None
     norm_tile: int | None = None
     loss_tile: int | None = None
+    kernel: Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"] = "auto"
     compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +58,7 @@ class Recipe:
             _one_of(name, getattr(self, name), (True, False))
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
         _one_of("offload", self.offload, ("none", "inputs"))
+        _one_of("kernel", self.kernel, KERNELS)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
         for name in ("ulysses", "ring"):
             _positive(name, getattr(self, name))
