@@ -11,6 +11,7 @@ from lab.recipe import Recipe
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.kernels import apply_kernel, kernel_for
+from lab.techniques.liger_loss import apply_liger_loss, liger_fused
 from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
@@ -28,7 +29,7 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses.
 
     Raises:
-        RecipeError: see ``Recipe.check``; a kernel that is not on this machine.
+        RecipeError: see ``Recipe.check``; a kernel of attention or loss that is not on this machine.
     """
     recipe.check(model.config, mesh.size())
     ulysses, ring = _sequence_groups(recipe, mesh)
@@ -59,7 +60,9 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     if recipe.offload == "inputs":
         apply_offload(model)
     # On the model's own forward: a sum over labels that come shifted, with its head in tiles.
-    if recipe.loss_tile is not None:
+    if recipe.loss_kernel == "liger":
+        apply_liger_loss(model, fused=liger_fused(model))
+    elif recipe.loss_tile is not None:
         apply_tiled_loss(model, tile=recipe.loss_tile)
     else:
         apply_loss(model)

@@ -25,7 +25,7 @@ HEAD_DIM = 128
 
 _OPTIONAL = {
     "flash-attn": "another attention kernel is used instead",
-    "liger-kernel": "the lab's tiled loss is used instead",
+    "liger-kernel": "loss_kernel='liger' wants it, and nothing else does",
 }
 
 

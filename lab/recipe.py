@@ -34,6 +34,8 @@ class Recipe:
             (the host).
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
+        loss_kernel: what computes the head with its loss: this lab's, in tiles or whole, or Liger Kernel's,
+            which cuts the tokens itself.
         kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has
             it not says so when the recipe is applied; a plan is the same for all.
         compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
@@ -50,6 +52,7 @@ class Recipe:
     mlp_tile: int | None = None
     norm_tile: int | None = None
     loss_tile: int | None = None
+    loss_kernel: Literal["lab", "liger"] = "lab"
     kernel: Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"] = "auto"
     compute_dtype: str | None = None
 
@@ -58,6 +61,7 @@ class Recipe:
             _one_of(name, getattr(self, name), (True, False))
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
         _one_of("offload", self.offload, ("none", "inputs"))
+        _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
         _one_of("kernel", self.kernel, KERNELS)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
         for name in ("ulysses", "ring"):
@@ -68,6 +72,11 @@ class Recipe:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
                 "not its input alone; set checkpoint=True with it, or offload='none'"
+            )
+        if self.loss_kernel == "liger" and self.loss_tile is not None:
+            raise RecipeError(
+                f"loss_kernel='liger' with loss_tile={self.loss_tile}: Liger cuts the tokens itself; "
+                "set loss_tile=None, or loss_kernel='lab'"
             )
         if self.ulysses_backend == "deepspeed" and (self.head_chunk or self.ring > 1):
             raise RecipeError(
