@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
-KERNELS = ("auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3")
+KERNEL_NAMES = ("auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Recipe:
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
         _one_of("offload", self.offload, ("none", "inputs"))
         _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
-        _one_of("kernel", self.kernel, KERNELS)
+        _one_of("kernel", self.kernel, KERNEL_NAMES)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
         for name in ("ulysses", "ring"):
             _positive(name, getattr(self, name))

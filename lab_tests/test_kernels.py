@@ -12,11 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lab
 from cluster.errors import RankError
-from lab import models
+from lab import doctor, models
 from lab.compose import apply_recipe
 from lab.errors import RecipeError
-from lab.recipe import KERNELS as NAMES
-from lab.recipe import Recipe
+from lab.recipe import KERNEL_NAMES, Recipe
 from lab.techniques import kernels
 from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.kernels import FASTEST_FIRST, KERNELS, Machine, chosen, kernel_for, lacks, machine_of
@@ -260,7 +259,7 @@ def test_auto_is_the_fastest_that_is_there(machine, head_dim, name):
 
 
 def test_the_names_are_the_recipes():
-    assert {*KERNELS, "auto"} == {*NAMES}
+    assert {*KERNELS, "auto"} == {*KERNEL_NAMES}
     assert {*FASTEST_FIRST} == {*KERNELS}
     assert all(lacks(name, HOPPER, 128) is None for name in KERNELS)
 
@@ -292,6 +291,15 @@ def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
     assert machine.capability == (9, 0)
     assert list(machine.missing) == ["flash-attn-3"]
     assert "flash_attn_interface" in machine.missing["flash-attn-3"]
+
+
+def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
+    there = replace(HOPPER, missing={"flash-attn-3": "No module"})
+    monkeypatch.setattr(doctor, "machine_of", lambda device: there)
+    lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
+    assert ["attention", "kernel='cudnn' is the fastest here"] in lines
+    assert ["flash-attn-3", "flash_attn_interface cannot be imported (No module)"] in lines
+    assert [name for name, said in lines if said == "there"] == ["cudnn", "flash-attn-2", "torch"]
 
 
 # ---- in a recipe -------------------------------------------------------------------------------------------
