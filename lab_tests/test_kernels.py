@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lab
 from cluster.errors import RankError
 from lab import doctor, models
+from lab.commands.base import plainly
 from lab.compose import apply_recipe
 from lab.errors import RecipeError
 from lab.recipe import KERNEL_NAMES, Recipe
@@ -305,17 +306,24 @@ def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
 # ---- in a recipe -------------------------------------------------------------------------------------------
 
 
-def test_ranks_refuse_in_one_line(ranks4):
+def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
     with pytest.raises(RankError) as refused:
         lab.run("tiny", Recipe(kernel="flash-attn-3"), tokens=64, cluster=ranks4)
     assert isinstance(refused.value.cause, RecipeError)
     assert str(refused.value.cause).startswith("kernel='flash-attn-3': it needs an NVIDIA GPU")
 
+    @plainly
+    def command():
+        raise refused.value
+
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"lab: {refused.value.cause}\n"
+
 
 def test_a_plan_is_the_same_for_all_of_them():
-    plans = [
-        lab.plan("tiny", "upipe", tokens=512, ranks=4, kernel=name) for name in ("torch", "flash-attn-3")
-    ]
+    plans = [lab.plan("tiny", "plain", tokens=64, ranks=1, kernel=name) for name in ("torch", "flash-attn-3")]
     assert plans[0].timeline.to_json() == plans[1].timeline.to_json()
     assert plans[1].recipe.kernel == "flash-attn-3"
 
