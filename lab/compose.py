@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 from lab.recipe import Recipe
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.kernels import apply_kernel, kernel_for
+from lab.techniques.liger_loss import apply_liger_loss, liger_fused
 from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
-from lab.techniques.seam import apply_attention
+from lab.techniques.seam import apply_attention, attention_modules
 from lab.techniques.sharding import apply_fsdp, apply_replication, refolded
 from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
@@ -27,16 +29,20 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses.
 
     Raises:
-        RecipeError: see ``Recipe.check``.
+        RecipeError: see ``Recipe.check``; a kernel of attention or loss that is not on this machine.
     """
     recipe.check(model.config, mesh.size())
     ulysses, ring = _sequence_groups(recipe, mesh)
     # The seam and exact positions, for every recipe: the plain model is the same maths as all the others.
     apply_attention(model)
     apply_rope(model)
-    # Inside attention: the ring is the kernel of whatever exchanges heads for sequence around it.
+    # Inside attention: the kernel, chosen once; the ring around it is that of whatever exchanges heads for
+    # sequence around the ring.
+    head_dim = attention_modules(model)[0].head_dim
+    kernel = kernel_for(recipe.kernel, torch.device(mesh.device_type), head_dim)  # type: ignore[arg-type]
+    apply_kernel(model, kernel=kernel)
     if ring is not None:
-        apply_ring(model, group=ring)
+        apply_ring(model, group=ring, kernel=kernel)
     if recipe.head_chunk is not None:
         apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses)
     elif ulysses is not None and recipe.ulysses_backend == "deepspeed":
@@ -54,7 +60,9 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     if recipe.offload != "none":
         apply_offload(model, attention=recipe.offload == "attention")
     # On the model's own forward: a sum over labels that come shifted, with its head in tiles.
-    if recipe.loss_tile is not None:
+    if recipe.loss_kernel == "liger":
+        apply_liger_loss(model, fused=liger_fused(model))
+    elif recipe.loss_tile is not None:
         apply_tiled_loss(model, tile=recipe.loss_tile)
     else:
         apply_loss(model)

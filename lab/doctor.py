@@ -13,15 +13,19 @@ import torch
 
 from cluster.profiles import PROFILES
 from lab.exposure import openings
+from lab.techniques.kernels import FASTEST_FIRST, chosen, lacks, machine_of
 from lab.units import format_bytes
 
 _PACKAGES = (
     "torch", "transformers", "deepspeed", "ipyparallel", "jupyterlab", "ipywidgets", "anywidget",
     "papermill", "matplotlib",
 )  # fmt: skip
+HEAD_DIM = 128
+"""Of Llama, Mistral, Qwen2 and Qwen3 in most sizes."""
+
 _OPTIONAL = {
-    "flash-attn": "torch's own flash attention is used instead",
-    "liger-kernel": "the lab's tiled loss is used instead",
+    "flash-attn": "another attention kernel is used instead",
+    "liger-kernel": "loss_kernel='liger' wants it, and nothing else does",
 }
 
 
@@ -42,7 +46,7 @@ def _findings() -> Iterator[tuple[str, str]]:
     if not gpus:
         yield "gpu", "none: ranks run on the CPU"
     yield "ranks", "one a GPU, joined by nccl" if gpus else "CPU processes, joined by gloo"
-    yield "attention", _attention(bool(gpus))
+    yield from _attention(torch.device("cuda" if gpus else "cpu"))
     for package in _PACKAGES:
         yield package, _version(package) or "MISSING: pip install longcontext-lab"
     for package, instead in _OPTIONAL.items():
@@ -56,10 +60,12 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
 
 
-def _attention(cuda: bool) -> str:
-    if not cuda:
-        return "torch's flash attention for CPU (aten._scaled_dot_product_flash_attention_for_cpu)"
-    return "torch's flash attention for CUDA (aten._scaled_dot_product_flash_attention)"
+def _attention(device: torch.device) -> Iterator[tuple[str, str]]:
+    """What kernel="auto" means here, for the head_dim of most models, and what each other kernel lacks."""
+    machine = machine_of(device)
+    yield "attention", f"kernel={chosen('auto', machine, HEAD_DIM)!r} is the fastest here"
+    for name in FASTEST_FIRST:
+        yield f"  {name}", lacks(name, machine, HEAD_DIM) or "there"
 
 
 def _version(package: str) -> str | None:

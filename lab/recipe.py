@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
+KERNEL_NAMES = ("auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3")
 
 Offload = Literal["none", "inputs", "attention"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
@@ -36,6 +37,10 @@ class Recipe:
             them what "attention" made, which then runs once forward and not twice.
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
+        loss_kernel: what computes the head with its loss: this lab's, in tiles or whole, or Liger Kernel's,
+            which cuts the tokens itself.
+        kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has
+            it not says so when the recipe is applied; a plan is the same for all.
         compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
             their own dtype; None for no cast.
     """
@@ -50,6 +55,8 @@ class Recipe:
     mlp_tile: int | None = None
     norm_tile: int | None = None
     loss_tile: int | None = None
+    loss_kernel: Literal["lab", "liger"] = "lab"
+    kernel: Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"] = "auto"
     compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +64,8 @@ class Recipe:
             _one_of(name, getattr(self, name), (True, False))
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
         _one_of("offload", self.offload, OFFLOADS)
+        _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
+        _one_of("kernel", self.kernel, KERNEL_NAMES)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
         for name in ("ulysses", "ring"):
             _positive(name, getattr(self, name))
@@ -66,6 +75,11 @@ class Recipe:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
                 "not its input alone; set checkpoint=True with it, or offload='none'"
+            )
+        if self.loss_kernel == "liger" and self.loss_tile is not None:
+            raise RecipeError(
+                f"loss_kernel='liger' with loss_tile={self.loss_tile}: Liger cuts the tokens itself; "
+                "set loss_tile=None, or loss_kernel='lab'"
             )
         if self.ulysses_backend == "deepspeed" and (self.head_chunk or self.ring > 1):
             raise RecipeError(

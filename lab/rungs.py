@@ -56,13 +56,14 @@ def _ladder(
     ]
     ulysses = knobs.get("ulysses", max(fits, default=1))
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
+    loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype},
         "fsdp": {"fsdp": True},
         "ulysses": {"ulysses": ulysses, "ring": ring},
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},
-        "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": tile},
+        "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile},
         "upipe": {"head_chunk": ulysses},
     }
     recipe = Recipe()

@@ -25,13 +25,19 @@ def plainly(command: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        from cluster.errors import ClusterError
+        from cluster.errors import ClusterError, RankError
         from lab.errors import LabError
 
         try:
             return command(*args, **kwargs)
         except (LabError, ClusterError) as error:
             click.echo(f"lab: {error}", err=True)
+            sys.exit(2)
+        except RankError as error:
+            # What only the ranks can know (which kernels their machine has) they refuse as plainly.
+            if not isinstance(error.cause, LabError):
+                raise
+            click.echo(f"lab: {error.cause}", err=True)
             sys.exit(2)
 
     return wrapped

@@ -78,6 +78,23 @@ def faults(times: int, as_json: bool) -> None:
 
 
 @bench.command()
+@click.option(
+    "--tokens", multiple=True, help="A length, as often as wanted. [64K, 256K, 1M; 256, 512 on CPU]"
+)
+@JSON
+@plainly
+def attention(tokens: tuple[str, ...], as_json: bool) -> None:
+    """Attention kernels over a large matrix product, and their worst error on slices."""
+    from lab.bench.attention import measure_attention
+    from lab.bench.table import write
+    from lab.units import parse_tokens
+
+    with status("attention") as say:
+        rows = measure_attention([parse_tokens(length) for length in tokens], say)
+    click.echo(write(rows, as_json=as_json))
+
+
+@bench.command()
 @click.argument("names", metavar="[NOTEBOOK]...", nargs=-1)
 @click.option("--times", type=click.IntRange(1), default=10, show_default=True, help="Of the whole sequence.")
 @JSON

@@ -36,12 +36,12 @@ def flash_forward(
         ValueError: causal with S != S'.
         RecipeError: a dtype that the CUDA kernel has not.
     """
-    scale = _checked(q, k, causal, scale)
+    scale = checked(q, k, causal, scale)
     if q.device.type != "cuda":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
     head_dim = q.shape[-1]
-    q, k, v = _padded(q), _padded(k), _padded(v)
+    q, k, v = padded(q), padded(k), padded(v)
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return out[..., :head_dim], lse
 
@@ -72,14 +72,14 @@ def flash_backward(
         ValueError: causal with S != S'.
         RecipeError: a dtype that the CUDA kernel has not.
     """
-    scale = _checked(q, k, causal, scale)
+    scale = checked(q, k, causal, scale)
     if q.device.type != "cuda":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
         )
         return dq, dk, dv
     head_dim, lengths = q.shape[-1], (q.shape[2], k.shape[2])
-    grad_out, q, k, v, out = (_padded(t) for t in (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = (padded(t) for t in (grad_out, q, k, v, out))
     # The random state of dropout: there is none, and the kernel wants the tensors all the same.
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
@@ -88,7 +88,13 @@ def flash_backward(
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-def _checked(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
+def checked(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
+    """What every kernel wants of its arguments; the scale, 1/sqrt(D) unless given.
+
+    Raises:
+        ValueError: causal with S != S'.
+        RecipeError: a dtype that CUDA kernels have not.
+    """
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys")
     if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
@@ -96,7 +102,7 @@ def _checked(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _padded(x: Tensor) -> Tensor:
+def padded(x: Tensor) -> Tensor:
     """Zeros added to D up to the next multiple of 8: they change neither scores nor outputs."""
     return pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
@@ -133,7 +139,7 @@ class Kernel(NamedTuple):
 
 
 FLASH = Kernel(flash_forward, flash_backward)
-"""The kernel of one rank, and the default everywhere."""
+"""Torch's kernel of one rank, and the default everywhere; others by name are in ``kernels.py``."""
 
 
 class _Attention(torch.autograd.Function):

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.errors import RecipeError
-from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
+from lab.techniques.attention import FLASH, Kernel
 from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import wider
 from lab.techniques.seam import apply_attention, attention_modules
 
 
-def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
+def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
     """Let attention run round ``group``, R ranks, each holding the tokens of ``local_positions``.
 
     The sequence is cut into 2R pieces; rank i holds piece i and piece 2R-1-i, so that under a causal mask
@@ -38,14 +38,16 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     """
     apply_attention(model)
     for module in attention_modules(model):
-        module.lab_kernel = ring_kernel(group)  # type: ignore[assignment]
+        module.lab_kernel = ring_kernel(group, kernel)  # type: ignore[assignment]
 
 
-def ring_kernel(group: dist.ProcessGroup | None) -> Kernel:
-    """Flash attention over the ring's whole sequence, forward and backward; flash itself in a ring of one."""
+def ring_kernel(group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> Kernel:
+    """Attention over the ring's whole sequence by ``kernel`` at every step; itself in a ring of one."""
     if group is None or size_of(group) == 1:
-        return FLASH
-    return Kernel(partial(ring_forward, group=group), partial(ring_backward, group=group))
+        return kernel
+    return Kernel(
+        partial(ring_forward, group=group, kernel=kernel), partial(ring_backward, group=group, kernel=kernel)
+    )
 
 
 # ---- who holds which tokens --------------------------------------------------------------------------------
@@ -90,6 +92,7 @@ def ring_forward(
     v: Tensor,
     *,
     group: dist.ProcessGroup,
+    kernel: Kernel = FLASH,
     causal: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -113,7 +116,7 @@ def ring_forward(
         more = Shift(travelling, group) if step < size_of(group) - 1 else None
         rows, keys = _seen(q.shape[2], step, group)
         k_here, v_here = travelling[:, :, :, keys].unbind()
-        part, part_lse = flash_forward(q[:, :, rows], k_here, v_here, causal=step == 0, scale=scale)
+        part, part_lse = kernel.forward(q[:, :, rows], k_here, v_here, causal=step == 0, scale=scale)
         if step == 0:
             out, lse = part.to(wide), part_lse
         else:
@@ -135,6 +138,7 @@ def ring_backward(
     lse: Tensor,
     *,
     group: dist.ProcessGroup,
+    kernel: Kernel = FLASH,
     causal: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +159,7 @@ def ring_backward(
         more = Shift(travelling, group) if step < size_of(group) - 1 else None
         rows, keys = _seen(q.shape[2], step, group)
         k_here, v_here = travelling[:, :, :, keys].unbind()
-        more_dq, *more_dk_dv = flash_backward(
+        more_dq, *more_dk_dv = kernel.backward(
             grad_out[:, :, rows],
             q[:, :, rows],
             k_here,

@@ -76,21 +76,32 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
         RecipeError: ``tile`` is less than 1.
     """
     check_tile("loss_tile", tile)
-    plain: Callable[..., Any] = model.forward
     head: nn.Module = model.lm_head  # type: ignore[assignment]
 
     def token_losses(hidden: Tensor, labels: Tensor) -> Tensor:
         losses: Tensor = _TokenLoss.apply(head(hidden), labels)  # type: ignore[no-untyped-call]
         return losses
 
+    def summed(hidden: Tensor, labels: Tensor) -> Tensor:
+        return tiled(token_losses, head, hidden[None], labels[None], tile=tile).sum()
+
+    apply_head_loss(model, summed)
+
+
+def apply_head_loss(model: nn.Module, summed: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let ``summed`` stand for the head and its loss: hidden ``[n, E]`` and labels ``[n]`` -> a scalar.
+
+    The rows of a batch are independent there: they are given as one sequence of n = b*s tokens. Without
+    labels the model answers as before.
+    """
+    plain: Callable[..., Any] = model.forward
+
     @wraps(plain)
     def forward(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return plain(*args, **kwargs)
         hidden = model.model(*args, **kwargs).last_hidden_state  # type: ignore[operator]
-        # Rows of a batch are independent here: one sequence of b*s tokens.
-        losses = tiled(token_losses, head, hidden.flatten(0, 1)[None], labels.reshape(1, -1), tile=tile)
-        return CausalLMOutputWithPast(loss=losses.sum())
+        return CausalLMOutputWithPast(loss=summed(hidden.flatten(0, 1), labels.flatten()))
 
     model.forward = forward
 

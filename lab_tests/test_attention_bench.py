@@ -1,0 +1,78 @@
+"""The bench of attention kernels, on CPU at small size."""
+
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from lab.bench import attention
+from lab.cli import main
+from lab.techniques.attention import Kernel, flash_backward, flash_forward
+from lab.techniques.kernels import FASTEST_FIRST, lacks, machine_of
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """So little work is slower on more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """The bench with one kernel in the place of torch's."""
+
+    def put(forward=flash_forward, backward=flash_backward):
+        monkeypatch.setattr(attention, "KERNELS", {"torch": Kernel(forward, backward)})
+
+    return put
+
+
+def test_a_row_for_each_kernel_that_is_here_and_each_length():
+    said = CliRunner().invoke(main, ["bench", "attention", "--tokens", "96", "--tokens", "33", "--json"])
+    assert said.exit_code == 0
+    rows = json.loads(said.stdout)
+    machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    here = [name for name in FASTEST_FIRST if lacks(name, machine, 128) is None]
+    assert [(row["kernel"], row["tokens"]) for row in rows] == [(name, n) for n in (96, 33) for name in here]
+    for row in rows:
+        assert row["failed"] is None
+        assert 0 < row["worst error"] < 1e-3
+        assert min(row["forward s"], row["backward s"], row["TFLOP/s"], row["/ matmul"]) > 0
+        assert f"torch {torch.__version__}" in row["machine"]
+
+
+def test_times_are_medians_and_each_kernel_is_its_own(only, monkeypatch):
+    seconds = iter([9.0, 1.0, 2.0, *[1.0, 3.0, 2.0] * 4])
+    monkeypatch.setattr(attention, "_seconds", lambda work, device: next(seconds))
+    only()
+    [row] = attention.measure_attention([64], lambda said: None)
+    assert (row["forward s"], row["backward s"]) == (1.0, 3.0)
+    assert row["TFLOP/s"] == 7 * 4 * 64**2 * 128 / 4 / 1e12
+    assert row["/ matmul"] == pytest.approx(7 * 4 * 64**2 * 128 / 4 / (10 * 2 * 512**3 / 2))
+
+
+def test_a_kernel_that_is_wrong_far_away_is_seen_and_one_that_is_not_a_number(only):
+    def forward(q, k, v, **more):
+        out, lse = flash_forward(q, k, v, **more)
+        out[:, 1, -1] *= 1.01
+        return out, lse
+
+    only(forward)
+    assert attention.measure_attention([64], lambda said: None)[0]["worst error"] > 5e-3
+    only(backward=lambda dout, q, *rest: (q * math.nan, *flash_backward(dout, q, *rest)[1:]))
+    assert math.isnan(attention.measure_attention([64], lambda said: None)[0]["worst error"])
+
+
+def test_one_that_fails_says_so_in_its_row(only):
+    def forward(*_, **__):
+        raise RuntimeError("too long\nand more")
+
+    only(forward)
+    [row] = attention.measure_attention([64], lambda said: None)
+    assert row["failed"] == "too long"
+    assert {row[name] for name in ("forward s", "backward s", "TFLOP/s", "/ matmul", "worst error")} == {None}

@@ -1,0 +1,342 @@
+"""Kernels by name: each against a stand-in with its library's signature; which is chosen, what is said."""
+
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lab
+from cluster.errors import RankError
+from lab import doctor, models
+from lab.commands.base import plainly
+from lab.compose import apply_recipe
+from lab.errors import RecipeError
+from lab.recipe import KERNEL_NAMES, Recipe
+from lab.techniques import kernels
+from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
+from lab.techniques.kernels import FASTEST_FIRST, KERNELS, Machine, chosen, kernel_for, lacks, machine_of
+from lab.techniques.ring import ring_kernel
+from lab.techniques.seam import attention_modules
+
+B, H, K, S, D = 2, 12, 3, 40, 10
+
+
+# ---- stand-ins: the signatures and layouts of the libraries, computed by torch's kernel for CPU ------------
+
+
+def _attend(q, k, v, causal, scale):
+    """[b, S, h, D], D a multiple of 8 and innermost -> the same, and LSE [b, h, S]."""
+    assert all(t.shape[-1] % 8 == 0 and t.stride(-1) == 1 for t in (q, k, v))
+    out, lse = flash_forward(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, scale=scale)
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _differentiate(dout, q, k, v, out, lse, causal, scale, into):
+    """Reads the LSE as what it is in memory, as a kernel given a pointer; writes into what it gets."""
+    assert lse.is_contiguous()
+    assert all(t.shape[-1] % 8 == 0 and t.stride(-1) == 1 for t in (dout, q, k, v, out, *into))
+    turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    for target, found in zip(into, flash_backward(*turned, lse, causal=causal, scale=scale), strict=True):
+        target.copy_(found.transpose(1, 2))
+    return torch.zeros(lse.shape)
+
+
+def flash_attn_2():
+    """Releases 2.8.0 to 2.8.4."""
+
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is None
+        assert not return_softmax
+        return *_attend(q, k, v, causal, softmax_scale), torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert alibi_slopes is None
+        assert not deterministic
+        return _differentiate(dout, q, k, v, out, softmax_lse, causal, softmax_scale, (dq, dk, dv))
+
+    return _flash_attn_forward, _flash_attn_backward
+
+
+def flash_attn_3():
+    """Its interface since it registers operators with torch."""
+
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+        seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        unused = (k_new, v_new, qv, out_, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k)
+        unused += (max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)
+        assert {*unused, seqlens_rotary, q_descale, k_descale, v_descale} == {None}
+        assert (window_size_left, window_size_right, num_splits) == (-1, -1, 1)
+        return *_attend(q, k, v, causal, softmax_scale), torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        assert {cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k} == {None}
+        return _differentiate(dout, q, k, v, out, softmax_lse, is_causal, softmax_scale, (dq, dk, dv))
+
+    return _flash_attn_forward, _flash_attn_backward
+
+
+def flash_attn_3_before():
+    """The same as of the tag v2.8.3: no defaults before causal, a pair for the window."""
+    latest_forward, latest_backward = flash_attn_3()
+
+    def _flash_attn_forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
+        seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
+        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
+        pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        return latest_forward(q, k, v, k_new, v_new, qv, out, softmax_scale=softmax_scale, causal=causal)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+        max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+        deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        return latest_backward(
+            dout, q, k, v, out, softmax_lse, dq=dq, dk=dk, dv=dv, softmax_scale=softmax_scale,
+            is_causal=causal,
+        )  # fmt: skip
+
+    return _flash_attn_forward, _flash_attn_backward
+
+
+def install(monkeypatch, name, calls):
+    package = name.partition(".")[0]
+    for part in {package, name}:
+        module = ModuleType(part)
+        module.__spec__ = ModuleSpec(part, None)
+        monkeypatch.setitem(sys.modules, part, module)
+    sys.modules[name]._flash_attn_forward, sys.modules[name]._flash_attn_backward = calls
+
+
+@pytest.fixture
+def cudnn():
+    """Torch's own operators, whose schema the dispatcher checks; on CPU they have no kernel but these."""
+
+    def forward(
+        query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, scale
+    ):
+        assert attn_bias is None
+        assert compute_log_sumexp
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        out, lse = _attend(*(t.transpose(1, 2) for t in (query, key, value)), is_causal, scale)
+        state = torch.empty((), dtype=torch.int64)
+        lengths = (query.shape[2], key.shape[2])
+        return out.transpose(1, 2), lse[..., None], state, state, *lengths, state, state, state
+
+    def backward(
+        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q,
+        cum_seq_k, max_q, max_k, dropout_p, is_causal, scale,
+    ):  # fmt: skip
+        assert logsumexp.shape == (*query.shape[:3], 1)
+        assert {attn_bias, cum_seq_q, cum_seq_k} == {None}
+        assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0.0)
+        found = tuple(torch.empty_like(t) for t in (query, key, value))
+        tensors = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+        into = tuple(t.transpose(1, 2) for t in found)
+        _differentiate(*tensors, logsumexp[..., 0], is_causal, scale, into)
+        return found
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        name = "_scaled_dot_product_cudnn_attention"
+        defaults = {"dropout_p": 0.0, "is_causal": False, "return_debug_mask": False}
+        order = ("query", "key", "value", "attn_bias", "compute_log_sumexp", *defaults)
+        library.impl(
+            name,
+            lambda *given, scale=None: forward(
+                **{**defaults, **dict(zip(order, given, strict=False))}, scale=scale
+            ),
+            "CPU",
+        )
+        library.impl(f"{name}_backward", lambda *given, scale=None: backward(*given, scale), "CPU")
+        yield
+
+
+@pytest.fixture(params=[flash_attn_2, flash_attn_3, flash_attn_3_before, "cudnn"])
+def kernel(request, monkeypatch):
+    if request.param == "cudnn":
+        request.getfixturevalue("cudnn")
+        return KERNELS["cudnn"]
+    if request.param is flash_attn_2:
+        install(monkeypatch, "flash_attn.flash_attn_interface", flash_attn_2())
+        return KERNELS["flash-attn-2"]
+    install(monkeypatch, "flash_attn_interface", request.param())
+    return KERNELS["flash-attn-3"]
+
+
+# ---- parity ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("causal", "keys", "dim"), [(True, S, D), (False, 33, D), (True, S, 16)])
+def test_each_gives_what_torchs_does(kernel, causal, keys, dim):
+    make = torch.Generator().manual_seed(0)
+    # Some as an exchange leaves them, some as a ring cuts them out.
+    q = torch.randn(B, S, H, dim, generator=make, dtype=torch.float64).transpose(1, 2)
+    k, v = torch.randn(2, B, K, keys + 3, dim, generator=make, dtype=torch.float64)[:, :, :, 3:].unbind()
+    grad = torch.randn(B, H, S, dim, generator=make, dtype=torch.float64)
+    out, lse = flash_forward(q, k, v, causal=causal, scale=0.21)
+    found, found_lse = kernel.forward(q, k, v, causal=causal, scale=0.21)
+    torch.testing.assert_close(found, out)
+    torch.testing.assert_close(found_lse, lse)
+    # An LSE that lies in memory otherwise, as a slice of a longer one does.
+    cut = torch.cat((lse, lse), -1)[..., :S]
+    right = flash_backward(grad, q, k, v, out, lse, causal=causal, scale=0.21)
+    for wanted, got in zip(
+        right, kernel.backward(grad, q, k, v, out, cut, causal=causal, scale=0.21), strict=True
+    ):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_ring_runs_the_kernel_it_is_given():
+    said = []
+
+    def forward(*given, causal=True, scale=None):
+        said.append(causal)
+        return flash_forward(*given, causal=causal, scale=scale)
+
+    def backward(*given, causal=True, scale=None):
+        said.append(causal)
+        return flash_backward(*given, causal=causal, scale=scale)
+
+    mine = Kernel(forward, backward)
+    assert ring_kernel(None, mine) is mine
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        ring, q = ring_kernel(dist.group.WORLD, mine), torch.randn(1, 4, 6, 8)
+        ring.backward(q, q, q, q, *ring.forward(q, q, q))
+    finally:
+        dist.destroy_process_group()
+    assert said == [True, False, False] * 2
+
+
+# ---- the choice --------------------------------------------------------------------------------------------
+
+HOPPER = Machine((9, 0), True, {})
+
+
+@pytest.mark.parametrize(
+    ("machine", "head_dim", "name"),
+    [
+        (Machine(None, False, {}), 128, "torch"),
+        (HOPPER, 128, "flash-attn-3"),
+        (HOPPER, 192, "flash-attn-3"),
+        (HOPPER, 512, "torch"),
+        (replace(HOPPER, missing={"flash-attn-3": "no module"}), 128, "cudnn"),
+        (replace(HOPPER, missing={"flash-attn-3": "no module"}), 192, "flash-attn-2"),
+        (replace(HOPPER, cudnn=False, missing={"flash-attn-3": "no module"}), 128, "flash-attn-2"),
+        (Machine((9, 0), False, {"flash-attn-2": "x", "flash-attn-3": "x"}), 128, "torch"),
+        (Machine((8, 0), True, {}), 128, "flash-attn-2"),
+        (Machine((10, 0), True, {}), 128, "cudnn"),
+        (Machine((7, 5), True, {}), 128, "torch"),
+    ],
+)
+def test_auto_is_the_fastest_that_is_there(machine, head_dim, name):
+    assert chosen("auto", machine, head_dim) == name
+
+
+def test_the_names_are_the_recipes():
+    assert {*KERNELS, "auto"} == {*KERNEL_NAMES}
+    assert {*FASTEST_FIRST} == {*KERNELS}
+    assert all(lacks(name, HOPPER, 128) is None for name in KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "said"),
+    [
+        ("flash-attn-3", Machine((8, 6), True, {}), "a Hopper GPU .* there: auto, flash-attn-2, torch"),
+        ("cudnn", Machine((8, 6), True, {}), "a Hopper GPU or a later one"),
+        (
+            "cudnn",
+            replace(HOPPER, cudnn=False),
+            "this torch has no cuDNN; .* auto, flash-attn-3",
+        ),
+        ("flash-attn-2", Machine((7, 5), True, {}), "an Ampere GPU .* these are there: auto, torch$"),
+        ("flash-attn-2", replace(HOPPER, missing={"flash-attn-2": "an ABI"}), r"interface .* \(an ABI\)"),
+    ],
+)
+def test_one_that_is_not_there_says_what_it_lacks_and_which_are(name, machine, said):
+    with pytest.raises(RecipeError, match=f"kernel='{name}': .*{said}"):
+        chosen(name, machine, 128)
+
+
+def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    install(monkeypatch, "flash_attn.flash_attn_interface", flash_attn_2())
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    machine = machine_of(torch.device("cuda"))
+    assert machine.capability == (9, 0)
+    assert list(machine.missing) == ["flash-attn-3"]
+    assert "flash_attn_interface" in machine.missing["flash-attn-3"]
+
+
+def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
+    there = replace(HOPPER, missing={"flash-attn-3": "No module"})
+    monkeypatch.setattr(doctor, "machine_of", lambda device: there)
+    lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
+    assert ["attention", "kernel='cudnn' is the fastest here"] in lines
+    assert ["flash-attn-3", "flash_attn_interface cannot be imported (No module)"] in lines
+    assert [name for name, said in lines if said == "there"] == ["cudnn", "flash-attn-2", "torch"]
+
+
+# ---- in a recipe -------------------------------------------------------------------------------------------
+
+
+def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
+    with pytest.raises(RankError) as refused:
+        lab.run("tiny", Recipe(kernel="flash-attn-3"), tokens=64, cluster=ranks4)
+    assert isinstance(refused.value.cause, RecipeError)
+    assert str(refused.value.cause).startswith("kernel='flash-attn-3': it needs an NVIDIA GPU")
+
+    @plainly
+    def command():
+        raise refused.value
+
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"lab: {refused.value.cause}\n"
+
+
+def test_a_plan_is_the_same_for_all_of_them():
+    plans = [lab.plan("tiny", "plain", tokens=64, ranks=1, kernel=name) for name in ("torch", "flash-attn-3")]
+    assert plans[0].timeline.to_json() == plans[1].timeline.to_json()
+    assert plans[1].recipe.kernel == "flash-attn-3"
+
+
+def test_a_recipe_sets_the_kernel_of_every_attention(alone, monkeypatch):
+    mesh, model = dist.device_mesh.init_device_mesh("cpu", (1,)), models.build("tiny")
+    apply_recipe(model, Recipe(), mesh)
+    assert {module.lab_kernel for module in attention_modules(model)} == {FLASH}
+    with pytest.raises(RecipeError, match=r"kernel='cudnn': it needs an NVIDIA GPU; .* auto, torch"):
+        apply_recipe(model, Recipe(kernel="cudnn"), mesh)
+    asked = []
+    monkeypatch.setattr(kernels, "machine_of", lambda device: asked.append(device) or HOPPER)
+    assert kernel_for("auto", torch.device("cpu"), 128) is KERNELS["flash-attn-3"]
+    apply_recipe(model, Recipe(kernel="flash-attn-2"), mesh)
+    assert {module.lab_kernel for module in attention_modules(model)} == {KERNELS["flash-attn-2"]}
+    assert asked == [torch.device("cpu")] * 2
