@@ -14,13 +14,39 @@ from lab.verbs.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
-class Rehearsal:
-    """One training step, measured as one rank of ``ranks``, of the model's first ``layers`` layers.
+class Measured:
+    """What the steps of one rank gave.
 
     ``reserved_peak`` and ``outside_torch`` are bytes that torch's caching allocator holds, and that others
     hold beside it (CUDA's context, libraries); None on CPU, where there is no such allocator. ``seconds`` are
     by phase, medians over the timed steps; the peers' work on links is not in them: ``link_bytes`` is what
-    would leave the rank. ``plan`` is of the same layers, ``whole`` of all ``of_layers``.
+    would leave the rank in a step.
+    """
+
+    timeline: Timeline
+    device_peak: int
+    reserved_peak: int | None
+    outside_torch: int | None
+    seconds: dict[str, float]
+    loss: float
+    link_bytes: int
+
+    @property
+    def host_peak(self) -> int:
+        """The most host bytes the rank held at once."""
+        return self.timeline.host_peak
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the step that was measured."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal(Measured):
+    """One training step, measured as one rank of ``ranks``, of the model's first ``layers`` layers.
+
+    ``plan`` is of the same layers, ``whole`` of all ``of_layers``.
     """
 
     title: str
@@ -31,20 +57,8 @@ class Rehearsal:
     layers: int
     of_layers: int
     machine: str
-    timeline: Timeline
-    device_peak: int
-    reserved_peak: int | None
-    outside_torch: int | None
-    seconds: dict[str, float]
-    loss: float
-    link_bytes: int
     plan: Plan
     whole: Plan
-
-    @property
-    def host_peak(self) -> int:
-        """The most host bytes the rank held at once."""
-        return self.timeline.host_peak
 
     @property
     def plan_over_measured(self) -> float:
@@ -53,11 +67,6 @@ class Rehearsal:
         if self.outside_torch is not None:
             planned -= outside_workspace(self.ranks)  # of N ranks, and no part of what the allocator measures
         return planned / self.device_peak
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the step that was measured."""
-        return sum(self.seconds.values())
 
     @property
     def whole_seconds(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from lab.memory.cuda import CudaAllocator, CudaMeter
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.stopwatch import Stopwatch
-from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
 from lab.rungs import recipe_for, title_of
 from lab.shrinking import first_layers
@@ -28,7 +26,7 @@ from lab.verbs.loopback import bytes_sent
 from lab.verbs.on_ranks import Training, checked, worker_on
 from lab.verbs.one_rank import one_rank
 from lab.verbs.plan import Plan, fake_model, plan
-from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory
+from lab.verbs.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory
 
 Machine = Literal["cuda", "cpu"]
 Say = Callable[[str], None]
@@ -86,6 +84,7 @@ def rehearse(
     if isinstance(measured, OutOfMemory):
         raise RehearsalOutOfMemory(str(measured), measured.moment, made)
     return Rehearsal(
+        **vars(measured),
         title=title,
         recipe=chosen,
         tokens=training.tokens,
@@ -96,26 +95,12 @@ def rehearse(
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
         plan=made,
         whole=whole,
-        **vars(measured),
     )
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What the steps gave; see ``Rehearsal``."""
-
-    timeline: Timeline
-    device_peak: int
-    reserved_peak: int | None
-    outside_torch: int | None
-    seconds: dict[str, float]
-    loss: float
-    link_bytes: int
 
 
 def _measured(
     training: Training, ranks: int, where: Machine, limit: int | None, say: Say
-) -> _Measured | OutOfMemory:
+) -> Measured | OutOfMemory:
     """Train. Out of memory is returned, for an exception that is raised holds the model by its frames."""
     meter = CudaMeter(CudaAllocator()) if where == "cuda" else Meter(limit=limit)
     watch = Stopwatch()
@@ -137,7 +122,7 @@ def _measured(
     peaks: tuple[int, int | None, int | None] = (timeline.device_peak, None, None)
     if isinstance(meter, CudaMeter):
         peaks = meter.device_peak, meter.reserved_peak, meter.outside_torch
-    return _Measured(timeline, *peaks, seconds, loss, sent.total())
+    return Measured(timeline, *peaks, seconds, loss, sent.total())
 
 
 # ---- where -----------------------------------------------------------------------------------------------
