@@ -41,11 +41,10 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "hybrid": {"ulysses": 2, "ring": 2, "head_chunk": 4},
     "checkpoint": {"checkpoint": True},
     "offload": {"checkpoint": True, "offload": "inputs"},
-    "kept": {"ulysses": 2, "head_chunk": 2, "checkpoint": True, "offload": "attention"},
-    "kept in a ring": {"ulysses": 2, "ring": 2, "checkpoint": True, "offload": "attention"},
+    "kept": {"ulysses": 2, "ring": 2, "checkpoint": True, "offload": "attention"},
     "tiling": TILES,
     "all": {
-        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "checkpoint": True, "offload": "inputs",
+        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "checkpoint": True, "offload": "attention",
         **TILES,
     },
 }  # fmt: skip
