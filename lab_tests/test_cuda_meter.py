@@ -8,7 +8,7 @@ import torch
 
 from lab.memory.cuda import CudaAllocator, CudaMeter, Event
 from lab.memory.stopwatch import Stopwatch
-from lab.techniques.offload import to_host
+from lab.techniques.host_road import to_host
 from lab_tests.test_meter import Two, metered_step
 
 MIB = 2**20
