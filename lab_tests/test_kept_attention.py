@@ -98,8 +98,8 @@ def eight() -> Iterator[dist.ProcessGroup]:
 @pytest.mark.parametrize(
     ("chunk", "inputs", "attention"),
     [
-        (8, (40, 8, 4), (30, 4, 4)),  # forward 10, once or twice, and backward 20
-        (32, (16, 2, 1), (12, 1, 1)),
+        (8, (32, 8, 4), (24, 4, 4)),  # forward 8, once or twice, and backward 16
+        (32, (8, 2, 1), (6, 1, 1)),
         (None, (12, 2, 1), (12, 1, 1)),  # Ulysses exchanges q, k, v again, and what came back
     ],
 )
