@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
-KERNEL_NAMES = ("auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3")
+
+KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"]
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
 Offload = Literal["none", "inputs", "attention"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
@@ -56,7 +58,7 @@ class Recipe:
     norm_tile: int | None = None
     loss_tile: int | None = None
     loss_kernel: Literal["lab", "liger"] = "lab"
-    kernel: Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"] = "auto"
+    kernel: KernelName = "auto"
     compute_dtype: str | None = None
 
     def __post_init__(self) -> None:

@@ -63,24 +63,25 @@ def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretrai
     return small
 
 
-def first_layers(model: ModelLike, layers: int | None) -> tuple[ModelLike, int]:
-    """The model with its first ``layers`` layers alone, and how many it has; with None it is itself.
+def first_layers(model: ModelLike, layers: int | None, *, config: PretrainedConfig) -> ModelLike:
+    """The model with its first ``layers`` layers alone; with None it is itself.
 
-    Weights of a directory are left behind, for they are of the whole.
+    ``config`` is the model's, which the caller has: of a callable, to look it up makes a model. Weights of a
+    directory are left behind, for they are of the whole.
 
     Raises:
-        ModelError: no such model; not a whole number between 1 and its layers.
+        ModelError: not a whole number between 1 and its layers.
     """
-    config = copy.deepcopy(config_of(model))
     has = config.num_hidden_layers
     if layers is None or layers == has:
-        return model, has
+        return model
     if type(layers) is not int or not 1 <= layers < has:
         raise ModelError(f"layers={layers!r}: the model has {has}; it takes a whole number from 1 to {has}")
     if callable(model) and not isinstance(model, PretrainedConfig):
-        return partial(_called_and_cut, model, layers), has
-    _cut(config, layers)
-    return config, has
+        return partial(_called_and_cut, model, layers)
+    small = copy.deepcopy(config)
+    _cut(small, layers)
+    return small
 
 
 def _called_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrainedModel:

@@ -61,10 +61,7 @@ def test_upipes_stages_work_in_less_memory_than_they_move(ranks4):
     for ulysses, stages in zip(
         ranks4.apply(forward_of, apply_ulysses), ranks4.apply(forward_of, upipe), strict=True
     ):
-        assert (len(ulysses), len(stages)) == (
-            4,
-            12,
-        )  # 6 stages: queries (first with keys), outputs
+        assert (len(ulysses), len(stages)) == (4, 12)  # 6 stages: queries, the first with keys; outputs
         moved = sum(len(e.received) for e in stages)
         assert moved == sum(len(e.received) for e in ulysses)
         assert sum(map(len, touched(stages))) < moved

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +15,9 @@ import lab
 from lab import models
 from lab.cli import main
 from lab.errors import LabError, RecipeError
+from lab.hardware import outside_workspace
 from lab.rungs import RUNGS
+from lab.verbs.plan import Plan
 from lab.verbs.rehearsal import RehearsalOutOfMemory
 from lab.verbs.rehearse import _capped, _check_limit
 
@@ -85,6 +89,21 @@ def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     text = CliRunner().invoke(main, f"rehearse tiny --tokens {TOKENS} --ranks 4 --layers 2".split()).output
     assert "2 of 4 layers" in text
     assert "extrapolated  to 4 layers" in text
+
+
+class WithWorkspace:
+    """A plan whose peak has in it what lies outside torch on CUDA."""
+
+    def __init__(self, made: Plan) -> None:
+        self.device_peak = made.device_peak + outside_workspace(made.ranks)
+
+
+def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
+    found = lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=2)
+    plans: Any = {name: WithWorkspace(getattr(found, name)) for name in ("plan", "whole")}
+    on_cuda = replace(found, outside_torch=2**30, **plans)
+    assert on_cuda.plan_over_measured == found.plan_over_measured == 1
+    assert on_cuda.whole_device_peak == found.whole_device_peak > found.device_peak
 
 
 def test_layers_of_a_callable() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from cluster.ranks import Cluster
 from lab.bench.table import Row
@@ -28,49 +30,56 @@ def measure_growth(tokens: int, doublings: int, steps: int, say: Say) -> list[Ro
     over the tokens of the whole context that were added, beside the closed form's.
     """
     contexts = [tokens << i for i in range(doublings + 1)]
-    series = {("context", rung): [(rung, 2, n) for n in contexts] for rung in RUNGS}
-    series["ranks, tokens each", ""] = [("upipe", ranks, contexts[-1] // 2 * ranks) for ranks in RANKS]
-    series["ranks, tokens in all", ""] = [("upipe", ranks, contexts[-1]) for ranks in RANKS]
+    series = [("context", [Asked(rung, 2, n) for n in contexts]) for rung in RUNGS]
+    each = [Asked(RUNGS[-1], ranks, contexts[-1] // 2 * ranks) for ranks in RANKS]
+    in_all = [Asked(RUNGS[-1], ranks, contexts[-1]) for ranks in RANKS]
+    series += [("ranks, tokens each", each), ("ranks, tokens in all", in_all)]
     found: dict[Asked, Point] = {}
     for ranks in RANKS:
         with Cluster(ranks=ranks) as cluster:
-            for asked in dict.fromkeys(a for all_of in series.values() for a in all_of):
-                if asked[1] == ranks:
-                    say(f"{asked[0]}, {asked[2]} tokens on {ranks} ranks")
+            for asked in dict.fromkeys(one for _, of in series for one in of):
+                if asked.ranks == ranks:
+                    say(f"{asked.rung}, {asked.tokens} tokens on {ranks} ranks")
                     found[asked] = _measured(asked, cluster, steps)
-    return [row for (over, _), of in series.items() for row in _compared(over, [found[a] for a in of])]
+    return [row for over, of in series for row in compared(over, [found[asked] for asked in of])]
 
 
-Asked = tuple[str, int, int]
-"""Rung, ranks, tokens."""
+class Asked(NamedTuple):
+    """One step to be measured."""
 
-Point = tuple[str, int, int, float, int, int]
-"""The same, with seconds, peak, and the closed form's peak in bytes."""
+    rung: str
+    ranks: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """What it took: seconds, a rank's peak in bytes, and the closed form's."""
+
+    asked: Asked
+    seconds: float
+    peak: int
+    formula: int
 
 
 def _measured(asked: Asked, cluster: Cluster, steps: int) -> Point:
-    rung, ranks, tokens = asked
-    recipe = recipe_for(rung, MODEL, ranks, tokens)
-    measured = run(MODEL, recipe, tokens=tokens, steps=steps + 1, cluster=cluster)
-    formula = estimate(config_of(MODEL), recipe, tokens=tokens, ranks=ranks)
-    return *asked, median(measured.seconds[1:]), measured.device_peak, formula.device_peak
+    recipe = recipe_for(asked.rung, MODEL, asked.ranks, asked.tokens)
+    measured = run(MODEL, recipe, tokens=asked.tokens, steps=steps + 1, cluster=cluster)
+    formula = estimate(config_of(MODEL), recipe, tokens=asked.tokens, ranks=asked.ranks)
+    return Point(asked, median(measured.seconds[1:]), measured.device_peak, formula.device_peak)
 
 
-def _compared(name: str, points: list[Point]) -> Iterator[Row]:
-    before: Point | None = None
-    for point in points:
-        rung, ranks, tokens, seconds, peak, formula = point
-        grown = before is not None and ranks == before[1] and tokens != before[2]
-        yield {
-            "over": name,
-            "rung": rung,
-            "ranks": ranks,
-            "tokens": tokens,
-            "seconds": seconds,
-            "seconds, x": seconds / before[3] if before else None,
-            "peak, MiB": peak / MiB,
-            "peak, x": peak / before[4] if before else None,
-            "bytes a token": (peak - before[4]) / (tokens - before[2]) if before and grown else None,
-            "by formula": (formula - before[5]) / (tokens - before[2]) if before and grown else None,
-        }
-        before = point
+def compared(over: str, points: Sequence[Point]) -> Iterator[Row]:
+    """A row a point, each beside the one before it; bytes a token only where nothing but the context grew."""
+    for before, point in zip((None, *points), points, strict=False):
+        row: dict[str, str | float | None] = {
+            "over": over, **point.asked._asdict(), "seconds": point.seconds, "seconds, x": None,
+            "peak, MiB": point.peak / MiB, "peak, x": None, "bytes a token": None, "by formula": None,
+        }  # fmt: skip
+        if before is not None:
+            more = point.asked.tokens - before.asked.tokens
+            row |= {"seconds, x": point.seconds / before.seconds, "peak, x": point.peak / before.peak}
+            if more and point.asked.ranks == before.asked.ranks:
+                row["bytes a token"] = (point.peak - before.peak) / more
+                row["by formula"] = (point.formula - before.formula) / more
+        yield row

@@ -84,13 +84,7 @@ def _cudnn_backward(
 def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module(MODULES["flash-attn-2"])._flash_attn_forward(
         *_turned(q, k, v),
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
+        **_flash_2_settings(causal, scale),
         return_softmax=False,
     )
     return out.transpose(1, 2), lse
@@ -107,17 +101,17 @@ def _flash_2_backward(
         out,
         lse,
         *(dq, dk, dv),
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
+        **_flash_2_settings(causal, scale),
         deterministic=False,
     )
     dq, dk, dv = _turned(dq, dk, dv)
     return dq, dk, dv
+
+
+def _flash_2_settings(causal: bool, scale: float) -> dict[str, float | None]:
+    """By name, with whole rows in view, no dropout, and no bias."""
+    whole = {"window_size_left": -1, "window_size_right": -1, "alibi_slopes": None}
+    return {"dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0, **whole}
 
 
 # By position: releases name some arguments otherwise, and some have no defaults. What lies between is for

@@ -63,10 +63,7 @@ class Rehearsal(Measured):
     @property
     def plan_over_measured(self) -> float:
         """The planned device peak of these layers over the measured one."""
-        planned = self.plan.device_peak
-        if self.outside_torch is not None:
-            planned -= outside_workspace(self.ranks)  # of N ranks, and no part of what the allocator measures
-        return planned / self.device_peak
+        return self._planned(self.plan) / self.device_peak
 
     @property
     def whole_seconds(self) -> float:
@@ -76,7 +73,7 @@ class Rehearsal(Measured):
     @property
     def whole_device_peak(self) -> int:
         """Of the step of all layers: the measured one, by the ratio of the two plans' peaks."""
-        return round(self.whole.device_peak / self.plan_over_measured)
+        return round(self._planned(self.whole) / self.plan_over_measured)
 
     @property
     def tokens_per_second(self) -> float:
@@ -88,6 +85,10 @@ class Rehearsal(Measured):
         """The same with the links' time added, from the hardware table: as if nothing overlapped."""
         seconds = self.whole_seconds + self.whole.costs.link_seconds
         return self.rows * self.tokens / self.ranks / seconds
+
+    def _planned(self, made: Plan) -> int:
+        """Of a plan's peak what was measured too: on CUDA the allocator's, and not what is outside torch."""
+        return made.device_peak - (0 if self.outside_torch is None else outside_workspace(self.ranks))
 
     def to_json(self) -> dict[str, Any]:
         """The answers as plain values, without the timeline."""

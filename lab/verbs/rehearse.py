@@ -63,8 +63,9 @@ def rehearse(
     say = watch or _nobody
     where, limit = _machine(machine), None if device_memory is None else parse_bytes(device_memory)
     _check_limit(where, limit)
-    chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), **knobs)
-    part, has = first_layers(model, layers)
+    config = models.config_of(model)
+    chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), config=config, **knobs)
+    part = first_layers(model, layers, config=config)
     training, _, _ = checked(part, chosen, ranks=ranks, tokens=tokens, steps=steps, rows=rows)
     settings: dict[str, Any] = {
         "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
@@ -90,8 +91,8 @@ def rehearse(
         tokens=training.tokens,
         ranks=ranks,
         rows=rows,
-        layers=layers or has,
-        of_layers=has,
+        layers=layers or config.num_hidden_layers,
+        of_layers=config.num_hidden_layers,
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
         plan=made,
         whole=whole,

@@ -1,0 +1,35 @@
+"""The rows of ``lab bench growth``: each beside the one before it."""
+
+from lab.bench.growth import Asked, Point, compared
+from lab.units import MiB
+
+
+def test_bytes_a_token_where_the_context_alone_grew() -> None:
+    first, second, third = compared(
+        "context",
+        [
+            Point(Asked("fsdp", 2, 128), 2.0, 10 * MiB, 11 * MiB),
+            Point(Asked("fsdp", 2, 256), 3.0, 15 * MiB, 13 * MiB),
+            Point(Asked("fsdp", 2, 512), 9.0, 30 * MiB, 29 * MiB),
+        ],
+    )
+    assert list(first) == list(second)
+    assert (first["seconds, x"], first["peak, x"], first["bytes a token"], first["by formula"]) == (None,) * 4
+    assert (second["over"], second["rung"], second["ranks"], second["tokens"]) == ("context", "fsdp", 2, 256)
+    assert (second["seconds, x"], second["peak, x"]) == (1.5, 1.5)
+    assert (second["bytes a token"], second["by formula"]) == (5 * MiB / 128, 2 * MiB / 128)
+    assert (third["seconds, x"], third["peak, MiB"]) == (3.0, 30)
+    assert (third["bytes a token"], third["by formula"]) == (15 * MiB / 256, 16 * MiB / 256)
+
+
+def test_more_ranks_are_no_longer_context() -> None:
+    _, grown, fixed = compared(
+        "ranks",
+        [
+            Point(Asked("upipe", 1, 128), 2.0, 10 * MiB, 11 * MiB),
+            Point(Asked("upipe", 2, 256), 3.0, 8 * MiB, 9 * MiB),
+            Point(Asked("upipe", 4, 256), 6.0, 4 * MiB, 5 * MiB),
+        ],
+    )
+    assert (grown["seconds, x"], grown["peak, x"], grown["bytes a token"]) == (1.5, 0.8, None)
+    assert (fixed["seconds, x"], fixed["peak, x"], fixed["by formula"]) == (2.0, 0.5, None)
