@@ -44,7 +44,7 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     if ring is not None:
         apply_ring(model, group=ring, kernel=kernel)
     if recipe.head_chunk is not None:
-        apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses)
+        apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses, overlap=recipe.overlap)
     elif ulysses is not None and recipe.ulysses_backend == "deepspeed":
         apply_deepspeed_ulysses(model, group=ulysses)
     elif ulysses is not None:

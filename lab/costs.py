@@ -2,13 +2,14 @@
 
 The estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
 the table in ``hardware.py`` gives for its kind. Copies between device and host run beside them, for offload
-prefetches. What it leaves out: overlap of collectives with computation, launches, imbalance between ranks.
+prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). What it leaves out:
+overlap of other collectives with computation, launches, imbalance between ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,14 +31,15 @@ NOTHING = (
 """Operators that touch no element, though they are no views."""
 
 FLASH = "aten._scaled_dot_product_flash_attention"
+ALL_TO_ALL, WAIT = "c10d.alltoall_base_", "_c10d_functional.wait_tensor"
 
 
 @dataclass(frozen=True)
 class Costs:
     """One rank's: ``flops``; ``link_bytes`` sent to other ranks; ``host_bytes`` copied to and from the host.
 
-    ``device_seconds`` is the time of computation and collectives, ``link_seconds`` the collectives' share of
-    it, ``host_seconds`` that of copies.
+    ``device_seconds`` is the time of computation and of waiting for collectives, ``link_seconds`` the share
+    of the latter, ``host_seconds`` that of copies.
     """
 
     flops: int = 0
@@ -83,6 +85,8 @@ class CostCounter(Observer):
         super().__init__()
         self.hardware, self.ranks_per_node = hardware, ranks_per_node
         self.total = Costs()
+        # Seconds that an all-to-all which has begun would still take.
+        self._under_way = 0.0
 
     def now(self) -> float:
         """Seconds since the beginning, on the device: the clock of a plan's timeline."""
@@ -92,7 +96,19 @@ class CostCounter(Observer):
         """Run the operator and add what it costs."""
         result = func(*args, **kwargs)
         if not func.is_view:
-            self.total += self._costs(str(func.overloadpacket), args, result) * times()
+            name = str(func.overloadpacket)
+            cost = self._costs(name, args, result) * times()
+            if cost.link_seconds or name == WAIT:
+                # Links carry one collective at a time.
+                self.total += Costs(device_seconds=self._under_way, link_seconds=self._under_way)
+                self._under_way = 0.0
+            else:
+                self._under_way = max(0.0, self._under_way - cost.device_seconds)
+            # Not to be waited for is the default, and defaults are left out of ``args``.
+            if name == ALL_TO_ALL and args[5:6] != (False,):
+                self._under_way = cost.link_seconds
+                cost = replace(cost, device_seconds=0.0, link_seconds=0.0)
+            self.total += cost
         return result
 
     def _costs(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:

@@ -251,12 +251,15 @@ def _upipe(z: _Sizes) -> int:
     u, u_kv = chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
     lasting = any(not run.closes for stage in plan.stages for run in stage)
     sums, home, groups = 2 * u_kv * z.f // z.w * lasting, 2 * z.K * z.h, plan.slots // plan.slots_in_flight
-    there = home * (groups - 1) // groups
+    there, ahead = home * (groups - 1) // groups, 0
+    if z.recipe.overlap and z.recipe.ulysses > 1 and len(plan.stages) > 1:
+        # Highest where the next stage opens a group, so another is still to come home.
+        there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
     end = home + max(z.A + z.w * z.E * z.D * (z.H + 2 * z.K), home // 2 * (groups > 1))
-    found = [3 * u + 2 * u_kv + sums + there + _kernel(z, u, u_kv), end]
+    found = [3 * u + 2 * u_kv + sums + there + ahead + _kernel(z, u, u_kv), end]
     if z.head_norms:
         inside = 6 * z.f // z.w + 1
-        found.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + inside * u)
+        found.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead + inside * u)
     return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(found)
 
 

@@ -34,6 +34,7 @@ class Recipe:
         ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
         ulysses_backend: this lab's exchange, or DeepSpeed's own.
         head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
+        overlap: while a UPipe stage attends, what the next one needs travels, in buffers of its own.
         checkpoint: keep only each layer's input in forward and recompute the rest in backward.
         offload: what of checkpointed layers waits for backward on the host: "none", the "inputs", or with
             them what "attention" made, which then runs once forward and not twice.
@@ -52,6 +53,7 @@ class Recipe:
     ring: int = 1
     ulysses_backend: Literal["lab", "deepspeed"] = "lab"
     head_chunk: int | None = None
+    overlap: bool = False
     checkpoint: bool = False
     offload: Offload = "none"
     mlp_tile: int | None = None
@@ -62,7 +64,7 @@ class Recipe:
     compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "checkpoint"):
+        for name in ("fsdp", "checkpoint", "overlap"):
             _one_of(name, getattr(self, name), (True, False))
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
         _one_of("offload", self.offload, OFFLOADS)
@@ -77,6 +79,11 @@ class Recipe:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
                 "not its input alone; set checkpoint=True with it, or offload='none'"
+            )
+        if self.overlap and self.head_chunk is None:
+            raise RecipeError(
+                "overlap=True without UPipe: there is no next stage whose exchange could go meanwhile; "
+                "set head_chunk with it, or overlap=False"
             )
         if self.loss_kernel == "liger" and self.loss_tile is not None:
             raise RecipeError(

@@ -64,7 +64,7 @@ def _ladder(
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile},
-        "upipe": {"head_chunk": ulysses},
+        "upipe": {"head_chunk": ulysses, "overlap": False},
     }
     recipe = Recipe()
     for name, added in steps.items():

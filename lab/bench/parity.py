@@ -37,6 +37,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "ulysses": {"ulysses": 2},
     "deepspeed": {"ulysses": 2, "ulysses_backend": "deepspeed"},
     "upipe": {"ulysses": 2, "head_chunk": 2},
+    "overlap": {"ulysses": 2, "head_chunk": 2, "overlap": True},
     "ring": {"ring": 4},
     "hybrid": {"ulysses": 2, "ring": 2, "head_chunk": 4},
     "checkpoint": {"checkpoint": True},
@@ -44,7 +45,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "kept": {"ulysses": 2, "ring": 2, "checkpoint": True, "offload": "attention"},
     "tiling": TILES,
     "all": {
-        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "checkpoint": True, "offload": "attention",
+        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "checkpoint": True,
+        "offload": "attention",
         **TILES,
     },
 }  # fmt: skip

@@ -59,6 +59,7 @@ def race(cluster: Cluster, *, tokens: int = TOKENS, head_dim: int = 16, repeats:
         "DeepSpeed's Ulysses": replace(ours, ulysses_backend="deepspeed"),
         "Ulysses": ours,
         "UPipe, U = C": replace(ours, head_chunk=degree),
+        "UPipe, U = C, overlap": replace(ours, head_chunk=degree, overlap=True),
         "UPipe, U = 2C": replace(ours, head_chunk=2 * degree),
         "UPipe, U = H": replace(ours, head_chunk=8 * degree),
     }

@@ -100,6 +100,39 @@ def all_to_all(send: Tensor, group: dist.ProcessGroup | None, *, out: Tensor | N
     return out
 
 
+class AllToAll:
+    """An all-to-all under way: equal shares, or as many elements ``of`` and ``to`` each rank as is said.
+
+    Nothing may write to ``send`` or read ``out`` until ``wait``, which lets go of both. On CUDA it travels on
+    the collectives' own stream, which waits for what was queued before it, and ``wait`` has the computing
+    stream wait for it: what is queued between the two runs beside it.
+    """
+
+    def __init__(
+        self,
+        send: Tensor,
+        out: Tensor,
+        group: dist.ProcessGroup,
+        of: list[int] | None = None,
+        to: list[int] | None = None,
+    ) -> None:
+        self._tensors: tuple[Tensor, ...] = (send, out)
+        self._before = holders(*self._tensors)
+        self._work = dist.all_to_all_single(out, send, of, to, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """``out``, once it is there."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        settle(self._tensors, self._before)
+        out = self._tensors[1]
+        self._tensors = ()
+        # Of no effect on a tensor that is there; waiting is no operator, and a plan's clock is to see it.
+        torch.ops._c10d_functional.wait_tensor(out)
+        return out
+
+
 def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     ranks, (batch, local, _, head_dim) = size_of(group), x.shape
     # [b, s, heads, D] -> [b, s, C/copies, h, D] -> [C/copies, copies, b, s, h, D]: rank-major, replicated
@@ -203,20 +236,12 @@ class Shift:
     """
 
     def __init__(self, send: Tensor, group: dist.ProcessGroup) -> None:
-        ranks, rank = range(size_of(group)), dist.get_rank(group)
+        ranks, rank = size_of(group), dist.get_rank(group)
+        to = [send.numel() if r == (rank + 1) % ranks else 0 for r in range(ranks)]
+        of = [send.numel() if r == (rank - 1) % ranks else 0 for r in range(ranks)]
         self._shape = send.shape
-        self._tensors: tuple[Tensor, ...] = (send.contiguous().view(-1), send.new_empty(send.numel()))
-        self._before = holders(*self._tensors)
-        to = [send.numel() if r == (rank + 1) % len(ranks) else 0 for r in ranks]
-        of = [send.numel() if r == (rank - 1) % len(ranks) else 0 for r in ranks]
-        self._work = dist.all_to_all_single(*self._tensors[::-1], of, to, group=group, async_op=True)
+        self._exchange = AllToAll(send.contiguous().view(-1), send.new_empty(send.numel()), group, of, to)
 
     def wait(self) -> Tensor:
         """What the previous rank sent, of the shape of what this one sent."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = None
-        settle(self._tensors, self._before)
-        received = self._tensors[1].view(self._shape)
-        self._tensors = ()
-        return received
+        return self._exchange.wait().view(self._shape)

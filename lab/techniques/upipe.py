@@ -20,7 +20,9 @@ from lab.techniques.upipe_passes import Backward, Inputs, Job, forward_pass
 from lab.techniques.upipe_schedule import Schedule, schedule
 
 
-def apply_upipe(model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup | None) -> None:
+def apply_upipe(
+    model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup | None, overlap: bool = False
+) -> None:
     """Replace every attention of ``model`` by H/U stages of U = ``head_chunk`` heads over ``group``.
 
     The sequence is sharded as for ``apply_ulysses``, whose place this takes: [b, s, E] -> [b, s, E]. A stage
@@ -42,6 +44,15 @@ def apply_upipe(model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup |
     It never falls as U grows. Where neither of n = U/C and G divides the other, the peaks are a little less;
     QK-norm adds what the module takes for U heads.
 
+    ``overlap``: before a stage attends, what the next one needs is projected and sent, and it travels
+    meanwhile, each thing in two buffers of its own, the one it was made in and the one it arrives in. So all
+    exchanges but the first stage's and those that lead home hide behind attention, and peaks rise to
+
+    - forward: h*(4U + 2U_kv) less the LSEs of a stage, h*(4U + 6U_kv) - l where g > 1, for the exchange's
+    - backward: stage + h*6U, + h*4U_kv - 2*h*K/g where g > 1; a little less of two stages in one group
+
+    A single stage, and a group of one rank, have nothing to overlap.
+
     Costs: 2 H/U all-to-alls forward (q, with k and v where a stage opens a group; the output) and 4 H/U
     backward (q, with k and v; dout; the output; dq, with dk and dv); where neither of n and G divides the
     other, 1 and 2 more for each group that opens within a stage. What travels together is copied once on
@@ -60,7 +71,7 @@ def apply_upipe(model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup |
     plan = schedule(config.num_attention_heads, config.num_key_value_heads, size_of(group), head_chunk)
     apply_attention(model)
     for module in attention_modules(model):
-        module.forward = partial(upipe_forward, module, plan=plan, group=group)
+        module.forward = partial(upipe_forward, module, plan=plan, group=group, overlap=overlap)
 
 
 def upipe_forward(
@@ -72,6 +83,7 @@ def upipe_forward(
     *,
     plan: Schedule,
     group: dist.ProcessGroup | None,
+    overlap: bool = False,
     lab_keep: Keep = make,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -85,7 +97,10 @@ def upipe_forward(
     if attention_mask is not None or past_key_values is not None:
         raise RecipeError("UPipe with a mask or a cache: give no attention_mask, and use_cache=False")
     norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
-    job = Job(plan, group, getattr(module, "lab_kernel", FLASH), module.scaling, module.head_dim, norms)
+    kernel = getattr(module, "lab_kernel", FLASH)
+    # A group of one exchanges nothing.
+    overlap = overlap and plan.ranks > 1
+    job = Job(plan, group, kernel, module.scaling, module.head_dim, norms, overlap)
     projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
     out = _UPipe.apply(  # type: ignore[no-untyped-call]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,8 @@ from lab.techniques.attention import Kernel
 from lab.techniques.precision import wider
 from lab.techniques.rope import rotate_
 from lab.techniques.stand_ins import standing_in
-from lab.techniques.upipe_schedule import Run, Schedule
-from lab.techniques.upipe_stage import ALL, KEYS_AND_VALUES, QUERIES, Bench
+from lab.techniques.upipe_schedule import Run, Schedule, Stage
+from lab.techniques.upipe_stage import ALL, KEYS_AND_VALUES, QUERIES, Bench, Landing
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Job:
     scale: float
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
+    overlap: bool
 
 
 @dataclass(frozen=True)
@@ -49,41 +52,63 @@ def forward_pass(job: Job, x: Tensor, given: Inputs) -> tuple[Tensor, list[Tenso
     """x [b, s, E] -> the heads' outputs in model order [b, s, H*D], and an LSE [b, n, S] for each run."""
     bench, lses = Bench(job.plan, job.group, x, job.head_dim), []
     out = x.new_empty(*x.shape[:2], job.plan.heads * job.head_dim)
-    for stage in job.plan.stages:
-        _make(bench, job, given, stage, stage[0].slots if stage[0].opens else None)
+    for stage, _ in _arriving(job, lambda stage, ahead: [_of_stage(bench, job, given, stage, ahead)]):
         for i, (run, part) in enumerate(zip(stage, bench.runs(bench.q, stage), strict=True)):
             if i and run.opens:
-                _make(bench, job, given, None, run.slots)
+                _made(bench, job, given, None, run.slots)()
             bench.clear()
             attended, lse = job.kernel.forward(part, bench.keys, bench.values, scale=job.scale)
             part.copy_(attended)
             del attended
             lses.append(lse)
         with bench.home(QUERIES) as ((heads,), _):
-            bench.write_columns(out, stage, heads)
+            bench.heads.write_columns(out, stage, heads)
     bench.close()
     return out, lses
 
 
-def _make(bench: Bench, job: Job, given: Inputs, stage: tuple[Run, ...] | None, slots: range | None) -> None:
-    """Queries of ``stage``, keys and values of ``slots``: projected, normed, rotated, exchanged."""
-    with bench.filling(_which(stage, slots)) as (targets, scratch):
-        rotated = []
-        if stage is not None:
-            rotated.append(targets.pop(0))
-            bench.project_queries(stage, given.wq, given.bq, rotated[0])
-            _norm(job.norms[0], rotated[0])
-        if slots is not None:
-            k, v = targets
-            bench.project_slots(slots, given.wk, given.bk, k)
-            bench.project_slots(slots, given.wv, given.bv, v)
-            _norm(job.norms[1], k)
-            rotated.append(k)
-        for heads in rotated:
-            rotate_(heads, given.cos, given.sin, scratch=scratch)
+def _arriving(
+    job: Job, send: Callable[[Stage, bool], Iterable[Landing]]
+) -> Iterator[tuple[Stage, list[Tensor]]]:
+    """Every stage, with what ``send`` sent for it; with overlap, the next stage's is under way by then.
+
+    Without, each thing is sent when its stage begins, and has landed before the next is made.
+    """
+    ahead: list[Landing] = []
+    for i, stage in enumerate(job.plan.stages):
+        there = [land() for land in ahead or send(stage, False)]
+        following = job.plan.stages[i + 1 : i + 2] if job.overlap else ()
+        ahead = [landing for after in following for landing in send(after, True)]
+        yield stage, there
 
 
-def _which(stage: tuple[Run, ...] | None, slots: range | None) -> slice:
+def _of_stage(bench: Bench, job: Job, given: Inputs, stage: Stage, ahead: bool) -> Landing:
+    """A stage's queries; and keys and values, if it begins with new ones."""
+    return _made(bench, job, given, stage, stage[0].slots if stage[0].opens else None, ahead=ahead)
+
+
+def _made(
+    bench: Bench, job: Job, given: Inputs, stage: Stage | None, slots: range | None, *, ahead: bool = False
+) -> Landing:
+    """Queries of ``stage``, keys and values of ``slots``: projected, normed, rotated, sent."""
+    load = bench.load(_which(stage, slots), ahead=ahead)
+    targets, rotated = bench.targets(load), []
+    if stage is not None:
+        rotated.append(targets.pop(0))
+        bench.heads.project_queries(stage, given.wq, given.bq, rotated[0])
+        _norm(job.norms[0], rotated[0])
+    if slots is not None:
+        k, v = targets
+        bench.heads.project_slots(slots, given.wk, given.bk, k)
+        bench.heads.project_slots(slots, given.wv, given.bv, v)
+        _norm(job.norms[1], k)
+        rotated.append(k)
+    for heads in rotated:
+        rotate_(heads, given.cos, given.sin, scratch=load.received)
+    return bench.send(load)
+
+
+def _which(stage: Stage | None, slots: range | None) -> slice:
     if stage is None:
         return KEYS_AND_VALUES
     return QUERIES if slots is None else ALL
@@ -134,25 +159,27 @@ class Backward:
 
     def _stages(self) -> None:
         bench = Bench(self.job.plan, self.job.group, self.x, self.job.head_dim)
-        for stage in self.job.plan.stages:
-            _make(bench, self.job, self.given, stage, stage[0].slots if stage[0].opens else None)
-            dout = bench.take()
-            bench.project_grad(stage, self.grad, self.given.wo, bench.by_sequence(dout))
-            dout = bench.to_heads(dout)
-            out = bench.take()
-            bench.read_columns(self.out, stage, bench.by_sequence(out))
-            out = bench.to_heads(out)
+        for stage, (_, dout, out) in _arriving(self.job, partial(self._send, bench)):
             for i, run in enumerate(stage):
                 if i and run.opens:
-                    _make(bench, self.job, self.given, None, run.slots)
+                    _made(bench, self.job, self.given, None, run.slots)()
                 self._attend(bench, run, *(bench.runs(t, stage)[i] for t in (bench.q, dout, out)))
                 if run.closes and i < len(stage) - 1:
                     self._bring_home(bench, None, run.slots)
             bench.give(dout, out)
-            del dout, out
             last = stage[-1]
             self._bring_home(bench, stage, last.slots if last.closes else None)
         bench.close()
+
+    def _send(self, bench: Bench, stage: Stage, ahead: bool) -> Iterator[Landing]:
+        """What a stage works with: q, k and v; dout, made from dy; out."""
+        yield _of_stage(bench, self.job, self.given, stage, ahead)
+        dout = bench.take()
+        bench.heads.project_grad(stage, self.grad, self.given.wo, bench.by_sequence(dout))
+        yield bench.to_heads(dout, ahead=ahead)
+        out = bench.take()
+        bench.heads.read_columns(self.out, stage, bench.by_sequence(out))
+        yield bench.to_heads(out, ahead=ahead)
 
     def _attend(self, bench: Bench, run: Run, q: Tensor, dout: Tensor, out: Tensor) -> None:
         """One run's attention backward, [b, heads, S, D]; q becomes dq, dk and dv join their group's."""
@@ -169,7 +196,7 @@ class Backward:
             for total, more in zip(self.sums, dk_dv, strict=True):
                 total.add_(more)
 
-    def _bring_home(self, bench: Bench, stage: tuple[Run, ...] | None, slots: range | None) -> None:
+    def _bring_home(self, bench: Bench, stage: Stage | None, slots: range | None) -> None:
         """Send home dq of ``stage``, and the sums of dk and dv of ``slots``; put them where they belong."""
         given, job = self.given, self.job
         bench.clear()  # what is sent home now is not to stand beside the stage's own buffers
@@ -179,21 +206,21 @@ class Backward:
                 rotate_(dq, given.cos, given.sin, transposed=True, scratch=scratch)
                 if job.norms[0] is not None:
                     raw = bench.by_sequence(scratch[: dq.numel()])
-                    bench.project_queries(stage, given.wq, given.bq, raw)
+                    bench.heads.project_queries(stage, given.wq, given.bq, raw)
                     dq.copy_(self._norm_backward(0, raw, dq))
-                bench.write_columns(self.out, stage, dq)
+                bench.heads.write_columns(self.out, stage, dq)
             if slots is not None:
                 raw = bench.by_sequence(scratch[: parts[0].numel()])
-                dk, dv = (bench.sum_replicas(t) for t in parts)
+                dk, dv = (bench.heads.sum_replicas(t) for t in parts)
                 rotate_(dk, given.cos, given.sin, transposed=True, scratch=scratch)
                 if job.norms[1] is not None:
-                    bench.project_slots(slots, given.wk, given.bk, raw)
-                    dk.copy_(self._norm_backward(1, bench.first_replicas(raw), dk))
+                    bench.heads.project_slots(slots, given.wk, given.bk, raw)
+                    dk.copy_(self._norm_backward(1, bench.heads.first_replicas(raw), dk))
                 for arrived, grad in ((self.dk, dk), (self.dv, dv)):
                     arrived.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
 
     def _sent_home(
-        self, bench: Bench, stage: tuple[Run, ...] | None, slots: range | None
+        self, bench: Bench, stage: Stage | None, slots: range | None
     ) -> AbstractContextManager[tuple[list[Tensor], Tensor]]:
         """``bench.home``, which is the only one to hold the sums from now on."""
         sums: list[Tensor] = []

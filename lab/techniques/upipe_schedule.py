@@ -23,6 +23,10 @@ class Run:
     closes: bool
 
 
+Stage = tuple[Run, ...]
+"""What a rank attends with at once, U/C query heads."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """All stages of a layer: H ``heads``, K ``kv_heads``, C ``ranks``, U ``chunk``; n = U/C."""
@@ -31,7 +35,7 @@ class Schedule:
     kv_heads: int
     ranks: int
     chunk: int
-    stages: tuple[tuple[Run, ...], ...]
+    stages: tuple[Stage, ...]
 
     @property
     def replicas(self) -> int:

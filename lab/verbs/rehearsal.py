@@ -82,7 +82,7 @@ class Rehearsal(Measured):
 
     @property
     def tokens_per_second_with_links(self) -> float:
-        """The same with the links' time added, from the hardware table: as if nothing overlapped."""
+        """The same with the time added in which the plan waits for the links, by the hardware table."""
         seconds = self.whole_seconds + self.whole.costs.link_seconds
         return self.rows * self.tokens / self.ranks / seconds
 
