@@ -23,15 +23,15 @@ BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
 
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+ALL_TO_ALL, LANDED = "c10d.alltoall_base_", "lab.landed"
 NOTHING = (
     "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
     "aten._unsafe_view", "prim.device", "profiler._record_function_enter_new",
-    "profiler._record_function_exit",
+    "profiler._record_function_exit", LANDED,
 )  # fmt: skip
 """Operators that touch no element, though they are no views."""
 
 FLASH = "aten._scaled_dot_product_flash_attention"
-ALL_TO_ALL, WAIT = "c10d.alltoall_base_", "_c10d_functional.wait_tensor"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class CostCounter(Observer):
         if not func.is_view:
             name = str(func.overloadpacket)
             cost = self._costs(name, args, result) * times()
-            if cost.link_seconds or name == WAIT:
+            if cost.link_seconds or name == LANDED:
                 # Links carry one collective at a time.
                 self.total += Costs(device_seconds=self._under_way, link_seconds=self._under_way)
                 self._under_way = 0.0

@@ -1,12 +1,17 @@
 """What a step costs: exact numbers of operations and bytes, by formulas that stand beside the counter."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, Qwen2Config
 
 import lab
-from lab.costs import Costs
+from lab.costs import CostCounter, Costs
 from lab.hardware import hardware
 from lab.recipe import Recipe
+from lab.techniques.exchange import AllToAll
 
 L, E, I, H, K, D, V = 3, 48, 72, 24, 4, 10, 104  # noqa: E741
 S, RANKS, FP32 = 160, 4, 4
@@ -95,6 +100,48 @@ def test_a_ring_sends_to_one_rank(ring):
     sent = costs(fsdp=True, ring=ring).link_bytes - costs(fsdp=True).link_bytes
     kv = 2 * (S // ring) * K * D * FP32
     assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_what_is_under_way_is_waited_for_where_it_is_wanted(rows):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    h100 = hardware("h100")
+    with FakeTensorMode():
+        send, x = torch.empty(8, 2**20), torch.empty(4096, 4096)
+        with CostCounter(h100, 8) as counted:
+            exchange = AllToAll(send, torch.empty_like(send), dist.group.WORLD)
+            x[:rows] @ x
+            computed = counted.total.device_seconds
+            exchange.wait()
+            waited = counted.total
+            x @ x
+    dist.destroy_process_group()
+    travelled = 7 * 2**20 * 4 / (h100.link.value * h100.link_share.value)
+    assert (computed < travelled) == (rows == 64)
+    assert waited.device_seconds == pytest.approx(max(travelled, computed))
+    assert waited.link_seconds == pytest.approx(max(travelled - computed, 0))
+    # What comes after hides nothing of it.
+    assert counted.total.link_seconds == waited.link_seconds
+    assert counted.total.device_seconds > waited.device_seconds
+
+
+def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
+    h100 = hardware("h100")
+    links, network = (
+        rate.value * share.value
+        for rate, share in ((h100.link, h100.link_share), (h100.network, h100.network_share))
+    )
+    knobs = {"ulysses": 4, "head_chunk": 8, "checkpoint": True}
+    for more in ({}, {"ranks_per_node": 1}):
+        late, ahead = costs(**knobs, **more), costs(**knobs, overlap=True, **more)
+        assert (ahead.flops, ahead.link_bytes) == (late.flops, late.link_bytes)
+        hidden = late.link_seconds - ahead.link_seconds
+        # Two stages of three go ahead: queries forward, again, and in backward, there with dout and out.
+        queries = (H // 8 - 1) * left(FP32 * (S // 4) * 8 * D)
+        longest = L * 5 * queries / (network if more else links)
+        assert 0 < hidden < longest
+        # Here attention is too short to hide all of it: what is hidden is as long as what hides it.
+        assert ahead.device_seconds - ahead.link_seconds >= late.device_seconds - late.link_seconds > 0
 
 
 def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():

@@ -78,6 +78,9 @@ CASES = {
     "tied heads": (odd(tie_word_embeddings=True), UPIPE, 500, 1),
     "tied heads on replicas": (odd(tie_word_embeddings=True), Recipe(), 250, 1),
     "eight layers": (odd(num_hidden_layers=8), OFFLOAD, 250, 1),
+    "overlap": (odd(num_hidden_layers=2), replace(UPIPE, overlap=True), 500, 1),
+    "overlap, norms of heads": (odd(Qwen3Config, head_dim=28), replace(UPIPE, overlap=True), 500, 3),
+    "overlap, kept attention": (odd(), replace(UPIPE, overlap=True, offload="attention"), 500, 1),
     "kept attention": (odd(num_hidden_layers=8), replace(OFFLOAD, offload="attention"), 250, 1),
 }
 
@@ -104,6 +107,10 @@ RINGS = {
     "ring of four": (Recipe(fsdp=True, ring=4), 496),
     "ring and Ulysses": (Recipe(fsdp=True, ring=2, ulysses=2, checkpoint=True), 500),
     "ring and UPipe": (Recipe(fsdp=True, ring=2, ulysses=2, head_chunk=4, checkpoint=True), 500),
+    "ring and overlap": (
+        Recipe(fsdp=True, ring=2, ulysses=2, head_chunk=4, overlap=True, checkpoint=True),
+        500,
+    ),
 }
 
 

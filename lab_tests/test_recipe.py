@@ -90,6 +90,8 @@ def test_frozen_and_by_keyword_only():
             {"ulysses_backend": "deepspeed", "head_chunk": 4, "ulysses": 2},
             "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1",
         ),
+        ({"overlap": 2, "head_chunk": 4}, "overlap=2: it takes True or False"),
+        ({"overlap": True}, "overlap=True without UPipe: .* set head_chunk with it, or overlap=False"),
         ({"fsdp2": True}, "a recipe has no field 'fsdp2': its fields are fsdp, ulysses"),
     ],
 )

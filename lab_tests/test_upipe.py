@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -175,6 +176,42 @@ def test_all_to_alls_and_attentions_follow_the_schedule(eight, heads, kv_heads, 
         (2 * stages + alone, runs, 0),
         (4 * stages + 2 * alone, 0, runs),
     ]
+
+
+class Order(TorchDispatchMode):
+    """All-to-alls and attentions in the order of their calls; of the first, which are waited for later."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name == "c10d::alltoall_base_":
+            self.seen.append("sent" if args[5:6] == (False,) else "sent ahead")
+        elif name == "lab::landed":
+            self.seen.append("landed")
+        elif "flash_attention" in name:
+            self.seen.append("attention")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_the_next_stage_needs_travels_while_this_one_attends(eight):
+    cfg, ids = config("llama", 32, 8, layers=1), tokens(1, 80)
+    model, positions = model_and_positions(cfg, ids, 8, eight, torch.float32, overlap=True)
+    orders = []
+    with Order() as order:
+        logits = model(input_ids=ids[:, positions], position_ids=positions[None]).logits
+        orders.append(order.seen)
+        order.seen = []
+        logits.sum().backward()
+        orders.append(order.seen)
+    # Four stages: q; and q, dout, out. What leads home is waited for, and as many are sent as without.
+    for things, seen in zip((1, 3), orders, strict=True):
+        here = ["attention", "sent"]
+        there = ["landed"] * things
+        ahead = ["sent ahead"] * things
+        assert seen == ["sent"] * things + (ahead + here + there) * 3 + here
 
 
 # ---- bytes -------------------------------------------------------------------------------------------

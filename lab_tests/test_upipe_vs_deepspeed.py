@@ -18,13 +18,16 @@ def _fresh_ranks_afterwards(ranks4):
 
 def test_a_race_over_a_short_distance(ranks4):
     theirs, ulysses, *upipe = rows = race(ranks4, tokens=4096, head_dim=4, repeats=1)
-    assert [row["ranks"] for row in rows] == [4] * 5
+    assert [row["ranks"] for row in rows] == [4] * 6
     assert theirs["seconds / DeepSpeed's"] == theirs["bytes / DeepSpeed's"] == 1
     for row in rows:
         assert row["seconds"] == pytest.approx(row["seconds / DeepSpeed's"] * theirs["seconds"])
         assert row["bytes"] == pytest.approx(row["bytes / DeepSpeed's"] * theirs["bytes"])
     assert ulysses["bytes"] <= theirs["bytes"]
+    overlapped = upipe.pop(1)
+    assert overlapped["attention"] == "UPipe, U = C, overlap"
     peaks = [row["bytes"] for row in upipe]
     assert peaks == sorted(set(peaks))
     # x, dy and the output; and of the rest what a stage of one head in eight takes
+    assert peaks[0] < overlapped["bytes"] < theirs["bytes"]
     assert 3 * 4096 // 4 * 128 * 4 < peaks[0] < 0.7 * theirs["bytes"]
