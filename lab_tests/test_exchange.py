@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from lab.errors import RecipeError
 from lab.techniques.exchange import (
+    AllToAll,
     Shift,
     all_to_all,
     check_degree,
@@ -94,6 +95,25 @@ def test_the_sum_is_everyones_and_each_differentiates_its_own_share(ranks4):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_round_the_ring_brings_the_previous_ranks(ranks4, ranks):
     assert ranks4.apply(shifted, ranks) == [True] * 4
+
+
+def test_what_is_under_way_is_waited_for_by_its_work(monkeypatch):
+    """On CPU its tensors' holders say as much; on a GPU only this holds the computing stream back."""
+
+    class Work:
+        waited = 0
+
+        def wait(self):
+            self.waited += 1
+
+    work, asked = Work(), []
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *a, **k: (asked.append((a, k)), work)[1])
+    send, out = torch.ones(4), torch.zeros(4)
+    exchange = AllToAll(send, out, "group")
+    assert asked == [((out, send, None, None), {"group": "group", "async_op": True})]
+    assert work.waited == 0
+    assert exchange.wait() is out
+    assert work.waited == 1
 
 
 def test_a_group_of_one_copies_nothing():

@@ -109,6 +109,7 @@ def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
 def test_layers_of_a_callable() -> None:
     found = lab.rehearse(lambda: models.build(odd()), "fsdp", tokens=TOKENS, ranks=4, layers=3)
     assert (found.layers, found.plan_over_measured) == (3, 1)
+    assert found.device_peak == lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=3).device_peak
 
 
 def test_out_of_memory_says_how_far_it_got_and_leaves_the_process_usable() -> None:
@@ -147,10 +148,19 @@ def test_what_cannot_work_is_refused_in_one_line(
 
 
 def test_what_this_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    has = type("Memory", (), {"available": 20 * 2**20})
-    monkeypatch.setattr(psutil, "virtual_memory", has)
-    with pytest.raises(LabError, match=r"tiny · plain · 1 ranks · 4K tokens on CPU takes .* 20.0 MiB are"):
-        lab.rehearse("tiny", "plain", tokens=4096, ranks=1)
+    made = lab.plan("tiny", "plain", tokens=256, ranks=1, workspace=False)
+    parameters = sum(p.nbytes for p in models.build("tiny").parameters())
+    needed = made.device_peak + made.host_peak + parameters
+    for more in (-1, 0):
+        has = type("Memory", (), {"available": needed + more})
+        monkeypatch.setattr(psutil, "virtual_memory", has)
+        if more == 0:
+            assert lab.rehearse("tiny", "plain", tokens=256, ranks=1).plan_over_measured == 1
+            continue
+        with pytest.raises(
+            LabError, match=r"tiny · plain · 1 ranks · 256 tokens on CPU takes .* are available"
+        ):
+            lab.rehearse("tiny", "plain", tokens=256, ranks=1)
 
 
 def test_a_cap_above_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
