@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lab.recipe import Recipe
 from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.kernels import apply_kernel, kernel_for
 from lab.techniques.liger_loss import apply_liger_loss, liger_fused
@@ -49,7 +50,9 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
         apply_deepspeed_ulysses(model, group=ulysses)
     elif ulysses is not None:
         apply_ulysses(model, group=ulysses)
-    # Inside a layer, so before checkpointing: what a layer recomputes is already tiled.
+    # Inside a layer, so before checkpointing: what a layer recomputes is already tiled, and a tile compiled.
+    if recipe.compile != "none":
+        apply_compiled(model, mlps=recipe.compile == "tiles")
     if recipe.mlp_tile is not None:
         apply_tiled_mlp(model, tile=recipe.mlp_tile)
     if recipe.norm_tile is not None:

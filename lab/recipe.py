@@ -22,6 +22,9 @@ KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 Offload = Literal["none", "inputs", "attention"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
+Compiled = Literal["none", "norms", "tiles"]
+COMPILED: tuple[Compiled, ...] = get_args(Compiled)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -40,6 +43,8 @@ class Recipe:
             them what "attention" made, which then runs once forward and not twice.
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
+        compile: what torch.compile fuses inside tiles: nothing, the "norms", or with them the MLPs ("tiles").
+            A step that is metered or planned runs without.
         loss_kernel: what computes the head with its loss: this lab's, in tiles or whole, or Liger Kernel's,
             which cuts the tokens itself.
         kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has
@@ -59,6 +64,7 @@ class Recipe:
     mlp_tile: int | None = None
     norm_tile: int | None = None
     loss_tile: int | None = None
+    compile: Compiled = "none"
     loss_kernel: Literal["lab", "liger"] = "lab"
     kernel: KernelName = "auto"
     compute_dtype: str | None = None
@@ -68,6 +74,7 @@ class Recipe:
             _one_of(name, getattr(self, name), (True, False))
         _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
         _one_of("offload", self.offload, OFFLOADS)
+        _one_of("compile", self.compile, COMPILED)
         _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
         _one_of("kernel", self.kernel, KERNEL_NAMES)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
@@ -84,6 +91,13 @@ class Recipe:
             raise RecipeError(
                 "overlap=True without UPipe: there is no next stage whose exchange could go meanwhile; "
                 "set head_chunk with it, or overlap=False"
+            )
+        if self.compile != "none" and (
+            self.norm_tile is None or not (self.mlp_tile or self.compile == "norms")
+        ):
+            raise RecipeError(
+                f"compile={self.compile!r} with norm_tile={self.norm_tile}, mlp_tile={self.mlp_tile}: it is "
+                "for what runs in tiles; set the tiles with it, or compile='none'"
             )
         if self.loss_kernel == "liger" and self.loss_tile is not None:
             raise RecipeError(
@@ -164,8 +178,8 @@ def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise RecipeError(f"{setting!r} sets no knob: write name=value, for instance head_chunk=16")
         check_fields([name])
-        # "none" means no offload, and no value everywhere else.
-        if name != "offload" and value.lower() in words:
+        # "none" means no offload and nothing compiled, and no value everywhere else.
+        if name not in ("offload", "compile") and value.lower() in words:
             knobs[name] = words[value.lower()]
         else:
             knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]?", value) else value

@@ -63,7 +63,7 @@ def _ladder(
         "ulysses": {"ulysses": ulysses, "ring": ring},
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},
-        "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile},
+        "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
         "upipe": {"head_chunk": ulysses, "overlap": False},
     }
     recipe = Recipe()

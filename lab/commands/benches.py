@@ -36,6 +36,17 @@ def parity(as_json: bool) -> None:
     click.echo(write(measure_parity(), as_json=as_json))
 
 
+@bench.command("compile")
+@JSON
+@plainly
+def compiled(as_json: bool) -> None:
+    """A tile of norm and of MLP run by torch.compile over the same without."""
+    from lab.bench.compiled import measure_compiled
+    from lab.bench.table import write
+
+    click.echo(write(measure_compiled(), as_json=as_json))
+
+
 @bench.command()
 @JSON
 @plainly

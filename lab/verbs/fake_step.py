@@ -48,8 +48,9 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
         model = models.build(question.model, weights=False)
         del model.model.layers[layers:]
         model.train()
-        # Fake tensors have torch's kernel alone; the others take the same tensors and give the same.
-        apply_recipe(model, replace(question.recipe, kernel="torch"), mesh)
+        # Fake tensors have torch's kernel alone, and nothing is compiled where operators are watched; the
+        # others take the same tensors and give the same.
+        apply_recipe(model, replace(question.recipe, kernel="torch", compile="none"), mesh)
         optimizer = make_optimizer(model, learning_rate=1e-3)
         # The first update makes DTensor work out its layouts, on fake tensors of its own in the size of the
         # whole model; it remembers them.

@@ -1,0 +1,82 @@
+"""What torch.compile is worth inside a tile: a norm's and an MLP's forward and backward, with and without."""
+
+from __future__ import annotations
+
+import copy
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab import models
+from lab.bench.table import Row
+from lab.techniques.compiling import apply_compiled
+
+REPEATS = 9
+
+
+def measure_compiled() -> list[Row]:
+    """``compiled`` of a tile as it is trained with: 16K tokens of Llama3-8B in bf16 on a GPU; on CPU less."""
+    if torch.cuda.is_available():
+        return compiled("llama3-8b", tile=16384, dtype=torch.bfloat16, device="cuda")
+    return compiled("llama3.2-1b", tile=512, dtype=torch.float32, device="cpu")
+
+
+def compiled(
+    model: models.ModelLike, *, tile: int, dtype: torch.dtype, device: str, repeats: int = REPEATS
+) -> list[Row]:
+    """One row for a norm and one for an MLP: seconds of the first time and of a tile, and their ratio.
+
+    A tile runs forward and backward, in turns with and without; a ratio is the median of the rounds' ratios.
+
+    Raises:
+        RecipeError: no C++ compiler.
+    """
+    config = copy.deepcopy(models.config_of(model))
+    config.num_hidden_layers, config.vocab_size = 1, 256
+    plain: Any = models.build(config)
+    plain.to(device, dtype)
+    other = copy.deepcopy(plain)
+    apply_compiled(other, mlps=True)
+    x = torch.randn(1, tile, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
+    rows: list[Row] = []
+    for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
+        eager, fused = (getattr(layer, part) for layer in _first_layers(plain, other))
+        first = _seconds(fused, x)
+        _seconds(eager, x)
+        rounds = [(_seconds(eager, x), _seconds(fused, x)) for _ in range(repeats)]
+        without, with_it = (median(times) for times in zip(*rounds, strict=True))
+        rows.append(
+            {
+                "tile of": name,
+                "tokens": tile,
+                "device": torch.cuda.get_device_name() if device == "cuda" else device,
+                "threads": torch.get_num_threads(),
+                "first time": first,
+                "seconds": without,
+                "compiled": with_it,
+                "compiled / not": median(with_it / without for without, with_it in rounds),
+            }
+        )
+    return rows
+
+
+def _first_layers(*nets: Any) -> list[nn.Module]:
+    return [net.model.layers[0] for net in nets]
+
+
+def _seconds(module: nn.Module, x: Tensor) -> float:
+    """One forward and one backward."""
+    wait = torch.cuda.synchronize if x.is_cuda else _nothing
+    wait()
+    start = time.perf_counter()
+    y = module(x)
+    torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
+    wait()
+    return time.perf_counter() - start
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,132 @@
+"""Compiled tiles give the plain model's loss and gradients; whoever watches operators still sees them all."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import lab
+from lab.bench.compiled import compiled
+from lab.bench.reference import build, config, error, gradients, loss_of
+from lab.cli import main
+from lab.errors import RecipeError
+from lab.memory.meter import Meter
+from lab.recipe import Recipe, parse_knobs
+from lab.rungs import ladder, recipe_for
+from lab.techniques.compiling import apply_compiled
+from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
+from lab_tests.reference import tokens
+
+# Torch's compiler imports a part of torch that uses another, deprecated part; and asks every tensor for its
+# gradient, the warning of which it hides where warnings are shown, and not where they are errors.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    yield
+    torch.compiler.reset()
+
+
+def loss_and_gradients(model):
+    ids = tokens(2, 20)
+    value = loss_of(model(input_ids=ids, use_cache=False).logits, ids)
+    value.backward()
+    return value.item(), gradients(model)
+
+
+def test_loss_and_gradients_are_the_plain_models():
+    cfg = config()
+    right_value, right = loss_and_gradients(build(cfg))
+    model = build(cfg)
+    apply_compiled(model, mlps=True)
+    apply_tiled_mlp(model, tile=8)  # tiles of 8, 8 and 4
+    apply_tiled_norms(model, tile=20)
+    names = list(model.state_dict())
+    value, found = loss_and_gradients(model)
+    # Norms go through fp32, where the order of a sum shows.
+    assert value == pytest.approx(right_value, rel=1e-6)
+    assert error(found, right) < 1e-5
+    assert list(model.state_dict()) == names
+    compiled_frames = torch._dynamo.utils.counters["frames"]
+    assert 0 < compiled_frames["ok"] == compiled_frames["total"]
+
+
+class Compiled:
+    """Stands for torch's compiler: what it was given, and how often that ran."""
+
+    def __init__(self):
+        self.given, self.ran = [], 0
+
+    def __call__(self, forward, *, options):
+        self.given.append(forward.__self__)
+
+        def run(x):
+            self.ran += 1
+            return forward(x)
+
+        return run
+
+
+@pytest.mark.parametrize(("mlps", "given"), [(False, 5), (True, 7)])
+def test_a_metered_step_runs_the_modules_own_forward(monkeypatch, mlps, given):
+    compiler = Compiled()
+    monkeypatch.setattr(torch, "compile", compiler)
+    model, meter = build(config()), Meter()
+    apply_compiled(model, mlps=mlps)
+    assert len(compiler.given) == given
+    assert (model.model.layers[1].mlp in compiler.given) == mlps
+    with meter.measure(model), meter.phase("step"):
+        loss_and_gradients(model)
+    assert compiler.ran == 0
+    loss_and_gradients(model)
+    assert compiler.ran == given
+
+
+def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
+    plain, fused = (
+        lab.rehearse("tiny", "upipe", tokens=512, ranks=4, layers=1, steps=1, compile=what)
+        for what in ("none", "norms")
+    )
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert fused.plan_over_measured == 1
+    assert fused.device_peak == plain.device_peak
+    assert fused.loss == plain.loss
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler, .* install one .* or set compile='none'"):
+        apply_compiled(build(config()), mlps=False)
+    # A plan compiles nothing.
+    lab.plan("tiny", "tiling", tokens=512, ranks=4, compile="tiles")
+
+
+def test_it_is_for_tiles():
+    assert Recipe(norm_tile=4, compile="norms").mlp_tile is None
+    for knobs in ({"compile": "norms"}, {"compile": "tiles", "norm_tile": 4}, {"compile": "tiles"}):
+        with pytest.raises(
+            RecipeError, match=r"what runs in tiles; set the tiles with it, or compile='none'"
+        ):
+            Recipe(**knobs)
+    with pytest.raises(RecipeError, match="compile=True: it takes 'none' or 'norms' or 'tiles'"):
+        Recipe(compile=True)
+    rungs = ladder("tiny", 4, 4096, compile="tiles", overlap=True)
+    assert [rungs[name].compile for name in ("offload", "tiling", "upipe")] == ["none", "tiles", "tiles"]
+    assert [rungs[name].overlap for name in ("tiling", "upipe")] == [False, True]
+    assert parse_knobs(["compile=none", "head_chunk=none"]) == {"compile": "none", "head_chunk": None}
+    assert recipe_for("fast", "tiny", 4, 4096, compile="norms").compile == "norms"
+
+
+def test_the_bench_of_a_tile():
+    rows = compiled("tiny", tile=64, dtype=torch.float32, device="cpu", repeats=1)
+    assert [row["tile of"] for row in rows] == ["norm", "MLP"]
+    for row in rows:
+        assert row["compiled / not"] == pytest.approx(row["compiled"] / row["seconds"])
+        assert row["first time"] > row["compiled"] > 0
+    assert "compile" in CliRunner().invoke(main, ["bench", "--help"]).output
+    assert json.dumps(rows)
