@@ -41,8 +41,9 @@ def plan_text(plan: Plan) -> str:
     ]
     tokens = plan.rows * plan.tokens / plan.step_seconds / plan.ranks
     lines += [
-        f"a rank        {costs.flops:.3g} operations, {format_bytes(costs.link_bytes)} over links, "
-        f"{format_bytes(costs.host_bytes)} to and from the host",
+        f"a rank        {costs.flops:.3g} operations, {format_bytes(costs.link_bytes)} over links "
+        f"({format_seconds(costs.link_seconds)} of waiting), {format_bytes(costs.host_bytes)} to and from "
+        "the host",
         f"a step        {format_seconds(plan.step_seconds)} on {plan.device}, {tokens:.4g} tokens a second "
         "and rank (estimate)",
         *_repeated(plan),
@@ -185,8 +186,8 @@ def rehearsal_text(found: Rehearsal) -> str:
         f"planned       {found.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(found.step_seconds)}: "
         + ", ".join(f"{phase} {format_seconds(took)}" for phase, took in seconds.items()),
-        f"a rank sends  {format_bytes(found.link_bytes)}, in "
-        f"{format_seconds(found.plan.costs.link_seconds)} on the links of {found.plan.device}",
+        f"a rank sends  {format_bytes(found.link_bytes)}, and would wait "
+        f"{format_seconds(found.plan.costs.link_seconds)} for the links of {found.plan.device}",
     ]
     if not whole:
         lines += [

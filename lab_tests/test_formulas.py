@@ -51,6 +51,7 @@ POINTS = [
     ("qwen3-32b", "upipe", 3 * Mi, 8, {"head_chunk": 32}),
     ("mistral-7b", "upipe", 3 * Mi, 16, {}),
     ("llama3-8b", "upipe", 5 * Mi, 8, {"overlap": True}),
+    ("llama3-8b", "upipe", 3 * Mi, 4, {"overlap": True, "head_chunk": 16}),
     ("qwen3-32b", "upipe", 3 * Mi, 16, {"overlap": True, "head_chunk": 32}),
     ("tiny", "upipe", 64 * Ki, 4, {"overlap": True, "ulysses": 2, "ring": 2, "rows": 2}),
     ("llama3-8b", "fast", 3 * Mi, 8, {}),

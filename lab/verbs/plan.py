@@ -103,6 +103,7 @@ class Plan:
             "by_category": peak.by_category,
             "flops": self.costs.flops,
             "link_bytes": self.costs.link_bytes,
+            "link_seconds": self.costs.link_seconds,
             "host_bytes": self.costs.host_bytes,
             "step_seconds": self.step_seconds,
             "planning_seconds": self.planning_seconds,
