@@ -123,10 +123,12 @@ def test_it_is_for_tiles():
 
 
 def test_the_bench_of_a_tile():
-    rows = compiled("tiny", tile=64, dtype=torch.float32, device="cpu", repeats=1)
+    said = []
+    rows = compiled("tiny", said.append, tile=64, dtype=torch.float32, device="cpu", repeats=1)
     assert [row["tile of"] for row in rows] == ["norm", "MLP"]
     for row in rows:
         assert row["compiled / not"] == pytest.approx(row["compiled"] / row["seconds"])
         assert row["first time"] > row["compiled"] > 0
     assert "compile" in CliRunner().invoke(main, ["bench", "--help"]).output
     assert json.dumps(rows)
+    assert said == ["a tile of norm", "a tile of MLP"]

@@ -17,7 +17,9 @@ def _fresh_ranks_afterwards(ranks4):
 
 
 def test_a_race_over_a_short_distance(ranks4):
-    theirs, ulysses, *upipe = rows = race(ranks4, tokens=4096, head_dim=4, repeats=1)
+    said = []
+    theirs, ulysses, *upipe = rows = race(ranks4, said.append, tokens=4096, head_dim=4, repeats=1)
+    assert said == ["6 attentions on 4 ranks, warming up", "round 1 of 1"]
     assert [row["ranks"] for row in rows] == [4] * 6
     assert theirs["seconds / DeepSpeed's"] == theirs["bytes / DeepSpeed's"] == 1
     for row in rows:

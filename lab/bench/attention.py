@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.bench.slice_check import slice_errors
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.costs import BACKWARD_FLOPS
 from lab.techniques.attention import Kernel
 from lab.techniques.kernels import FASTEST_FIRST, KERNELS, lacks, machine_of
@@ -24,7 +24,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 1, 128
 """What a rank of 8 has of Llama3-8B inside Ulysses' exchange."""
 
 
-def measure_attention(lengths: Sequence[int], watch: Callable[[str], None]) -> list[Row]:
+def measure_attention(lengths: Sequence[int], say: Say) -> list[Row]:
     """One row a length and kernel that is here: median seconds forward and backward of causal attention.
 
     Of H/C = 4 heads, K/C = 1, D = 128, in bf16 (fp32 on CPU). The operations of forward and backward a second
@@ -39,7 +39,7 @@ def measure_attention(lengths: Sequence[int], watch: Callable[[str], None]) -> l
     for tokens in lengths or ((64 * Ki, 256 * Ki, Mi) if cuda else (256, 512)):
         for name in FASTEST_FIRST:
             if lacks(name, machine, HEAD_DIM) is None:
-                watch(f"{name}, {format_tokens(tokens)} tokens")
+                say(f"{name}, {format_tokens(tokens)} tokens")
                 figures = _figures(name, tokens, device)
                 rows.append({"kernel": name, "tokens": tokens, **figures, "machine": _machine(device)})
     return rows

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from lab import models
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.techniques.compiling import apply_compiled
 
 REPEATS = 9
 
 
-def measure_compiled() -> list[Row]:
+def measure_compiled(say: Say) -> list[Row]:
     """``compiled`` of a tile as it is trained with: 16K tokens of Llama3-8B in bf16 on a GPU; on CPU less."""
     if torch.cuda.is_available():
-        return compiled("llama3-8b", tile=16384, dtype=torch.bfloat16, device="cuda")
-    return compiled("llama3.2-1b", tile=512, dtype=torch.float32, device="cpu")
+        return compiled("llama3-8b", say, tile=16384, dtype=torch.bfloat16, device="cuda")
+    return compiled("llama3.2-1b", say, tile=512, dtype=torch.float32, device="cpu")
 
 
 def compiled(
-    model: models.ModelLike, *, tile: int, dtype: torch.dtype, device: str, repeats: int = REPEATS
+    model: models.ModelLike, say: Say, *, tile: int, dtype: torch.dtype, device: str, repeats: int = REPEATS
 ) -> list[Row]:
     """One row for a norm and one for an MLP: seconds of the first time and of a tile, and their ratio.
 
@@ -43,6 +43,7 @@ def compiled(
     x = torch.randn(1, tile, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
     rows: list[Row] = []
     for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
+        say(f"a tile of {name}")
         eager, fused = (getattr(layer, part) for layer in _first_layers(plain, other))
         first = _seconds(fused, x)
         _seconds(eager, x)

@@ -24,7 +24,7 @@ from cluster.errors import RankError, Stopped
 from cluster.live import publish
 from cluster.ranks import Cluster
 from cluster.watchdog import is_alive
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.verbs.run import run
 from lab.verbs.running_out import RankOutOfMemory
 
@@ -36,23 +36,23 @@ EVERY, MORE = 5, 5
 """Steps between checkpoints, and those that a resumed training makes beyond the killed one's last."""
 
 
-def measure_faults(times: int, watch: Callable[[str], None]) -> list[Row]:
+def measure_faults(times: int, say: Say) -> list[Row]:
     """One row a fault, caused ``times`` times: median and worst seconds, processes left over at the end.
 
     Seconds to the message count from the fault itself (of a hang from the end of its timeout), those to
     recovery from the message until the ranks have answered again. Where the owner is killed they count until
     all is gone; where training is, until it has gone on by a step, and ``unbroken`` counts losses that are.
     """
-    rows = [_on_ranks(fault, cause, times, watch) for fault, cause in CAUSES.items()]
-    return [*rows, _owner_killed(times, watch), _training_killed(times, watch)]
+    rows = [_on_ranks(fault, cause, times, say) for fault, cause in CAUSES.items()]
+    return [*rows, _owner_killed(times, say), _training_killed(times, say)]
 
 
-def _on_ranks(fault: str, cause: Callable[[Cluster], float], times: int, watch: Callable[[str], None]) -> Row:
+def _on_ranks(fault: str, cause: Callable[[Cluster], float], times: int, say: Say) -> Row:
     told, recovered = [], []
     with _nothing_else() as left:
         with Cluster(ranks=RANKS, timeout=TIMEOUT) as cluster:
             for number in range(times):
-                watch(f"{fault}: {number + 1} of {times}")
+                say(f"{fault}: {number + 1} of {times}")
                 when = cause(cluster)
                 told.append(time.time() - when)
                 start = time.perf_counter()
@@ -164,10 +164,10 @@ with Cluster(ranks=2):
 """
 
 
-def _owner_killed(times: int, watch: Callable[[str], None]) -> Row:
+def _owner_killed(times: int, say: Say) -> Row:
     fault, gone, left = "the owner is killed", [], 0
     for number in range(times):
-        watch(f"{fault}: {number + 1} of {times}")
+        say(f"{fault}: {number + 1} of {times}")
         with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
             assert owner.stdout is not None
             processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
@@ -180,12 +180,12 @@ def _owner_killed(times: int, watch: Callable[[str], None]) -> Row:
     return _row(fault, times, [], gone, left)
 
 
-def _training_killed(times: int, watch: Callable[[str], None]) -> Row:
+def _training_killed(times: int, say: Say) -> Row:
     """Two ranks under torchrun, killed at a random moment and resumed: the losses are the unbroken run's."""
     fault, recovered, alike = "training is killed", [], 0
     with _nothing_else() as left:
         for number in range(times):
-            watch(f"{fault}: {number + 1} of {times}")
+            say(f"{fault}: {number + 1} of {times}")
             with tempfile.TemporaryDirectory() as folder:
                 seconds, same = _kill_and_resume(Path(folder) / "run")
             recovered.append(seconds)

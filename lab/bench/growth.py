@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 from cluster.ranks import Cluster
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.formulas import estimate
 from lab.models import config_of
 from lab.rungs import RUNGS, recipe_for
 from lab.units import MiB
 from lab.verbs.run import run
-
-Say = Callable[[str], None]
 
 MODEL = "tiny"
 RANKS = (1, 2, 4)

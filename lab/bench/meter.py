@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lab import data, models
 from lab.batches import shard_batch
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.compose import apply_recipe
 from lab.memory.meter import Meter
 from lab.recipe import Recipe
@@ -21,7 +21,7 @@ REPEATS = 7
 TOKENS = (128, 512, 2048)
 
 
-def measure_meter() -> list[Row]:
+def measure_meter(say: Say) -> list[Row]:
     """One row a context: median seconds of a step of ``tiny`` without and with the meter, and their ratio.
 
     The steps take turns, so that a machine that slows down slows both. The shorter the context, the more of
@@ -36,6 +36,7 @@ def measure_meter() -> list[Row]:
         source = data.encode(data.read_text())
         rows: list[Row] = []
         for tokens in TOKENS:
+            say(f"{tokens} tokens")
             batch = shard_batch(data.batch(source, rows=1, length=tokens, step=0), recipe, mesh)
 
             def seconds(meter: StepMeter) -> float:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.notebooks import Outcome, execute_one, find
 
 
-def measure_notebooks(names: list[str], times: int, watch: Callable[[str], None]) -> list[Row]:
+def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:
     """One row a notebook of ``names`` (all, when none is named): how often it failed, and its seconds.
 
     The whole sequence is executed ``times`` times, each notebook at its stored size, as ``lab run`` does.
@@ -24,7 +23,7 @@ def measure_notebooks(names: list[str], times: int, watch: Callable[[str], None]
     with TemporaryDirectory() as folder:
         for number in range(times):
             for notebook, done in zip(notebooks, outcomes, strict=True):
-                watch(f"{notebook.name}: {number + 1} of {times}")
+                say(f"{notebook.name}: {number + 1} of {times}")
                 done.append(execute_one(notebook, {}, Path(folder)))
     rows: list[Row] = []
     for notebook, done in zip(notebooks, outcomes, strict=True):

@@ -15,7 +15,7 @@ from cluster.ranks import Cluster
 from lab import models
 from lab.batches import shard_batch
 from lab.bench import reference
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.compose import apply_recipe
 from lab.errors import RecipeError
 from lab.recipe import Recipe
@@ -52,7 +52,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure_parity() -> list[Row]:
+def measure_parity(say: Say) -> list[Row]:
     """One row a model, one column a technique: the worst relative gradient error of any parameter, in fp64.
 
     Frobenius norm of the difference over the norm of plain transformers' gradient, on four ranks, from a
@@ -61,6 +61,7 @@ def measure_parity() -> list[Row]:
     with TemporaryDirectory() as folder, Cluster(ranks=4) as cluster:
         rows: list[Row] = []
         for family, heads, kv_heads in MODELS:
+            say(f"{family}, {heads} query heads and {kv_heads} key/value heads")
             place = Path(folder) / f"{family}-{heads}-{kv_heads}"
             save(place, family, heads, kv_heads)
             work = [(str(place), Recipe(**knobs)) for knobs in TECHNIQUES.values()]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.formulas import estimate
 from lab.models import config_of
 from lab.rungs import recipe_for
@@ -19,19 +19,21 @@ from lab.verbs import remembered
 from lab.verbs.plan import plan, plan_ladder
 
 
-def measure_planning(model: str = "llama3-8b", tokens: int = 5 * Mi, ranks: int = 8) -> list[Row]:
+def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, ranks: int = 8) -> list[Row]:
     """Seconds of each way to an answer, from an empty cache, and the process's peak memory after it."""
     recipe, config = recipe_for("upipe", model, ranks, tokens), config_of(model)
     with tempfile.TemporaryDirectory() as empty, patch.object(remembered, "folder", lambda: Path(empty)):
-        return [
-            _timed("plan upipe", lambda: plan(model, "upipe", tokens=tokens, ranks=ranks)),
-            _timed("plan upipe, remembered", lambda: plan(model, "upipe", tokens=tokens, ranks=ranks)),
-            _timed("the other six rungs", lambda: plan_ladder(model, tokens=tokens, ranks=ranks)),
-            _timed("closed form", lambda: estimate(config, recipe, tokens=tokens, ranks=ranks)),
-        ]
+        ways: dict[str, Callable[[], object]] = {
+            "plan upipe": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
+            "plan upipe, remembered": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
+            "the other six rungs": lambda: plan_ladder(model, tokens=tokens, ranks=ranks),
+            "closed form": lambda: estimate(config, recipe, tokens=tokens, ranks=ranks),
+        }
+        return [_timed(name, work, say) for name, work in ways.items()]
 
 
-def _timed(name: str, work: Callable[[], object]) -> Row:
+def _timed(name: str, work: Callable[[], object], say: Say) -> Row:
+    say(name)
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.rungs import NAMES
 from lab.units import GiB, format_tokens
 from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory
@@ -19,9 +19,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def measure_rehearsals(
-    model: str, contexts: Sequence[int], say: Callable[[str], None], **settings: Any
-) -> list[Row]:
+def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings: Any) -> list[Row]:
     """One row a context and recipe, all as one rank of many: bytes, seconds, and what they are over others'.
 
     ``settings`` are those of ``lab.rehearse``. "over tiling" is a step over the rung below UPipe's, the same

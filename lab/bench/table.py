@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 Row = Mapping[str, str | int | float | None]
+Say = Callable[[str], None]
+"""Is told what is measured now."""
 
 
 def write(rows: Sequence[Row], *, as_json: bool) -> str:

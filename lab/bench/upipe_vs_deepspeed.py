@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from transformers import LlamaConfig
 
+from cluster.live import publish
 from cluster.ranks import Cluster
-from lab.bench.table import Row
+from lab.bench.table import Row, Say
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.recipe import Recipe
@@ -27,13 +28,15 @@ TOKENS = 8192
 of Llama3-8B's at 128K tokens: S/E is 32 in both."""
 
 
-def measure_upipe_vs_deepspeed() -> list[Row]:
+def measure_upipe_vs_deepspeed(say: Say) -> list[Row]:
     """``race`` of as many ranks as this process may use cores, at least two."""
     with Cluster(ranks=max(2, len(os.sched_getaffinity(0)))) as cluster:
-        return race(cluster)
+        return race(cluster, say)
 
 
-def race(cluster: Cluster, *, tokens: int = TOKENS, head_dim: int = 16, repeats: int = REPEATS) -> list[Row]:
+def race(
+    cluster: Cluster, say: Say, *, tokens: int = TOKENS, head_dim: int = 16, repeats: int = REPEATS
+) -> list[Row]:
     """One row an attention: median seconds of a step, peak bytes of attention, and both over DeepSpeed's.
 
     All ranks are one Ulysses group of degree C; the model has one layer, H = 8C and G = 4, in fp32; nothing
@@ -64,7 +67,8 @@ def race(cluster: Cluster, *, tokens: int = TOKENS, head_dim: int = 16, repeats:
         "UPipe, U = H": replace(ours, head_chunk=8 * degree),
     }
     work = [checked(config, r, ranks=degree, tokens=tokens, steps=1)[0] for r in recipes.values()]
-    measured = cluster.apply(_race, work, repeats)[0]
+    say(f"{len(work)} attentions on {degree} ranks, warming up")
+    measured = cluster.apply(_race, work, repeats, on_record=lambda _, record: say(str(record)))[0]
     if isinstance(measured, str):
         raise RecipeError(f"no race without DeepSpeed's Ulysses: {measured.partition('; ')[0]}")
     rounds, peaks, threads = measured
@@ -91,7 +95,11 @@ def _race(work: list[Training], repeats: int) -> tuple[list[list[float]], list[i
         return str(error)
     for each in workers:
         _seconds_of_a_step(each)
-    rounds = [[_seconds_of_a_step(each) for each in workers] for _ in range(repeats)]
+    rounds = []
+    for number in range(1, repeats + 1):
+        if dist.get_rank() == 0:
+            publish(f"round {number} of {repeats}")
+        rounds.append([_seconds_of_a_step(each) for each in workers])
     return rounds, [_bytes_of_attention(each) for each in workers], torch.get_num_threads()
 
 

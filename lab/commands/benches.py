@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lab.commands.base import JSON, plainly, status
 
+if TYPE_CHECKING:
+    from lab.bench.table import Row, Say
+
 
 @click.group()
 def bench() -> None:
     """Measure ratios, each within one run on this machine."""
+
+
+def _show(name: str, measure: Callable[[Say], list[Row]], as_json: bool) -> None:
+    """Measure while a line says what goes on, and print the rows."""
+    from lab.bench.table import write
+
+    with status(name) as say:
+        rows = measure(say)
+    click.echo(write(rows, as_json=as_json))
 
 
 @bench.command()
@@ -20,9 +34,8 @@ def bench() -> None:
 def meter(as_json: bool) -> None:
     """A training step with the memory meter over the same step without it."""
     from lab.bench.meter import measure_meter
-    from lab.bench.table import write
 
-    click.echo(write(measure_meter(), as_json=as_json))
+    _show("meter", measure_meter, as_json)
 
 
 @bench.command()
@@ -31,9 +44,8 @@ def meter(as_json: bool) -> None:
 def parity(as_json: bool) -> None:
     """Each technique's worst gradient error against plain transformers, for each kind of model."""
     from lab.bench.parity import measure_parity
-    from lab.bench.table import write
 
-    click.echo(write(measure_parity(), as_json=as_json))
+    _show("parity", measure_parity, as_json)
 
 
 @bench.command("compile")
@@ -42,9 +54,8 @@ def parity(as_json: bool) -> None:
 def compiled(as_json: bool) -> None:
     """A tile of norm and of MLP run by torch.compile over the same without."""
     from lab.bench.compiled import measure_compiled
-    from lab.bench.table import write
 
-    click.echo(write(measure_compiled(), as_json=as_json))
+    _show("compile", measure_compiled, as_json)
 
 
 @bench.command()
@@ -53,9 +64,8 @@ def compiled(as_json: bool) -> None:
 def planning(as_json: bool) -> None:
     """What a plan of Llama3-8B at 5M tokens takes: walked, remembered, in closed form."""
     from lab.bench.planning import measure_planning
-    from lab.bench.table import write
 
-    click.echo(write(measure_planning(), as_json=as_json))
+    _show("planning", measure_planning, as_json)
 
 
 @bench.command()
@@ -67,11 +77,8 @@ def planning(as_json: bool) -> None:
 def growth(tokens: int, doublings: int, steps: int, as_json: bool) -> None:
     """Seconds and bytes of a step over context, rung by rung, and over ranks."""
     from lab.bench.growth import measure_growth
-    from lab.bench.table import write
 
-    with status("growth") as say:
-        rows = measure_growth(tokens, doublings, steps, say)
-    click.echo(write(rows, as_json=as_json))
+    _show("growth", partial(measure_growth, tokens, doublings, steps), as_json)
 
 
 @bench.command()
@@ -81,11 +88,8 @@ def growth(tokens: int, doublings: int, steps: int, as_json: bool) -> None:
 def faults(times: int, as_json: bool) -> None:
     """Each fault, caused for real: seconds to the message and to recovery, processes left over."""
     from lab.bench.faults import measure_faults
-    from lab.bench.table import write
 
-    with status("faults") as say:
-        rows = measure_faults(times, say)
-    click.echo(write(rows, as_json=as_json))
+    _show("faults", partial(measure_faults, times), as_json)
 
 
 @bench.command()
@@ -97,12 +101,9 @@ def faults(times: int, as_json: bool) -> None:
 def attention(tokens: tuple[str, ...], as_json: bool) -> None:
     """Attention kernels over a large matrix product, and their worst error on slices."""
     from lab.bench.attention import measure_attention
-    from lab.bench.table import write
     from lab.units import parse_tokens
 
-    with status("attention") as say:
-        rows = measure_attention([parse_tokens(length) for length in tokens], say)
-    click.echo(write(rows, as_json=as_json))
+    _show("attention", partial(measure_attention, [parse_tokens(length) for length in tokens]), as_json)
 
 
 @bench.command()
@@ -113,11 +114,8 @@ def attention(tokens: tuple[str, ...], as_json: bool) -> None:
 def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
     """The notebooks executed again and again: failures and seconds of each."""
     from lab.bench.notebooks import measure_notebooks
-    from lab.bench.table import write
 
-    with status("notebooks") as say:
-        rows = measure_notebooks(list(names), times, say)
-    click.echo(write(rows, as_json=as_json))
+    _show("notebooks", partial(measure_notebooks, list(names), times), as_json)
 
 
 @bench.command()
@@ -125,10 +123,9 @@ def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
 @plainly
 def upipe_vs_deepspeed(as_json: bool) -> None:
     """Our Ulysses and our UPipe over DeepSpeed's Ulysses: seconds of a step, peak bytes of attention."""
-    from lab.bench.table import write
     from lab.bench.upipe_vs_deepspeed import measure_upipe_vs_deepspeed
 
-    click.echo(write(measure_upipe_vs_deepspeed(), as_json=as_json))
+    _show("upipe-vs-deepspeed", measure_upipe_vs_deepspeed, as_json)
 
 
 @bench.command()
@@ -143,9 +140,10 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
 def rehearsals(model: str, contexts: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """Every recipe of MODEL rehearsed: planned over measured bytes, seconds beside each other."""
     from lab.bench.rehearsals import measure_rehearsals
-    from lab.bench.table import write
     from lab.units import parse_tokens
 
-    with status("rehearsals") as say:
-        rows = measure_rehearsals(model, [parse_tokens(given) for given in contexts], say, **settings)
-    click.echo(write(rows, as_json=as_json))
+    _show(
+        "rehearsals",
+        partial(measure_rehearsals, model, [parse_tokens(given) for given in contexts], **settings),
+        as_json,
+    )
