@@ -85,8 +85,10 @@ class CostCounter(Observer):
         super().__init__()
         self.hardware, self.ranks_per_node = hardware, ranks_per_node
         self.total = Costs()
-        # Seconds that an all-to-all which has begun would still take.
-        self._under_way = 0.0
+        # Links carry one collective at a time: when they are free, and when what is under way will be there,
+        # by the memory that it arrives in.
+        self._links_free = 0.0
+        self._arrivals: dict[int, float] = {}
 
     def now(self) -> float:
         """Seconds since the beginning, on the device: the clock of a plan's timeline."""
@@ -98,18 +100,21 @@ class CostCounter(Observer):
         if not func.is_view:
             name = str(func.overloadpacket)
             cost = self._costs(name, args, result) * times()
-            if cost.link_seconds or name == LANDED:
-                # Links carry one collective at a time.
-                self.total += Costs(device_seconds=self._under_way, link_seconds=self._under_way)
-                self._under_way = 0.0
-            else:
-                self._under_way = max(0.0, self._under_way - cost.device_seconds)
-            # Not to be waited for is the default, and defaults are left out of ``args``.
-            if name == ALL_TO_ALL and args[5:6] != (False,):
-                self._under_way = cost.link_seconds
+            if name == LANDED:
+                cost = self._waiting_until(self._arrivals.pop(_memory(args[0])))
+            elif name == ALL_TO_ALL and args[5:6] != (False,):
+                # Waited for later: the default, and defaults are left out of ``args``.
+                self._links_free = max(self.now(), self._links_free) + cost.link_seconds
+                self._arrivals[_memory(args[0])] = self._links_free
                 cost = replace(cost, device_seconds=0.0, link_seconds=0.0)
+            elif cost.link_seconds:
+                cost += self._waiting_until(self._links_free)
             self.total += cost
         return result
+
+    def _waiting_until(self, then: float) -> Costs:
+        seconds = max(then - self.now(), 0.0)
+        return Costs(device_seconds=seconds, link_seconds=seconds)
 
     def _costs(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
         hardware = self.hardware
@@ -162,6 +167,11 @@ class CostCounter(Observer):
 
 def _reached(peak: Figure, share: Figure) -> float:
     return peak.value * share.value
+
+
+def _memory(x: torch.Tensor) -> int:
+    where: int = x.untyped_storage()._cdata
+    return where
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

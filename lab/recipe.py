@@ -37,14 +37,16 @@ class Recipe:
         ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
         ulysses_backend: this lab's exchange, or DeepSpeed's own.
         head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
-        overlap: while a UPipe stage attends, what the next one needs travels, in buffers of its own.
+        overlap: while a UPipe stage attends, what the next one needs travels, in buffers of its own; nothing
+            is different where there is one stage, or one rank.
         checkpoint: keep only each layer's input in forward and recompute the rest in backward.
         offload: what of checkpointed layers waits for backward on the host: "none", the "inputs", or with
             them what "attention" made, which then runs once forward and not twice.
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
         compile: what torch.compile fuses inside tiles: nothing, the "norms", or with them the MLPs ("tiles").
-            A step that is metered or planned runs without.
+            A step that is metered or planned runs without; those of ``lab train``, and those that a rehearsal
+            times, run with it.
         loss_kernel: what computes the head with its loss: this lab's, in tiles or whole, or Liger Kernel's,
             which cuts the tokens itself.
         kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has

@@ -1,12 +1,14 @@
 """Compiled tiles give the plain model's loss and gradients; whoever watches operators still sees them all."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import lab
+from lab import models
 from lab.bench.compiled import compiled
 from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.cli import main
@@ -16,6 +18,7 @@ from lab.recipe import Recipe, parse_knobs
 from lab.rungs import ladder, recipe_for
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
+from lab.verbs.one_rank import one_rank
 from lab_tests.reference import tokens
 
 # Torch's compiler imports a part of torch that uses another, deprecated part; and asks every tensor for its
@@ -87,6 +90,32 @@ def test_a_metered_step_runs_the_modules_own_forward(monkeypatch, mlps, given):
     assert compiler.ran == given
 
 
+def stepped(recipe):
+    """The gradients of rank 0 of two after a step that nobody watches, and the frames that were compiled."""
+    torch.manual_seed(0)
+    model = models.build("tiny")
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    with one_rank(recipe, 2, "loopback") as mesh:
+        lab.apply_recipe(model, recipe, mesh)
+        ids = torch.randint(0, 256, (1, 96), generator=torch.Generator().manual_seed(1))
+        lab.loss(model, lab.shard_batch(ids, recipe, mesh)).backward()
+        found = {name: grad.to_local() for name, grad in gradients(model).items()}
+    return found, torch._dynamo.utils.counters["frames"]["ok"] - before
+
+
+def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
+    recipe = Recipe(
+        fsdp=True, ulysses=2, head_chunk=8, overlap=True, checkpoint=True, offload="attention", mlp_tile=20,
+        norm_tile=20, loss_tile=20,
+    )  # fmt: skip
+    truth, nothing = stepped(recipe)
+    recipe = replace(recipe, compute_dtype="bfloat16")
+    (eager, _), (fused, frames) = stepped(recipe), stepped(replace(recipe, compile="tiles"))
+    assert nothing == 0 < frames
+    assert error(fused, eager) > 0
+    assert error(fused, truth) < 1.2 * error(eager, truth) < 0.1
+
+
 def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
     plain, fused = (
         lab.rehearse("tiny", "upipe", tokens=512, ranks=4, layers=1, steps=1, compile=what)
@@ -100,7 +129,7 @@ def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
 
 def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler, .* install one .* or set compile='none'"):
+    with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler, none of c\+\+, .* or set compile='none'"):
         apply_compiled(build(config()), mlps=False)
     # A plan compiles nothing.
     lab.plan("tiny", "tiling", tokens=512, ranks=4, compile="tiles")

@@ -11,7 +11,7 @@ import lab
 from lab.costs import CostCounter, Costs
 from lab.hardware import hardware
 from lab.recipe import Recipe
-from lab.techniques.exchange import AllToAll
+from lab.techniques.exchange import AllToAll, all_to_all
 
 L, E, I, H, K, D, V = 3, 48, 72, 24, 4, 10, 104  # noqa: E741
 S, RANKS, FP32 = 160, 4, 4
@@ -102,27 +102,73 @@ def test_a_ring_sends_to_one_rank(ring):
     assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
 
 
-@pytest.mark.parametrize("rows", [64, 4096])
-def test_what_is_under_way_is_waited_for_where_it_is_wanted(rows):
+@pytest.fixture
+def of_eight():
+    """What this rank of eight does is counted, as if on an H100; nothing is computed."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    h100 = hardware("h100")
-    with FakeTensorMode():
-        send, x = torch.empty(8, 2**20), torch.empty(4096, 4096)
-        with CostCounter(h100, 8) as counted:
-            exchange = AllToAll(send, torch.empty_like(send), dist.group.WORLD)
-            x[:rows] @ x
-            computed = counted.total.device_seconds
-            exchange.wait()
-            waited = counted.total
-            x @ x
+    with FakeTensorMode(), CostCounter(hardware("h100"), 8) as counted:
+        yield counted
     dist.destroy_process_group()
-    travelled = 7 * 2**20 * 4 / (h100.link.value * h100.link_share.value)
-    assert (computed < travelled) == (rows == 64)
-    assert waited.device_seconds == pytest.approx(max(travelled, computed))
-    assert waited.link_seconds == pytest.approx(max(travelled - computed, 0))
+
+
+SENT, SQUARE = 2**20, 4096
+
+
+def begun() -> AllToAll:
+    send = torch.empty(8, SENT)
+    return AllToAll(send, torch.empty_like(send), dist.group.WORLD)
+
+
+def travel() -> float:
+    h100 = hardware("h100")
+    return 7 * SENT * FP32 / (h100.link.value * h100.link_share.value)
+
+
+def computed(counted, rows: int) -> float:
+    """Seconds of so many rows times a square matrix."""
+    before, x = counted.now(), torch.empty(SQUARE, SQUARE)
+    x[:rows] @ x
+    return counted.now() - before
+
+
+@pytest.mark.parametrize("rows", [64, SQUARE])
+def test_what_is_under_way_is_waited_for_where_it_is_wanted(of_eight, rows):
+    exchange = begun()
+    meanwhile = computed(of_eight, rows)
+    assert (meanwhile < travel()) == (rows == 64)
+    assert of_eight.total.link_seconds == 0
+    exchange.wait()
+    assert of_eight.now() == pytest.approx(max(travel(), meanwhile))
+    waited = of_eight.total.link_seconds
+    assert waited == pytest.approx(max(travel() - meanwhile, 0))
     # What comes after hides nothing of it.
-    assert counted.total.link_seconds == waited.link_seconds
-    assert counted.total.device_seconds > waited.device_seconds
+    computed(of_eight, rows)
+    assert of_eight.total.link_seconds == waited
+
+
+def test_several_under_way_follow_each_other_and_are_waited_for_one_by_one(of_eight):
+    first, second, third = begun(), begun(), begun()
+    assert of_eight.now() == 0
+    first.wait()
+    assert of_eight.now() == of_eight.total.link_seconds == pytest.approx(travel())
+    # Long enough for the second, and not for the third.
+    meanwhile = 0.0
+    while meanwhile < 1.2 * travel():
+        meanwhile += computed(of_eight, 64)
+    assert meanwhile < 1.9 * travel()
+    second.wait()
+    assert of_eight.total.link_seconds == pytest.approx(travel())
+    third.wait()
+    assert of_eight.now() == pytest.approx(3 * travel())
+    assert of_eight.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
+
+
+def test_one_that_is_waited_for_at_once_waits_for_the_links(of_eight):
+    exchange, send = begun(), torch.empty(8, SENT)
+    all_to_all(send, dist.group.WORLD)
+    assert of_eight.now() == pytest.approx(2 * travel())
+    exchange.wait()
+    assert of_eight.now() == of_eight.total.link_seconds == pytest.approx(2 * travel())
 
 
 def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
@@ -140,8 +186,20 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
         queries = (H // 8 - 1) * left(FP32 * (S // 4) * 8 * D)
         longest = L * 5 * queries / (network if more else links)
         assert 0 < hidden < longest
-        # Here attention is too short to hide all of it: what is hidden is as long as what hides it.
+        # What goes ahead is copied once more.
         assert ahead.device_seconds - ahead.link_seconds >= late.device_seconds - late.link_seconds > 0
+
+
+def test_a_rings_steps_hide_behind_attention():
+    """Forward and back all but one, which brings the sums of the gradients home."""
+    h100, model, tokens, layers = hardware("h100"), config(), 2**20, 3
+
+    def waiting(ring: int) -> float:
+        return lab.plan(model, Recipe(fsdp=True, ring=ring), tokens=tokens, ranks=RANKS).costs.link_seconds
+
+    sums = 2 * (tokens // RANKS) * K * D * FP32
+    home = layers * sums / (h100.link.value * h100.link_share.value)
+    assert waiting(4) - waiting(1) == pytest.approx(home, rel=1e-6)
 
 
 def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():

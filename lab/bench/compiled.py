@@ -1,4 +1,4 @@
-"""What torch.compile is worth inside a tile: a norm's and an MLP's forward and backward, with and without."""
+"""What torch.compile is worth on a tile: a norm's and an MLP's forward and backward, with and without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPEATS = 9
 
 
 def measure_compiled(say: Say) -> list[Row]:
-    """``compiled`` of a tile as it is trained with: 16K tokens of Llama3-8B in bf16 on a GPU; on CPU less."""
+    """``compiled`` of a tile: 16K tokens of Llama3-8B in bf16 on a GPU, on CPU less."""
     if torch.cuda.is_available():
         return compiled("llama3-8b", say, tile=16384, dtype=torch.bfloat16, device="cuda")
     return compiled("llama3.2-1b", say, tile=512, dtype=torch.float32, device="cpu")
@@ -29,7 +29,8 @@ def compiled(
 ) -> list[Row]:
     """One row for a norm and one for an MLP: seconds of the first time and of a tile, and their ratio.
 
-    A tile runs forward and backward, in turns with and without; a ratio is the median of the rounds' ratios.
+    A tile's modules run once forward with gradients and once backward, by themselves and not yet in a loop
+    over tiles, in turns with and without; a ratio is the median of the rounds' ratios.
 
     Raises:
         RecipeError: no C++ compiler.
@@ -44,7 +45,7 @@ def compiled(
     rows: list[Row] = []
     for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
         say(f"a tile of {name}")
-        eager, fused = (getattr(layer, part) for layer in _first_layers(plain, other))
+        eager, fused = (getattr(net.model.layers[0], part) for net in (plain, other))
         first = _seconds(fused, x)
         _seconds(eager, x)
         rounds = [(_seconds(eager, x), _seconds(fused, x)) for _ in range(repeats)]
@@ -62,10 +63,6 @@ def compiled(
             }
         )
     return rows
-
-
-def _first_layers(*nets: Any) -> list[nn.Module]:
-    return [net.model.layers[0] for net in nets]
 
 
 def _seconds(module: nn.Module, x: Tensor) -> float:

@@ -18,19 +18,22 @@ def apply_compiled(model: nn.Module, *, mlps: bool) -> None:
     another; its matrix products stay what they were. ``lab bench compile`` says what that is worth on this
     machine, one tile by itself.
     Costs: seconds at the first step, once a shape and machine. Rounding: what is fused is not rounded to the
-    compute dtype in between.
+    compute dtype in between. Torch compiles one class's forward eight times a process (shapes, dtypes, with
+    gradients or without), then says so and runs it uncompiled: some three models.
     Composes with: tiling (applied after, so that a tile runs compiled code), and what is applied after that.
 
     Whoever watches operators would see none inside a compiled one: under a meter, and in a plan, the modules'
     own forward runs, and bytes are those of a step that is not compiled.
 
     Raises:
-        RecipeError: no C++ compiler, without which torch compiles nothing.
+        RecipeError: no compiler, of C for a GPU and of C++ for CPU, without which torch compiles nothing.
     """
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    on_gpu = next(model.parameters()).is_cuda
+    language, programs = ("C", ("cc", "gcc", "clang")) if on_gpu else ("C++", ("c++", "g++", "clang++"))
+    if not any(map(shutil.which, programs)):
         raise RecipeError(
-            "compile: torch.compile needs a C++ compiler, and c++ is not on the PATH; install one (Debian: "
-            "g++), or set compile='none'"
+            f"compile: torch.compile needs a {language} compiler, none of {', '.join(programs)} is on the "
+            "PATH; install one (Debian: build-essential), or set compile='none'"
         )
     for layer in model.model.layers:  # type: ignore[union-attr]
         _compile(layer.input_layernorm)

@@ -41,17 +41,20 @@ def apply_upipe(
       stage = h*(4U + 4 U_kv) + sums, end = 2*h*K + max(A + dWq + dWk + dWv, h*K where there are g > 1 groups
       of U_kv heads); sums = 2*h*U_kv*f/w where a group lasts several stages, + 2*h*K*(1 - 1/g)
 
-    It never falls as U grows. Where neither of n = U/C and G divides the other, the peaks are a little less;
+    Neither falls as U grows. Where neither of n = U/C and G divides the other, the peaks are a little less;
     QK-norm adds what the module takes for U heads.
 
     ``overlap``: before a stage attends, what the next one needs is projected and sent, and it travels
     meanwhile, each thing in two buffers of its own, the one it was made in and the one it arrives in. So all
-    exchanges but the first stage's and those that lead home hide behind attention, and peaks rise to
+    exchanges but the first stage's and those that lead home hide behind attention, and peaks rise:
 
-    - forward: h*(4U + 2U_kv) less the LSEs of a stage, h*(4U + 6U_kv) - l where g > 1, for the exchange's
-    - backward: stage + h*6U, + h*4U_kv - 2*h*K/g where g > 1; a little less of two stages in one group
+    - forward, in place of h*(2U + 4 U_kv) - l: h*(4U + 2 U_kv) - f*s*U with one group, else
+      h*(4U + 6 U_kv) - l
+    - backward, added to stage: h*6U; with several groups + h*4 U_kv - 2*h*K/g more; where a group is two
+      stages and the only one, a little less
 
-    A single stage, and a group of one rank, have nothing to overlap.
+    Where U = H there is no next stage, and in a group of one nothing travels: there it changes nothing, and
+    the peak is lower than at U = H/2.
 
     Costs: 2 H/U all-to-alls forward (q, with k and v where a stage opens a group; the output) and 4 H/U
     backward (q, with k and v; dout; the output; dq, with dk and dv); where neither of n and G divides the

@@ -55,7 +55,8 @@ def forward_pass(job: Job, x: Tensor, given: Inputs) -> tuple[Tensor, list[Tenso
     for stage, _ in _arriving(job, lambda stage, ahead: [_of_stage(bench, job, given, stage, ahead)]):
         for i, (run, part) in enumerate(zip(stage, bench.runs(bench.q, stage), strict=True)):
             if i and run.opens:
-                _made(bench, job, given, None, run.slots)()
+                land = _made(bench, job, given, None, run.slots)
+                land()
             bench.clear()
             attended, lse = job.kernel.forward(part, bench.keys, bench.values, scale=job.scale)
             part.copy_(attended)
@@ -74,11 +75,11 @@ def _arriving(
 
     Without, each thing is sent when its stage begins, and has landed before the next is made.
     """
-    ahead: list[Landing] = []
-    for i, stage in enumerate(job.plan.stages):
+    stages, ahead = job.plan.stages, list[Landing]()
+    for i, stage in enumerate(stages):
         there = [land() for land in ahead or send(stage, False)]
-        following = job.plan.stages[i + 1 : i + 2] if job.overlap else ()
-        ahead = [landing for after in following for landing in send(after, True)]
+        ahead = list(send(stages[i + 1], True)) if job.overlap and i + 1 < len(stages) else []
+        # Should the stage fail, what is under way keeps its buffers by itself until it has arrived.
         yield stage, there
 
 
@@ -162,7 +163,8 @@ class Backward:
         for stage, (_, dout, out) in _arriving(self.job, partial(self._send, bench)):
             for i, run in enumerate(stage):
                 if i and run.opens:
-                    _made(bench, self.job, self.given, None, run.slots)()
+                    land = _made(bench, self.job, self.given, None, run.slots)
+                    land()
                 self._attend(bench, run, *(bench.runs(t, stage)[i] for t in (bench.q, dout, out)))
                 if run.closes and i < len(stage) - 1:
                     self._bring_home(bench, None, run.slots)

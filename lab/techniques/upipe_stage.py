@@ -22,17 +22,16 @@ Landing = Callable[[], Tensor]
 
 
 class Load(NamedTuple):
-    """Some of q, k and v, made in ``send`` and to arrive in ``received``, flat both; ``beside`` the room."""
+    """Some of q, k and v, made in ``send`` and to arrive in ``received``, flat both.
+
+    What goes ``ahead`` has the memory of both ``beside`` the room, in which another stage still is.
+    """
 
     which: slice
+    ahead: bool
     send: Tensor
     received: Tensor
     beside: tuple[Tensor, ...]
-
-    @property
-    def ahead(self) -> bool:
-        """Whether all of it is beside the room, in which another stage still is."""
-        return len(self.beside) > 1
 
 
 class Bench:
@@ -114,11 +113,11 @@ class Bench:
         packed, other = self._packed(which), self._beside(which)
         if ahead:
             more = self._beside(which)
-            return Load(which, other, more, (other, more))
+            return Load(which, ahead, other, more, (other, more))
         # A group of one gives back what is sent, and that is sorted into the room from elsewhere.
         if self._straight(which) or self.plan.ranks == 1:
-            return Load(which, other, packed, (other,))
-        return Load(which, packed, other, (other,))
+            return Load(which, ahead, other, packed, (other,))
+        return Load(which, ahead, packed, other, (other,))
 
     def targets(self, load: Load) -> list[Tensor]:
         """Each of the load's q, k, v, by sequence."""
