@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -117,6 +118,15 @@ class _Writer(FileSystemWriter):
     def __init__(self, part: Path, whole: Path, manifest: Manifest, keep: int) -> None:
         super().__init__(part)
         self._part, self._whole, self._manifest, self._keep = part, whole, manifest, keep
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Raise what the disk said: torch's archive says at which byte it was, and only behind that why."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Runs on rank 0 once every rank's files are on disk; what it raises is raised on every rank."""
