@@ -24,6 +24,7 @@ from transformers import (
 
 from lab.errors import LabError, ModelError
 from lab.presets import PRESETS
+from lab.units import check_counts
 
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
@@ -137,7 +138,7 @@ def _read(folder: Path) -> PretrainedConfig:
         own = family.attribute_map.get(name, name)
         value = document.get(own, document.get(name))
         if value is not None:
-            _positive(f"{path}: {name}", value)
+            check_counts({f"{path}: {name}": value}, ModelError)
         # Without key/value heads of its own a model has as many as query heads, by its family's definition.
         elif hasattr(family, own) and name != "num_key_value_heads":
             raise ModelError(f"{path} has no {own}: give it the model's own")
@@ -160,14 +161,8 @@ def _checked(config: PretrainedConfig) -> PretrainedConfig:
             f"the config of {kind} has no {', '.join(missing)}: the techniques need {', '.join(NEEDED)}; "
             f"{works} have them"
         )
-    for name in NEEDED:
-        _positive(name, getattr(config, name))
+    check_counts({name: getattr(config, name) for name in NEEDED}, ModelError)
     return config
-
-
-def _positive(name: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise ModelError(f"{name}={value!r}: it takes a whole number, 1 or more")
 
 
 def _called(model: Callable[[], object]) -> PreTrainedModel:

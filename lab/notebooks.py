@@ -112,8 +112,9 @@ def execute(names: list[str], given: dict[str, str], out: Path | None = None) ->
     console = Console(stderr=True, highlight=False)
     work = [(notebook, with_parameters(notebook, given)) for notebook in find(names)]
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if folder.resolve() == FOLDER:
-        raise NotebookError(f"--out {folder} is where the notebooks are: name another folder")
+    for notebook, _ in work:
+        if folder.resolve() == notebook.path.resolve().parent:
+            raise NotebookError(f"--out {folder} is where {notebook.path.name} is: name another folder")
     failed = []
     for notebook, values in work:
         done = execute_one(notebook, values, folder)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lab.errors import RecipeError
-from lab.units import parse_tokens
+from lab.units import check_counts, parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -80,10 +80,9 @@ class Recipe:
         _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
         _one_of("kernel", self.kernel, KERNEL_NAMES)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
-        for name in ("ulysses", "ring"):
-            _positive(name, getattr(self, name))
+        check_counts({"ulysses": self.ulysses, "ring": self.ring}, RecipeError)
         for name in ("head_chunk", "mlp_tile", "norm_tile", "loss_tile"):
-            _positive(name, getattr(self, name), or_none=True)
+            _count_or_none(name, getattr(self, name))
         if self.offload != "none" and not self.checkpoint:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
@@ -194,9 +193,6 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise RecipeError(f"{name}={value!r}: it takes {' or '.join(repr(a) for a in allowed)}")
 
 
-def _positive(name: str, value: object, *, or_none: bool = False) -> None:
-    if value is None and or_none:
-        return
-    if type(value) is not int or value < 1:
-        works = "1 or more, or None" if or_none else "1 or more"
-        raise RecipeError(f"{name}={value!r}: it takes a whole number, {works}")
+def _count_or_none(name: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise RecipeError(f"{name}={value!r}: it takes a whole number, 1 or more, or None")

@@ -13,7 +13,7 @@ from lab.errors import RecipeError
 from lab.models import ModelLike, config_of
 from lab.recipe import Recipe, check_fields
 from lab.techniques.exchange import degrees
-from lab.units import Ki, format_tokens
+from lab.units import Ki, check_counts, format_tokens
 
 TILE = 16 * Ki
 """Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
@@ -40,7 +40,8 @@ def ladder(
     caller that has it.
 
     Raises:
-        RecipeError: a knob no recipe has.
+        LabError: ranks or tokens that are no count.
+        RecipeError: a knob no recipe has, or knobs that a rung forbids.
     """
     return dict(_ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs))
 
@@ -49,6 +50,7 @@ def _ladder(
     config: PretrainedConfig, compute_dtype: str | None, ranks: int, tokens: int, knobs: dict[str, Any]
 ) -> Iterator[tuple[str, Recipe]]:
     """Rung by rung: what a rung further up would refuse is no matter to those below it."""
+    check_counts({"ranks": ranks, "tokens": tokens})
     check_fields(knobs)
     ring = knobs.get("ring", 1)
     fits = [
@@ -58,9 +60,9 @@ def _ladder(
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
     steps: dict[str, dict[str, Any]] = {
-        "plain": {"compute_dtype": compute_dtype},
+        "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
         "fsdp": {"fsdp": True},
-        "ulysses": {"ulysses": ulysses, "ring": ring},
+        "ulysses": {"ulysses": ulysses, "ring": ring, "ulysses_backend": "lab"},
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},

@@ -13,6 +13,7 @@ from lab.errors import ModelError
 from lab.models import ModelLike, config_of
 from lab.techniques.rope import check_rope
 from lab.techniques.seam import check_attention
+from lab.units import check_counts
 
 BYTES = 256
 """The smallest vocabulary: without a tokenizer a text's bytes are its tokens."""
@@ -35,9 +36,7 @@ def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretrai
         ModelError: no such model, a size that is not 1 or more, or widths that have no divisor in common.
         RecipeError: a model that the techniques refuse. A copy of fewer layers may lack what is refused.
     """
-    for name, size in (("head_dim", head_dim), ("layers", layers)):
-        if type(size) is not int or size < 1:
-            raise ModelError(f"{name}={size!r}: it takes a whole number, 1 or more")
+    check_counts({"head_dim": head_dim, "layers": layers}, ModelError)
     small = copy.deepcopy(config_of(model))
     check_attention(small)
     check_rope(small)

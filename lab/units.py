@@ -4,6 +4,7 @@ Tokens are counted as the papers count them: ``5M`` is 5 x 2**20 = 5,242,880 tok
 """
 
 import re
+from collections.abc import Mapping
 
 from lab.errors import LabError
 
@@ -31,6 +32,17 @@ def parse_bytes(text: str | int) -> int:
         LabError: not a positive whole number of bytes.
     """
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
+
+
+def check_counts(counts: Mapping[str, object], error: type[LabError] = LabError) -> None:
+    """Refuse what is no count, by its name.
+
+    Raises:
+        LabError: the first that is not a whole number, 1 or more; as ``error``, where one is given.
+    """
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise error(f"{name}={count!r}: it takes a whole number, 1 or more")
 
 
 def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> int:

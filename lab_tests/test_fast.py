@@ -10,7 +10,7 @@ from lab.cli import main
 from lab.errors import RecipeError
 from lab.hardware import hardware
 from lab.rungs import NAMES, RUNGS, ladder, named, recipe_for
-from lab.show.tuning import set_by_hand
+from lab.show.tuner_text import set_by_hand
 from lab.verbs.fit import candidates
 from lab_tests.test_costs import ATTENTION, FP32, RANKS, D, E, H, L, S, costs
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -216,7 +217,11 @@ def test_the_bench_counts_failures_and_seconds(tmp_path):
     assert 0 < fine["seconds, median"] <= fine["worst"]
 
 
-def test_the_originals_are_never_written_over():
-    result = CliRunner().invoke(main, ["run", "01_fsdp", "--out", str(FOLDER)])
-    assert result.exit_code == 2
-    assert "is where the notebooks are: name another folder" in result.stderr
+def test_the_originals_are_never_written_over(tmp_path):
+    mine = write(tmp_path / "mine.ipynb", "a = 0")
+    before = Path(mine).read_bytes()
+    for name, folder in (("01_fsdp", FOLDER), (mine, tmp_path), (mine, tmp_path / "x" / "..")):
+        result = CliRunner().invoke(main, ["run", name, "--out", str(folder)])
+        assert result.exit_code == 2
+        assert f"is where {Path(name).stem}.ipynb is: name another folder" in result.stderr
+    assert Path(mine).read_bytes() == before

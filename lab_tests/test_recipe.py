@@ -8,7 +8,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 import lab
 from lab import models
-from lab.errors import RecipeError
+from lab.errors import LabError, RecipeError
 from lab.recipe import Recipe
 from lab.rungs import RUNGS, ladder, recipe_for
 from lab.units import Mi
@@ -44,6 +44,18 @@ def test_what_derives_from_a_knob_set_by_hand_follows_it():
     assert recipe_for("tiling", "tiny", 8, 4096, ring=8, ulysses=1).loss_tile == 128
     assert recipe_for("plain", "tiny", 8, 4096, ring=2).ring == 2
     assert recipe_for(Recipe(fsdp=True), "tiny", 4, 64, checkpoint=True).checkpoint
+
+
+def test_no_knob_set_by_hand_is_lost_on_the_ladder():
+    by_hand = {"overlap": True, "kernel": "torch", "loss_kernel": "liger", "compile": "norms"}
+    top = ladder("tiny", 4, 4096, **by_hand)["upipe"]
+    assert {name: getattr(top, name) for name in by_hand} == by_hand
+    assert ladder("tiny", 4, 4096, ulysses_backend="deepspeed", head_chunk=None)["upipe"].head_chunk is None
+    with pytest.raises(RecipeError, match=r"head_chunk=4.*: DeepSpeed's exchange knows neither"):
+        ladder("tiny", 4, 4096, ulysses_backend="deepspeed")
+    for ranks, tokens, said in ((0, 64, "ranks=0"), (4, "64", "tokens='64'")):
+        with pytest.raises(LabError, match=f"{said}: it takes a whole number, 1 or more"):
+            ladder("tiny", ranks, tokens)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,14 @@ def test_a_ladder_has_a_bar_a_rung_and_cuts_the_longest(plans):
     assert [("✗" in line) for line in rows.values()] == [not p.fits for p in plans.values()]
 
 
+def test_a_knob_by_hand_holds_on_the_rungs_that_have_its_technique(plans):
+    found = plan_ladder("tiny", **SMALL, overlap=True, ulysses=2)
+    assert [p.title for p in found.values()] == [p.title for p in plans.values()]
+    assert {name: p.recipe.ulysses for name, p in found.items()}["fsdp"] == 1
+    assert (found["upipe"].recipe.overlap, found["upipe"].recipe.head_chunk) == (True, 2)
+    assert found["plain"].device_peak == plans["plain"].device_peak
+
+
 def test_a_ladder_is_drawn_into_a_file(plans, tmp_path):
     draw_ladder(plans, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")

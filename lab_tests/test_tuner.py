@@ -24,7 +24,8 @@ from lab.rungs import RUNGS, ladder, recipe_for
 from lab.show import tuner_widget
 from lab.show.predicted import Predicted, Refused, _parts, predict
 from lab.show.scaled_down import TILES_AT_MOST, shrunk
-from lab.show.tuning import TILES, State, choices
+from lab.show.tuner_choices import choices
+from lab.show.tuning import TILES, State
 from lab.units import GiB, Ki, Mi, MiB
 
 
@@ -169,6 +170,23 @@ def test_the_knob_that_was_moved_is_mended_first() -> None:
     assert (tuner.recipe.checkpoint, tuner.recipe.offload) == (False, "none")
     tuner.move("offload", "inputs")
     assert tuner.panel.shown["mends"] == ["offload none", "checkpoint on"]
+
+
+def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
+    tuner = small()
+    tuner.move("tokens", "2K")
+    tuner.move("ulysses", 2)
+    before = tuner.state
+    assert (before.tokens, tuner.recipe.ulysses, tuner.recipe.head_chunk) == (2048, 2, 2)
+    for name, value, said in (
+        ("rank", 2, "a recipe has no field 'rank'"),
+        ("ranks", 0, "ranks=0: it takes a whole number"),
+        ("rung", "top", "unknown recipe 'top'"),
+        ("device_memory", "much", "'much' is not an amount of memory"),
+    ):
+        with pytest.raises(LabError, match=said):
+            tuner.move(name, value)
+    assert tuner.state == before
 
 
 def test_ranks_that_a_degree_by_hand_forbids_are_mended_to_others() -> None:

@@ -10,7 +10,9 @@ from lab.formulas import Parts, estimate
 from lab.hardware import NODE, fixed_workspace
 from lab.recipe import Recipe
 from lab.show.palette import COLOURS
-from lab.show.tuning import KNOBS, LABELS, NEUTRAL, Mend, State, checked, mends
+from lab.show.tuner_choices import Mend, mends
+from lab.show.tuner_text import LABELS
+from lab.show.tuning import KNOBS, NEUTRAL, State, checked
 from lab.units import format_bytes
 from lab.verbs.fit import MARGIN
 

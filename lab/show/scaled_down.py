@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.models import config_of
-from lab.show.tuning import LABELS, TILES, State, choices, legal, written
+from lab.show.tuner_choices import choices, legal
+from lab.show.tuner_text import LABELS, written
+from lab.show.tuning import TILES, State
 from lab.units import format_tokens
 
 TOKENS = 2048

@@ -12,7 +12,9 @@ import ipywidgets
 from lab.presets import PRESETS
 from lab.recipe import OFFLOADS
 from lab.rungs import NAMES
-from lab.show.tuning import LABELS, TILES, State, choices, written
+from lab.show.tuner_choices import choices
+from lab.show.tuner_text import LABELS, written
+from lab.show.tuning import TILES, State
 from lab.units import format_bytes
 
 SIZES = ("tokens", "ranks", "device_memory")

@@ -12,7 +12,8 @@ from lab.hardware import NODE
 from lab.show.live_timeline import joined
 from lab.show.palette import COLOURS
 from lab.show.predicted import Predicted, Refused
-from lab.show.tuning import State, as_command, as_python
+from lab.show.tuner_text import as_command, as_python
+from lab.show.tuning import State
 from lab.units import format_bytes
 from lab.verbs.plan import Plan
 

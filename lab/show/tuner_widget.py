@@ -20,7 +20,8 @@ from lab.show.predicted import Predicted, Refused, predict, table
 from lab.show.scaled_down import Shrunk, shrunk
 from lab.show.tuner_knobs import Knobs
 from lab.show.tuner_panel import LONGEST, Panel, drawn
-from lab.show.tuning import State, as_command, as_python, begun
+from lab.show.tuner_text import as_command, as_python
+from lab.show.tuning import State, begun
 from lab.units import format_bytes
 from lab.verbs.messages import Run
 from lab.verbs.plan import Plan, plan

@@ -1,19 +1,17 @@
-"""What a tuner stands at: model, sizes and knobs, the recipe they make, and what mends an illegal one."""
+"""What a tuner stands at: model, sizes and knobs, and the recipe they make."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import join
 from typing import TYPE_CHECKING, Any
 
-from lab.errors import LabError, RecipeError
+from lab.errors import LabError
 from lab.models import config_of
-from lab.recipe import OFFLOADS, Recipe, check_fields
+from lab.recipe import Recipe, check_fields
 from lab.rungs import NAMES, RUNGS, check_name, named
-from lab.units import GiB, KiB, Mi, MiB, TiB, format_bytes, format_tokens, parse_bytes, parse_tokens
+from lab.units import check_counts, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +27,9 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     **{name: {name: None} for name in ("head_chunk", *TILES)},
 }
 """A recipe without one of its knobs."""
+
+SIZES = {"tokens": parse_tokens, "device_memory": parse_bytes, "host_memory": parse_bytes}
+"""How the sizes of a state are read, as numbers or as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,27 @@ class State:
         return self.model, tuple(self.fields.items()), self.tokens, self.ranks, self.workspace
 
     def moved(self, name: str, value: Any) -> State:
-        """The state after one move; another rung takes back what was set by hand."""
+        """The state after one move; another rung takes back what was set by hand.
+
+        Raises:
+            LabError: a name that is neither of the state nor of a recipe, or a value that no state has. An
+                illegal combination is no error here.
+        """
         if name == "model":
-            return replace(self, model=value, config=config_of(value))
+            return replace(self, model=str(value), config=config_of(value))
         if name == "rung":
+            check_name(value)
             return replace(self, rung=value, by_hand={})
-        if name in KNOBS:
-            return replace(self, by_hand={**self.by_hand, name: value})
-        return replace(self, **{name: value})
+        if name == "ranks":
+            check_counts({name: value})
+            return replace(self, ranks=value)
+        if name == "workspace":
+            return replace(self, workspace=bool(value))
+        if name in SIZES:
+            read: dict[str, Any] = {name: SIZES[name](value)}
+            return replace(self, **read)
+        check_fields([name])
+        return replace(self, by_hand={**self.by_hand, name: value})
 
 
 def begun(
@@ -104,8 +118,7 @@ def begun(
     """
     if not isinstance(model, str | Path):
         raise LabError(f"a tuner writes its model as text: give a name or a directory, not {model!r}")
-    if type(ranks) is not int or ranks < 1:
-        raise LabError(f"ranks={ranks!r}: it takes a whole number, 1 or more")
+    check_counts({"ranks": ranks})
     check_fields(knobs)
     if isinstance(recipe, str):
         check_name(recipe)
@@ -147,127 +160,3 @@ def checked(fields: Mapping[str, Any], state: State) -> Recipe:
     recipe = Recipe(**fields)
     recipe.check(state.config, state.ranks)
     return recipe
-
-
-# ---- what a knob can be set to, and what mends ------------------------------------------------------------
-
-
-def choices(state: State, name: str) -> list[Any]:
-    """The values of a knob's slider, in the order in which memory grows, with the one that it stands at."""
-    here = getattr(state, name) if name in ("tokens", "ranks", "device_memory") else state.fields[name]
-    # Doublings, and half a step between them.
-    steps = sorted(n for power in range(30) for n in (2**power, 3 * 2**power // 2) if n > 0)
-    if name == "head_chunk":
-        heads = state.config.num_attention_heads
-        found = [n for n in range(1, heads + 1) if n in steps or heads % n == 0]
-    elif name in TILES:
-        found = [2**power for power in range(6, 21)]
-    elif name == "tokens":
-        found = [*(2**power for power in range(8, 21)), *(n * Mi for n in (2, 3, 4, 5, 6, 8, 12, 16))]
-    elif name == "ranks":
-        found = [n for n in steps if n <= 64]
-    elif here < 16 * GiB:
-        found = [max(here >> 3, KiB) << power for power in range(7)]
-    else:
-        found = [size * GiB for size in (16, 24, 40, 48, 64, 80, 96, 141, 192)]
-    return [*sorted({*found, here} - {None}), *([None] if name in NEUTRAL else [])]
-
-
-@dataclass(frozen=True)
-class Mend:
-    """One move that makes a combination legal."""
-
-    name: str
-    value: Any
-
-    @property
-    def words(self) -> str:
-        """What its button says."""
-        # 1 == True, and one rank is not "on".
-        on = isinstance(self.value, bool) and ("on" if self.value else "off")
-        return f"{LABELS[self.name]} {on or written(self.name, self.value)}"
-
-
-def mends(state: State, moved: str = "") -> list[Mend]:
-    """Single moves to a legal combination, each to the knob's nearest legal value; first of the one moved."""
-    found = []
-    for name in sorted(("head_chunk", "offload", "checkpoint", "ranks"), key=lambda name: name != moved):
-        value = next((v for v in _nearest(state, name) if legal(state.moved(name, v))), state)
-        if value is not state:
-            found.append(Mend(name, value))
-    return found
-
-
-def _nearest(state: State, name: str) -> Iterable[Any]:
-    """The other values of a knob, the nearest first."""
-    if name == "offload":
-        return [value for value in OFFLOADS if value != state.fields[name]]
-    if name == "checkpoint":
-        return [not state.fields[name]]
-    here = state.ranks if name == "ranks" else state.fields[name]
-    others = [value for value in choices(state, name) if value not in (None, here)]
-    without = [None] if name in NEUTRAL and here is not None else []
-    return [*sorted(others, key=lambda value: abs(value - (here or 0))), *without]
-
-
-def legal(state: State) -> bool:
-    """Whether the state has a recipe."""
-    try:
-        state.recipe  # noqa: B018
-    except RecipeError:
-        return False
-    return True
-
-
-# ---- as text -----------------------------------------------------------------------------------------------
-
-LABELS = {
-    "head_chunk": "head chunk", "mlp_tile": "MLP tile", "norm_tile": "norm tile", "loss_tile": "loss tile",
-    "checkpoint": "checkpoint", "offload": "offload", "tokens": "context", "ranks": "ranks",
-    "device_memory": "device memory",
-}  # fmt: skip
-
-
-def written(name: str, value: Any) -> str:
-    """A knob's value as it stands beside its slider, and as ``--set`` reads it."""
-    if name == "device_memory":
-        return format_bytes(value)
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return format_tokens(value) if name in (*TILES, "tokens") else str(value)
-
-
-def set_by_hand(state: State) -> dict[str, Any]:
-    """What remains to be set on the rung's recipe: all that is not as it would be anyway."""
-    degrees = [name for name in state.by_hand if name in ("ulysses", "ring")]
-    base = state.base
-    return {n: value for n, value in state.by_hand.items() if n in degrees or value != base[n]}
-
-
-def as_python(state: State) -> str:
-    """The plan of this state as an expression."""
-    settings = {"tokens": format_tokens(state.tokens), "ranks": state.ranks, **set_by_hand(state)}
-    settings |= {"device_memory": _exact(state.device_memory), "host_memory": _exact(state.host_memory)}
-    settings |= {} if state.workspace else {"workspace": False}
-    said = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
-    return f"lab.plan({_literal(state.model)}, {_literal(state.rung)}, {said})"
-
-
-def as_command(state: State) -> str:
-    """The same as a command line."""
-    words = ["lab", "plan", state.model, "--recipe", state.rung, "--tokens", format_tokens(state.tokens)]
-    words += ["--ranks", str(state.ranks)]
-    for name, value in set_by_hand(state).items():
-        words += ["--set", f"{name}={written(name, value)}"]
-    words += ["--device-memory", _exact(state.device_memory), "--host-memory", _exact(state.host_memory)]
-    return join(words if state.workspace else [*words, "--no-workspace"])
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
-def _exact(size: int) -> str:
-    """Bytes as ``parse_bytes`` reads them back, to the byte."""
-    units = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB))
-    return next((f"{size // unit}{name}" for name, unit in units if size % unit == 0), str(size))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from lab.errors import LabError
 from lab.formulas import estimate
@@ -29,20 +28,21 @@ def fit(
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
     ranks_per_node: int = 8,
+    device: str = "h100",
+    workspace: bool = True,
     watch: Callable[[int, int, Plan], None] | None = None,
-    **settings: Any,
 ) -> tuple[Plan, ...]:
     """Plan every recipe that may fit, and return those that do, the fastest first.
 
     All shard by FSDP and over the largest Ulysses degree; they differ in head chunk, tiles, checkpointing and
-    offload. ``device_memory`` is per rank, ``host_memory`` per node; ``settings`` are those of ``lab.plan``.
+    offload. ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``.
     ``watch`` is called with each plan made, its number, and how many there will be.
 
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
     """
     length, config = parse_tokens(tokens), fake_model(model).config
-    device, host = parse_bytes(device_memory), parse_bytes(host_memory)
+    of_device, of_host = parse_bytes(device_memory), parse_bytes(host_memory)
     base, heads = recipe_for("tiling", model, ranks, length, config=config), config.num_attention_heads
     recipes = {r: estimate(config, r, tokens=length, ranks=ranks, rows=rows) for r in candidates(base, heads)}
     leanest = min(recipes, key=lambda r: recipes[r].device_peak)
@@ -50,7 +50,7 @@ def fit(
     promising = [
         r
         for r, needs in recipes.items()
-        if needs.device_peak <= device * MARGIN and needs.host_peak * node <= host * MARGIN
+        if needs.device_peak <= of_device * MARGIN and needs.host_peak * node <= of_host * MARGIN
     ]
     tried, plans = promising or [leanest], []
     for number, recipe in enumerate(tried, start=1):
@@ -60,10 +60,11 @@ def fit(
             tokens=length,
             ranks=ranks,
             rows=rows,
-            device_memory=device,
-            host_memory=host,
+            device_memory=of_device,
+            host_memory=of_host,
             ranks_per_node=ranks_per_node,
-            **settings,
+            device=device,
+            workspace=workspace,
         )
         plans.append(made)
         if watch is not None:

@@ -15,11 +15,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab import data, models
 from lab.batches import Batch, shard_batch
 from lab.compose import apply_recipe
-from lab.errors import LabError
 from lab.recipe import Recipe
 from lab.rungs import recipe_for
 from lab.step import make_optimizer
-from lab.units import parse_tokens
+from lab.units import check_counts, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ def checked(
     Raises:
         LabError: a model, recipe, text or size that cannot work.
     """
-    for name, value in (("steps", steps), ("rows", rows)):
-        if type(value) is not int or value < 1:
-            raise LabError(f"{name}={value!r}: it takes a whole number, 1 or more")
+    check_counts({"steps": steps, "rows": rows})
     length = parse_tokens(tokens)
     config = models.config_of(model)
     training = Training(

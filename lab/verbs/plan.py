@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 
 from lab import models
 from lab.costs import Costs
-from lab.errors import LabError
 from lab.hardware import hardware
 from lab.memory.timeline import Moment, Timeline
 from lab.recipe import Recipe
-from lab.rungs import RUNGS, recipe_for, title_of
-from lab.units import parse_bytes, parse_tokens
+from lab.rungs import ladder, recipe_for, title_of
+from lab.units import check_counts, parse_bytes, parse_tokens
 from lab.verbs.extending import DEEP, SHALLOW, extended
 from lab.verbs.fake_step import Question, fake_step
 from lab.verbs.remembered import remembered
@@ -135,9 +134,7 @@ def plan(
     """
     start = time.perf_counter()
     length = parse_tokens(tokens)
-    for name, count in (("ranks", ranks), ("rows", rows), ("ranks_per_node", ranks_per_node)):
-        if type(count) is not int or count < 1:
-            raise LabError(f"{name}={count!r}: it takes a whole number, 1 or more")
+    check_counts({"ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node})
     memory = [None if given is None else parse_bytes(given) for given in (device_memory, host_memory)]
     skeleton = fake_model(model)
     chosen = recipe_for(recipe, model, ranks, length, config=skeleton.config, **knobs)
@@ -176,14 +173,18 @@ def plan_ladder(
     watch: Callable[[str, Plan], None] | None = None,
     **settings: Any,
 ) -> dict[str, Plan]:
-    """Plan every rung of the ladder, by name; ``settings`` are those of ``plan``.
+    """Plan every rung of the ladder, by name; ``settings`` are those of ``plan``, knobs as in ``ladder``.
 
     Raises:
-        LabError: as ``plan``.
+        LabError: as ``plan``, and as ``lab.ladder``.
     """
+    length, known = parse_tokens(tokens), {field.name for field in fields(Recipe)}
+    knobs = {name: settings.pop(name) for name in [*settings] if name in known}
+    rungs = ladder(model, ranks, length, config=fake_model(model).config, **knobs)
     plans = {}
-    for rung in RUNGS:
-        plans[rung] = plan(model, rung, tokens=tokens, ranks=ranks, **settings)
+    for rung, recipe in rungs.items():
+        made = plan(model, recipe, tokens=length, ranks=ranks, **settings)
+        plans[rung] = replace(made, title=title_of(model, rung, ranks, length))
         if watch is not None:
             watch(rung, plans[rung])
     return plans

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lab import models
-from lab.errors import CheckpointError, LabError
+from lab.errors import CheckpointError
 from lab.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.recipe import Recipe
 from lab.rungs import title_of
+from lab.units import check_counts
 from lab.verbs.on_ranks import checked
 from lab.verbs.train_loop import Course, Step, train_on_this_rank
 
@@ -71,9 +72,7 @@ def train(
             written, which leaves the ones before it as they are.
         RankError: a rank failed; the text names it and holds its traceback.
     """
-    for name, value in (("every", every), ("keep", keep)):
-        if type(value) is not int or value < 1:
-            raise LabError(f"{name}={value!r}: it takes a whole number, 1 or more")
+    check_counts({"every": every, "keep": keep})
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
     training, config, source = checked(
         model,
