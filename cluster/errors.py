@@ -1,11 +1,10 @@
 """What can go wrong on a cluster: it cannot serve (ClusterError), or a rank failed (RankError)."""
 
+import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import cloudpickle
 
 from cluster.whereabouts import Whereabouts
 
@@ -148,7 +147,7 @@ def _loaded(error: bytes) -> BaseException | None:
     if not error:
         return None
     try:
-        found = cloudpickle.loads(error)
+        found = pickle.loads(error)
     except Exception:  # whatever an exception of the caller's own does when it is put together again
         return None
     return found if isinstance(found, BaseException) else None

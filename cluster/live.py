@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakSet
 
-import cloudpickle
-
 DATA_KEY = "cluster"
 
 
@@ -61,6 +59,7 @@ def _belongs_to_run(thread: threading.Thread, earlier: set[threading.Thread]) ->
 
 
 def _send(stamp: Stamp, record: object) -> None:
+    import cloudpickle
     from ipyparallel.engine.datapub import publish_data
 
     publish_data({DATA_KEY: cloudpickle.dumps((stamp, record))})

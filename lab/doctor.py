@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from cluster.profiles import PROFILES
-from lab.exposure import openings
 from lab.techniques.kernels import FASTEST_FIRST, chosen, lacks, machine_of
 from lab.units import format_bytes
 
@@ -55,7 +54,10 @@ def _findings() -> Iterator[tuple[str, str]]:
         if profile.program:
             found = shutil.which(profile.program)
             yield f"profile {profile.name}", found or f"not installed (optional): Debian's {profile.package}"
-    yield from (("OPEN", opening) for opening in openings())
+    if _version("jupyterlab"):
+        from lab.exposure import openings
+
+        yield from (("OPEN", opening) for opening in openings())
     compiler = shutil.which("c++") or shutil.which("g++")
     yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
 

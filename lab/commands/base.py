@@ -39,6 +39,13 @@ def plainly(command: Callable[P, T]) -> Callable[P, T]:
                 raise
             click.echo(f"lab: {error.cause}", err=True)
             sys.exit(2)
+        except ModuleNotFoundError as error:
+            # The lab run from its sources, where not all that it depends on is installed.
+            click.echo(
+                f"lab: this command needs {error.name}, which is not installed; `lab doctor` says what is",
+                err=True,
+            )
+            sys.exit(2)
 
     return wrapped
 

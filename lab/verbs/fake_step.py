@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from lab import models
 from lab.batches import shard_batch
@@ -44,6 +47,7 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
         one_rank(question.recipe, question.ranks, "fake") as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
         shortened(),
+        layouts_remembered(),
     ):
         model = models.build(question.model, weights=False)
         del model.model.layers[layers:]
@@ -52,8 +56,7 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
         # others take the same tensors and give the same.
         apply_recipe(model, replace(question.recipe, kernel="torch", compile="none"), mesh)
         optimizer = make_optimizer(model, learning_rate=1e-3)
-        # The first update makes DTensor work out its layouts, on fake tensors of its own in the size of the
-        # whole model; it remembers them.
+        # The first update makes DTensor work out its layouts.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         update(model, optimizer, clip_norm=1.0)
@@ -62,3 +65,18 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
         with counter:
             train_step(model, optimizer, batch, meter=meter)
     return meter.timeline(), counter.total
+
+
+@contextmanager
+def layouts_remembered() -> Iterator[None]:
+    """In the block DTensor works out each operator's layout once, as it does for real tensors.
+
+    It does so on fake tensors in the size of the whole model, which would be counted as the step's. Where it
+    meets fake tensors it would do it every time, for it takes that for tracing.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding_non_cached = propagator.propagate_op_sharding  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del propagator.propagate_op_sharding_non_cached

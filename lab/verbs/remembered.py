@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import platformdirs
-
 from lab.costs import Costs
 from lab.memory.timeline import Timeline
 
@@ -34,7 +32,10 @@ def remembered(question: dict[str, Any], make: Callable[[], Step]) -> Step:
     of it.
     """
     text = json.dumps([question, _versions()], sort_keys=True, default=str)
-    path = folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
+    kept_in = folder()
+    if kept_in is None:
+        return make()
+    path = kept_in / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
     try:
         document = json.loads(gzip.decompress(path.read_bytes()))
         path.touch()
@@ -45,9 +46,13 @@ def remembered(question: dict[str, Any], make: Callable[[], Step]) -> Step:
     return step
 
 
-def folder() -> Path:
-    """Where plans are kept: the user's cache directory."""
-    return Path(platformdirs.user_cache_path("longcontext-lab")) / "plans"
+def folder() -> Path | None:
+    """Where plans are kept: the user's cache directory; None on a machine that runs the lab uninstalled."""
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError:
+        return None
+    return user_cache_path("longcontext-lab") / "plans"
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
