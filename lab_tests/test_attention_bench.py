@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 
 from lab.bench import attention
+from lab.bench.table import write
 from lab.cli import main
 from lab.techniques.attention import Kernel, flash_backward, flash_forward
 from lab.techniques.kernels import FASTEST_FIRST, lacks, machine_of
@@ -43,7 +45,8 @@ def test_a_row_for_each_kernel_that_is_here_and_each_length():
         assert row["failed"] is None
         assert 0 < row["worst error"] < 1e-3
         assert min(row["forward s"], row["backward s"], row["TFLOP/s"], row["/ matmul"]) > 0
-        assert f"torch {torch.__version__}" in row["machine"]
+        for package in (torch, transformers):
+            assert f", {package.__name__} {package.__version__}" in row["machine"]
 
 
 def test_times_are_medians_and_each_kernel_is_its_own(only, monkeypatch):
@@ -76,3 +79,12 @@ def test_one_that_fails_says_so_in_its_row(only):
     [row] = attention.measure_attention([64], lambda said: None)
     assert row["failed"] == "too long"
     assert {row[name] for name in ("forward s", "backward s", "TFLOP/s", "/ matmul", "worst error")} == {None}
+
+
+def test_the_machine_of_all_rows_is_named_once_below_them():
+    rows = [{"kernel": "torch", "tokens": n, "machine": "a GPU, torch 2"} for n in (5, 7)]
+    above, below = write([*rows, {**rows[0], "machine": None}], as_json=False).rsplit("\n", 1)
+    assert below == "  on a GPU, torch 2"
+    assert "machine" not in above
+    assert len(above.splitlines()) == 2 + 3
+    assert json.loads(write(rows, as_json=True)) == rows

@@ -11,6 +11,7 @@ import lab
 from lab import models
 from lab.bench.compiled import compiled
 from lab.bench.reference import build, config, error, gradients, loss_of
+from lab.bench.software import versions
 from lab.cli import main
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
@@ -158,6 +159,7 @@ def test_the_bench_of_a_tile():
     for row in rows:
         assert row["compiled / not"] == pytest.approx(row["compiled"] / row["seconds"])
         assert row["first time"] > row["compiled"] > 0
+        assert row["machine"] == f"CPU, {versions()}"
     assert "compile" in CliRunner().invoke(main, ["bench", "--help"]).output
     assert json.dumps(rows)
     assert said == ["a tile of norm", "a tile of MLP"]

@@ -182,7 +182,7 @@ def test_the_bench_of_every_recipe() -> None:
     assert result.exit_code == 0, result.output
     rows = {row["recipe"]: row for row in json.loads(result.output)}
     assert list(rows) == [*RUNGS, "fast"]
-    assert rows["plain"]["machine"] == "out of memory in forward"
+    assert rows["plain"]["failed"] == "out of memory in forward"
     assert rows["plain"]["seconds"] is None
     assert all(row["planned / peak"] == 1 for name, row in rows.items() if name != "plain")
     assert rows["upipe"]["over upipe"] == rows["tiling"]["over tiling"] == 1

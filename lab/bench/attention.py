@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from lab.bench.slice_check import slice_errors
+from lab.bench.software import versions
 from lab.bench.table import Row, Say
 from lab.costs import BACKWARD_FLOPS
 from lab.techniques.attention import Kernel
@@ -35,13 +33,16 @@ def measure_attention(lengths: Sequence[int], say: Say) -> list[Row]:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     machine = machine_of(device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     rows: list[Row] = []
     for tokens in lengths or ((64 * Ki, 256 * Ki, Mi) if cuda else (256, 512)):
         for name in FASTEST_FIRST:
             if lacks(name, machine, HEAD_DIM) is None:
                 say(f"{name}, {format_tokens(tokens)} tokens")
                 figures = _figures(name, tokens, device)
-                rows.append({"kernel": name, "tokens": tokens, **figures, "machine": _machine(device)})
+                rows.append(
+                    {"kernel": name, "tokens": tokens, **figures, "machine": f"{where}, {versions()}"}
+                )
     return rows
 
 
@@ -92,12 +93,3 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def _machine(device: torch.device) -> str:
-    """The device and the versions of what computes attention on it."""
-    found = [torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"]
-    for package in ("torch", "flash-attn", "flash-attn-3"):
-        with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return ", ".join(found)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lab import models
+from lab.bench.software import versions
 from lab.bench.table import Row, Say
 from lab.techniques.compiling import apply_compiled
 
@@ -42,6 +43,7 @@ def compiled(
     other = copy.deepcopy(plain)
     apply_compiled(other, mlps=True)
     x = torch.randn(1, tile, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     rows: list[Row] = []
     for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
         say(f"a tile of {name}")
@@ -54,12 +56,12 @@ def compiled(
             {
                 "tile of": name,
                 "tokens": tile,
-                "device": torch.cuda.get_device_name() if device == "cuda" else device,
                 "threads": torch.get_num_threads(),
                 "first time": first,
                 "seconds": without,
                 "compiled": with_it,
                 "compiled / not": median(with_it / without for without, with_it in rounds),
+                "machine": f"{where}, {versions()}",
             }
         )
     return rows

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from lab.bench.software import versions
 from lab.bench.table import Row, Say
 from lab.rungs import NAMES
 from lab.units import GiB, format_tokens
@@ -15,7 +14,7 @@ from lab.verbs.rehearse import rehearse
 
 COLUMNS = (
     "recipe", "tokens", "peak, GiB", "planned / peak", "host, GiB", "seconds", "over tiling", "over upipe",
-    "machine",
+    "failed", "machine",
 )  # fmt: skip
 
 
@@ -42,7 +41,7 @@ def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings
 
 def _row(name: str, tokens: int, found: dict[str, Rehearsal], refused: str | None) -> Row:
     row: dict[str, str | float | None] = dict.fromkeys(COLUMNS)
-    row |= {"recipe": name, "tokens": format_tokens(tokens), "machine": refused}
+    row |= {"recipe": name, "tokens": format_tokens(tokens), "failed": refused}
     if name in found:
         one = found[name]
         row |= {
@@ -50,7 +49,7 @@ def _row(name: str, tokens: int, found: dict[str, Rehearsal], refused: str | Non
             "planned / peak": one.plan_over_measured,
             "host, GiB": one.host_peak / GiB,
             "seconds": one.step_seconds,
-            "machine": f"{one.machine}, torch {torch.__version__}",
+            "machine": f"{one.machine}, {versions()}",
         }
         for other in ("tiling", "upipe"):
             if other in found:

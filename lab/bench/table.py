@@ -15,13 +15,18 @@ Say = Callable[[str], None]
 
 
 def write(rows: Sequence[Row], *, as_json: bool) -> str:
-    """The rows as text; columns are the names in the first row, a missing figure is a dash."""
+    """The rows as text; columns are the names in the first row, a missing figure is a dash.
+
+    What all say of the "machine" that they were measured on stands below the table, once.
+    """
     if as_json:
         return json.dumps([dict(row) for row in rows], indent=2)
-    table = Table(*rows[0], box=SIMPLE_HEAD)
+    names = [name for name in rows[0] if name != "machine"]
+    table = Table(*names, box=SIMPLE_HEAD)
     for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in rows[0]))
-    return printed(table)
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    machines = dict.fromkeys(str(row["machine"]) for row in rows if row.get("machine"))
+    return "\n".join([printed(table), *(f"  on {machine}" for machine in machines)])
 
 
 def printed(table: Table) -> str:
