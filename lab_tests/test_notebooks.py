@@ -18,7 +18,6 @@ from lab.notebooks import FOLDER, execute, execute_one, find, with_parameters
 
 NAMES = [notebook.name for notebook in find([])]
 SMALL = {
-    "01_fsdp": {"tokens": "256", "steps": "2", "ranks": "3"},
     "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "40", "ranks": "2"},
     "90_reproduce_paper": {
         "models": "['llama3-8b']",

@@ -193,15 +193,15 @@ def test_a_clean_run_profiled_is_the_run(ranks4, clean, tmp_path):
         steps = [[t.rows(t.step == k) for k in range(STEPS)] for t in timelines]
         return [
             [
-                (s.device_peak, s.peak.op, s.moment(0).by_category, kept(s.moment(-1).by_category))
+                (s.device_peak, s.peak.op, kept(s.moment(0).by_category), kept(s.moment(-1).by_category))
                 for s in rank
             ]
             for rank in steps
         ]
 
     def kept(by_category):
-        # Of the others what a step leaves is read where the next one begins: what a collective sent is gloo's
-        # too, until a thread of its own has run on.
+        # Not the others between steps, which the peaks hold: what a collective sent is gloo's too, until a
+        # thread of its own has run on.
         return {name: size for name, size in by_category.items() if name != "other"}
 
     assert bytes_of(clean.timelines) == bytes_of(run.timelines)
