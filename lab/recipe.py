@@ -81,8 +81,8 @@ class Recipe:
         _one_of("kernel", self.kernel, KERNEL_NAMES)
         _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
         check_counts({"ulysses": self.ulysses, "ring": self.ring}, RecipeError)
-        for name in ("head_chunk", "mlp_tile", "norm_tile", "loss_tile"):
-            _count_or_none(name, getattr(self, name))
+        sizes = ("head_chunk", "mlp_tile", "norm_tile", "loss_tile")
+        check_counts({name: getattr(self, name) for name in sizes}, RecipeError, or_none=True)
         if self.offload != "none" and not self.checkpoint:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
@@ -154,16 +154,19 @@ class Recipe:
         return cls(**knobs)
 
 
+FIELDS = tuple(field.name for field in fields(Recipe))
+"""The names of all knobs."""
+
+
 def check_fields(names: Any) -> None:
     """Refuse names that are no field of a recipe.
 
     Raises:
         RecipeError: the first such name, and all that are fields.
     """
-    known = [field.name for field in fields(Recipe)]
     for name in names:
-        if name not in known:
-            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(known)}")
+        if name not in FIELDS:
+            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(FIELDS)}")
 
 
 def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
@@ -191,8 +194,3 @@ def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     # 1 == True, but a knob that says 1 where a yes or no is wanted means something else.
     if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
         raise RecipeError(f"{name}={value!r}: it takes {' or '.join(repr(a) for a in allowed)}")
-
-
-def _count_or_none(name: str, value: object) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise RecipeError(f"{name}={value!r}: it takes a whole number, 1 or more, or None")

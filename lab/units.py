@@ -34,15 +34,19 @@ def parse_bytes(text: str | int) -> int:
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
 
 
-def check_counts(counts: Mapping[str, object], error: type[LabError] = LabError) -> None:
+def check_counts(
+    counts: Mapping[str, object], error: type[LabError] = LabError, *, or_none: bool = False
+) -> None:
     """Refuse what is no count, by its name.
 
     Raises:
-        LabError: the first that is not a whole number, 1 or more; as ``error``, where one is given.
+        LabError: the first that is not a whole number, 1 or more, or None where that is one of the values; as
+            ``error``, where one is given.
     """
     for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise error(f"{name}={count!r}: it takes a whole number, 1 or more")
+        if (type(count) is not int or count < 1) and not (or_none and count is None):
+            works = "1 or more, or None" if or_none else "1 or more"
+            raise error(f"{name}={count!r}: it takes a whole number, {works}")
 
 
 def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> int:

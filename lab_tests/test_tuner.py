@@ -181,6 +181,7 @@ def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
     for name, value, said in (
         ("rank", 2, "a recipe has no field 'rank'"),
         ("ranks", 0, "ranks=0: it takes a whole number"),
+        ("model", config_of("tiny"), "a tuner writes its model as text"),
         ("rung", "top", "unknown recipe 'top'"),
         ("device_memory", "much", "'much' is not an amount of memory"),
     ):

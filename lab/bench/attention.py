@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.bench.slice_check import slice_errors
-from lab.bench.software import versions
+from lab.bench.software import measured_on
 from lab.bench.table import Row, Say
 from lab.costs import BACKWARD_FLOPS
 from lab.techniques.attention import Kernel
@@ -33,16 +33,14 @@ def measure_attention(lengths: Sequence[int], say: Say) -> list[Row]:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     machine = machine_of(device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    where = measured_on(device.type)
     rows: list[Row] = []
     for tokens in lengths or ((64 * Ki, 256 * Ki, Mi) if cuda else (256, 512)):
         for name in FASTEST_FIRST:
             if lacks(name, machine, HEAD_DIM) is None:
                 say(f"{name}, {format_tokens(tokens)} tokens")
                 figures = _figures(name, tokens, device)
-                rows.append(
-                    {"kernel": name, "tokens": tokens, **figures, "machine": f"{where}, {versions()}"}
-                )
+                rows.append({"kernel": name, "tokens": tokens, **figures, "machine": where})
     return rows
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lab import models
-from lab.bench.software import versions
+from lab.bench.software import measured_on
 from lab.bench.table import Row, Say
 from lab.techniques.compiling import apply_compiled
 
@@ -43,7 +43,7 @@ def compiled(
     other = copy.deepcopy(plain)
     apply_compiled(other, mlps=True)
     x = torch.randn(1, tile, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    where = measured_on(device)
     rows: list[Row] = []
     for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
         say(f"a tile of {name}")
@@ -61,7 +61,7 @@ def compiled(
                 "seconds": without,
                 "compiled": with_it,
                 "compiled / not": median(with_it / without for without, with_it in rounds),
-                "machine": f"{where}, {versions()}",
+                "machine": where,
             }
         )
     return rows

@@ -1,4 +1,4 @@
-"""The versions of what ran: a figure is kept with them, and with its device's name."""
+"""What a figure was measured on: the device, and the versions of what ran."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+
+def measured_on(device: str) -> str:
+    """Name a "cuda" or "cpu" device, with ``versions``."""
+    return f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, {versions()}"
 
 
 def versions() -> str:

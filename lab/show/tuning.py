@@ -28,7 +28,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 }
 """A recipe without one of its knobs."""
 
-SIZES = {"tokens": parse_tokens, "device_memory": parse_bytes, "host_memory": parse_bytes}
+READERS = {"tokens": parse_tokens, "device_memory": parse_bytes, "host_memory": parse_bytes}
 """How the sizes of a state are read, as numbers or as text."""
 
 
@@ -84,7 +84,7 @@ class State:
                 illegal combination is no error here.
         """
         if name == "model":
-            return replace(self, model=str(value), config=config_of(value))
+            return replace(self, model=_as_text(value), config=config_of(value))
         if name == "rung":
             check_name(value)
             return replace(self, rung=value, by_hand={})
@@ -93,8 +93,8 @@ class State:
             return replace(self, ranks=value)
         if name == "workspace":
             return replace(self, workspace=bool(value))
-        if name in SIZES:
-            read: dict[str, Any] = {name: SIZES[name](value)}
+        if name in READERS:
+            read: dict[str, Any] = {name: READERS[name](value)}
             return replace(self, **read)
         check_fields([name])
         return replace(self, by_hand={**self.by_hand, name: value})
@@ -116,14 +116,12 @@ def begun(
     Raises:
         LabError: a model, rung, knob or size that does not exist. An illegal combination is no error here.
     """
-    if not isinstance(model, str | Path):
-        raise LabError(f"a tuner writes its model as text: give a name or a directory, not {model!r}")
     check_counts({"ranks": ranks})
     check_fields(knobs)
     if isinstance(recipe, str):
         check_name(recipe)
     state = State(
-        model=str(model),
+        model=_as_text(model),
         config=config_of(model),
         rung=recipe if isinstance(recipe, str) else RUNGS[-1],
         tokens=parse_tokens(tokens),
@@ -140,6 +138,12 @@ def begun(
     # What no recipe can hold is the caller's slip, and not a combination to explain.
     Recipe(**{**state.fields, "checkpoint": True})
     return state
+
+
+def _as_text(model: object) -> str:
+    if not isinstance(model, str | Path):
+        raise LabError(f"a tuner writes its model as text: give a name or a directory, not {model!r}")
+    return str(model)
 
 
 def _different(fields: dict[str, Any], state: State, rung: str) -> dict[str, Any]:

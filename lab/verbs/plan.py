@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from lab import models
 from lab.costs import Costs
 from lab.hardware import hardware
 from lab.memory.timeline import Moment, Timeline
-from lab.recipe import Recipe
+from lab.recipe import FIELDS, Recipe
 from lab.rungs import ladder, recipe_for, title_of
 from lab.units import check_counts, parse_bytes, parse_tokens
 from lab.verbs.extending import DEEP, SHALLOW, extended
@@ -178,8 +178,8 @@ def plan_ladder(
     Raises:
         LabError: as ``plan``, and as ``lab.ladder``.
     """
-    length, known = parse_tokens(tokens), {field.name for field in fields(Recipe)}
-    knobs = {name: settings.pop(name) for name in [*settings] if name in known}
+    length = parse_tokens(tokens)
+    knobs = {name: settings.pop(name) for name in FIELDS if name in settings}
     rungs = ladder(model, ranks, length, config=fake_model(model).config, **knobs)
     plans = {}
     for rung, recipe in rungs.items():
