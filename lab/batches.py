@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.recipe import Recipe
+from lab.techniques.agreement import check_same_tokens
+from lab.techniques.inputs import check_right_padding
 from lab.techniques.ring import local_positions, token_multiple
 from lab.techniques.tiled_loss import IGNORED
 
@@ -32,7 +34,9 @@ class Batch:
     group: dist.ProcessGroup
 
 
-def shard_batch(input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh) -> Batch:
+def shard_batch(
+    input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh, *, attention_mask: Tensor | None = None
+) -> Batch:
     """This rank's part of ``input_ids`` [b, S], which is the same on every rank.
 
     A row's tokens are split over the C*R ranks of a sequence, padded at the end with ignored labels where S
@@ -40,8 +44,13 @@ def shard_batch(input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh) -> Batch:
     with all their labels ignored: every rank does the same work, and the sum over ranks stays the sum over
     the b rows.
 
+    ``attention_mask`` [b, S] is 1 for tokens and 0 for padding at the end of rows. Padding is predicted by no
+    token and predicts none; behind a causal mask it changes nothing else.
+
     Raises:
-        RecipeError: not [b, S]: packed sequences are not supported.
+        RecipeError: not [b, S]: packed sequences are not supported; a single token; padding elsewhere; no
+            token to predict.
+        LabError: ranks with other tokens.
     """
     if input_ids.dim() != 2:
         raise RecipeError(
@@ -49,8 +58,25 @@ def shard_batch(input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh) -> Batch:
             "packed sequences would attend across their borders"
         )
     rows, tokens = input_ids.shape
+    if tokens < 2:
+        raise RecipeError(f"rows of {tokens} tokens: there is no next token to predict; give 2 or more")
+    check_same_tokens(input_ids, mesh.get_group())
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
+    label_count = rows * (tokens - 1)
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise RecipeError(
+                f"attention_mask of shape {list(attention_mask.shape)} for input_ids of shape "
+                f"{list(input_ids.shape)}: give a mask of the same shape, 1 for tokens and 0 for padding"
+            )
+        kept = attention_mask != 0
+        check_right_padding(kept)
+        check_same_tokens(kept.long(), mesh.get_group())
+        labels[:, :-1][~kept[:, 1:]] = IGNORED
+        label_count = int(kept[:, 1:].sum())
+        if label_count == 0:
+            raise RecipeError("a batch of padding alone: there is no token to predict")
 
     of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
     each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
@@ -66,6 +92,6 @@ def shard_batch(input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh) -> Batch:
         input_ids=pad(input_ids[mine % rows], (0, padding))[:, held],
         labels=labels,
         position_ids=held[None],
-        label_count=rows * (tokens - 1),
+        label_count=label_count,
         group=mesh.get_group(),
     )

@@ -7,16 +7,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from lab.decoder import check_untouched, decoder_of
 from lab.recipe import Recipe
+from lab.techniques.agreement import check_same_weights
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.inputs import apply_input_checks
 from lab.techniques.kernels import apply_kernel, kernel_for
 from lab.techniques.liger_loss import apply_liger_loss, liger_fused
 from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
-from lab.techniques.seam import apply_attention, attention_modules
+from lab.techniques.seam import apply_attention
 from lab.techniques.sharding import apply_fsdp, apply_replication, refolded
 from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
@@ -27,20 +30,26 @@ from lab.techniques.upipe import apply_upipe
 def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
-    ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses.
+    ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
+    and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
 
     Raises:
-        RecipeError: see ``Recipe.check``; a kernel of attention or loss that is not on this machine.
+        ModelError: a family, a config or modules that the techniques are not proved with.
+        RecipeError: see ``Recipe.check``; a model that techniques were applied to already; a kernel of
+            attention or loss that is not on this machine.
+        LabError: ranks with other weights or another recipe.
     """
+    check_untouched(model)
+    decoder = decoder_of(model)
     recipe.check(model.config, mesh.size())
+    kernel = kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D)
+    check_same_weights(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
-    # The seam and exact positions, for every recipe: the plain model is the same maths as all the others.
+    # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
+    # as all the others.
     apply_attention(model)
     apply_rope(model)
-    # Inside attention: the kernel, chosen once; the ring around it is that of whatever exchanges heads for
-    # sequence around the ring.
-    head_dim = attention_modules(model)[0].head_dim
-    kernel = kernel_for(recipe.kernel, torch.device(mesh.device_type), head_dim)  # type: ignore[arg-type]
+    # The kernel is chosen once. A ring wraps it; Ulysses or UPipe, applied below, wraps the ring.
     apply_kernel(model, kernel=kernel)
     if ring is not None:
         apply_ring(model, group=ring, kernel=kernel)
@@ -69,12 +78,15 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
         apply_tiled_loss(model, tile=recipe.loss_tile)
     else:
         apply_loss(model)
-    # Last, so that FSDP's hooks wrap all of the above: parameters are whole whenever a module runs.
+    # After all of these, so that FSDP's hooks wrap them: parameters are whole whenever a module runs.
     dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
     if recipe.fsdp:
         apply_fsdp(model, mesh=mesh, compute_dtype=dtype)
     else:
         apply_replication(model, mesh=mesh, compute_dtype=dtype)
+    # Last, because what the model is by now must stay: what it is called with, and what it consists of.
+    index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
+    apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
 
 
 def _sequence_groups(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from lab.decoder import shape_of
 from lab.recipe import Recipe
 from lab.techniques.upipe_schedule import schedule
 
@@ -77,7 +78,7 @@ class _Sizes:
     w bytes an element as computed with, f an element of a sum; ``n`` ranks share a parameter; ``copied``:
     parameters are cast or gathered, so modules work on a copy of them. M is one tensor inside the MLP, h one
     head, ``sent`` all keys as exchanged (where K < C, each to C/K ranks), ``table`` the embedding, ``root``
-    all outside the layers. ``head_norms``: q and k are normed.
+    all outside the layers, ``matrices`` those of an MLP. ``head_norms``: q and k are normed.
     """
 
     recipe: Recipe
@@ -99,6 +100,7 @@ class _Sizes:
     M: int
     h: int
     mlp: int
+    matrices: int
     layer: int
     table: int
     root: int
@@ -108,18 +110,18 @@ class _Sizes:
 
 def _sizes(c: Any, recipe: Recipe, tokens: int, ranks: int, rows: int) -> _Sizes:
     degree, w = recipe.ulysses * recipe.ring, WIDTHS[recipe.compute_dtype]
-    L, E, V = c.num_hidden_layers, c.hidden_size, c.vocab_size
-    H, K = c.num_attention_heads, c.num_key_value_heads
-    D, tied, head_norms = getattr(c, "head_dim", 0) or E // H, c.tie_word_embeddings, c.model_type == "qwen3"
+    shape = shape_of(c)
+    L, E, H, K, D, V = shape.L, shape.E, shape.H, shape.K, shape.D, shape.V
+    tied, head_norms = shape.tied, shape.head_norms
     padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
     b, s = -(-rows * degree // ranks), -(-tokens // padded) * padded // degree
-    token, mlp = w * b * s, 3 * E * c.intermediate_size
+    token, mlp = w * b * s, shape.matrices * E * shape.I
     layer, root = 2 * E * D * (H + K) + mlp + 2 * E + 2 * D * head_norms, V * E * (2 - tied) + E
     return _Sizes(
         recipe, L, E, H, K, D, V, b, s, w, f=max(w, 4), n=ranks if recipe.fsdp else 1,
         copied=recipe.fsdp or recipe.compute_dtype is not None, tied=tied, head_norms=head_norms,
-        A=token * E, M=token * c.intermediate_size, h=token * D, mlp=mlp, layer=layer, table=V * E, root=root,
-        model=L * layer + root, sent=token * D * max(K, recipe.ulysses),
+        A=token * E, M=token * shape.I, h=token * D, mlp=mlp, matrices=shape.matrices,
+        layer=layer, table=V * E, root=root, model=L * layer + root, sent=token * D * max(K, recipe.ulysses),
     )  # fmt: skip
 
 
@@ -155,7 +157,8 @@ def _waiting(z: _Sizes, layer: int) -> int:
     On the host they take the device's memory when they are wanted: the layer's own and the next to come, and
     of what the next one's attention made as much again; the layer's own is its attention's.
     """
-    mlp = 0 if z.recipe.mlp_tile else 4 * z.M  # gate, silu(gate), up and their product
+    # Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
+    mlp = 0 if z.recipe.mlp_tile else (4 if z.matrices == 3 else 2) * z.M
     if not z.recipe.checkpoint:
         return layer * (2 * (_norm_keeps(z) + z.A) + _attention_keeps(z) + mlp)
     if z.recipe.offload == "none":
@@ -210,14 +213,17 @@ def _norm(z: _Sizes) -> int:
 
 
 def _mlp(z: _Sizes) -> Parts:
-    """Six tensors of M's kind and down_proj's weight gradient, or one and all three; of a tile, beside the
-    whole dx and the sums of the weight gradients.
+    """The higher of two moments, and of a tile, beside it, the whole dx and the sums of the weight gradients.
+
+    Early, six tensors [b, t, I] (three where the MLP is not gated) and the last matrix's weight gradient;
+    late, one such tensor and the gradients of all matrices.
     """
     tile, t = z.recipe.mlp_tile, min(z.recipe.mlp_tile or z.s, z.s)
     one, x = z.M * t // z.s, z.A * t // z.s
+    tensors = 6 if z.matrices == 3 else 3
     # A tile of several rows lies apart in x and dout, so each is copied.
     copies = (1 if z.b == 1 else 3) * x if tile else 0
-    early, late = (6 * one + copies, z.w * z.mlp // 3), (one + x, z.w * z.mlp)
+    early, late = (tensors * one + copies, z.w * z.mlp // z.matrices), (one + x, z.w * z.mlp)
     activations, weights = max(early, late, key=sum)
     whole, sums = (z.A, z.f * z.mlp) if tile else (0, 0)
     return {"mlp": whole + activations, "gradients in flight": sums + weights}

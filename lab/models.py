@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from lab.decoder import SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
 from lab.presets import PRESETS
 from lab.units import check_counts
@@ -29,12 +29,6 @@ from lab.units import check_counts
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
 returns a model."""
-
-NEEDED = (
-    "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "vocab_size",
-)  # fmt: skip
-"""The names by which the techniques know a model's shape."""
 
 
 def config_of(model: ModelLike) -> PretrainedConfig:
@@ -46,7 +40,8 @@ def config_of(model: ModelLike) -> PretrainedConfig:
             or returns no transformers model.
     """
     if isinstance(model, PretrainedConfig):
-        return _checked(model)
+        check_config(model)
+        return model
     folder = _folder(model)
     if folder is not None:
         return _read(folder)
@@ -133,8 +128,9 @@ def _read(folder: Path) -> PretrainedConfig:
         raise ModelError(
             f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
         )
+    check_family(kind)
     family: Any = CONFIG_MAPPING[kind]
-    for name in NEEDED:
+    for name in SIZES:
         own = family.attribute_map.get(name, name)
         value = document.get(own, document.get(name))
         if value is not None:
@@ -145,23 +141,7 @@ def _read(folder: Path) -> PretrainedConfig:
     with _refused(f"{path} is not a config transformers can read"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     assert isinstance(config, PretrainedConfig)
-    return _checked(config)
-
-
-def _checked(config: PretrainedConfig) -> PretrainedConfig:
-    """Refuse a family that is no decoder with the names in ``NEEDED``, and sizes that no model has."""
-    kind = config.model_type or type(config).__name__
-    works = "Llama, Qwen2, Qwen3 and Mistral"
-    foreign = config.model_type in CONFIG_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.is_encoder_decoder or foreign:
-        raise ModelError(f"{kind} is not a decoder-only language model: {works} are")
-    missing = [name for name in NEEDED if getattr(config, name, None) is None]
-    if missing:
-        raise ModelError(
-            f"the config of {kind} has no {', '.join(missing)}: the techniques need {', '.join(NEEDED)}; "
-            f"{works} have them"
-        )
-    check_counts({name: getattr(config, name) for name in NEEDED}, ModelError)
+    check_config(config)
     return config
 
 
@@ -172,7 +152,7 @@ def _called(model: Callable[[], object]) -> PreTrainedModel:
         built = model()
     if not isinstance(built, PreTrainedModel):
         raise ModelError(f"the callable returned {type(built).__name__}, not a transformers model")
-    _checked(built.config)
+    decoder_of(built)
     return built
 
 

@@ -115,17 +115,17 @@ class Recipe:
         """Refuse what this recipe cannot do right with a model of this config on ``ranks`` ranks.
 
         Raises:
+            ModelError: a family or a config that the lab does not compute right, see ``check_config``.
             RecipeError: degrees that the heads or the ranks forbid, a head_chunk that does not divide, a rope
-                type without exact angles, sliding windows, mixtures of experts, dropout in attention. The
-                message holds the rule and the values that would work.
+                type without exact angles. The message holds the rule and the values that would work.
         """
         # Late, because they bring torch and transformers, and a recipe is only words until it is checked.
+        from lab.decoder import check_config
         from lab.techniques.exchange import check_degree
         from lab.techniques.rope import check_rope
-        from lab.techniques.seam import check_attention
         from lab.techniques.upipe_schedule import schedule
 
-        check_attention(config)
+        check_config(config)
         check_rope(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         check_degree(heads, kv_heads, self.ulysses)
@@ -186,7 +186,9 @@ def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
         if name not in ("offload", "compile") and value.lower() in words:
             knobs[name] = words[value.lower()]
         else:
-            knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]?", value) else value
+            # A plain number is judged by the knob's own rule, whose message names the knob.
+            number = int(value) if re.fullmatch(r"\d+", value) else value
+            knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]", value) else number
     return knobs
 
 

@@ -9,10 +9,10 @@ from math import gcd
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lab.decoder import head_dim_of
 from lab.errors import ModelError
 from lab.models import ModelLike, config_of
 from lab.techniques.rope import check_rope
-from lab.techniques.seam import check_attention
 from lab.units import check_counts
 
 BYTES = 256
@@ -38,10 +38,8 @@ def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretrai
     """
     check_counts({"head_dim": head_dim, "layers": layers}, ModelError)
     small = copy.deepcopy(config_of(model))
-    check_attention(small)
     check_rope(small)
-    own = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
-    E, H = small.hidden_size, small.num_attention_heads
+    own, E, H = head_dim_of(small), small.hidden_size, small.num_attention_heads
     # Some families take a hidden state only where it can be cut into as many parts as there are heads.
     common = gcd(own, E // H if E % H == 0 else E, small.intermediate_size)
     by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)

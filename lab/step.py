@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lab.batches import Batch
+from lab.errors import RecipeError
 from lab.techniques.exchange import sum_over_ranks
 
 
@@ -41,16 +42,27 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
     After ``.backward()`` each parameter's gradient is the dense model's: a rank contributes the gradient of
     its own labels, divided by the global count, and the ranks' contributions are summed.
+
+    Raises:
+        RecipeError: no recipe was applied to the model; see ``apply_input_checks``.
     """
+    if "forward" not in vars(model):
+        raise RecipeError(
+            "lab.loss of a model without a recipe: call lab.apply_recipe(model, recipe, mesh) first"
+        )
     local: Tensor = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, labels=batch.labels, use_cache=False
+        input_ids=batch.input_ids, position_ids=batch.position_ids, shifted_labels=batch.labels
     ).loss
     return sum_over_ranks(local, batch.group) / batch.label_count
 
 
 def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW with its state made at once, so that the first step weighs as much as every other."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    """AdamW with its state made at once, so that the first step weighs as much as every other.
+
+    Frozen parameters have no state.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

@@ -15,13 +15,13 @@ from cluster.errors import RankError
 from lab import doctor, models
 from lab.commands.base import plainly
 from lab.compose import apply_recipe
+from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.recipe import KERNEL_NAMES, Recipe
 from lab.techniques import kernels
 from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.kernels import FASTEST_FIRST, KERNELS, Machine, chosen, kernel_for, lacks, machine_of
 from lab.techniques.ring import ring_kernel
-from lab.techniques.seam import attention_modules
 
 B, H, K, S, D = 2, 12, 3, 40, 10
 
@@ -331,12 +331,12 @@ def test_a_plan_is_the_same_for_all_of_them():
 def test_a_recipe_sets_the_kernel_of_every_attention(alone, monkeypatch):
     mesh, model = dist.device_mesh.init_device_mesh("cpu", (1,)), models.build("tiny")
     apply_recipe(model, Recipe(), mesh)
-    assert {module.lab_kernel for module in attention_modules(model)} == {FLASH}
+    assert {module.lab_kernel for module in decoder_of(model).attentions} == {FLASH}
     with pytest.raises(RecipeError, match=r"kernel='cudnn': it needs an NVIDIA GPU; .* auto, torch"):
         apply_recipe(model, Recipe(kernel="cudnn"), mesh)
     asked = []
     monkeypatch.setattr(kernels, "machine_of", lambda device: asked.append(device) or HOPPER)
     assert kernel_for("auto", torch.device("cpu"), 128) is KERNELS["flash-attn-3"]
     apply_recipe(model, Recipe(kernel="flash-attn-2"), mesh)
-    assert {module.lab_kernel for module in attention_modules(model)} == {KERNELS["flash-attn-2"]}
+    assert {module.lab_kernel for module in decoder_of(model).attentions} == {KERNELS["flash-attn-2"]}
     assert asked == [torch.device("cpu")] * 2

@@ -1,7 +1,6 @@
 """MLP, norms and loss slice by slice: the plain model's numbers, fewer bytes, no slice lost or run again."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +9,15 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.offload import apply_offload
 from lab.techniques.sharding import apply_fsdp
-from lab.techniques.tiled_loss import apply_tiled_loss, summed_cross_entropy
+from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss, summed_cross_entropy
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
 from lab_tests.test_checkpointing import (
     BATCH,
@@ -214,8 +213,8 @@ def test_slices_run_twice_also_in_a_checkpointed_layer(tile, checkpoint, norms):
     apply_tiled_loss(model, tile=tile)
     if checkpoint:
         apply_checkpointing(model)
-    heads = []
-    model.lm_head.register_forward_hook(lambda _, args, out: heads.append(out.shape[:-1].numel()))
+    heads, head = [], model.lm_head.forward
+    model.lm_head.forward = lambda hidden: heads.append(hidden.shape[:-1].numel()) or head(hidden)
     with Counting() as counting:
         step(model)
     n = tiles(TOKENS, tile)
@@ -263,10 +262,13 @@ def test_held_by_an_mlp_and_a_norm_after_forward(dtype):
 
 def mlp_peaks(inner, tile, dtype, hidden=6):
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=inner, num_attention_heads=1)
-    mlp = LlamaMLP(config).to(dtype)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_attention_heads=1, num_hidden_layers=1, vocab_size=8
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    mlp = model.model.layers[0].mlp
     if tile is not None:
-        apply_tiled_mlp(SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(mlp=mlp)])), tile=tile)
+        apply_tiled_mlp(model, tile=tile)
     x = torch.randn(BATCH, TOKENS, hidden, dtype=dtype, requires_grad=True)
     return peaks(mlp, lambda: mlp(x))
 
@@ -285,25 +287,24 @@ def test_peaks_of_an_mlp(dtype, tile):
         assert grown == [weights, weights + 3 * tokens, weights + 6 * tokens + down + 3 * e * wide]
 
 
-class Headed(nn.Module):
-    """A hidden state [b, s, E] and a head: what is left of a decoder when the layers are done."""
-
-    def __init__(self, vocab, dtype, hidden=12):
-        super().__init__()
-        hidden_state = torch.randn(BATCH, TOKENS, hidden, dtype=dtype, requires_grad=True)
-        self.model = lambda **_: SimpleNamespace(last_hidden_state=hidden_state)
-        self.lm_head = nn.Linear(hidden, vocab, bias=False, dtype=dtype)
-
-    def forward(self, labels):
-        logits = self.lm_head(self.model().last_hidden_state)
-        return SimpleNamespace(loss=summed_cross_entropy(logits, labels, self.lm_head.out_features))
-
-
-def loss_peaks(vocab, tile, dtype):
+def loss_peaks(vocab, tile, dtype, hidden=12):
+    """A decoder without layers: a hidden state [b, s, E] and a head, which is the embedding."""
     torch.manual_seed(0)
-    model, labels = Headed(vocab, dtype), torch.randint(0, vocab, (BATCH, TOKENS))
-    if tile is not None:
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=vocab, tie_word_embeddings=True,
+        ),
+        dtype=dtype,
+    )  # fmt: skip
+    del model.model.layers[:]
+    labels = torch.randint(0, vocab, (BATCH, TOKENS))
+    if tile is None:
+        apply_loss(model)
+    else:
         apply_tiled_loss(model, tile=tile)
+    state = torch.randn(BATCH, TOKENS, hidden, dtype=dtype, requires_grad=True)
+    model.model.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=state)
     return peaks(model, lambda: model(labels=labels).loss)
 
 

@@ -14,14 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
+
+from lab.decoder import Patch
 
 VOCABULARY, HEAD_DIM = 101, 10
 FAMILIES: dict[str, type[PretrainedConfig]] = {
@@ -29,15 +34,26 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "arcee": ArceeConfig,
+    "granite": GraniteConfig,
+    "starcoder2": Starcoder2Config,
 }
+
+OWN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "arcee": {"mlp_bias": True},
+    "granite": {
+        "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,
+        "logits_scaling": 1.7, "residual_multiplier": 0.6,
+    },
+}  # fmt: skip
+"""What a family's config says beside its sizes, so that each of its own fields matters."""
 
 
 def config(
     family: str = "llama", heads: int = 24, kv_heads: int = 6, layers: int = 2, **more: Any
 ) -> PretrainedConfig:
     """A small config in which no two sizes coincide: E=2H, D=10 (so H*D != E), V=101."""
-    if family == "mistral":
-        more.setdefault("sliding_window", None)
     sizes: dict[str, Any] = {
         "hidden_size": 2 * heads,
         "intermediate_size": 72,
@@ -49,8 +65,11 @@ def config(
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "attention_dropout": 0.0,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
-    return FAMILIES[family](**{**sizes, **more})
+    return FAMILIES[family](**{**sizes, **OWN.get(family, {}), **more})
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
@@ -62,7 +81,8 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
             if parameter.ndim == 1:
                 parameter.add_(1.0)
-    built: PreTrainedModel = model.to(dtype)
+    # Fake tensors, which a plan is made of, cannot be moved.
+    built: PreTrainedModel = model if dtype == torch.float64 else model.to(dtype)
     return built
 
 
@@ -77,7 +97,7 @@ def exact_rotary(model: nn.Module) -> nn.Module:
         angles = torch.cat((half, half), -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
-    rotary.forward = forward
+    rotary.forward = Patch(forward, rotary.forward)
     return model
 
 

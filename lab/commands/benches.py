@@ -119,6 +119,19 @@ def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--draws", type=click.IntRange(0), default=0, help="Random models and recipes to try too. [0]")
+@click.option("--seed", type=int, default=0, help="Of the draws. [0]")
+@click.option("--replay", metavar="JSON", help="Examine one draw alone, as a failure prints it.")
+@JSON
+@plainly
+def inputs(draws: int, seed: int, replay: str | None, as_json: bool) -> None:
+    """What arrives from outside: models, batches, adapters; right, or refused with the message."""
+    from lab.bench.inputs import measure_inputs
+
+    _show("inputs", partial(measure_inputs, draws, seed, replay), as_json)
+
+
+@bench.command()
 @JSON
 @plainly
 def upipe_vs_deepspeed(as_json: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
 
 
@@ -34,18 +35,19 @@ def apply_checkpointing(model: nn.Module) -> None:
         RecipeError: the layers are checkpointed already, by this function or by transformers. In forward: a
             key/value cache, to which a layer that runs twice would append twice.
     """
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        if getattr(layer, "gradient_checkpointing", False):
+    for layer in decoder_of(model).layers:
+        module = layer.module
+        if getattr(module, "gradient_checkpointing", False):
             raise RecipeError(
                 "checkpoint=True on a model whose own gradient checkpointing is on: a layer would be "
                 "recomputed twice; call model.gradient_checkpointing_disable() first"
             )
-        if getattr(layer.forward, "checkpointed", False):
+        if getattr(module.forward, "checkpointed", False):
             raise RecipeError("checkpoint=True on a model that is checkpointed already: apply it once")
-        layer.forward = _checkpointed(layer.forward)
+        module.forward = _checkpointed(module.forward)
 
 
-def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(inner: Callable[..., Any]) -> Patch:
     """Wrap the forward of a layer; the wrapper is marked, for offload asks whether there is one."""
 
     def forward(hidden_states: torch.Tensor, *args: Any, **rest: Any) -> Any:
@@ -63,5 +65,6 @@ def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
             lambda h: inner(h, *args, **rest), hidden_states, use_reentrant=False, preserve_rng_state=False
         )
 
-    forward.checkpointed = True  # type: ignore[attr-defined]
-    return forward
+    patch = Patch(forward, inner)
+    patch.checkpointed = True
+    return patch

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
 
 
@@ -35,12 +36,9 @@ def apply_compiled(model: nn.Module, *, mlps: bool) -> None:
             f"compile: torch.compile needs a {language} compiler, none of {', '.join(programs)} is on the "
             "PATH; install one (Debian: build-essential), or set compile='none'"
         )
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        _compile(layer.input_layernorm)
-        _compile(layer.post_attention_layernorm)
-        if mlps:
-            _compile(layer.mlp)
-    _compile(model.model.norm)  # type: ignore[arg-type]
+    decoder = decoder_of(model)
+    for module in [*decoder.norms, *(layer.mlp for layer in decoder.layers if mlps)]:
+        _compile(module)
 
 
 def _compile(module: nn.Module) -> None:
@@ -52,4 +50,4 @@ def _compile(module: nn.Module) -> None:
         found: Tensor = (eager if _get_current_dispatch_mode() is not None else compiled)(x)
         return found
 
-    module.forward = forward
+    module.forward = Patch(forward, eager)

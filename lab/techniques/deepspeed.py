@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH, Kernel, attention
 from lab.techniques.exchange import check_degree
-from lab.techniques.seam import apply_attention, attention_modules
+from lab.techniques.seam import apply_attention
 
 
 def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> None:
@@ -47,12 +48,12 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
             "ulysses_backend='deepspeed' cannot be planned: its exchange wants real tensors; "
             "plan with ulysses_backend='lab', which holds the same bytes or fewer"
         )
-    config: Any = model.config
-    check_degree(config.num_attention_heads, config.num_key_value_heads, dist.get_world_size(group))
+    decoder = decoder_of(model)
+    check_degree(decoder.shape.H, decoder.shape.K, dist.get_world_size(group))
     kind = _attention_class(parameter.device)
     apply_attention(model)
-    for module in attention_modules(model):
-        module.lab_attention = _Exchange(kind, group, config.num_hidden_layers)  # type: ignore[assignment]
+    for module in decoder.attentions:
+        module.lab_attention = _Exchange(kind, group, decoder.shape.L)  # type: ignore[assignment]
 
 
 class _Exchange:

@@ -8,10 +8,10 @@ from importlib import import_module
 import torch
 from torch import nn
 
+from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH, Kernel
 from lab.techniques.kernel_calls import CUDNN, FLASH_2, FLASH_3, MODULES
-from lab.techniques.seam import attention_modules
 
 FASTEST_FIRST = ("flash-attn-3", "cudnn", "flash-attn-2", "torch")
 """The order in which "auto" looks. FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, on an H100: itself,
@@ -26,9 +26,9 @@ def apply_kernel(model: nn.Module, *, kernel: Kernel) -> None:
     everything; ``apply_ring`` sends the keys of a ring through it, where it is given it too.
 
     Raises:
-        RecipeError: see ``attention_modules``.
+        ModelError: see ``decoder_of``.
     """
-    for module in attention_modules(model):
+    for module in decoder_of(model).attentions:
         module.lab_kernel = kernel  # type: ignore[assignment]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
-from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from lab.decoder import decoder_of, effective_weight
 from lab.errors import RecipeError
 from lab.techniques.precision import wider
 from lab.techniques.tiled_loss import IGNORED, apply_head_loss
@@ -36,14 +36,17 @@ def apply_liger_loss(model: nn.Module, *, fused: Fused) -> None:
     Composes with: a scaled loss, ignored labels, tied heads, FSDP2 (applied after: the head is whole in the
     root's forward). Not with loss_tile, not with a second backward through one graph, not with a plan.
     """
-    head: Any = model.lm_head
+    decoder = decoder_of(model)
 
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
+        weight, bias = effective_weight(decoder.head, "loss_kernel='liger'")
+        # Dividing the head's input divides its logits, which are never whole.
+        divided = hidden if decoder.logits_divisor == 1 else hidden / decoder.logits_divisor
         return fused(
-            hidden,
-            head.weight,
+            divided,
+            weight,
             labels,
-            bias=head.bias,
+            bias=bias,
             ignore_index=IGNORED,
             reduction="sum",
             accum_dtype=wider(hidden.dtype),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.host_road import Parcel, Road
 from lab.techniques.keeping import Results
@@ -55,7 +56,7 @@ def apply_offload(
         RecipeError: the layers are not checkpointed, so there is no one tensor to send. With ``attention``:
             see ``apply_attention``; in forward, a layer that does not hand its keywords to its attention.
     """
-    layers = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    layers = [layer.module for layer in decoder_of(model).layers]
     for layer in layers:
         if not getattr(layer.forward, "checkpointed", False):
             raise RecipeError(
@@ -113,7 +114,7 @@ class _Luggage:
         return made
 
 
-def _offloaded(inner: Callable[..., Any], trip: _Trip, *, first: bool, last: bool) -> Callable[..., Any]:
+def _offloaded(inner: Callable[..., Any], trip: _Trip, *, first: bool, last: bool) -> Patch:
     """Wrap the forward of a checkpointed layer so that the tensor it saves is luggage."""
 
     def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
@@ -142,10 +143,11 @@ def _offloaded(inner: Callable[..., Any], trip: _Trip, *, first: bool, last: boo
             trip.road.depart()
         if trip.attention and not luggage.attention:
             raise RecipeError(
-                "offload='attention' with a decoder layer that hands no keywords on to its attention, as "
-                "those of Llama, Qwen2, Qwen3 and Mistral do; use offload='inputs' with this one"
+                "offload='attention' with a decoder layer that hands no keywords on to its attention; use "
+                "offload='inputs' with this one"
             )
         return out
 
-    forward.checkpointed = True  # type: ignore[attr-defined]
-    return forward
+    patch = Patch(forward, inner)
+    patch.checkpointed = True
+    return patch

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH, Kernel
 from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import wider
-from lab.techniques.seam import apply_attention, attention_modules
+from lab.techniques.seam import apply_attention
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
@@ -37,7 +38,7 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Ker
         RecipeError: see ``apply_attention``.
     """
     apply_attention(model)
-    for module in attention_modules(model):
+    for module in decoder_of(model).attentions:
         module.lab_kernel = ring_kernel(group, kernel)  # type: ignore[assignment]
 
 
@@ -58,7 +59,9 @@ def token_multiple(ulysses: int, ring: int) -> int:
     return lcm(2 * ring, ulysses * ring) if ring > 1 else ulysses
 
 
-def local_positions(tokens: int, *, ulysses: int, ring: int, index: int) -> Tensor:
+def local_positions(
+    tokens: int, *, ulysses: int, ring: int, index: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """The global positions [s] that rank ``index`` of C*R holds, ascending.
 
     ``index`` is ring index * C + Ulysses index. Ring index i has pieces i and 2R-1-i of 2R, in this order,
@@ -75,12 +78,14 @@ def local_positions(tokens: int, *, ulysses: int, ring: int, index: int) -> Tens
             f"such as {tokens + -tokens % multiple}"
         )
     of_ring, of_ulysses = divmod(index, ulysses)
+    local = tokens // (ulysses * ring)
+    held = torch.arange(of_ulysses * local, (of_ulysses + 1) * local, device=device)
     if ring == 1:
-        held = torch.arange(tokens)
-    else:
-        pieces = torch.arange(tokens).view(2 * ring, -1)
-        held = torch.cat((pieces[of_ring], pieces[2 * ring - 1 - of_ring]))
-    return held.view(ulysses, -1)[of_ulysses].clone()
+        return held
+    # From the place among the two pieces to the place in the sequence.
+    piece = tokens // (2 * ring)
+    first, second = of_ring * piece, (2 * ring - 2 - of_ring) * piece
+    return held + torch.where(held < piece, first, second)
 
 
 # ---- the maths ---------------------------------------------------------------------------------------------

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from lab.decoder import Patch, decoder_of, head_dim_of
 from lab.errors import RecipeError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def apply_rope(model: nn.Module) -> None:
-    """Let ``model.model.rotary_emb`` compute in fp64, from rope_theta, for the given positions only.
+    """Let a model's rotary embedding compute in fp64, from rope_theta, for the given positions only.
 
     x (for its dtype), position_ids [b, s] -> cos, sin [b, s, D] in x's dtype; the b of ``position_ids`` may
     be 1. At position 5,242,880 an angle is up to 5e6 radians: in fp32 its error is a quarter of a turn's
@@ -29,25 +31,23 @@ def apply_rope(model: nn.Module) -> None:
     Composes with everything: it runs once a step, and positions are what the caller says they are.
 
     Raises:
+        ModelError: see ``decoder_of``.
         RecipeError: a rope type without a form for all positions, or one that rotates a part of each head.
     """
-    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
-    if rotary is None:
-        raise RecipeError(
-            f"{type(model).__name__} has no model.rotary_emb: give a decoder of the Llama family"
-        )
-    frequencies, factor = check_rope(rotary.config)
-    rotary.forward = partial(tables, frequencies=frequencies, factor=factor)
+    rotary = decoder_of(model).rotary
+    frequencies, factor = check_rope(rotary.config)  # type: ignore[arg-type]
+    rotary.forward = Patch(partial(tables, frequencies=frequencies, factor=factor), rotary.forward)
 
 
-def check_rope(config: Any) -> tuple[list[float], float]:
+def check_rope(config: PretrainedConfig) -> tuple[list[float], float]:
     """``inverse_frequencies`` of a model's config.
 
     Raises:
         RecipeError: see ``apply_rope``.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return inverse_frequencies(config.rope_parameters, head_dim, max_positions=config.max_position_embeddings)
+    return inverse_frequencies(
+        config.rope_parameters, head_dim_of(config), max_positions=config.max_position_embeddings
+    )
 
 
 def inverse_frequencies(

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lab.decoder import decoder_of
+from lab.errors import RecipeError
 from lab.techniques.exchange import settled
 from lab.techniques.precision import wider
 
@@ -36,14 +38,17 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
 
     Composes with: everything that patches modules, applied before it, so that its hooks run outside. A mesh
     of two dimensions replicates over the first and shards over the second.
+
+    Raises:
+        ModelError: see ``decoder_of``.
+        RecipeError: parameters of several dtypes in one layer. In forward: see ``_keep_trained``.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=wider(compute_dtype or next(model.parameters()).dtype),
     )
-    layers: nn.ModuleList = model.model.layers  # type: ignore[union-attr, assignment]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for layer in decoder_of(model).layers:
+        fully_shard(layer.module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -53,6 +58,8 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
             if mesh.device_type == "cpu":
                 module.set_custom_all_gather(_SettledAllGather())
                 module.set_custom_reduce_scatter(_SettledReduceScatter())
+    _keep_trained(model)
+    _refuse_after_failure(model)
 
 
 class _SettledAllGather(DefaultAllGather):
@@ -105,6 +112,7 @@ def apply_replication(
     if mesh.size() == 1:
         return
     group = mesh.get_group()
+    _keep_trained(model)
 
     def summed(gradient: Tensor) -> Tensor:
         total = gradient.to(wider(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
@@ -115,6 +123,67 @@ def apply_replication(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(summed)
+
+
+def _keep_trained(model: nn.Module) -> None:
+    """Refuse a forward after parameters were frozen or unfrozen: what sums gradients was set up for the
+    others.
+
+    Raises, in forward:
+        RecipeError: a parameter that changed; inference mode, in which FSDP would gather parameters that no
+            later step can train.
+    """
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+
+    def check(*_: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RecipeError("torch.inference_mode around a model with a recipe: use torch.no_grad instead")
+        for name, parameter in model.named_parameters():
+            if before.get(name) is not parameter.requires_grad:
+                raise RecipeError(
+                    f"{name} was frozen or unfrozen after the recipe was applied: set requires_grad first, "
+                    "then apply the recipe"
+                )
+
+    # Before FSDP's own hook, which makes parameters whole.
+    model.register_forward_pre_hook(check, prepend=True)
+
+
+def _refuse_after_failure(model: nn.Module) -> None:
+    """Refuse a forward after a backward that failed in its middle.
+
+    FSDP then holds gradients that it had not reduced yet, would add the next ones to them, and has no way to
+    drop them.
+
+    Raises, in forward:
+        RecipeError: the backward before did not end.
+    """
+    under_way = False
+
+    def begins(_: Tensor) -> None:
+        nonlocal under_way
+        under_way = True
+        # Runs when this backward has ended, and not where it fails.
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    def ended() -> None:
+        nonlocal under_way
+        under_way = False
+
+    def check(*_: Any) -> None:
+        if under_way:
+            raise RecipeError(
+                "the backward before this forward failed, and FSDP still holds a part of its gradients: "
+                "build the model again, apply the recipe, and load the last good weights"
+            )
+
+    def watch(_: nn.Module, __: Any, output: Any) -> None:
+        result: Tensor = output.logits if output.loss is None else output.loss
+        if result.requires_grad:
+            result.register_hook(begins)
+
+    model.register_forward_pre_hook(check, prepend=True)
+    model.register_forward_hook(watch)
 
 
 def refolded(mesh: DeviceMesh, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:

@@ -9,7 +9,6 @@ is the token that follows place i, because a rank that holds a slice of the sequ
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from lab.decoder import Patch, decoder_of
 from lab.techniques.precision import wider
 from lab.techniques.slices import slices
-from lab.techniques.tiling import check_tile, tiled
+from lab.techniques.tiling import check_inner_hooks, check_tile, tiled
 
 IGNORED = -100
 """The label of a token that is not to be predicted (padding, the last of a text)."""
@@ -76,13 +76,15 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
         RecipeError: ``tile`` is less than 1.
     """
     check_tile("loss_tile", tile)
-    head: nn.Module = model.lm_head  # type: ignore[assignment]
+    decoder = decoder_of(model)
+    head = decoder.head
 
     def token_losses(hidden: Tensor, labels: Tensor) -> Tensor:
-        losses: Tensor = _TokenLoss.apply(head(hidden), labels)  # type: ignore[no-untyped-call]
+        losses: Tensor = _TokenLoss.apply(decoder.logits(hidden), labels)  # type: ignore[no-untyped-call]
         return losses
 
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
+        check_inner_hooks(nn.ModuleList([head]), "loss_tile")
         return tiled(token_losses, head, hidden[None], labels[None], tile=tile).sum()
 
     apply_head_loss(model, summed)
@@ -96,14 +98,13 @@ def apply_head_loss(model: nn.Module, summed: Callable[[Tensor, Tensor], Tensor]
     """
     plain: Callable[..., Any] = model.forward
 
-    @wraps(plain)
     def forward(*args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return plain(*args, **kwargs)
         hidden = model.model(*args, **kwargs).last_hidden_state  # type: ignore[operator]
         return CausalLMOutputWithPast(loss=summed(hidden.flatten(0, 1), labels.flatten()))
 
-    model.forward = forward
+    model.forward = Patch(forward, plain)
 
 
 class _TokenLoss(Function):

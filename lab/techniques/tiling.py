@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.precision import wider
 from lab.techniques.slices import slices
@@ -38,8 +39,8 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
         RecipeError: ``tile`` is less than 1.
     """
     check_tile("mlp_tile", tile)
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        _tile_module(layer.mlp, tile)
+    for layer in decoder_of(model).layers:
+        _tile_module(layer.mlp, tile, "mlp_tile")
 
 
 def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
@@ -57,10 +58,8 @@ def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
         RecipeError: ``tile`` is less than 1.
     """
     check_tile("norm_tile", tile)
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        _tile_module(layer.input_layernorm, tile)
-        _tile_module(layer.post_attention_layernorm, tile)
-    _tile_module(model.model.norm, tile)  # type: ignore[arg-type]
+    for norm in decoder_of(model).norms:
+        _tile_module(norm, tile, "norm_tile")
 
 
 def tiled(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *beside: Tensor, tile: int) -> Tensor:
@@ -180,10 +179,22 @@ def check_tile(knob: str, tile: int) -> None:
         )
 
 
-def _tile_module(module: nn.Module, tile: int) -> None:
+def check_inner_hooks(module: nn.Module, knob: str) -> None:
+    """Refuse hooks on what a tiled ``module`` consists of: they would see a tile for the whole.
+
+    Raises:
+        RecipeError: see ``check_hooks``.
+    """
+    for inner in module.modules():
+        if inner is not module:
+            check_hooks(inner, knob)
+
+
+def _tile_module(module: nn.Module, tile: int, knob: str) -> None:
     inner = module.forward
 
     def forward(x: Tensor) -> Tensor:
+        check_inner_hooks(module, knob)
         return tiled(inner, module, x, tile=tile)
 
-    module.forward = forward
+    module.forward = Patch(forward, inner)

@@ -7,9 +7,10 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.decoder import decoder_of
 from lab.techniques.attention import FLASH, Kernel, attention
 from lab.techniques.exchange import check_degree, heads_from_sequence, sequence_from_heads, size_of
-from lab.techniques.seam import apply_attention, attention_modules
+from lab.techniques.seam import apply_attention
 
 
 def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
@@ -31,9 +32,9 @@ def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
         RecipeError: C does not divide H, or of C and K neither divides the other; see ``apply_attention``.
     """
     apply_attention(model)
-    config = model.config
-    check_degree(config.num_attention_heads, config.num_key_value_heads, size_of(group))  # type: ignore[arg-type, union-attr]
-    for module in attention_modules(model):
+    decoder = decoder_of(model)
+    check_degree(decoder.shape.H, decoder.shape.K, size_of(group))
+    for module in decoder.attentions:
         module.lab_attention = partial(ulysses_attention, group=group)  # type: ignore[assignment]
 
 

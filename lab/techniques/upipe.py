@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from lab.decoder import Patch, check_hooks, decoder_of, effective_weight
 from lab.errors import RecipeError
 from lab.techniques.attention import FLASH
 from lab.techniques.exchange import size_of
 from lab.techniques.keeping import Keep, Results, make
-from lab.techniques.seam import apply_attention, attention_modules
+from lab.techniques.seam import apply_attention
 from lab.techniques.upipe_passes import Backward, Inputs, Job, forward_pass
 from lab.techniques.upipe_schedule import Schedule, schedule
 
@@ -29,7 +30,8 @@ def apply_upipe(
     projects its U query heads from x, rotates them, exchanges sequence for heads, attends, and writes into
     its slice of the output; keys and values are sent once, and held for the stages of their group. Backward
     keeps x, the output and the LSEs, and recomputes q, k and v but never the attention. q_proj, k_proj,
-    v_proj and o_proj are used as weights (hooks on them do not run), q_norm and k_norm as modules.
+    v_proj and o_proj are used as weights, those that autograd makes of a LoRA adapter or a parametrization
+    (see ``effective_weight``); q_norm and k_norm as modules. For a frozen weight no gradient is computed.
 
     Saves, for w bytes an element, 1 row, A = w*s*E, h = w*s*D (one head), U_kv heads in flight (C times the
     schedule's ``slots_in_flight``), and f = 4 bytes (8 in fp64) for sums:
@@ -70,11 +72,12 @@ def apply_upipe(
         RecipeError: a U that C does not divide or that does not divide H, a C that the heads do not allow;
             or see ``apply_attention``.
     """
-    config: Any = model.config
-    plan = schedule(config.num_attention_heads, config.num_key_value_heads, size_of(group), head_chunk)
+    decoder = decoder_of(model)
+    plan = schedule(decoder.shape.H, decoder.shape.K, size_of(group), head_chunk)
     apply_attention(model)
-    for module in attention_modules(model):
-        module.forward = partial(upipe_forward, module, plan=plan, group=group, overlap=overlap)
+    for module in decoder.attentions:
+        forward = partial(upipe_forward, module, plan=plan, group=group, overlap=overlap)
+        module.forward = Patch(forward, module.forward)
 
 
 def upipe_forward(
@@ -95,7 +98,7 @@ def upipe_forward(
     The heads' outputs and the LSEs go by ``lab_keep``, so that of a kept forward o_proj alone runs again.
 
     Raises:
-        RecipeError: a mask or a key/value cache.
+        RecipeError: a mask or a key/value cache; hooks on what it does not call; quantized weights.
     """
     if attention_mask is not None or past_key_values is not None:
         raise RecipeError("UPipe with a mask or a cache: give no attention_mask, and use_cache=False")
@@ -104,7 +107,13 @@ def upipe_forward(
     # A group of one exchanges nothing.
     overlap = overlap and plan.ranks > 1
     job = Job(plan, group, kernel, module.scaling, module.head_dim, norms, overlap)
-    projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+    weights, biases = zip(
+        *(effective_weight(p, "UPipe") for p in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)),
+        strict=True,
+    )
+    for norm in norms:
+        if norm is not None:
+            check_hooks(norm, "UPipe")
     cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
     out = _UPipe.apply(  # type: ignore[no-untyped-call]
         job,
@@ -112,8 +121,8 @@ def upipe_forward(
         hidden_states,
         cos,
         sin,
-        *(p.weight for p in projections),
-        *(p.bias for p in projections),
+        *weights,
+        *biases,
         *(p for norm in norms if norm is not None for p in norm.parameters()),
     )
     return out, None
@@ -137,9 +146,12 @@ class _UPipe(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.spent:
-            raise RuntimeError("UPipe's backward ran already, and wrote dq where the output was")
+            raise RecipeError(
+                "a second backward through UPipe: the first wrote dq where the output was; call backward "
+                "once, without retain_graph, or set head_chunk=None"
+            )
         ctx.spent = True
         x, out, *rest = ctx.saved_tensors
-        found = Backward(ctx.job, x, out, Inputs(*rest[:10]), rest[10:], grads[0].contiguous()).run()
-        needed = ctx.needs_input_grad
-        return tuple(g if n else None for g, n in zip((None, None, *found), needed, strict=True))
+        needed = ctx.needs_input_grad[2:]
+        given, dout = Inputs(*rest[:10]), grads[0].contiguous()
+        return None, None, *Backward(ctx.job, x, out, given, rest[10:], dout, needed).run()

@@ -121,16 +121,30 @@ def _norm(norm: nn.Module | None, heads: Tensor) -> None:
 
 
 class Backward:
-    """One backward pass of a layer. ``out`` becomes dq, a stage's columns as soon as they have been read."""
+    """One backward pass of a layer. ``out`` becomes dq, a stage's columns as soon as they have been read.
+
+    ``needed`` says for x, cos, sin, the four weights, the four biases and the norms' parameters which
+    gradients are asked for.
+    """
 
     def __init__(
-        self, job: Job, x: Tensor, out: Tensor, given: Inputs, lses: list[Tensor], grad: Tensor
+        self,
+        job: Job,
+        x: Tensor,
+        out: Tensor,
+        given: Inputs,
+        lses: list[Tensor],
+        grad: Tensor,
+        needed: tuple[bool, ...],
     ) -> None:
         self.job, self.x, self.out, self.given, self.grad = job, x, out, given, grad
         self.lses = iter(lses)
+        self.needed = needed
         self.wide = wider(x.dtype)
         self.norm_sums = [
-            [torch.zeros_like(p, dtype=self.wide) for p in norm.parameters()] if norm is not None else []
+            [torch.zeros_like(p, dtype=self.wide) for p in norm.parameters() if p.requires_grad]
+            if norm is not None
+            else []
             for norm in job.norms
         ]
         self.sums: list[Tensor] = []
@@ -139,24 +153,35 @@ class Backward:
         self.dv: list[Tensor] = []
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Gradients of x, (cos, sin), the four weights, the four biases, the norms' parameters."""
+        """Gradients of x, (cos, sin), the four weights, the four biases, the norms' parameters.
+
+        None for those that are not needed: of a frozen weight no product is run, and where the output's
+        weight and bias alone are needed, no stage.
+        """
         given = self.given
+        of_x, _, _, *of_w = self.needed[:7]
+        of_b, of_norms = self.needed[7:11], self.needed[11:]
         grad, out, x = (t.flatten(0, 1) for t in (self.grad, self.out, self.x))
-        dwo = grad.T @ out
+        dwo = grad.T @ out if of_w[3] else None
+        dbo = grad.sum(0) if of_b[3] else None
+        if not any((of_x, *of_w[:3], *of_b[:3], *of_norms)):
+            return *(None,) * 6, dwo, *(None,) * 3, dbo, *(None for _ in of_norms)
         self._stages()
         grads = (out, _joined(self.dk), _joined(self.dv))
-        dw = [g.T @ x for g in grads]
-        biases = (given.bq, given.bk, given.bv, given.bo)
-        db = [None if b is None else g.sum(0) for g, b in zip((*grads, grad), biases, strict=True)]
-        dx = grads[0] @ given.wq
-        dx.addmm_(grads[1], given.wk).addmm_(grads[2], given.wv)
-        norms = (
-            total.to(p.dtype)
-            for norm, sums in zip(self.job.norms, self.norm_sums, strict=True)
-            if norm is not None
-            for total, p in zip(sums, norm.parameters(), strict=True)
-        )
-        return dx.view_as(self.x), None, None, *dw, dwo, *db, *norms
+        dw = [g.T @ x if wanted else None for g, wanted in zip(grads, of_w[:3], strict=True)]
+        db = [g.sum(0) if wanted else None for g, wanted in zip(grads, of_b[:3], strict=True)]
+        dx = None
+        if of_x:
+            dx = grads[0] @ given.wq
+            dx = dx.addmm_(grads[1], given.wk).addmm_(grads[2], given.wv).view_as(self.x)
+        return dx, None, None, *dw, dwo, *db, dbo, *self._norm_grads()
+
+    def _norm_grads(self) -> Iterator[Tensor | None]:
+        """The sums for the norms' parameters, rounded once."""
+        for norm, sums in zip(self.job.norms, self.norm_sums, strict=True):
+            totals = iter(sums)
+            for parameter in norm.parameters() if norm is not None else ():
+                yield next(totals).to(parameter.dtype) if parameter.requires_grad else None
 
     def _stages(self) -> None:
         bench = Bench(self.job.plan, self.job.group, self.x, self.job.head_dim)
@@ -237,8 +262,7 @@ class Backward:
         with torch.enable_grad(), standing_in(norm) as wanted:
             leaf = raw.detach().requires_grad_()
             found = torch.autograd.grad(norm(leaf), (leaf, *wanted), grad)
-        sums = [s for s, p in zip(self.norm_sums[which], norm.parameters(), strict=True) if p.requires_grad]
-        for total, more in zip(sums, found[1:], strict=True):
+        for total, more in zip(self.norm_sums[which], found[1:], strict=True):
             total.add_(more)
         return found[0]
 

@@ -1,0 +1,176 @@
+"""What a model is called with: taken where it is computed right, refused by name where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from lab.decoder import Patch, refuse_copy, refuse_pickle
+from lab.errors import RecipeError
+from lab.techniques.ring import local_positions
+
+NEUTRAL: dict[str, object] = {
+    "is_causal": True, "logits_to_keep": 0, "output_attentions": False, "output_hidden_states": False,
+    "return_dict": True, "use_cache": False,
+}  # fmt: skip
+"""What keywords of transformers are when they ask for nothing; None asks for nothing everywhere."""
+
+
+def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int) -> None:
+    """Let ``model(input_ids, attention_mask, position_ids, shifted_labels=...)`` take no other keyword.
+
+    ``input_ids`` [b, s] are the tokens that rank ``index`` of the C*R ranks of a sequence holds, and
+    ``position_ids`` [1 or b, s] their places in it, as ``lab.shard_batch`` gives both; with C = R = 1
+    positions may be left out. ``attention_mask`` [b, s] may pad rows at their end, which changes nothing for
+    a token before it, and is not passed on. ``shifted_labels`` [b, s] are what ``lab.loss`` gives: the label
+    at place i is the token after it. They have a name of their own because ``labels`` of transformers are not
+    shifted yet.
+
+    Modules that changed after the recipe was applied are refused here too: what was proved was the model
+    then.
+
+    Costs: one comparison of s integers a forward, for which the host waits. Under fake tensors nothing is
+    compared.
+
+    Raises, in forward:
+        RecipeError: ``labels``; padding elsewhere than at the end of rows, or any under sequence sharding;
+            positions that restart, skip or are another rank's; ``inputs_embeds``, caches, requests for hidden
+            states or attentions, and every other keyword that is not neutral; autocast; modules that changed.
+    """
+    plain = model.forward
+    before = _modules(model)
+
+    def forward(
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *unknown: Any,
+        shifted_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        _check_keywords(unknown, others)
+        if input_ids is None or input_ids.dim() != 2:
+            raise RecipeError("a model with a recipe is called with input_ids of shape [rows, tokens]")
+        _check_mode(input_ids.device.type)
+        _check_unchanged(model, before)
+        if attention_mask is not None:
+            _check_mask(attention_mask, input_ids, whole=ulysses * ring == 1)
+        positions = _positions(input_ids, position_ids, ulysses, ring, index)
+        given = {} if shifted_labels is None else {"labels": shifted_labels}
+        return plain(input_ids=input_ids, position_ids=positions, use_cache=False, **given)
+
+    # A compiled model computes the same: what is around the lab's forward is compiled, and nothing in it.
+    model.forward = Patch(torch.compiler.disable(forward), plain)
+    # FSDP has answers of its own, of several lines: an instance's go first.
+    model.__deepcopy__, model.__reduce_ex__ = refuse_copy, refuse_pickle  # type: ignore[assignment]
+
+
+def _check_keywords(unknown: tuple[Any, ...], others: dict[str, Any]) -> None:
+    if unknown:
+        raise RecipeError("a model with a recipe takes everything but input_ids by its name")
+    if others.get("labels") is not None:
+        raise RecipeError(
+            "labels=...: a model with a recipe holds a part of the batch, whose labels are shifted before "
+            "it is cut; use lab.loss(model, lab.shard_batch(input_ids, recipe, mesh))"
+        )
+    for name, value in others.items():
+        if value is None or (not isinstance(value, Tensor) and value == NEUTRAL.get(name, ...)):
+            continue
+        told = "a tensor" if isinstance(value, Tensor) else type(value).__name__
+        raise RecipeError(
+            f"{name}={value if isinstance(value, bool | int | float | str) else told}: a model with a recipe "
+            "takes input_ids, position_ids and, for padding at the end of rows, attention_mask; leave it out"
+        )
+
+
+def _check_mode(device_type: str) -> None:
+    if torch.is_autocast_enabled(device_type):
+        raise RecipeError(
+            "autocast around a model with a recipe: the techniques cast for themselves; set "
+            "compute_dtype='bfloat16' in the recipe instead"
+        )
+
+
+def _check_mask(mask: Tensor, input_ids: Tensor, *, whole: bool) -> None:
+    if mask.shape != input_ids.shape:
+        raise RecipeError(
+            f"attention_mask of shape {list(mask.shape)}: one of input_ids' shape {list(input_ids.shape)} is "
+            "taken, and attention is causal"
+        )
+    if isinstance(mask, FakeTensor):
+        return
+    kept = mask != 0
+    if bool(kept.all()):
+        return
+    if not whole:
+        raise RecipeError(
+            "attention_mask with padding for a part of a sequence: give the whole batch's to "
+            "lab.shard_batch(input_ids, recipe, mesh, attention_mask=...)"
+        )
+    check_right_padding(kept)
+
+
+def check_right_padding(kept: Tensor) -> None:
+    """Refuse a mask [b, S], True for tokens and False for padding, whose rows do not end with their padding.
+
+    Raises:
+        RecipeError: the first such row.
+    """
+    wrong = (kept[:, 1:] & ~kept[:, :-1]).any(1)
+    if bool(wrong.any()):
+        raise RecipeError(
+            f"attention_mask of row {int(wrong.nonzero()[0])} has padding before a token: rows are taken "
+            "with padding at their end (tokenizer.padding_side='right')"
+        )
+
+
+def _positions(input_ids: Tensor, given: Tensor | None, ulysses: int, ring: int, index: int) -> Tensor:
+    """The positions of this rank's tokens, [1, s]; those given must be these."""
+    if given is None and ulysses * ring > 1:
+        raise RecipeError(
+            f"position_ids left out with ulysses={ulysses}, ring={ring}: a rank holds a part of the "
+            "sequence; call lab.loss(model, lab.shard_batch(...)), or give the batch's position_ids"
+        )
+    total = input_ids.shape[1] * ulysses * ring
+    right = local_positions(total, ulysses=ulysses, ring=ring, index=index, device=input_ids.device)[None]
+    if given is None:
+        return right
+    if given.dim() == 2 and given.shape[0] in (1, len(input_ids)) and given.shape[1] == right.shape[1]:
+        different = (given != right).any()
+        if isinstance(given, FakeTensor) or not bool(different):
+            return right
+    raise RecipeError(
+        "position_ids that are not those of whole sequences, in this rank's order: each row is one document, "
+        "counted from 0; lab.shard_batch gives them (several documents in a row are not supported)"
+    )
+
+
+Facts = tuple[type, object, bool, float]
+
+
+def _modules(model: nn.Module) -> dict[str, Facts]:
+    """What must stay as it was of each module: class, forward, whether it checkpoints itself, dropout."""
+    return {
+        name: (
+            type(module),
+            vars(module).get("forward"),
+            getattr(module, "gradient_checkpointing", False) is True,
+            module.p if isinstance(module, nn.Dropout) else 0.0,
+        )
+        for name, module in model.named_modules()
+        if name
+    }
+
+
+def _check_unchanged(model: nn.Module, before: dict[str, Facts]) -> None:
+    now = _modules(model)
+    if now != before:
+        names = [*now, *before]
+        changed = next(name for name in names if now.get(name) != before.get(name))
+        raise RecipeError(
+            f"{changed} changed after the recipe was applied (an adapter, another module or forward, "
+            "gradient checkpointing, dropout): change the model first, then apply the recipe"
+        )

@@ -1,0 +1,149 @@
+"""LoRA under every rung on four ranks, in fp64 and bf16; frozen weights cost no product."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lab
+from lab.bench.arrivals import EVERY_LINEAR, adapted, error_of, token_ids, truth
+from lab.bench.parity import whole_gradients
+from lab.bench.reference import build, config, error, exact_rotary, loss_of
+from lab.recipe import Recipe
+from lab.rungs import RUNGS, recipe_for
+from lab.step import make_optimizer
+from lab.techniques.upipe import apply_upipe
+from lab_tests.test_parity import EVERYTHING
+
+MAKE = {"target_modules": EVERY_LINEAR, "family": "qwen3"}
+
+
+def errors(recipes):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    right, found = truth(adapted(**MAKE)()), {}
+    for name, recipe in recipes.items():
+        model = adapted(**MAKE)()
+        lab.apply_recipe(model, recipe, mesh)
+        value = lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))
+        value.backward()
+        found[name] = error_of(model, value.item(), right)
+    return found
+
+
+def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
+    cfg = config("qwen3")
+    rungs = {name: recipe_for(name, cfg, 4, 22, config=cfg, compute_dtype=None) for name in (*RUNGS, "fast")}
+    for rank in ranks4.apply(errors, {**rungs, "everything": EVERYTHING}):
+        assert max(rank.values()) < 1e-9, rank
+
+
+# PEFT asks a model for what transformers is about to call otherwise.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapters_frozen_weights_have_no_optimizer_state():
+    model = adapted(**MAKE)()
+    optimizer = make_optimizer(model, learning_rate=1e-3)
+    trained = {p for n, p in model.named_parameters() if "lora_" in n}
+    assert set(optimizer.state) == trained
+
+
+def in_bf16(recipe):
+    """Errors against fp32 of plain LoRA in bf16, and of LoRA under the recipe in bf16."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids = token_ids()
+
+    def plainly(dtype):
+        model = exact_rotary(adapted(**MAKE)().to(dtype))
+        logits = model(input_ids=ids, use_cache=False).logits
+        (loss_of(logits[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    right = plainly(torch.float32)
+    model = adapted(**MAKE)().to(torch.float32)
+    lab.apply_recipe(model, recipe, mesh)
+    lab.loss(model, lab.shard_batch(ids, recipe, mesh)).backward()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    found = {name: g for name, g in whole_gradients(model).items() if name in right}
+    return error(plainly(torch.bfloat16), right), error(found, right)
+
+
+def test_in_bf16_it_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks4):
+    recipe = Recipe(
+        fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=7,
+        compute_dtype="bfloat16",
+    )  # fmt: skip
+    own, found = ranks4.apply(in_bf16, recipe)[0]
+    assert 1e-4 < found < 1.5 * own
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the shape of what they give."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.shapes[tuple(out.shape)] += 1
+        return out
+
+
+def products(trained):
+    """Of a backward under UPipe, where the parameters with these words in their names are trained."""
+    model = build(config(heads=24, kv_heads=6, layers=1))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(word in name for word in trained))
+    apply_upipe(model, head_chunk=4, group=None)
+    total = model(input_ids=token_ids()).logits.sum()
+    with Products() as counted:
+        total.backward()
+    return counted.shapes
+
+
+QUERY, KEY, OUT = (240, 48), (60, 48), (48, 240)
+"""Shapes of the gradients of q_proj, of k_proj and v_proj, and of o_proj: H*D=240, K*D=60, E=48."""
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        ([""], {QUERY: 1, KEY: 2, OUT: 1}),
+        (["q_proj", "embed"], {QUERY: 1, KEY: 0, OUT: 0}),
+        (["v_proj", "embed"], {QUERY: 0, KEY: 1, OUT: 0}),
+        (["o_proj", "embed"], {QUERY: 0, KEY: 0, OUT: 1}),
+        (["embed"], {QUERY: 0, KEY: 0, OUT: 0}),
+    ],
+)
+def test_no_product_is_run_for_a_frozen_weights_gradient(trained, expected):
+    shapes = products(trained)
+    assert {shape: shapes[shape] for shape in expected} == expected
+
+
+def test_where_the_output_alone_is_trained_attention_is_not_differentiated():
+    class Backwards(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += "flash_attention_for_cpu_backward" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    model = build(config(layers=1))
+    model.requires_grad_(False)
+    model.model.layers[0].self_attn.o_proj.weight.requires_grad_(True)
+    plain = exact_rotary(build(config(layers=1)))
+    plain.requires_grad_(False)
+    plain.model.layers[0].self_attn.o_proj.weight.requires_grad_(True)
+    plain(input_ids=token_ids(), use_cache=False).logits.square().sum().backward()
+    exact_rotary(model)
+    apply_upipe(model, head_chunk=4, group=None)
+    with Backwards() as backwards:
+        model(input_ids=token_ids()).logits.square().sum().backward()
+    assert backwards.seen == 0
+    own = model.model.layers[0].self_attn.o_proj.weight.grad
+    torch.testing.assert_close(own, plain.model.layers[0].self_attn.o_proj.weight.grad)

@@ -1,0 +1,113 @@
+"""What arrives from outside is right or refused by name, on every rank, plain and with everything."""
+
+import re
+
+import pytest
+
+from cluster.ranks import Cluster
+from lab.bench.arrivals import ARRIVALS, FOREIGN, RECIPES, outcomes
+from lab.bench.reference import FAMILIES
+
+RIGHT = "right$"
+FAMILY = "refused: {} is not a family that the lab computes right: Arcee, Granite, Llama, "
+
+EXPECTED = {
+    **{f"model: {family}": RIGHT for family in FAMILIES},
+    **{f"model: {kind}": FAMILY.format(kind) for kind in FOREIGN},
+    "config: is_causal=False": "refused: is_causal=False in the config of a Llama model: .*is_causal=True",
+    "config: attention_dropout": "refused: attention_dropout=0.1 .*only with attention_dropout=0.0",
+    "config: residual_dropout": "refused: residual_dropout=0.1 .*only with residual_dropout=0.0",
+    "config: sliding_window": "refused: sliding_window=16 .*only with sliding_window=None",
+    "config: a window in the last layer": "refused: layer_types='sliding_attention' .*'full_attention'",
+    "config: a window that no layer has": RIGHT,
+    "config: quantization_config": "refused: quantization_config={'bits': 4} ",
+    "config: rope_type=dynamic": "refused: rope_type='dynamic' is not one of default, linear, llama3, yarn",
+    "config: a key that no class declares": RIGHT,
+    "batch: padding at the right": RIGHT,
+    "batch: padding at the left": "refused: attention_mask of row 0 has padding before a token",
+    "batch: holes": "refused: attention_mask of row 1 has padding before a token",
+    "batch: padding alone": "refused: a batch of padding alone",
+    "batch: other tokens on a rank": "refused: rank 1 holds other tokens than the others",
+    "batch: labels of transformers": r"refused: labels=\.\.\.: .*use lab\.loss",
+    "forward: attention_mask of ones": RIGHT,
+    "forward: attention_mask of another shape": r"refused: attention_mask of shape \[1, 5\]: ",
+    "forward: a 4D attention_mask": r"refused: attention_mask of shape \[1, 1, 4, 4\]: ",
+    "forward: position_ids that restart": "refused: position_ids that are not those of whole sequences",
+    "forward: position_ids left out": {
+        "plain": RIGHT,
+        "everything": "refused: position_ids left out with ulysses=2, ring=1",
+    },
+    "forward: inputs_embeds": "refused: inputs_embeds=a tensor: ",
+    "forward: use_cache=True": "refused: use_cache=True: ",
+    "forward: use_cache=False": RIGHT,
+    "forward: output_hidden_states": "refused: output_hidden_states=True: ",
+    "forward: output_attentions": "refused: output_attentions=True: ",
+    "forward: return_dict=False": "refused: return_dict=False: ",
+    "forward: logits_to_keep=1": "refused: logits_to_keep=1: ",
+    "forward: num_items_in_batch": "refused: num_items_in_batch=3: ",
+    "forward: is_causal=False": "refused: is_causal=False: ",
+    "adapter: LoRA on q, k, v, o": RIGHT,
+    "adapter: LoRA on every linear": RIGHT,
+    "adapter: LoRA on the head": RIGHT,
+    "adapter: LoRA on the embedding": RIGHT,
+    "adapter: LoRA with norms of heads": RIGHT,
+    "adapter: LoRA with a bias": RIGHT,
+    "adapter: LoRA beside a trained head": RIGHT,
+    "adapter: LoRA with dropout": r"refused: .*q_proj\.lora_dropout\.default has p=0\.1: .*lora_dropout=0",
+    "adapter: DoRA": r"refused: .*q_proj has a variant of LoRA \(DoraLinearVariant\)",
+    "adapter: a model of PEFT": r"refused: a PeftModel of PEFT .*model\.get_base_model\(\)",
+    "adapter: added after the recipe": "refused: .* after the recipe was applied",
+    "module: a parametrized weight": RIGHT,
+    "module: a Linear with its own forward": r"refused: .*k_proj is a lab\.bench\.arrivals\.Doubling: ",
+    "module: a hook on a projection": {
+        "plain": RIGHT,
+        "everything": "refused: a hook on a Linear that UPipe ",
+    },
+    "module: a hook inside an MLP": {
+        "plain": RIGHT,
+        "everything": "refused: a hook on a Linear that mlp_tile ",
+    },
+    "module: a hook on an MLP": RIGHT,
+    "module: transformers' checkpointing": "refused: transformers' gradient checkpointing is on in model: ",
+    "state: frozen but for norms of heads": RIGHT,
+    "state: frozen on one rank": "refused: rank 1 holds other weights, or trains others of them, than",
+    "state: other weights on a rank": "refused: rank 1 holds other weights, or trains others of them, than",
+    "state: unfrozen after the recipe": r"refused: lm_head\.weight was frozen or unfrozen after the recipe",
+    "state: a second recipe": "refused: .* already: build|refused: .* already: a second one would add to it",
+    "state: copy.deepcopy": "refused: a model with techniques applied cannot be copied",
+    "state: pickle": "refused: a model with techniques applied cannot be pickled",
+    "state: autocast": "refused: autocast around a model with a recipe: .*compute_dtype='bfloat16'",
+    "state: torch.compile of the model": RIGHT,
+    "state: torch.compile before the recipe": "refused: a OptimizedModule is not a transformers model",
+    "state: eval and no_grad": RIGHT,
+    "state: inference_mode": r"refused: torch\.inference_mode .*torch\.no_grad",
+    "state: accumulation": RIGHT,
+    "state: two models": RIGHT,
+    "state: backward twice": {"plain": RIGHT, "everything": "refused: a second backward through UPipe"},
+    "state: a forward that fails": RIGHT,
+    "state: a backward that fails": {
+        "plain": RIGHT,
+        "everything": "refused: the backward before this forward failed",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each rank of two says."""
+    with Cluster(ranks=2) as cluster:
+        yield cluster.apply(outcomes)
+
+
+def test_each_arrival_is_expected_to_be_something():
+    assert list(EXPECTED) == [arrival.name for arrival in ARRIVALS]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_is_right_or_refused_in_one_line(found, name, recipe):
+    wanted = EXPECTED[name]
+    for rank in found:
+        said = rank[name, recipe]
+        assert re.match(wanted if isinstance(wanted, str) else wanted[recipe], said), said
+        assert "\n" not in said

@@ -1,0 +1,70 @@
+"""Random models, recipes and lengths on 1, 2 and 4 ranks: right, or refused with what works."""
+
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from cluster.ranks import Cluster
+from lab.bench import draws as module
+from lab.bench.draws import RANKS, Draw, draws, examine, legal, suggestion
+from lab.recipe import Recipe
+
+
+@pytest.fixture(scope="module")
+def clusters(ranks4):
+    with ExitStack() as stack:
+        yield {4: ranks4} | {n: stack.enter_context(Cluster(ranks=n)) for n in RANKS if n != 4}
+
+
+@settings(
+    max_examples=30,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(draw=draws())
+def test_every_draw_is_right_or_refused(clusters, draw):
+    assert examine(draw, clusters[draw.ranks]) in ("right", "refused")
+
+
+def drawn(**changed):
+    shape = {
+        "family": "llama", "heads": 24, "kv_heads": 6, "head_dim": 10, "hidden": 48, "inner": 72, "layers": 2,
+        "vocabulary": 101, "tied": False, "tokens": 40, "rows": 1, "ranks": 2, "knobs": {},
+    }  # fmt: skip
+    return Draw(**{**shape, **changed})
+
+
+def test_a_wrong_plan_or_a_wrong_gradient_is_found(ranks4, monkeypatch):
+    draw = drawn(ranks=4, knobs={"fsdp": True, "ulysses": 2, "checkpoint": True, "offload": "inputs"})
+    assert examine(draw, ranks4) == "right"
+    planned = partial(module.plan, draw.model, Recipe(**draw.knobs))
+    monkeypatch.setattr(module, "plan", lambda *_, **told: planned(**{**told, "tokens": 44}))
+    assert examine(draw, ranks4).startswith("WRONG: device peak planned ")
+    monkeypatch.undo()
+    monkeypatch.setitem(module.TOLERANCES, None, 1e-30)
+    assert examine(draw, ranks4).startswith("WRONG: a gradient or the loss is off by ")
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"ulysses": 5},
+        {"ulysses": 2, "ring": 2},
+        {"ulysses": 2, "head_chunk": 3},
+        {"offload": "inputs"},
+        {"overlap": True},
+        {"compile": "tiles"},
+        {"ulysses": 2, "ulysses_backend": "deepspeed", "head_chunk": 4},
+    ],
+)
+def test_following_a_refusal_leads_to_a_recipe_that_is_not_refused(knobs):
+    assert legal(drawn(knobs=knobs)) == "refused"
+
+
+def test_a_legal_draw_is_its_recipe_and_a_refusal_without_a_suggestion_is_found():
+    assert legal(drawn(knobs={"ulysses": 2})) == Recipe(ulysses=2)
+    assert suggestion("ulysses=5: it is odd", {"ulysses": 5}) == {}
