@@ -7,6 +7,7 @@ it by a thread, and it is freed when the thread ends. With one save in flight at
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import warnings
@@ -26,6 +27,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import CONFIG_MAPPING
 
 from lab import models
@@ -68,6 +71,15 @@ class Checkpointer:
         saving = async_save(_state(model, optimizer), storage_writer=writer, process_group=self._group)
         assert isinstance(saving, Future)
         self._saving = saving
+
+    def is_finite(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this rank's part of what ``save`` would write has no NaN and no infinity."""
+        state = _state(model, optimizer)
+        parts = [state["model"], *state["optimizer"].values()]
+        tensors = [_local(tensor) for part in parts for tensor in part.values()]
+        # The largest magnitude: a sum of squares overflows where no number did. An empty shard has none.
+        counted = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+        return bool(get_total_norm(counted, math.inf).isfinite())
 
     def restore(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Read a checkpoint into a model and its optimizer, in place, whatever ranks and recipe wrote it.
@@ -207,6 +219,11 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
         if not any(tensor is seen for seen in weights.values()):
             weights[name] = tensor
     return weights
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _cause(error: CheckpointException) -> str:

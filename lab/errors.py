@@ -1,5 +1,7 @@
 """What the lab refuses, by name. Each message says what was wrong and what would work."""
 
+from typing import Any
+
 
 class LabError(ValueError):
     """Input the lab cannot work with; the command line prints its message as one line and exits with 2."""
@@ -23,3 +25,23 @@ class NotebookError(LabError):
 
 class CheckpointError(LabError):
     """A checkpoint that is missing, cut short, of another run, or that could not be written."""
+
+
+class DivergedError(LabError):
+    """Training whose loss, or what it would save in a checkpoint, is not finite.
+
+    Attributes:
+        step: the step in which training ended, counted from 1.
+        loss: the loss of that step.
+        kept: what ``lab.run`` measured until then; None from other verbs.
+    """
+
+    def __init__(self, said: str, step: int, loss: float) -> None:
+        # As arguments of the exception, which is how it travels from a rank to the caller.
+        super().__init__(said, step, loss)
+        self.said, self.step, self.loss = said, step, loss
+        self.kept: Any = None
+
+    def __str__(self) -> str:
+        """One line."""
+        return self.said

@@ -41,7 +41,7 @@ def ladder(
 
     Raises:
         LabError: ranks or tokens that are no count.
-        RecipeError: a knob no recipe has, or knobs that a rung forbids.
+        RecipeError: a knob no recipe has, a degree that is no count, or knobs that a rung forbids.
     """
     return dict(_ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs))
 
@@ -52,6 +52,8 @@ def _ladder(
     """Rung by rung: what a rung further up would refuse is no matter to those below it."""
     check_counts({"ranks": ranks, "tokens": tokens})
     check_fields(knobs)
+    # What derives from the degrees is worked out before a recipe that checks them is made.
+    check_counts({name: knobs[name] for name in ("ulysses", "ring") if name in knobs}, RecipeError)
     ring = knobs.get("ring", 1)
     fits = [
         c for c in degrees(config.num_attention_heads, config.num_key_value_heads) if ranks % (c * ring) == 0

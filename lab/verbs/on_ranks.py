@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab import data, models
 from lab.batches import Batch, shard_batch
 from lab.compose import apply_recipe
+from lab.errors import DivergedError, LabError
 from lab.recipe import Recipe
 from lab.rungs import recipe_for
 from lab.step import make_optimizer
@@ -55,10 +57,13 @@ def checked(
     """What to tell the ranks, with the model's config and the encoded text, int64 [n].
 
     Raises:
-        LabError: a model, recipe, text or size that cannot work.
+        LabError: a model, recipe, text, size, learning rate or clip_norm that cannot work.
     """
     check_counts({"steps": steps, "rows": rows})
+    _check_update(learning_rate, clip_norm)
     length = parse_tokens(tokens)
+    if length < 2:
+        raise LabError(f"tokens={length}: there is no next token to predict; give 2 or more")
     config = models.config_of(model)
     training = Training(
         model=model,
@@ -75,6 +80,41 @@ def checked(
     source = data.encode(data.read_text(text), tokenizer=tokenizer, vocab_size=config.vocab_size)
     data.batch(source, rows=rows, length=length, step=0)
     return training, config, source
+
+
+def _check_update(learning_rate: float, clip_norm: float) -> None:
+    """Refuse numbers with which an update would make parameters NaN, or go the wrong way."""
+    if not (_is_number(learning_rate) and 0 <= learning_rate < math.inf):
+        raise LabError(
+            f"learning_rate={learning_rate!r}: it takes a finite number, 0 or more, for instance 0.001"
+        )
+    if not (_is_number(clip_norm) and clip_norm > 0):
+        raise LabError(
+            f"clip_norm={clip_norm!r}: it takes a number above 0, for instance 1.0, or inf for no clipping"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def diverged(training: Training, step: int, loss: float, kept: str = "") -> DivergedError:
+    """The error for a loss that is not finite, or for such parameters after a step whose loss is finite.
+
+    ``step`` is counted from 1. ``kept`` says which checkpoint is the last good one, where any are written.
+    """
+    if math.isfinite(loss):
+        what = f"the parameters or the optimizer's state are not finite after step {step}, of loss {loss:.4g}"
+    else:
+        what = f"the loss of step {step} is {loss}"
+    if step == 1 and not math.isfinite(loss):
+        helps = "no parameter was updated before: check the weights of the model"
+    else:
+        helps = (
+            f"start again{' in another folder' if kept else ''} with a lower learning_rate than "
+            f"{training.learning_rate:g} or a lower clip_norm than {training.clip_norm:g}"
+        )
+    return DivergedError("; ".join(part for part in (what, kept, helps) if part), step, loss)
 
 
 @dataclass(frozen=True, eq=False)

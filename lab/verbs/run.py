@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from cluster.errors import RankError, Stopped
 from lab import models
+from lab.errors import DivergedError
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
@@ -19,7 +21,7 @@ from lab.step import train_step
 from lab.units import parse_bytes
 from lab.verbs.collecting import Collected
 from lab.verbs.messages import Progress, Run, Started, Watch
-from lab.verbs.on_ranks import Training, checked, worker
+from lab.verbs.on_ranks import Training, checked, diverged, worker
 from lab.verbs.running_out import RankOutOfMemory
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ def run(
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
         RankOutOfMemory: which rank, in what, and the cheapest rung that would have fit.
+        DivergedError: the loss of a step is not finite.
         RankError: a rank failed; the text names it and holds its traceback.
     """
     training, _, _ = checked(
@@ -100,6 +103,9 @@ def run(
         error.kept = ended("failed")
         if isinstance(error.cause, OutOfMemory):
             raise RankOutOfMemory(error, error.cause, training, cluster.ranks) from error
+        if isinstance(error.cause, DivergedError):
+            error.cause.kept = error.kept
+            raise error.cause from error
         raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(ended("interrupted")) from interrupt
@@ -141,8 +147,11 @@ def _train(training: Training, limit: int | None) -> tuple[tuple[float, ...], tu
         start = time.perf_counter()
         batch = ready.batch(step)
         # The loss is read at once: kept as a tensor it would be four bytes in the next step's timeline.
-        losses.append(
-            float(train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm))
+        loss = float(
+            train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
         )
+        if not math.isfinite(loss):
+            raise diverged(training, step + 1, loss)
+        losses.append(loss)
         seconds.append(time.perf_counter() - start)
     return tuple(losses), tuple(seconds), meter.timeline()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lab import models
-from lab.errors import CheckpointError
+from lab.errors import CheckpointError, DivergedError
 from lab.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.recipe import Recipe
 from lab.rungs import title_of
@@ -70,6 +70,8 @@ def train(
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
         CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
             written, which leaves the ones before it as they are.
+        DivergedError: the loss of a step, or what a checkpoint would hold, is not finite; the text names the
+            last good checkpoint, which stays.
         RankError: a rank failed; the text names it and holds its traceback.
     """
     check_counts({"every": every, "keep": keep})
@@ -148,4 +150,6 @@ def _on(cluster: Cluster, course: Course, watch: Callable[[Step], None] | None) 
     except RankError as error:
         if error.kind == CheckpointError.__name__:
             raise CheckpointError(error.message) from error
+        if isinstance(error.cause, DivergedError):
+            raise error.cause from error
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from lab.checkpoints import Checkpointer
-from lab.errors import CheckpointError
-from lab.manifest import Manifest, sweep
+from lab.errors import CheckpointError, DivergedError
+from lab.manifest import Manifest, checkpoints_in, sweep
 from lab.memory.meter import Meter
 from lab.step import NoMeter, train_step
 from lab.verbs.loss_file import LossFile
-from lab.verbs.on_ranks import Training, worker
+from lab.verbs.on_ranks import Training, diverged, worker
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
             ready.model, ready.optimizer, batch, meter=meter or NoMeter(), clip_norm=told.clip_norm
         )
         loss = float(value)
+        # The loss is the same number on every rank, so all ranks end alike.
+        if not math.isfinite(loss):
+            raise _diverged(course, checkpoints, step, loss)
         if meter is not None:
             peak = meter.timeline().device_peak
         elif ready.device.type == "cuda":
@@ -103,10 +107,26 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
         if step % course.every == 0 or step == told.steps:
             # The save before may have failed for want of room that the losses would want too.
             checkpoints.wait()
+            # A finite loss may still have a gradient, and so an update, that is not.
+            if _most(not checkpoints.is_finite(ready.model, ready.optimizer), ready.device):
+                raise _diverged(course, checkpoints, step, loss)
             _first_rank_does(losses.settle)
             checkpoints.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
     checkpoints.close()
     return tuple(made)
+
+
+def _diverged(course: Course, checkpoints: Checkpointer, step: int, loss: float) -> DivergedError:
+    """The error that names the last good checkpoint, once a save that is under way has ended."""
+    try:
+        checkpoints.close()
+        good = checkpoints_in(course.folder)
+        kept = "there is no earlier checkpoint"
+        if good:
+            kept = f"the last good checkpoint is {good[-1]} (lab export makes a model of it)"
+    except CheckpointError as error:
+        kept = str(error)
+    return diverged(course.training, step, loss, kept)
 
 
 def _first_rank_does(work: Callable[[], None]) -> None:

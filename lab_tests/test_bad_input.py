@@ -1,0 +1,313 @@
+"""Input that cannot train is refused in one line; training that diverges ends, and keeps its checkpoint."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from transformers import Qwen3Config
+
+import lab
+from cluster.ranks import Cluster
+from lab import manifest, models
+from lab.checkpoints import Checkpointer, export
+from lab.cli import main
+from lab.errors import DivergedError, LabError
+from lab.manifest import Manifest, checkpoints_in, config_document
+from lab.recipe import FIELDS, parse_knobs
+from lab.rungs import NAMES, recipe_for
+from lab.step import make_optimizer
+from lab.verbs import train_loop
+from lab.verbs.on_ranks import checked
+from lab.verbs.train_loop import Course, train_on_this_rank
+from lab_tests.training import ROWS, TOKENS, small
+
+COUNT = "it takes a whole number, 1 or more"
+RATE = "it takes a finite number, 0 or more, for instance 0.001"
+NORM = "it takes a number above 0, for instance 1.0, or inf for no clipping"
+ALONE = "there is no next token to predict; give 2 or more"
+COMMANDS = {
+    "train": "--ranks 2 --steps 2 --checkpoint new",
+    "plan": "--ranks 2",
+    "rehearse": "--ranks 2 --machine cpu",
+}
+
+TOO_FAR = 1e15
+"""A learning rate after whose first update parameters are finite, and no loss is."""
+
+BEYOND = 1e300
+"""A learning rate after whose first update no parameter is finite."""
+
+
+def refused(words):
+    """What a command says on stderr, its only line, when it exits with 2."""
+    run = CliRunner().invoke(main, words)
+    assert run.exit_code == 2, run.exception
+    assert run.stdout == ""
+    assert run.stderr.startswith("lab: ")
+    assert run.stderr.count("\n") == 1
+    return run.stderr.removeprefix("lab: ").rstrip()
+
+
+# ---- refused before it starts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--clip-norm nan", f"clip_norm=nan: {NORM}"),
+        ("--clip-norm 0", f"clip_norm=0.0: {NORM}"),
+        ("--clip-norm -1", f"clip_norm=-1.0: {NORM}"),
+        ("--clip-norm -inf", f"clip_norm=-inf: {NORM}"),
+        ("--lr nan", f"learning_rate=nan: {RATE}"),
+        ("--lr inf", f"learning_rate=inf: {RATE}"),
+        ("--lr -0.1", f"learning_rate=-0.1: {RATE}"),
+        ("--tokens 1", f"tokens=1: {ALONE}"),
+    ],
+)
+def test_train_refuses_numbers_that_cannot_train(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+    assert refused(["train", "tiny", "--tokens", "40", *COMMANDS["train"].split(), *words.split()]) == said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", [lab.run, lab.profile])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"learning_rate": math.nan}, f"learning_rate=nan: {RATE}"),
+        ({"learning_rate": "0.1"}, f"learning_rate='0.1': {RATE}"),
+        ({"clip_norm": 0}, f"clip_norm=0: {NORM}"),
+        ({"clip_norm": None}, f"clip_norm=None: {NORM}"),
+        ({"tokens": 1}, f"tokens=1: {ALONE}"),
+    ],
+)
+def test_run_and_profile_refuse_them_too(verb, settings, said):
+    with pytest.raises(LabError) as error:
+        verb("tiny", cluster=Cluster(ranks=2), **{"tokens": 40, **settings})
+    assert str(error.value) == said
+
+
+def test_a_rehearsal_of_one_token_is_refused():
+    words = ["rehearse", "tiny", "--tokens", "1", *COMMANDS["rehearse"].split()]
+    assert refused(words) == f"tokens=1: {ALONE}"
+
+
+def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
+    run = lab.train(
+        small(), "plain", tokens=TOKENS, rows=ROWS, text=digits, steps=2, checkpoint=tmp_path, cluster=None,
+        learning_rate=0, clip_norm=math.inf,
+    )  # fmt: skip
+    assert len(run.losses) == 2
+    assert manifest.newest(tmp_path)[1].clip_norm == math.inf
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("degree", ["ulysses", "ring"])
+def test_a_degree_that_is_none_is_refused_by_each_command(tmp_path, monkeypatch, command, degree):
+    monkeypatch.chdir(tmp_path)
+    words = [command, "tiny", "--tokens", "40", *COMMANDS[command].split(), "--set", f"{degree}=none"]
+    assert refused(words) == f"{degree}=None: {COUNT}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("ring=0", f"ring=0: {COUNT}"),
+        ("ring=false", f"ring=False: {COUNT}"),
+        ("ulysses=1.5", f"ulysses='1.5': {COUNT}"),
+        ("ulysses=-1", f"ulysses='-1': {COUNT}"),
+        ("ulysses=", f"ulysses='': {COUNT}"),
+        ("mlp_tile=0", f"mlp_tile=0: {COUNT}, or None"),
+    ],
+)
+def test_a_value_that_a_knob_does_not_take_is_refused_by_the_name_of_the_knob(setting, said):
+    words = ["plan", "tiny", "--tokens", "40", "--ranks", "2", "--recipe", "upipe", "--set", setting]
+    assert refused(words) == said
+
+
+VALUES = [
+    "", "none", "true", "false", "0", "1", "3", "7", "64", "1.5", "-1", "nan", "auto", "0K", "1K", "5m",
+    "NONE", "inputs", "liger", "deepspeed", "float32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_a_knob_ends_in_a_traceback(name):
+    config = models.config_of("tiny")
+    refusals = []
+    for setting in (f"{field}={value}" for field in FIELDS for value in VALUES):
+        try:
+            recipe_for(name, "tiny", 4, 64, config=config, **parse_knobs([setting]))
+        except LabError as error:
+            refusals.append(str(error))
+    assert len(refusals) > len(FIELDS)
+    assert not [said for said in refusals if "\n" in said]
+
+
+# ---- ended when it diverges ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(digits, tmp_path):
+    return {"tokens": TOKENS, "rows": ROWS, "text": digits, "checkpoint": tmp_path / "run", "every": 1}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_path):
+    told |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
+    with pytest.raises(DivergedError) as error:
+        lab.train(small(), "upipe", steps=4, **told)
+    run = told["checkpoint"]
+    assert error.value.step == 2
+    assert not math.isfinite(error.value.loss)
+    assert str(error.value) == (
+        f"the loss of step 2 is {error.value.loss}; the last good checkpoint is {run / 'step-00000001'} "
+        "(lab export makes a model of it); "
+        "start again in another folder with a lower learning_rate than 1e+15 or a lower clip_norm than 1"
+    )
+    assert not ranks4.broken
+    assert names(run) == ["losses.jsonl", "step-00000001"]
+    assert [json.loads(line)["step"] for line in (run / "losses.jsonl").read_text().splitlines()] == [1]
+    assert export(run, tmp_path / "out") == run / "step-00000001"
+
+
+def test_the_command_says_it_in_one_line(told, digits, tmp_path):
+    models.build(small()).config.save_pretrained(tmp_path / "model")
+    words = [
+        "train", tmp_path / "model", "--tokens", TOKENS, "--text", digits, "--steps", 4, "--every", 1,
+        "--checkpoint", tmp_path / "run", "--ranks", 1, "--set", "compute_dtype=none", "--lr", TOO_FAR,
+    ]  # fmt: skip
+    run = CliRunner().invoke(main, [str(word) for word in words])
+    assert run.exit_code == 2, run.exception
+    assert run.stdout.startswith("step 1/4   loss ")
+    assert run.stdout.count("\n") == 1
+    assert run.stderr.startswith("lab: the loss of step 2 is ")
+    assert f"; the last good checkpoint is {tmp_path / 'run' / 'step-00000001'} (" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
+    with pytest.raises(DivergedError) as error:
+        lab.train(small(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **told)
+    assert error.value.step == 1
+    assert str(error.value) == (
+        "the parameters or the optimizer's state are not finite after step 1, of loss "
+        f"{error.value.loss:.4g}; there is no earlier checkpoint; start again in another folder with a lower "
+        "learning_rate than 1e+300 or a lower clip_norm than 1"
+    )
+    assert names(told["checkpoint"]) == ["losses.jsonl"]
+
+
+def test_a_model_whose_weights_are_too_large_is_said_in_step_1(alone, told):
+    def made():
+        model = models.build(small())
+        with torch.no_grad():
+            model.lm_head.weight.fill_(math.inf)
+        return model
+
+    with pytest.raises(DivergedError) as error:
+        lab.train(made, "plain", steps=3, cluster=None, **told)
+    assert str(error.value) == (
+        "the loss of step 1 is nan; there is no earlier checkpoint; "
+        "no parameter was updated before: check the weights of the model"
+    )
+
+
+def test_a_save_that_is_under_way_is_waited_for(alone, told, monkeypatch):
+    complete = Manifest.complete
+    monkeypatch.setattr(Manifest, "complete", lambda *args: time.sleep(1) or complete(*args))
+    with pytest.raises(DivergedError, match=r"; the last good checkpoint is .*step-00000001 "):
+        lab.train(small(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
+    assert names(told["checkpoint"]) == ["losses.jsonl", "step-00000001"]
+
+
+def test_a_save_that_fails_meanwhile_is_said_too(alone, told, monkeypatch):
+    def full(*_):
+        time.sleep(1)
+        raise OSError("no room")
+
+    monkeypatch.setattr(Manifest, "complete", full)
+    with pytest.raises(DivergedError) as error:
+        lab.train(small(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
+    assert str(error.value).startswith("the loss of step 2 is ")
+    assert "; step-00000001 could not be written in " in str(error.value)
+    assert "no room (rank 0); there is no earlier checkpoint; start again" in str(error.value)
+    assert not checkpoints_in(told["checkpoint"])
+
+
+def with_one_bad_shard(course):
+    """Runs on every rank: train; after each step one rank's shard of the norms of heads has a NaN."""
+    step = train_loop.train_step
+
+    def stepped(model, *args, **settings):
+        loss = step(model, *args, **settings)
+        if dist.get_rank() == 2:
+            with torch.no_grad():
+                model.model.layers[0].self_attn.q_norm.weight.to_local().fill_(math.nan)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_loop, "train_step", stepped)
+        try:
+            train_on_this_rank(course)
+        except DivergedError as error:
+            return str(error)
+    return None
+
+
+def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_path):
+    # Of six numbers on four ranks the last holds none.
+    config = small(Qwen3Config, head_dim=6)
+    training, _, _ = checked(config, "fsdp", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits)
+    facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 4)
+    [said, *others] = ranks4.apply(with_one_bad_shard, Course(training, tmp_path, 1, 2, facts, None))
+    assert said.startswith("the parameters or the optimizer's state are not finite after step 1, of loss ")
+    assert others == [said] * 3
+    assert names(tmp_path) == ["losses.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "finite"),
+    [
+        ("parameter", 1e30, True),
+        ("parameter", math.nan, False),
+        ("parameter", -math.inf, False),
+        ("exp_avg_sq", math.inf, False),
+    ],
+)
+def test_what_is_finite(alone, tmp_path, where, value, finite):
+    model = models.build(small())
+    optimizer = make_optimizer(model, learning_rate=1e-3)
+    parameter = model.lm_head.weight
+    with torch.no_grad():
+        (parameter if where == "parameter" else optimizer.state[parameter][where])[-1] = value
+    checkpoints = Checkpointer(tmp_path, keep=1)
+    assert checkpoints.is_finite(model, optimizer) is finite
+    checkpoints.close()
+
+
+def test_a_run_that_diverges_keeps_what_it_measured(ranks4, digits):
+    seen = []
+    with pytest.raises(DivergedError) as error:
+        lab.run(
+            small(), "fsdp", tokens=TOKENS, rows=ROWS, text=digits, steps=4, cluster=ranks4,
+            learning_rate=TOO_FAR, watch=seen.append,
+        )  # fmt: skip
+    assert str(error.value) == (
+        f"the loss of step 2 is {error.value.loss}; "
+        "start again with a lower learning_rate than 1e+15 or a lower clip_norm than 1"
+    )
+    kept = error.value.kept
+    assert kept is seen[-1]
+    assert kept.title.endswith(" · failed in step 2 of 4")
+    assert len(kept.losses) == 1
+    assert math.isfinite(kept.losses[0])
+    assert not ranks4.broken
