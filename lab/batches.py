@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.recipe import Recipe
-from lab.techniques.agreement import check_same_tokens
+from lab.techniques.agreement import check_same_batch
 from lab.techniques.inputs import check_right_padding
 from lab.techniques.ring import local_positions, token_multiple
 from lab.techniques.tiled_loss import IGNORED
@@ -44,14 +44,16 @@ def shard_batch(
     with all their labels ignored: every rank does the same work, and the sum over ranks stays the sum over
     the b rows.
 
-    ``attention_mask`` [b, S] is 1 for tokens and 0 for padding at the end of rows. Padding is predicted by no
-    token and predicts none; behind a causal mask it changes nothing else.
+    ``attention_mask`` [b, S] is 1 for tokens and 0 for padding at the end of rows. Padding is excluded from
+    the loss. It comes after all tokens of its row, so causal attention keeps it from affecting them.
 
     Raises:
         RecipeError: not [b, S]: packed sequences are not supported; a single token; padding elsewhere; no
             token to predict.
-        LabError: ranks with other tokens.
+        LabError: the tokens or the mask differ between ranks.
     """
+    # Before any refusal: with equal batches every rank refuses alike, and none waits for another.
+    check_same_batch(input_ids, attention_mask, mesh.get_group())
     if input_ids.dim() != 2:
         raise RecipeError(
             f"input_ids of shape {list(input_ids.shape)}: give [rows, tokens], each row one sequence; "
@@ -60,7 +62,6 @@ def shard_batch(
     rows, tokens = input_ids.shape
     if tokens < 2:
         raise RecipeError(f"rows of {tokens} tokens: there is no next token to predict; give 2 or more")
-    check_same_tokens(input_ids, mesh.get_group())
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
     label_count = rows * (tokens - 1)
@@ -70,13 +71,14 @@ def shard_batch(
                 f"attention_mask of shape {list(attention_mask.shape)} for input_ids of shape "
                 f"{list(input_ids.shape)}: give a mask of the same shape, 1 for tokens and 0 for padding"
             )
-        kept = attention_mask != 0
+        kept = (attention_mask != 0).to(input_ids.device)
         check_right_padding(kept)
-        check_same_tokens(kept.long(), mesh.get_group())
-        labels[:, :-1][~kept[:, 1:]] = IGNORED
+        labels[:, :-1].masked_fill_(~kept[:, 1:], IGNORED)
         label_count = int(kept[:, 1:].sum())
         if label_count == 0:
-            raise RecipeError("a batch of padding alone: there is no token to predict")
+            raise RecipeError(
+                "attention_mask leaves no token to predict: at least one row needs 2 tokens or more"
+            )
 
     of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
     each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +11,8 @@ from transformers import PreTrainedModel
 
 from lab.decoder import check_untouched, decoder_of
 from lab.recipe import Recipe
-from lab.techniques.agreement import check_same_weights
+from lab.techniques.agreement import check_same_model, refuse_together
+from lab.techniques.attention import Kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
@@ -39,11 +42,9 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
             attention or loss that is not on this machine.
         LabError: ranks with other weights or another recipe.
     """
-    check_untouched(model)
-    decoder = decoder_of(model)
-    recipe.check(model.config, mesh.size())
-    kernel = kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D)
-    check_same_weights(model, str(recipe), mesh.get_group())
+    # What one rank alone would refuse, all refuse together; nothing has been changed until here.
+    kernel = refuse_together(partial(_checked, model, recipe, mesh), mesh.get_group())
+    check_same_model(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
     # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
     # as all the others.
@@ -84,9 +85,17 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
         apply_fsdp(model, mesh=mesh, compute_dtype=dtype)
     else:
         apply_replication(model, mesh=mesh, compute_dtype=dtype)
-    # Last, because what the model is by now must stay: what it is called with, and what it consists of.
+    # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
     index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
     apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
+
+
+def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
+    """Whether this recipe can be right for this model on this machine; the kernel of its attention."""
+    check_untouched(model)
+    decoder = decoder_of(model)
+    recipe.check(model.config, mesh.size())
+    return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D)
 
 
 def _sequence_groups(

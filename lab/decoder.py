@@ -83,7 +83,10 @@ class Family:
     logits_divisor: str | None = None
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
-        """The values at which a field is right, None where any is; of a field in no group, its default."""
+        """The values of a field that the lab computes right, None if every value is.
+
+        For a field in none of the groups, its default alone.
+        """
         if name in self.used | _USED | self.harmless | _HARMLESS:
             return None
         return {**_ONLY, **self.only}.get(name, (default,))
@@ -163,11 +166,13 @@ def declared(config_class: type[PretrainedConfig]) -> Iterator[tuple[str, Any]]:
 
 def _check_value(family: Family, name: str, value: object, works: tuple[object, ...]) -> None:
     """Refuse a value, or one of a list of values by layer, that is not among those that work."""
+    if value in works:
+        return
     for one in value if isinstance(value, list) else [value]:
         if one not in works:
             raise ModelError(
                 f"{name}={shorten(repr(one), 60)} in the config of a {family.name} model: the lab computes "
-                f"it right only with {name}={works[0]!r}; set that, if the model was trained so"
+                f"it right only with {name}={works[0]!r}; set it, if the model was trained with that value"
             )
 
 
@@ -276,7 +281,9 @@ class Decoder:
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """The parts of a transformers model of one of ``FAMILIES``; techniques may have been applied to it.
+    """The parts of a transformers model of one of ``FAMILIES``.
+
+    Techniques may have been applied to it, but not FSDP, which changes its class.
 
     Raises:
         ModelError: see ``check_config``; a class that is not the family's causal language model; a module
@@ -333,7 +340,8 @@ def check_untouched(model: nn.Module) -> None:
             "to it, which shards them with fsdp=True"
         )
     for name, module in model.named_modules():
-        if "forward" in vars(module) or hasattr(module, "lab_kernel") or hasattr(module, "lab_attention"):
+        patched = isinstance(vars(module).get("forward"), Patch)
+        if patched or hasattr(module, "lab_kernel") or hasattr(module, "lab_attention"):
             raise RecipeError(
                 "a recipe or a technique was applied to this model already: a second one would add to it; "
                 "build the model again, then apply the recipe"
@@ -384,8 +392,8 @@ def check_modules(model: PreTrainedModel) -> None:
             )
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ModelError(
-                f"{name} has p={module.p}: dropout is not supported, for a recomputed layer would draw "
-                "another mask; set it to 0 (lora_dropout=0 for an adapter)"
+                f"{name} has p={module.p}: dropout is not supported, because a layer that is recomputed in "
+                "backward would draw another mask; set it to 0 (lora_dropout=0 for an adapter)"
             )
         variants: Mapping[str, object] = getattr(module, "lora_variant", None) or {}
         for variant in variants.values():
@@ -406,43 +414,42 @@ def _belongs(kind: type, model_type: str) -> bool:
 
 
 def effective_weight(linear: nn.Module, technique: str) -> tuple[Tensor, Tensor | None]:
-    """The weight [out, in] and bias [out] that a projection multiplies with, for a technique that does so
-    itself.
+    """The weight [out, in] and bias [out] of a projection, for a technique that multiplies by them itself.
 
-    A LoRA layer's weight is W + scale * B @ A over its active adapters, and a parametrized weight what its
-    parametrization makes of it: both are made here by autograd, which differentiates them. Source: LoRA
-    (arXiv 2106.09685), section 4.1.
+    A LoRA layer's weight is W + scale * B @ A over its active adapters, and a parametrized weight is the
+    parametrization's output. Both are computed here with autograd on, so their parameters get gradients.
+
+    Costs: for a LoRA layer, one more weight matrix, and the whole gradient of it in backward, from which
+    those of A and B are made. Source: LoRA (arXiv 2106.09685), section 4.1.
 
     Raises:
         RecipeError: hooks on the projection, which would not run; a quantized weight.
     """
-    if type(linear).__name__ == "Linear" and hasattr(linear, "base_layer"):
-        weight, bias = effective_weight(linear.base_layer, technique)  # type: ignore[arg-type]
-        check_hooks(linear, technique)
-        active: Any = linear
-        if active.merged or active.disable_adapters:
-            return weight, bias
-        for adapter in active.active_adapters:
-            if adapter in active.lora_A:
-                check_hooks(active.lora_A[adapter], technique)
-                check_hooks(active.lora_B[adapter], technique)
-                weight = weight + active.get_delta_weight(adapter).to(weight.dtype)
-                if active.lora_bias[adapter]:
-                    more = active.lora_B[adapter].bias * active.scaling[adapter]
-                    bias = more if bias is None else bias + more.to(bias.dtype)
+    for module in linear.modules():
+        check_hooks(module, technique)
+    adapted: Any = linear
+    if not hasattr(linear, "lora_A"):
+        weight: Tensor = adapted.weight
+        if not weight.is_floating_point():
+            raise RecipeError(
+                f"{technique} with a weight of {weight.dtype}: quantized projections are not supported; load "
+                "the model without quantization"
+            )
+        return weight, adapted.bias
+    weight, bias = effective_weight(adapted.base_layer, technique)
+    if adapted.merged or adapted.disable_adapters:
         return weight, bias
-    check_hooks(linear, technique)
-    weight, bias = linear.weight, linear.bias  # type: ignore[assignment]
-    if not weight.is_floating_point():
-        raise RecipeError(
-            f"{technique} with a weight of {weight.dtype}: quantized projections are not supported; load the "
-            "model without quantization"
-        )
+    for adapter in adapted.active_adapters:
+        if adapter in adapted.lora_A:
+            a, b, scale = adapted.lora_A[adapter], adapted.lora_B[adapter], adapted.scaling[adapter]
+            weight = weight + (scale * (b.weight @ a.weight)).to(weight.dtype)
+            if b.bias is not None:
+                bias = scale * b.bias if bias is None else bias + (scale * b.bias).to(bias.dtype)
     return weight, bias
 
 
 def check_hooks(module: nn.Module, technique: str) -> None:
-    """Refuse hooks on a module that a technique does not call, or calls on parts of its input.
+    """Refuse hooks on a module that a technique does not call, or calls on slices of its input.
 
     The meter's hooks stay: they note which module runs, and see no tensor.
 
@@ -457,8 +464,9 @@ def check_hooks(module: nn.Module, technique: str) -> None:
     )
     if any(getattr(hook, "__module__", None) != "lab.memory.meter" for hook in hooks):
         raise RecipeError(
-            f"a hook on a {type(module).__name__} that {technique} does not call as a whole: the hook would "
-            f"not see what it expects; remove it, or leave {technique} out"
+            f"a hook on a {type(module).__name__}: {technique} does not call this module, or calls it on "
+            "slices of its input, so the hook would be skipped or see slices; remove the hook, or turn "
+            f"{technique} off"
         )
 
 
@@ -472,9 +480,12 @@ class Patch:
     checkpointed = False
     """On a decoder layer: it keeps its input alone and runs again in backward."""
 
+    takes_shifted_labels = False
+    """On a model: ``lab.loss`` may call it."""
+
     def __init__(self, forward: Callable[..., Any], replaced: Callable[..., Any]) -> None:
         # transformers asks for the signature of a forward.
-        update_wrapper(self, replaced)
+        update_wrapper(self, replaced, updated=())
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,9 +46,10 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     Raises:
         RecipeError: no recipe was applied to the model; see ``apply_input_checks``.
     """
-    if "forward" not in vars(model):
+    inner = getattr(model, "_orig_mod", model)  # of what torch.compile gives
+    if not getattr(inner.forward, "takes_shifted_labels", False):
         raise RecipeError(
-            "lab.loss of a model without a recipe: call lab.apply_recipe(model, recipe, mesh) first"
+            "lab.loss needs a model with a recipe: call lab.apply_recipe(model, recipe, mesh) first"
         )
     local: Tensor = model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, shifted_labels=batch.labels
@@ -57,11 +58,18 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW with its state made at once, so that the first step weighs as much as every other.
+    """AdamW with its state made at once, so that the first step uses as much memory as every other.
 
     Frozen parameters have no state.
+
+    Raises:
+        RecipeError: every parameter is frozen.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise RecipeError(
+            "every parameter of this model is frozen: set requires_grad on those to train, before the recipe"
+        )
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

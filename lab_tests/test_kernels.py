@@ -332,8 +332,10 @@ def test_a_recipe_sets_the_kernel_of_every_attention(alone, monkeypatch):
     mesh, model = dist.device_mesh.init_device_mesh("cpu", (1,)), models.build("tiny")
     apply_recipe(model, Recipe(), mesh)
     assert {module.lab_kernel for module in decoder_of(model).attentions} == {FLASH}
+    model = models.build("tiny")
     with pytest.raises(RecipeError, match=r"kernel='cudnn': it needs an NVIDIA GPU; .* auto, torch"):
         apply_recipe(model, Recipe(kernel="cudnn"), mesh)
+    assert not any("forward" in vars(module) for module in model.modules())
     asked = []
     monkeypatch.setattr(kernels, "machine_of", lambda device: asked.append(device) or HOPPER)
     assert kernel_for("auto", torch.device("cpu"), 128) is KERNELS["flash-attn-3"]

@@ -264,6 +264,11 @@ def on_rank_1(change: Callable[[PreTrainedModel], None]) -> Callable[[PreTrained
     return lambda model: change(model) if dist.get_rank() == 1 else None
 
 
+def with_dropout(model: PreTrainedModel) -> None:
+    """A dropout in the place of an activation."""
+    model.model.layers[0].mlp.act_fn = nn.Dropout(0.1)
+
+
 def other_weights(model: PreTrainedModel) -> None:
     """Weights of another seed."""
     with torch.no_grad():
@@ -508,6 +513,7 @@ ARRIVALS = (
     ),
     Arrival("state: frozen on one rank", partial(trained, plain, before=on_rank_1(frozen("mlp")))),
     Arrival("state: other weights on a rank", partial(trained, plain, before=on_rank_1(other_weights))),
+    Arrival("state: dropout on one rank", partial(trained, plain, before=on_rank_1(with_dropout))),
     Arrival(
         "state: unfrozen after the recipe",
         partial(trained, plain, before=frozen("mlp"), after=unfrozen_later),

@@ -120,8 +120,8 @@ def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
 
 @bench.command()
 @click.option("--draws", type=click.IntRange(0), default=0, help="Random models and recipes to try too. [0]")
-@click.option("--seed", type=int, default=0, help="Of the draws. [0]")
-@click.option("--replay", metavar="JSON", help="Examine one draw alone, as a failure prints it.")
+@click.option("--seed", type=int, default=0, help="Seed of the draws. [0]")
+@click.option("--replay", metavar="JSON", help="Examine only this draw; a failed draw prints its JSON.")
 @JSON
 @plainly
 def inputs(draws: int, seed: int, replay: str | None, as_json: bool) -> None:

@@ -24,16 +24,16 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
 
     ``input_ids`` [b, s] are the tokens that rank ``index`` of the C*R ranks of a sequence holds, and
     ``position_ids`` [1 or b, s] their places in it, as ``lab.shard_batch`` gives both; with C = R = 1
-    positions may be left out. ``attention_mask`` [b, s] may pad rows at their end, which changes nothing for
-    a token before it, and is not passed on. ``shifted_labels`` [b, s] are what ``lab.loss`` gives: the label
-    at place i is the token after it. They have a name of their own because ``labels`` of transformers are not
-    shifted yet.
+    positions may be left out. ``attention_mask`` [b, s] may mark padding at the end of rows. The model does
+    not use it: attention is causal, so padding cannot affect the tokens before it. ``shifted_labels`` [b, s]
+    are what ``lab.loss`` gives: the label at place i is the token after it. They have a name of their own
+    because ``labels`` of transformers are not shifted yet.
 
-    Modules that changed after the recipe was applied are refused here too: what was proved was the model
-    then.
+    Modules that changed after the recipe was applied are refused here too: the tests prove the model as it
+    was then.
 
-    Costs: one comparison of s integers a forward, for which the host waits. Under fake tensors nothing is
-    compared.
+    Costs: one comparison of s integers a forward, and one of the mask, for each of which the host waits; and
+    a walk over the modules. Under fake tensors nothing is compared.
 
     Raises, in forward:
         RecipeError: ``labels``; padding elsewhere than at the end of rows, or any under sequence sharding;
@@ -47,11 +47,11 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        *unknown: Any,
+        *,
         shifted_labels: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        _check_keywords(unknown, others)
+        _check_keywords(others)
         if input_ids is None or input_ids.dim() != 2:
             raise RecipeError("a model with a recipe is called with input_ids of shape [rows, tokens]")
         _check_mode(input_ids.device.type)
@@ -62,15 +62,15 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         given = {} if shifted_labels is None else {"labels": shifted_labels}
         return plain(input_ids=input_ids, position_ids=positions, use_cache=False, **given)
 
-    # A compiled model computes the same: what is around the lab's forward is compiled, and nothing in it.
-    model.forward = Patch(torch.compiler.disable(forward), plain)
-    # FSDP has answers of its own, of several lines: an instance's go first.
+    # torch.compile of the model compiles only what is outside this forward.
+    patch = Patch(torch.compiler.disable(forward), plain)
+    patch.takes_shifted_labels = True
+    model.forward = patch
+    # FSDP's classes define these with messages of several lines; attributes of the instance take precedence.
     model.__deepcopy__, model.__reduce_ex__ = refuse_copy, refuse_pickle  # type: ignore[assignment]
 
 
-def _check_keywords(unknown: tuple[Any, ...], others: dict[str, Any]) -> None:
-    if unknown:
-        raise RecipeError("a model with a recipe takes everything but input_ids by its name")
+def _check_keywords(others: dict[str, Any]) -> None:
     if others.get("labels") is not None:
         raise RecipeError(
             "labels=...: a model with a recipe holds a part of the batch, whose labels are shifted before "
@@ -97,8 +97,8 @@ def _check_mode(device_type: str) -> None:
 def _check_mask(mask: Tensor, input_ids: Tensor, *, whole: bool) -> None:
     if mask.shape != input_ids.shape:
         raise RecipeError(
-            f"attention_mask of shape {list(mask.shape)}: one of input_ids' shape {list(input_ids.shape)} is "
-            "taken, and attention is causal"
+            f"attention_mask has shape {list(mask.shape)}: give one of the shape of input_ids, "
+            f"{list(input_ids.shape)}, 1 for tokens and 0 for padding at the end of rows"
         )
     if isinstance(mask, FakeTensor):
         return
@@ -141,10 +141,10 @@ def _positions(input_ids: Tensor, given: Tensor | None, ulysses: int, ring: int,
     if given.dim() == 2 and given.shape[0] in (1, len(input_ids)) and given.shape[1] == right.shape[1]:
         different = (given != right).any()
         if isinstance(given, FakeTensor) or not bool(different):
-            return right
+            return given[:1]
     raise RecipeError(
-        "position_ids that are not those of whole sequences, in this rank's order: each row is one document, "
-        "counted from 0; lab.shard_batch gives them (several documents in a row are not supported)"
+        "position_ids are not the positions that this rank holds: use the position_ids of lab.shard_batch; "
+        "each row must be one document, counted from 0 (packed documents are not supported)"
     )
 
 

@@ -28,7 +28,7 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Ker
     Costs: R-1 sends of k and v forward (2*w*b*s*K*D bytes each), and backward as many again, with R sends of
     their gradients in fp32. For w bytes an element, Q = w*b*s*H*D, k = w*b*s*K*D, f = 4 (8 for fp64) and
     L = f*b*s*H, attention takes at its peak, beside what it is given and for R > 2, up to
-    forward Q + Q*f/w + 4k + 4L, backward Q + Q*f/w + 5k + 4k*f/w.
+    forward Q + Q*f/w + 4k + 4L, backward max(Q + k, Q/2 + 2k) + Q*f/w + 4k + 4k*f/w.
     Source: Ring Attention (arXiv 2310.01889), section 3; the two pieces: as in Llama 3's training (arXiv
     2407.21783, section 3.3.2); gradients from the global log-sum-exp: FlashAttention, appendix B.4.
     Composes with Ulysses or UPipe on the same model, in either order, each Ulysses group then holding one

@@ -41,14 +41,17 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
 
     Raises:
         ModelError: see ``decoder_of``.
-        RecipeError: parameters of several dtypes in one layer. In forward: see ``_keep_trained``.
+        RecipeError: trained parameters of several dtypes in one layer. In forward: see
+            ``_refuse_changed_requires_grad`` and ``_refuse_after_failure``.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=wider(compute_dtype or next(model.parameters()).dtype),
     )
-    for layer in decoder_of(model).layers:
-        fully_shard(layer.module, mesh=mesh, mp_policy=policy)
+    layers = [layer.module for layer in decoder_of(model).layers]
+    _check_dtypes(model, layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -58,8 +61,21 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
             if mesh.device_type == "cpu":
                 module.set_custom_all_gather(_SettledAllGather())
                 module.set_custom_reduce_scatter(_SettledReduceScatter())
-    _keep_trained(model)
+    _refuse_changed_requires_grad(model)
     _refuse_after_failure(model)
+
+
+def _check_dtypes(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Refuse parameters that FSDP cannot put into one buffer: those of a layer, and those in no layer."""
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    units = [list(layer.parameters()) for layer in layers]
+    for unit in (*units, [parameter for parameter in model.parameters() if parameter not in inside]):
+        dtypes = sorted({str(parameter.dtype) for parameter in unit if parameter.requires_grad})
+        if len(dtypes) > 1:
+            raise RecipeError(
+                f"trained parameters of {' and '.join(dtypes)} in one layer: FSDP takes one dtype; cast them "
+                "first, for instance by model.to(torch.float32)"
+            )
 
 
 class _SettledAllGather(DefaultAllGather):
@@ -112,7 +128,7 @@ def apply_replication(
     if mesh.size() == 1:
         return
     group = mesh.get_group()
-    _keep_trained(model)
+    _refuse_changed_requires_grad(model)
 
     def summed(gradient: Tensor) -> Tensor:
         total = gradient.to(wider(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
@@ -125,9 +141,11 @@ def apply_replication(
             parameter.register_hook(summed)
 
 
-def _keep_trained(model: nn.Module) -> None:
-    """Refuse a forward after parameters were frozen or unfrozen: what sums gradients was set up for the
-    others.
+def _refuse_changed_requires_grad(model: nn.Module) -> None:
+    """Refuse a forward after parameters were frozen or unfrozen.
+
+    What sums gradients over ranks was set up for the parameters that were trained when the recipe was
+    applied.
 
     Raises, in forward:
         RecipeError: a parameter that changed; inference mode, in which FSDP would gather parameters that no

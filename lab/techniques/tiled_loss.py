@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lab.decoder import Patch, decoder_of
+from lab.decoder import Patch, check_hooks, decoder_of
 from lab.techniques.precision import wider
 from lab.techniques.slices import slices
-from lab.techniques.tiling import check_inner_hooks, check_tile, tiled
+from lab.techniques.tiling import check_tile, tiled
 
 IGNORED = -100
 """The label of a token that is not to be predicted (padding, the last of a text)."""
@@ -84,7 +84,8 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
         return losses
 
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
-        check_inner_hooks(nn.ModuleList([head]), "loss_tile")
+        for module in head.modules():
+            check_hooks(module, "loss_tile")
         return tiled(token_losses, head, hidden[None], labels[None], tile=tile).sum()
 
     apply_head_loss(model, summed)

@@ -179,22 +179,14 @@ def check_tile(knob: str, tile: int) -> None:
         )
 
 
-def check_inner_hooks(module: nn.Module, knob: str) -> None:
-    """Refuse hooks on what a tiled ``module`` consists of: they would see a tile for the whole.
-
-    Raises:
-        RecipeError: see ``check_hooks``.
-    """
-    for inner in module.modules():
-        if inner is not module:
-            check_hooks(inner, knob)
-
-
 def _tile_module(module: nn.Module, tile: int, knob: str) -> None:
     inner = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        check_inner_hooks(module, knob)
+        # A hook on what the module consists of would see a tile for the whole.
+        for part in module.modules():
+            if part is not module:
+                check_hooks(part, knob)
         return tiled(inner, module, x, tile=tile)
 
     module.forward = Patch(forward, inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def _check_update(learning_rate: float, clip_norm: float) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def diverged(training: Training, step: int, loss: float, kept: str = "") -> DivergedError:
@@ -104,11 +105,11 @@ def diverged(training: Training, step: int, loss: float, kept: str = "") -> Dive
     ``step`` is counted from 1. ``kept`` says which checkpoint is the last good one, where any are written.
     """
     if math.isfinite(loss):
-        what = f"the parameters or the optimizer's state are not finite after step {step}, of loss {loss:.4g}"
+        what = f"after step {step} (loss {loss:.4g}) a parameter or the optimizer's state is not finite"
     else:
         what = f"the loss of step {step} is {loss}"
     if step == 1 and not math.isfinite(loss):
-        helps = "no parameter was updated before: check the weights of the model"
+        helps = "no update had been made yet: check the model's initial weights"
     else:
         helps = (
             f"start again{' in another folder' if kept else ''} with a lower learning_rate than "
