@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.recipe import Recipe
 from lab.techniques.agreement import check_same_batch
-from lab.techniques.inputs import check_right_padding
+from lab.techniques.inputs import check_right_padding, kept_tokens
 from lab.techniques.ring import local_positions, token_multiple
 from lab.techniques.tiled_loss import IGNORED
 
@@ -24,7 +25,8 @@ class Batch:
 
     ``input_ids`` and ``labels`` [b, s] int64; ``labels[i]`` is the token after ``input_ids[i]`` in the
     global sequence, or ``IGNORED``. ``position_ids`` [1, s] are positions in the global sequence.
-    ``label_count`` counts the labels of all ranks together; ``group`` is all ranks.
+    ``label_count`` counts the labels of all ranks together; ``group`` is all ranks; ``ulysses`` and ``ring``
+    are the degrees that the sequence is sharded by; ``highest_token`` is the largest of the global batch.
     """
 
     input_ids: Tensor
@@ -32,6 +34,9 @@ class Batch:
     position_ids: Tensor
     label_count: int
     group: dist.ProcessGroup
+    ulysses: int
+    ring: int
+    highest_token: int
 
 
 def shard_batch(
@@ -52,7 +57,9 @@ def shard_batch(
             token to predict.
         LabError: the tokens or the mask differ between ranks.
     """
-    # Before any refusal: with equal batches every rank refuses alike, and none waits for another.
+    if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor | None):
+        raise RecipeError("input_ids and attention_mask are tensors: give what a tokenizer makes with 'pt'")
+    # Before any refusal of values: with equal batches every rank refuses alike, and none waits for another.
     check_same_batch(input_ids, attention_mask, mesh.get_group())
     if input_ids.dim() != 2:
         raise RecipeError(
@@ -60,8 +67,15 @@ def shard_batch(
             "packed sequences would attend across their borders"
         )
     rows, tokens = input_ids.shape
+    if rows < 1 or input_ids.dtype != torch.int64:
+        raise RecipeError(
+            f"input_ids of {rows} rows in {input_ids.dtype}: give 1 row or more, in torch.int64"
+        )
     if tokens < 2:
         raise RecipeError(f"rows of {tokens} tokens: there is no next token to predict; give 2 or more")
+    highest = 0 if isinstance(input_ids, FakeTensor) else int(input_ids.max())
+    if not isinstance(input_ids, FakeTensor) and int(input_ids.min()) < 0:
+        raise RecipeError(f"input_ids with token {int(input_ids.min())}: tokens are numbered from 0")
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
     label_count = rows * (tokens - 1)
@@ -71,7 +85,7 @@ def shard_batch(
                 f"attention_mask of shape {list(attention_mask.shape)} for input_ids of shape "
                 f"{list(input_ids.shape)}: give a mask of the same shape, 1 for tokens and 0 for padding"
             )
-        kept = (attention_mask != 0).to(input_ids.device)
+        kept = kept_tokens(attention_mask.to(input_ids.device))
         check_right_padding(kept)
         labels[:, :-1].masked_fill_(~kept[:, 1:], IGNORED)
         label_count = int(kept[:, 1:].sum())
@@ -96,4 +110,7 @@ def shard_batch(
         position_ids=held[None],
         label_count=label_count,
         group=mesh.get_group(),
+        ulysses=recipe.ulysses,
+        ring=recipe.ring,
+        highest_token=highest,
     )

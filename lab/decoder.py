@@ -13,6 +13,7 @@ from functools import update_wrapper
 from textwrap import shorten
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
@@ -134,6 +135,11 @@ def check_config(config: PretrainedConfig) -> Family:
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
     check_counts({name: getattr(config, name, None) for name in SIZES}, ModelError)
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ModelError(
+            f"num_attention_heads={config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}: no attention shares keys so"
+        )
     for name, default in declared(type(config)):
         # A field in no group came with a release of transformers newer than the groups.
         works = family.rules(name, default)
@@ -290,6 +296,8 @@ def decoder_of(model: nn.Module) -> Decoder:
             that does not belong to the family.
     """
     if type(model).__module__.startswith("peft."):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ModelError("prompt and prefix tuning are not supported: LoRA is")
         raise ModelError(
             f"a {type(model).__name__} of PEFT around a model: give the model in it, with its adapters, "
             "model.get_base_model()"
@@ -346,6 +354,16 @@ def check_untouched(model: nn.Module) -> None:
                 "a recipe or a technique was applied to this model already: a second one would add to it; "
                 "build the model again, then apply the recipe"
             )
+        if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
+            raise RecipeError(
+                f"{name} has gradients already, which sharding would drop: call model.zero_grad() first"
+            )
+        hooked = [p for p in module.parameters(recurse=False) if p._backward_hooks]
+        if hooked or any(p._post_accumulate_grad_hooks for p in module.parameters(recurse=False)):
+            raise RecipeError(
+                f"{name} has a gradient hook on a parameter: it would see one rank's part of the gradient, "
+                "or never run; remove it, and change gradients after backward"
+            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise RecipeError(
                 f"transformers' gradient checkpointing is on in {name}: a recipe has its own, "
@@ -367,14 +385,33 @@ _ADAPTERS = {
 need not be installed."""
 
 
+def facts_of(module: nn.Module) -> dict[str, object]:
+    """What a module computes with beside its tensors: numbers, flags and names among its attributes."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in ("training", "name_or_path")
+        and name[0] != "_"
+        and isinstance(value, bool | int | float | str | None)
+    }
+
+
 def check_modules(model: PreTrainedModel) -> None:
     """Refuse modules that a family's techniques were not proved with.
 
     Raises:
         ModelError: a module of another class than transformers, torch or LoRA make; one whose ``forward`` was
-            replaced by others than the lab; dropout; a variant of LoRA.
+            replaced by others than the lab; dropout; a variant of LoRA; modules or parameters in two places,
+            but for a head that is the embedding; a weight that changes whenever it is used.
     """
+    _check_shared(model)
     for name, module in model.named_modules():
+        if ".parametrizations" in name or isinstance(module, nn.Linear):
+            for buffer, _ in module.named_buffers(recurse=False):
+                raise ModelError(
+                    f"{name} has a buffer {buffer}, as spectral norms have, which changes when the module "
+                    "runs: a recomputed layer or a tile would change it again; remove the parametrization"
+                )
         if ".parametrizations" in name:
             continue
         kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
@@ -395,12 +432,37 @@ def check_modules(model: PreTrainedModel) -> None:
                 f"{name} has p={module.p}: dropout is not supported, because a layer that is recomputed in "
                 "backward would draw another mask; set it to 0 (lora_dropout=0 for an adapter)"
             )
+        for attribute, value in facts_of(module).items():
+            if "dropout" in attribute and isinstance(value, float) and value > 0:
+                raise ModelError(
+                    f"{name} has {attribute}={value}: dropout is not supported, because a layer that is "
+                    "recomputed in backward would draw another mask; set it to 0.0"
+                )
         variants: Mapping[str, object] = getattr(module, "lora_variant", None) or {}
         for variant in variants.values():
             raise ModelError(
                 f"{name} has a variant of LoRA ({type(variant).__name__}): plain LoRA alone is supported; "
                 "make the adapter without use_dora and the like"
             )
+
+
+def _check_shared(model: PreTrainedModel) -> None:
+    """Refuse what stands in two places of a model, and would be sharded or patched twice."""
+    first: dict[object, str] = {}
+    for name, part in (
+        *model.named_modules(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+    ):
+        earlier = first.setdefault(part, name)
+        if earlier != name and not (isinstance(part, nn.Parameter) and "embed_tokens" in earlier + name):
+            raise ModelError(
+                f"{name} is {earlier} again: modules and parameters in two places are not supported, but for "
+                "a head that is the embedding; give each layer its own"
+            )
+        if isinstance(part, nn.Parameter) and part.is_meta:
+            raise ModelError(f"{name} has no memory (device meta): load the model's weights first")
+        if isinstance(part, nn.Parameter) and not part.is_contiguous():
+            raise ModelError(f"{name} is not contiguous in memory: set it to a parameter of .contiguous()")
 
 
 def _belongs(kind: type, model_type: str) -> bool:
@@ -456,7 +518,12 @@ def check_hooks(module: nn.Module, technique: str) -> None:
     Raises:
         RecipeError: there is a hook.
     """
+    everywhere = torch.nn.modules.module
     hooks = (
+        *everywhere._global_forward_hooks.values(),
+        *everywhere._global_forward_pre_hooks.values(),
+        *everywhere._global_backward_hooks.values(),
+        *everywhere._global_backward_pre_hooks.values(),
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
         *module._backward_hooks.values(),
@@ -480,8 +547,8 @@ class Patch:
     checkpointed = False
     """On a decoder layer: it keeps its input alone and runs again in backward."""
 
-    takes_shifted_labels = False
-    """On a model: ``lab.loss`` may call it."""
+    sequence: tuple[int, int] | None = None
+    """On a model that ``lab.loss`` may call: the Ulysses and ring degree of its batches."""
 
     def __init__(self, forward: Callable[..., Any], replaced: Callable[..., Any]) -> None:
         # transformers asks for the signature of a forward.
@@ -520,6 +587,6 @@ def refuse_pickle(_: Any) -> NoReturn:
         RecipeError: always.
     """
     raise RecipeError(
-        "a model with techniques applied cannot be pickled: save its state_dict, or "
-        "model.save_pretrained, and apply the recipe after loading"
+        "a model with techniques applied cannot be pickled: save its state_dict, where it is sharded by "
+        "torch.distributed.checkpoint, and apply the recipe after loading"
     )

@@ -46,10 +46,22 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     Raises:
         RecipeError: no recipe was applied to the model; see ``apply_input_checks``.
     """
-    inner = getattr(model, "_orig_mod", model)  # of what torch.compile gives
-    if not getattr(inner.forward, "takes_shifted_labels", False):
+    inner: Any = getattr(model, "_orig_mod", model)  # of what torch.compile gives
+    sequence = getattr(inner.forward, "sequence", None)
+    if sequence is None:
         raise RecipeError(
             "lab.loss needs a model with a recipe: call lab.apply_recipe(model, recipe, mesh) first"
+        )
+    # The same on every rank, so that none waits for another.
+    if not isinstance(batch, Batch) or (batch.ulysses, batch.ring) != sequence:
+        raise RecipeError(
+            f"a batch that was not made for ulysses={sequence[0]}, ring={sequence[1]}: give what "
+            "lab.shard_batch(input_ids, recipe, mesh) makes with the model's own recipe"
+        )
+    if batch.highest_token >= inner.config.vocab_size:
+        raise RecipeError(
+            f"input_ids with token {batch.highest_token}: the model's vocabulary ends at "
+            f"{inner.config.vocab_size - 1}; take the tokenizer that belongs to the model"
         )
     local: Tensor = model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, shifted_labels=batch.labels

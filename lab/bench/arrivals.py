@@ -398,6 +398,64 @@ def compiled_before(recipe: Recipe, mesh: DeviceMesh) -> float:
     return 0.0
 
 
+def set_attribute(path: str, name: str, value: object) -> Callable[[PreTrainedModel], None]:
+    """An attribute of a module set by hand."""
+    return lambda model: setattr(model.get_submodule(path), name, value)
+
+
+def other_head(model: PreTrainedModel) -> None:
+    """Another head in the place of the model's."""
+    model.lm_head = nn.Linear(48, reference.VOCABULARY, bias=False, dtype=torch.float64)
+
+
+def gradient_hook(model: PreTrainedModel) -> None:
+    """A hook that changes the gradient of a parameter."""
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 3 * gradient)
+
+
+def with_gradients(model: PreTrainedModel) -> None:
+    """Gradients from before the recipe."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def spectral(model: PreTrainedModel) -> None:
+    """A parametrization with a state of its own."""
+    torch.nn.utils.parametrizations.spectral_norm(model.model.layers[0].mlp.up_proj)
+
+
+def shared_layer(model: PreTrainedModel) -> None:
+    """One MLP in two layers."""
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def graph_of_gradients(recipe: Recipe, mesh: DeviceMesh) -> float:
+    """Gradients that are to be differentiated again."""
+    model = plain()
+    apply_recipe(model, recipe, mesh)
+    value = loss(model, shard_batch(token_ids(), recipe, mesh))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value.backward(create_graph=True)
+    return error_of(model, value.item(), truth(plain()))
+
+
+def outside_the_vocabulary(recipe: Recipe, mesh: DeviceMesh) -> float:
+    """A token that the model does not have."""
+    model = plain()
+    apply_recipe(model, recipe, mesh)
+    ids = token_ids() - token_ids().max() + reference.VOCABULARY
+    return float(loss(model, shard_batch(ids, recipe, mesh)))
+
+
+def of_another_recipe(recipe: Recipe, mesh: DeviceMesh) -> float:
+    """A batch that was sharded for another recipe."""
+    model = plain()
+    apply_recipe(model, recipe, mesh)
+    other = Recipe(ulysses=2) if recipe.ulysses == 1 else Recipe()
+    return float(loss(model, shard_batch(token_ids(), other, mesh)))
+
+
 LEFT = torch.ones(ROWS, TOKENS, dtype=torch.int64)
 LEFT[0, :3] = 0
 RIGHT = torch.ones(ROWS, TOKENS, dtype=torch.int64)
@@ -465,6 +523,9 @@ ARRIVALS = (
     Arrival("batch: padding alone", padded(torch.zeros(ROWS, TOKENS, dtype=torch.int64))),
     Arrival("batch: other tokens on a rank", other_tokens),
     Arrival("batch: labels of transformers", labelled),
+    Arrival("batch: several documents by mask", padded(LEFT + 1)),
+    Arrival("batch: a token outside the vocabulary", outside_the_vocabulary),
+    Arrival("batch: made for another recipe", of_another_recipe),
     Arrival("forward: attention_mask of ones", called(attention_mask=torch.ones_like)),
     Arrival("forward: attention_mask of another shape", called(attention_mask=torch.ones(1, 5))),
     Arrival("forward: a 4D attention_mask", called(attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))),
@@ -503,6 +564,26 @@ ARRIVALS = (
     Arrival("module: a hook on a projection", partial(trained, plain, before=hooked("self_attn.v_proj"))),
     Arrival("module: a hook inside an MLP", partial(trained, plain, before=hooked("mlp.up_proj"))),
     Arrival("module: a hook on an MLP", partial(trained, plain, before=hooked("mlp"))),
+    Arrival("module: a spectral norm", partial(trained, plain, before=spectral)),
+    Arrival("module: one MLP in two layers", partial(trained, plain, before=shared_layer)),
+    Arrival("module: a gradient hook", partial(trained, plain, before=gradient_hook)),
+    Arrival(
+        "module: other rotary frequencies",
+        partial(trained, plain, before=set_attribute("model.rotary_emb", "attention_scaling", 1.7)),
+    ),
+    Arrival(
+        "module: dropout by an attribute",
+        partial(trained, plain, before=set_attribute("model.layers.0.self_attn", "attention_dropout", 0.5)),
+    ),
+    Arrival(
+        "module: another scale on one rank",
+        partial(trained, plain, before=on_rank_1(set_attribute("model.layers.0.self_attn", "scaling", 0.9))),
+    ),
+    Arrival(
+        "module: is_causal=False after the recipe",
+        partial(trained, plain, after=set_attribute("model.layers.0.self_attn", "is_causal", False)),
+    ),
+    Arrival("module: another head after the recipe", partial(trained, plain, after=other_head)),
     Arrival(
         "module: transformers' checkpointing",
         partial(trained, plain, before=lambda model: model.gradient_checkpointing_enable()),
@@ -518,6 +599,8 @@ ARRIVALS = (
         "state: unfrozen after the recipe",
         partial(trained, plain, before=frozen("mlp"), after=unfrozen_later),
     ),
+    Arrival("state: gradients from before", partial(trained, plain, before=with_gradients)),
+    Arrival("state: a graph of gradients", graph_of_gradients),
     Arrival("state: a second recipe", second_recipe),
     Arrival("state: copy.deepcopy", copied(copy.deepcopy)),
     Arrival("state: pickle", copied(pickle.dumps)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from lab.decoder import Patch, refuse_copy, refuse_pickle
+from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
 from lab.techniques.ring import local_positions
 
@@ -52,8 +52,8 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         **others: Any,
     ) -> Any:
         _check_keywords(others)
-        if input_ids is None or input_ids.dim() != 2:
-            raise RecipeError("a model with a recipe is called with input_ids of shape [rows, tokens]")
+        _check_ids(input_ids)
+        assert input_ids is not None
         _check_mode(input_ids.device.type)
         _check_unchanged(model, before)
         if attention_mask is not None:
@@ -64,7 +64,7 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
 
     # torch.compile of the model compiles only what is outside this forward.
     patch = Patch(torch.compiler.disable(forward), plain)
-    patch.takes_shifted_labels = True
+    patch.sequence = (ulysses, ring)
     model.forward = patch
     # FSDP's classes define these with messages of several lines; attributes of the instance take precedence.
     model.__deepcopy__, model.__reduce_ex__ = refuse_copy, refuse_pickle  # type: ignore[assignment]
@@ -102,7 +102,7 @@ def _check_mask(mask: Tensor, input_ids: Tensor, *, whole: bool) -> None:
         )
     if isinstance(mask, FakeTensor):
         return
-    kept = mask != 0
+    kept = kept_tokens(mask)
     if bool(kept.all()):
         return
     if not whole:
@@ -111,6 +111,18 @@ def _check_mask(mask: Tensor, input_ids: Tensor, *, whole: bool) -> None:
             "lab.shard_batch(input_ids, recipe, mesh, attention_mask=...)"
         )
     check_right_padding(kept)
+
+
+def kept_tokens(mask: Tensor) -> Tensor:
+    """True where a mask [b, S] is 1 and False where it is 0.
+
+    Raises:
+        RecipeError: any other value, such as the numbers of several documents in a row.
+    """
+    kept = mask == 1
+    if not bool((kept | (mask == 0)).all()):
+        raise RecipeError("attention_mask with values beside 0 and 1: give 1 for tokens and 0 for padding")
+    return kept
 
 
 def check_right_padding(kept: Tensor) -> None:
@@ -148,18 +160,13 @@ def _positions(input_ids: Tensor, given: Tensor | None, ulysses: int, ring: int,
     )
 
 
-Facts = tuple[type, object, bool, float]
+Facts = tuple[nn.Module, type, object, dict[str, object]]
 
 
 def _modules(model: nn.Module) -> dict[str, Facts]:
-    """What must stay as it was of each module: class, forward, whether it checkpoints itself, dropout."""
+    """What must stay as it was of each module: itself, its class, its forward, its plain attributes."""
     return {
-        name: (
-            type(module),
-            vars(module).get("forward"),
-            getattr(module, "gradient_checkpointing", False) is True,
-            module.p if isinstance(module, nn.Dropout) else 0.0,
-        )
+        name: (module, type(module), vars(module).get("forward"), facts_of(module))
         for name, module in model.named_modules()
         if name
     }
@@ -168,9 +175,13 @@ def _modules(model: nn.Module) -> dict[str, Facts]:
 def _check_unchanged(model: nn.Module, before: dict[str, Facts]) -> None:
     now = _modules(model)
     if now != before:
-        names = [*now, *before]
-        changed = next(name for name in names if now.get(name) != before.get(name))
+        changed = next(name for name in (*now, *before) if now.get(name) != before.get(name))
         raise RecipeError(
-            f"{changed} changed after the recipe was applied (an adapter, another module or forward, "
-            "gradient checkpointing, dropout): change the model first, then apply the recipe"
+            f"{changed} changed after the recipe was applied (an adapter, another module or forward, an "
+            "attribute): change the model first, then apply the recipe"
         )
+
+
+def _check_ids(input_ids: Tensor | None) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype != torch.int64:
+        raise RecipeError("a model with a recipe is called with input_ids of shape [rows, tokens], int64")

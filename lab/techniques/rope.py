@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers import PretrainedConfig
 
 from lab.decoder import Patch, decoder_of, head_dim_of
@@ -34,9 +35,30 @@ def apply_rope(model: nn.Module) -> None:
         ModelError: see ``decoder_of``.
         RecipeError: a rope type without a form for all positions, or one that rotates a part of each head.
     """
-    rotary = decoder_of(model).rotary
-    frequencies, factor = check_rope(rotary.config)  # type: ignore[arg-type]
+    rotary: Any = decoder_of(model).rotary
+    frequencies, factor = check_rope(rotary.config)
+    _check_unchanged(rotary, frequencies, factor)
     rotary.forward = Patch(partial(tables, frequencies=frequencies, factor=factor), rotary.forward)
+
+
+def _check_unchanged(rotary: Any, frequencies: list[float], factor: float) -> None:
+    """Refuse a rotary embedding that computes with other frequencies than its config says.
+
+    Raises:
+        RecipeError: the config or the module was changed after it was made.
+    """
+    own: Tensor = rotary.inv_freq
+    if own.is_meta or isinstance(own, FakeTensor):
+        return
+    expected = torch.tensor(frequencies, dtype=own.dtype, device=own.device)
+    same = own.shape == expected.shape and torch.allclose(
+        own, expected, rtol=1e-2 if own.itemsize < 4 else 1e-4
+    )
+    if not same or not math.isclose(rotary.attention_scaling, factor, rel_tol=1e-6):
+        raise RecipeError(
+            "the rotary embedding has other frequencies than config.rope_parameters gives: set the config "
+            "before the model is made"
+        )
 
 
 def check_rope(config: PretrainedConfig) -> tuple[list[float], float]:
@@ -62,6 +84,20 @@ def inverse_frequencies(
         RecipeError: see ``apply_rope``.
     """
     kind = parameters.get("rope_type", "default")
+    try:
+        return _frequencies(kind, parameters, head_dim, max_positions)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError(
+            f"rope_parameters with which no angle can be computed ({type(error).__name__}: {error}): "
+            f"{dict(parameters)}; give those that the model was trained with"
+        ) from error
+
+
+def _frequencies(
+    kind: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None
+) -> tuple[list[float], float]:
     if kind not in ROPE_TYPES or "rope_theta" not in parameters:
         raise RecipeError(
             f"rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}, the same in every layer"

@@ -157,7 +157,12 @@ def _refuse_changed_requires_grad(model: nn.Module) -> None:
         if torch.is_inference_mode_enabled():
             raise RecipeError("torch.inference_mode around a model with a recipe: use torch.no_grad instead")
         for name, parameter in model.named_parameters():
-            if before.get(name) is not parameter.requires_grad:
+            if name not in before:
+                raise RecipeError(
+                    f"{name} was added after the recipe was applied: change the model first, then apply the "
+                    "recipe"
+                )
+            if before[name] is not parameter.requires_grad:
                 raise RecipeError(
                     f"{name} was frozen or unfrozen after the recipe was applied: set requires_grad first, "
                     "then apply the recipe"
@@ -168,18 +173,23 @@ def _refuse_changed_requires_grad(model: nn.Module) -> None:
 
 
 def _refuse_after_failure(model: nn.Module) -> None:
-    """Refuse a forward after a backward that failed in its middle.
+    """Refuse a forward after a backward that failed in its middle, and a backward that would be wrong.
 
     FSDP then holds gradients that it had not reduced yet, would add the next ones to them, and has no way to
     drop them.
 
     Raises, in forward:
-        RecipeError: the backward before did not end.
+        RecipeError: the backward before did not end. In backward: a graph of the gradients is asked for.
     """
     under_way = False
 
     def begins(_: Tensor) -> None:
         nonlocal under_way
+        if torch.is_grad_enabled():
+            raise RecipeError(
+                "backward with create_graph=True under FSDP: the gradients that it sums over ranks have no "
+                "graph; leave create_graph out"
+            )
         under_way = True
         # Runs when this backward has ended, and not where it fails.
         torch.autograd.Variable._execution_engine.queue_callback(ended)

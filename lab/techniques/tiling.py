@@ -126,11 +126,16 @@ class _Tiled(Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
         with standing_in(ctx.module) as parameters:
             sums = [torch.zeros_like(p, dtype=wider(p.dtype)) for p in parameters]
+            uses = [False] * len(parameters)
             for start, length in slices(x.shape[1], ctx.tile):
                 x_tile, dout_tile, *beside_tile = (a.narrow(1, start, length) for a in (x, dout, *beside))
                 dx_tile = None if dx is None else dx.narrow(1, start, length)
-                _backward_tile(ctx.fn, x_tile, beside_tile, dout_tile, parameters, dx_tile, sums)
-            gradients = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+                uses = _backward_tile(ctx.fn, x_tile, beside_tile, dout_tile, parameters, dx_tile, sums)
+            # Of a parameter that no tile used (an adapter that is switched off) there is none.
+            gradients = [
+                total.to(p.dtype) if used else None
+                for total, p, used in zip(sums, parameters, uses, strict=True)
+            ]
         return *(None,) * 6, dx, *gradients
 
 
@@ -142,17 +147,26 @@ def _backward_tile(
     parameters: list[Tensor],
     dx: Tensor | None,
     sums: list[Tensor],
-) -> None:
-    """Run one slice again and differentiate it: write its dx, add to the sums. Nothing else outlives it."""
+) -> list[bool]:
+    """Run one slice again and differentiate it: write its dx, add to the sums. Nothing else outlives it.
+
+    Returns which parameters were used.
+    """
     x = x.detach().requires_grad_(dx is not None)
     wanted = [*parameters] if dx is None else [x, *parameters]
     with torch.enable_grad():
         out = fn(x, *beside)
-    grads = list(torch.autograd.grad(out, wanted, dout))
+    grads = list(torch.autograd.grad(out, wanted, dout, allow_unused=True))
     if dx is not None:
-        dx.copy_(grads.pop(0))
+        own = grads.pop(0)
+        assert own is not None, "every module here depends on its input"
+        dx.copy_(own)
+        del own
+    uses = [grad is not None for grad in grads]
     for total, grad in zip(sums, grads, strict=True):
-        total.add_(grad)
+        if grad is not None:
+            total.add_(grad)
+    return uses
 
 
 def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
