@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
@@ -289,7 +290,7 @@ class Decoder:
 def decoder_of(model: nn.Module) -> Decoder:
     """The parts of a transformers model of one of ``FAMILIES``.
 
-    Techniques may have been applied to it, but not FSDP, which changes its class.
+    Techniques may have been applied to it.
 
     Raises:
         ModelError: see ``check_config``; a class that is not the family's causal language model; a module
@@ -309,7 +310,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         )
     family, config = check_config(model.config), model.config
     expected: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if type(model) is not expected:
+    if _class_of(model) is not expected:
         raise ModelError(
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
@@ -414,7 +415,7 @@ def check_modules(model: PreTrainedModel) -> None:
                 )
         if ".parametrizations" in name:
             continue
-        kind = type(module).__bases__[0] if is_parametrized(module) else type(module)
+        kind = _class_of(module)
         if not _belongs(kind, model.config.model_type):
             raise ModelError(
                 f"{name} is a {kind.__module__}.{kind.__name__}: the lab is proved with the modules of "
@@ -463,6 +464,14 @@ def _check_shared(model: PreTrainedModel) -> None:
             raise ModelError(f"{name} has no memory (device meta): load the model's weights first")
         if isinstance(part, nn.Parameter) and not part.is_contiguous():
             raise ModelError(f"{name} is not contiguous in memory: set it to a parameter of .contiguous()")
+
+
+def _class_of(module: nn.Module) -> type:
+    """A module's own class, where a parametrization or FSDP has put one of theirs over it."""
+    kind: type = type(module)
+    if is_parametrized(module):
+        kind = kind.__bases__[0]
+    return kind.__bases__[1] if issubclass(kind, FSDPModule) else kind
 
 
 def _belongs(kind: type, model_type: str) -> bool:
