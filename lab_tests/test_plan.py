@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 import lab
 from lab.errors import LabError
 from lab.recipe import Recipe
-from lab.verbs.fake_step import layouts_remembered
-from lab.verbs.one_rank import one_rank
+from lab.verbs.fake_step import Question, fake_step, layouts_remembered
+from lab.verbs.one_rank import one_rank, ring_ranks
 
 
 def small(**more):
@@ -140,6 +140,44 @@ def test_a_plan_needs_no_group_and_leaves_none():
         peaks.append(lab.plan(small(), "ulysses", tokens=64, ranks=4, rows=rows).device_peak)
     assert not dist.is_initialized()
     assert peaks[0] == peaks[2] < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lengths", "planned"),
+    [
+        (Recipe(fsdp=True, ulysses=4), [1], [0]),
+        (Recipe(ring=2), [], [1, 0]),
+        (Recipe(ring=3), [], [1, 0]),
+        (Recipe(ring=4), [1], [1]),
+        # Rank 2 has as many rows as rank 0; none where rank 0 has one.
+        (Recipe(fsdp=True, ring=4, ulysses=2), [48, 101, 9, 3], [1]),
+        (Recipe(fsdp=True, ring=4, ulysses=2), [48, 2], [1, 0]),
+    ],
+)
+def test_which_ring_ranks_are_planned(recipe, lengths, planned):
+    assert ring_ranks(recipe, lengths) == planned
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        (Recipe(ring=2), {"num_key_value_heads": 8}),
+        (Recipe(ring=3), {"num_key_value_heads": 8}),
+        (Recipe(ring=3), {"num_key_value_heads": 2}),
+        (Recipe(ring=5), {"num_key_value_heads": 8}),
+        (Recipe(fsdp=True, ring=4, ulysses=2), {"num_key_value_heads": 1, "head_dim": 2}),
+    ],
+)
+def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
+    model = small(num_hidden_layers=1, num_attention_heads=8, **more)
+    ranks = recipe.ulysses * recipe.ring
+    plan = lab.plan(model, recipe, tokens=480, ranks=ranks, rows=2, workspace=workspace)
+    question = Question(model, recipe, 480, ranks, 2, ranks_per_node=8, device="h100", workspace=workspace)
+    steps = [fake_step(replace(question, ring_rank=r), 1)[0] for r in range(recipe.ring)]
+    assert max(step.device_peak for step in steps) == plan.device_peak
+    assert steps[plan.ring_rank].device_peak == plan.device_peak
+    assert {step.host_peak for step in steps} == {plan.host_peak}
 
 
 def test_a_plan_that_fails_leaves_no_group():

@@ -26,7 +26,10 @@ from lab.verbs.one_rank import one_rank
 
 @dataclass(frozen=True)
 class Question:
-    """What a step is to be planned for; everything that its bytes and seconds depend on."""
+    """What a step is to be planned for; everything that its bytes and seconds depend on.
+
+    ``ring_rank`` is the one that is planned, as in ``one_rank``.
+    """
 
     model: models.ModelLike
     recipe: Recipe
@@ -36,6 +39,7 @@ class Question:
     ranks_per_node: int
     device: str
     workspace: bool
+    ring_rank: int = 1
 
 
 def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
@@ -44,7 +48,7 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
     workspace = cuda_workspace(question.ranks) if question.workspace else NO_WORKSPACE
     meter = Meter(clock=counter.now, workspace=workspace)
     with (
-        one_rank(question.recipe, question.ranks, "fake") as mesh,
+        one_rank(question.recipe, question.ranks, "fake", ring_rank=question.ring_rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
         shortened(),
         layouts_remembered(),

@@ -21,15 +21,17 @@ from lab.rungs import ladder, recipe_for, title_of
 from lab.units import check_counts, parse_bytes, parse_tokens
 from lab.verbs.extending import DEEP, SHALLOW, extended
 from lab.verbs.fake_step import Question, fake_step
-from lab.verbs.remembered import remembered
+from lab.verbs.one_rank import ring_ranks
+from lab.verbs.remembered import Step, remembered
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """One training step, planned: the bytes of a rank that holds the most.
 
-    ``device_memory`` is bytes a device, ``host_memory`` bytes a node of ``ranks_per_node`` ranks; None where
-    no limit was given. ``planning_seconds`` is what the plan took to make.
+    It is the first rank of ``ring_rank``. ``device_memory`` is bytes a device, ``host_memory`` bytes a node
+    of ``ranks_per_node`` ranks; None where no limit was given. ``planning_seconds`` is what the plan took to
+    make.
     """
 
     title: str
@@ -38,6 +40,7 @@ class Plan:
     ranks: int
     rows: int
     ranks_per_node: int
+    ring_rank: int
     device: str
     timeline: Timeline
     costs: Costs
@@ -148,7 +151,7 @@ def plan(
         device=device,
         workspace=workspace,
     )
-    timeline, costs = whole_step(question, skeleton)
+    ring_rank, (timeline, costs) = _fullest(question, skeleton)
     return Plan(
         title=title_of(model, recipe, ranks, length),
         recipe=chosen,
@@ -156,6 +159,7 @@ def plan(
         ranks=ranks,
         rows=rows,
         ranks_per_node=ranks_per_node,
+        ring_rank=ring_rank,
         device=hardware(device).name,
         timeline=timeline,
         costs=costs,
@@ -196,12 +200,22 @@ def fake_model(model: models.ModelLike) -> PreTrainedModel:
         return models.build(model, weights=False)
 
 
-def whole_step(question: Question, skeleton: PreTrainedModel) -> tuple[Timeline, Costs]:
+def _fullest(question: Question, skeleton: PreTrainedModel) -> tuple[int, Step]:
+    """The ring rank that holds the most device bytes, and its step; of equal ones, the first planned."""
+    lengths = (len(parameter) for parameter in skeleton.parameters())
+    steps = {
+        ring_rank: whole_step(replace(question, ring_rank=ring_rank), skeleton)
+        for ring_rank in ring_ranks(question.recipe, lengths)
+    }
+    return max(steps.items(), key=lambda planned: planned[1][0].device_peak)
+
+
+def whole_step(question: Question, skeleton: PreTrainedModel) -> Step:
     """The step of the whole model, from disk if it was planned before; ``skeleton`` is the model, fake."""
     layers: nn.ModuleList = skeleton.model.layers
     alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
 
-    def make() -> tuple[Timeline, Costs]:
+    def make() -> Step:
         return _extended(question, len(layers)) if alike else fake_step(question, len(layers))
 
     if callable(question.model):
@@ -212,7 +226,7 @@ def whole_step(question: Question, skeleton: PreTrainedModel) -> tuple[Timeline,
     return remembered(facts, make)
 
 
-def _extended(question: Question, layers: int) -> tuple[Timeline, Costs]:
+def _extended(question: Question, layers: int) -> Step:
     if layers > DEEP:
         (shallow, less), (deep, more) = (fake_step(question, depth) for depth in (SHALLOW, DEEP))
         timeline = extended(shallow, deep, layers)

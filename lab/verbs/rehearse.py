@@ -77,7 +77,7 @@ def rehearse(
     made = whole if part is model else plan(part, chosen, **settings)
     if where == "cpu":
         _check_room(title, part, made, limit)
-    measured = _measured(training, ranks, where, limit, say)
+    measured = _measured(training, made, where, limit, say)
     # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
     gc.collect()
     if where == "cuda":
@@ -100,13 +100,19 @@ def rehearse(
 
 
 def _measured(
-    training: Training, ranks: int, where: Machine, limit: int | None, say: Say
+    training: Training, made: Plan, where: Machine, limit: int | None, say: Say
 ) -> Measured | OutOfMemory:
-    """Train. Out of memory is returned, for an exception that is raised holds the model by its frames."""
+    """Train as the rank of the plan.
+
+    Out of memory is returned, for an exception that is raised holds the model by its frames.
+    """
     meter = CudaMeter(CudaAllocator()) if where == "cuda" else Meter(limit=limit)
     watch = Stopwatch()
     try:
-        with _capped(where, limit), one_rank(training.recipe, ranks, "loopback", where) as mesh:
+        with (
+            _capped(where, limit),
+            one_rank(training.recipe, made.ranks, "loopback", where, ring_rank=made.ring_rank) as mesh,
+        ):
             say("making the model")
             ready = worker_on(training, mesh)
             say("a step under the meter")
