@@ -124,9 +124,9 @@ def _alone(group: dist.ProcessGroup | None) -> bool:
 
 def _compare(what: str, value: Tensor, group: dist.ProcessGroup | None, works: str) -> None:
     own = value.view(1).to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    gathered = own.new_empty(size_of(group))
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    values = gathered.tolist()
+    gathered = [torch.empty_like(own) for _ in range(size_of(group))]
+    dist.all_gather(gathered, own, group=group)
+    values = torch.cat(gathered).tolist()
     common = Counter(values).most_common(1)[0][0]
     others = [str(rank) for rank, one in enumerate(values) if one != common]
     if others:
