@@ -115,10 +115,15 @@ def leave() -> None:
         # DTensor remembers what it worked out by mesh, and a mesh holds its groups.
         torch._C._clear_DTensor_sharding_propagator_cache()
         sys.modules["torch.distributed.tensor._redistribute"].clear_redistribute_planner_cache()
-        for found in gc.get_objects():
-            if isinstance(found, functools._lru_cache_wrapper) and _is_of_torch(found):
-                found.cache_clear()
+        _clear_caches_of_torch()
     gc.collect()
+
+
+def _clear_caches_of_torch() -> None:
+    # A function of its own: the loop's variable keeps the last object, which may be a part of a model.
+    for found in gc.get_objects():
+        if isinstance(found, functools._lru_cache_wrapper) and _is_of_torch(found):
+            found.cache_clear()
 
 
 def _is_of_torch(cache: object) -> bool:

@@ -513,7 +513,9 @@ def effective_weight(linear: nn.Module, technique: str) -> tuple[Tensor, Tensor 
     for adapter in adapted.active_adapters:
         if adapter in adapted.lora_A:
             a, b, scale = adapted.lora_A[adapter], adapted.lora_B[adapter], adapted.scaling[adapter]
-            weight = weight + (scale * (b.weight @ a.weight)).to(weight.dtype)
+            # One product that adds to W and rounds once; adapters in a wider dtype are added in theirs.
+            wide = weight.to(a.weight.dtype)
+            weight = torch.addmm(wide, b.weight, a.weight, alpha=scale).to(weight.dtype)
             if b.bias is not None:
                 bias = scale * b.bias if bias is None else bias + (scale * b.bias).to(bias.dtype)
     return weight, bias

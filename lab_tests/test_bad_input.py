@@ -199,8 +199,8 @@ def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
         lab.train(small(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **told)
     assert error.value.step == 1
     assert str(error.value) == (
-        "the parameters or the optimizer's state are not finite after step 1, of loss "
-        f"{error.value.loss:.4g}; there is no earlier checkpoint; start again in another folder with a lower "
+        f"after step 1 (loss {error.value.loss:.4g}) a parameter or the optimizer's state is not finite; "
+        "there is no earlier checkpoint; start again in another folder with a lower "
         "learning_rate than 1e+300 or a lower clip_norm than 1"
     )
     assert names(told["checkpoint"]) == ["losses.jsonl"]
@@ -217,7 +217,7 @@ def test_a_model_whose_weights_are_too_large_is_said_in_step_1(alone, told):
         lab.train(made, "plain", steps=3, cluster=None, **told)
     assert str(error.value) == (
         "the loss of step 1 is nan; there is no earlier checkpoint; "
-        "no parameter was updated before: check the weights of the model"
+        "no update had been made yet: check the model's initial weights"
     )
 
 
@@ -269,7 +269,8 @@ def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_p
     training, _, _ = checked(config, "fsdp", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits)
     facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 4)
     [said, *others] = ranks4.apply(with_one_bad_shard, Course(training, tmp_path, 1, 2, facts, None))
-    assert said.startswith("the parameters or the optimizer's state are not finite after step 1, of loss ")
+    assert said.startswith("after step 1 (loss ")
+    assert ") a parameter or the optimizer's state is not finite; there is no earlier checkpoint" in said
     assert others == [said] * 3
     assert names(tmp_path) == ["losses.jsonl"]
 

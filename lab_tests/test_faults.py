@@ -1,11 +1,13 @@
 """A rank fails, runs out of memory, is stopped or interrupted: what a run says, and what it keeps."""
 
+import importlib
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from click.testing import CliRunner
 from transformers import PreTrainedModel
 
 import lab
-from cluster import registry
+from cluster import registry, remote
 from cluster.errors import RankError
 from cluster.ranks import Cluster
 from lab import models
@@ -61,6 +63,21 @@ def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     assert "model.layers.0.mlp" in kept.timelines[2].modules
     assert "model.layers.2.mlp" not in kept.timelines[2].modules
     assert not ranks4.broken
+
+
+def test_to_leave_holds_no_object_that_it_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The last object may be a part of a model, and the model holds its process groups.
+    importlib.import_module("torch.distributed.tensor._redistribute")
+    looked_at, alive = [Last()], []
+    kept = weakref.ref(looked_at[0])
+    monkeypatch.setattr(remote.gc, "get_objects", lambda: [looked_at.pop()])
+    monkeypatch.setattr(remote.gc, "collect", lambda: alive.append(kept()))
+    remote.leave()
+    assert alive == [None]
+
+
+class Last:
+    """Stands for the last object of all."""
 
 
 def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Cluster) -> None:
@@ -133,11 +150,12 @@ def no_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def after_a_step(act: Callable[[], None]) -> Callable[[Any], None]:
-    """A watcher that acts once, when a loss has come; earlier than that a step could not be kept."""
+    """A watcher that acts once, when rank 0's loss has come; before that no step would be kept."""
     acted = threading.Event()
 
     def watch(message: Any) -> None:
-        if getattr(message, "loss", None) is not None and not acted.is_set():
+        has_loss = getattr(message, "loss", None) is not None and message.rank == 0
+        if has_loss and not acted.is_set():
             acted.set()
             act()
 

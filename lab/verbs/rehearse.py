@@ -116,8 +116,9 @@ def _measured(
             say("making the model")
             ready = worker_on(training, mesh)
             say("a step under the meter")
+            batch = ready.batch(0)
             before = bytes_sent()
-            loss = float(train_step(ready.model, ready.optimizer, ready.batch(0), meter=meter))
+            loss = float(train_step(ready.model, ready.optimizer, batch, meter=meter))
             sent = bytes_sent() - before
             for step in range(1, training.steps + 1):
                 say(f"step {step} of {training.steps} by the clock")
