@@ -179,7 +179,7 @@ def export(folder: Path, out: Path) -> Path:
     model.config.use_cache = True
     part = out.with_name(out.name + PART)
     try:
-        model.save_pretrained(part)
+        models.save(model, part)
         if out.exists():
             out.rmdir()
         part.rename(out)

@@ -35,6 +35,7 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
 
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
     and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
+    A hook of yours on a layer sees what this rank holds: its part of the sequence, and of a batch.
 
     Raises:
         ModelError: a family, a config or modules that the techniques are not proved with.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -91,6 +92,16 @@ def build(model: ModelLike, *, seed: int = 0, weights: bool = True) -> PreTraine
     built.config.use_cache = False
     assert isinstance(built, PreTrainedModel)
     return built
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model as a Hugging Face directory.
+
+    Where accelerate and DeepSpeed are installed transformers imports DeepSpeed here, which logs to the stdout
+    that it finds. stdout is for what a command answers.
+    """
+    with redirect_stdout(sys.stderr):
+        model.save_pretrained(folder)
 
 
 def _folder(model: str | Path | Callable[[], object]) -> Path | None:

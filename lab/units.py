@@ -5,6 +5,7 @@ Tokens are counted as the papers count them: ``5M`` is 5 x 2**20 = 5,242,880 tok
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 from lab.errors import LabError
 
@@ -13,7 +14,7 @@ KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
 _TOKENS = {"": 1, "K": Ki, "M": Mi}
 _BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_tokens(text: str | int) -> int:
@@ -52,8 +53,8 @@ def check_counts(
 def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> int:
     found = _NUMBER.fullmatch(str(text).strip())
     factor = units.get(found[2].upper()) if found else None
-    value = float(found[1]) * factor if found and factor else 0.0
-    if value < 1 or value != int(value):
+    value = Fraction(found[1]) * factor if found and factor else Fraction(0)
+    if value < 1 or value.denominator != 1:
         raise LabError(f"{text!r} is not {what}: write {examples}")
     return int(value)
 

@@ -90,6 +90,7 @@ EXPECTED = {
         "plain": RIGHT,
         "everything": "refused: backward with create_graph=True under FSDP",
     },
+    "state: an update before backward": r"refused: .* changed between forward and backward",
     "state: a second recipe": "refused: .* already: build|refused: .* already: a second one would add to it",
     "state: copy.deepcopy": "refused: a model with techniques applied cannot be copied",
     "state: pickle": "refused: a model with techniques applied cannot be pickled",

@@ -207,18 +207,24 @@ def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
 
 
 def test_a_model_whose_weights_are_too_large_is_said_in_step_1(alone, told):
-    def made():
-        model = models.build(small())
-        with torch.no_grad():
-            model.lm_head.weight.fill_(math.inf)
-        return model
-
     with pytest.raises(DivergedError) as error:
-        lab.train(made, "plain", steps=3, cluster=None, **told)
+        lab.train(with_an_infinite_head, "plain", steps=3, cluster=None, **told)
     assert str(error.value) == (
         "the loss of step 1 is nan; there is no earlier checkpoint; "
         "no update had been made yet: check the model's initial weights"
     )
+
+
+def with_an_infinite_head():
+    model = models.build("tiny")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.inf)
+    return model
+
+
+def test_a_profile_refuses_a_loss_that_is_not_finite(ranks4):
+    with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
+        lab.profile(with_an_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)
 
 
 def test_a_save_that_is_under_way_is_waited_for(alone, told, monkeypatch):

@@ -1,6 +1,7 @@
 """A rehearsal is the step of one rank of N: its bytes are the plan's, and its process can go on."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,12 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 import lab
 from lab import models
 from lab.cli import main
-from lab.errors import LabError, RecipeError
+from lab.errors import DivergedError, LabError, RecipeError
 from lab.hardware import outside_workspace
 from lab.rungs import RUNGS
 from lab.verbs.plan import Plan
@@ -187,3 +188,15 @@ def test_the_bench_of_every_recipe() -> None:
     assert all(row["planned / peak"] == 1 for name, row in rows.items() if name != "plain")
     assert rows["upipe"]["over upipe"] == rows["tiling"]["over tiling"] == 1
     assert rows["fast"]["over upipe"] == pytest.approx(rows["fast"]["seconds"] / rows["upipe"]["seconds"])
+
+
+def with_an_infinite_head() -> PreTrainedModel:
+    model = models.build("tiny")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.inf)
+    return model
+
+
+def test_a_loss_that_is_not_finite_ends_it() -> None:
+    with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
+        lab.rehearse(with_an_infinite_head, "fsdp", tokens=TOKENS, ranks=4)

@@ -9,6 +9,8 @@ def test_tokens_are_binary_as_in_the_papers():
     assert parse_tokens("128k") == 131_072
     assert parse_tokens("0.5M") == 524_288
     assert parse_tokens(1000) == 1000
+    assert parse_tokens(2**53 + 1) == 2**53 + 1
+    assert parse_tokens("0.0009765625M") == 1024
 
 
 def test_bytes():
@@ -17,7 +19,7 @@ def test_bytes():
     assert parse_bytes("12345") == 12345
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1", "0", "1.5", "5G", "3X"])
+@pytest.mark.parametrize("text", ["", "many", "-1", "0", "1.5", "5G", "3X", "9" * 400 + "M"])
 def test_what_is_no_number_of_tokens_is_refused_with_examples(text):
     with pytest.raises(LabError, match=r"is not a number of tokens: write 8192, 128K or 5M"):
         parse_tokens(text)

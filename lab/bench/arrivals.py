@@ -28,7 +28,7 @@ from lab.bench import reference
 from lab.compose import apply_recipe
 from lab.errors import LabError
 from lab.recipe import Recipe
-from lab.step import loss
+from lab.step import loss, make_optimizer
 
 ROWS, TOKENS = 3, 22
 """Of the batch; neither divides over the ranks."""
@@ -440,6 +440,18 @@ def graph_of_gradients(recipe: Recipe, mesh: DeviceMesh) -> float:
     return error_of(model, value.item(), truth(plain()))
 
 
+def update_before_backward(recipe: Recipe, mesh: DeviceMesh) -> float:
+    """An optimizer that updates the parameters between forward and backward."""
+    model = plain()
+    apply_recipe(model, recipe, mesh)
+    optimizer = make_optimizer(model, learning_rate=0.1)
+    early, late = (loss(model, shard_batch(token_ids(), recipe, mesh)) for _ in range(2))
+    early.backward()
+    optimizer.step()
+    late.backward()
+    return error_of(model, late.item(), truth(plain()))
+
+
 def outside_the_vocabulary(recipe: Recipe, mesh: DeviceMesh) -> float:
     """A token that the model does not have."""
     model = plain()
@@ -601,6 +613,7 @@ ARRIVALS = (
     ),
     Arrival("state: gradients from before", partial(trained, plain, before=with_gradients)),
     Arrival("state: a graph of gradients", graph_of_gradients),
+    Arrival("state: an update before backward", update_before_backward),
     Arrival("state: a second recipe", second_recipe),
     Arrival("state: copy.deepcopy", copied(copy.deepcopy)),
     Arrival("state: pickle", copied(pickle.dumps)),

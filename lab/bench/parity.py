@@ -85,7 +85,7 @@ def save(
 ) -> None:
     """Write a checkpoint as transformers saves it, and beside it the plain model's loss and gradients."""
     config = reference.config(family, heads, kv_heads, **more)
-    reference.build(config, dtype).save_pretrained(place)
+    models.save(reference.build(config, dtype), place)
     torch.save(plainly(reference.build(config, dtype)), place / "truth.pt")
 
 

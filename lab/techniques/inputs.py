@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
@@ -33,15 +35,17 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
     was then.
 
     Costs: one comparison of s integers a forward, and one of the mask, for each of which the host waits; and
-    a walk over the modules. Under fake tensors nothing is compared.
+    a walk over the modules and two over the parameters. Under fake tensors no tokens are compared.
 
     Raises, in forward:
         RecipeError: ``labels``; padding elsewhere than at the end of rows, or any under sequence sharding;
             positions that restart, skip or are another rank's; ``inputs_embeds``, caches, requests for hidden
             states or attentions, and every other keyword that is not neutral; autocast; modules that changed.
+            In backward: a parameter that an optimizer, or a load of a state, changed after forward.
     """
     plain = model.forward
-    before = _modules(model)
+    before, parameters = _modules(model), dict(model.named_parameters())
+    _count_updates_of_fused_optimizers()
 
     def forward(
         input_ids: Tensor | None = None,
@@ -60,7 +64,9 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
             _check_mask(attention_mask, input_ids, whole=ulysses * ring == 1)
         positions = _positions(input_ids, position_ids, ulysses, ring, index)
         given = {} if shifted_labels is None else {"labels": shifted_labels}
-        return plain(input_ids=input_ids, position_ids=positions, use_cache=False, **given)
+        output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **given)
+        _refuse_updates_before_backward(output, parameters)
+        return output
 
     # torch.compile of the model compiles only what is outside this forward.
     patch = Patch(torch.compiler.disable(forward), plain)
@@ -185,6 +191,40 @@ def _check_unchanged(model: nn.Module, before: dict[str, Facts]) -> None:
             f"{changed} changed after the recipe was applied (an adapter, another module or forward, an "
             "attribute): change the model first, then apply the recipe"
         )
+
+
+def _refuse_updates_before_backward(output: Any, parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse, in backward, parameters that changed after forward.
+
+    FSDP gathers them again and a checkpoint computes with them again; autograd compares the versions only of
+    tensors that it saved itself.
+    """
+    result = output.logits if output.loss is None else output.loss
+    if not result.requires_grad:
+        return
+    versions = [parameter._version for parameter in parameters.values()]
+
+    def check(_: Tensor) -> None:
+        for (name, parameter), version in zip(parameters.items(), versions, strict=True):
+            if parameter._version != version:
+                raise RecipeError(
+                    f"{name} changed between forward and backward, and backward would use the new values: "
+                    "call optimizer.step() after backward"
+                )
+
+    result.register_hook(check)
+
+
+@cache
+def _count_updates_of_fused_optimizers() -> None:
+    """Let the version of a DTensor count the updates of fused optimizers, which change only its shard."""
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                torch.autograd.graph.increment_version(parameter)
+
+    register_optimizer_step_post_hook(count)
 
 
 def _check_ids(input_ids: Tensor | None) -> None:

@@ -118,6 +118,17 @@ def diverged(training: Training, step: int, loss: float, kept: str = "") -> Dive
     return DivergedError("; ".join(part for part in (what, kept, helps) if part), step, loss)
 
 
+def finite(training: Training, step: int, loss: float) -> float:
+    """Return the loss of a step, counted from 1.
+
+    Raises:
+        DivergedError: it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise diverged(training, step, loss)
+    return loss
+
+
 @dataclass(frozen=True, eq=False)
 class Worker:
     """What one rank trains with: its model under the recipe, its optimizer, its part of each batch."""

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.errors import RankError
 from lab import models
+from lab.errors import DivergedError
 from lab.memory.profiling import Profile, ProfilingMeter
 from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
 from lab.rungs import title_of
 from lab.step import train_step
-from lab.verbs.on_ranks import Training, checked, worker
+from lab.verbs.on_ranks import Training, checked, finite, worker
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
@@ -69,9 +71,13 @@ def profile(
     Raises:
         LabError: as ``lab.run``, before anything is launched.
         RankError: a rank failed.
+        DivergedError: the loss of a step is not finite.
     """
     training, _, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
-    results = cluster.apply(_profile, training)
+    try:
+        results = cluster.apply(_profile, training)
+    except RankError as error:
+        raise error.cause if isinstance(error.cause, DivergedError) else error from None
     title = title_of(model, recipe, cluster.ranks, training.tokens)
     return Profiled(title, training, results[0][0], tuple(profile for _, profile in results))
 
@@ -83,9 +89,8 @@ def _profile(training: Training) -> tuple[tuple[float, ...], Profile]:
 
     def one(step: int) -> float:
         batch = ready.batch(step)
-        return float(
-            train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
-        )
+        loss = train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
+        return finite(training, step + 1, float(loss))
 
     losses = [one(step) for step in range(training.steps - 1)]
     with meter.profiled() as result:

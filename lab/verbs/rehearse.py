@@ -23,7 +23,7 @@ from lab.shrinking import first_layers
 from lab.step import train_step
 from lab.units import format_bytes, parse_bytes, parse_tokens
 from lab.verbs.loopback import bytes_sent
-from lab.verbs.on_ranks import Training, checked, worker_on
+from lab.verbs.on_ranks import Training, checked, finite, worker_on
 from lab.verbs.one_rank import one_rank
 from lab.verbs.plan import Plan, fake_model, plan
 from lab.verbs.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory
@@ -59,6 +59,7 @@ def rehearse(
     Raises:
         RehearsalOutOfMemory: it does not fit; the process can go on.
         LabError: a model, recipe, size or machine that cannot work, before anything is made.
+        DivergedError: the loss is not finite.
     """
     say = watch or _nobody
     where, limit = _machine(machine), None if device_memory is None else parse_bytes(device_memory)
@@ -118,7 +119,7 @@ def _measured(
             say("a step under the meter")
             batch = ready.batch(0)
             before = bytes_sent()
-            loss = float(train_step(ready.model, ready.optimizer, batch, meter=meter))
+            loss = finite(training, 1, float(train_step(ready.model, ready.optimizer, batch, meter=meter)))
             sent = bytes_sent() - before
             for step in range(1, training.steps + 1):
                 say(f"step {step} of {training.steps} by the clock")

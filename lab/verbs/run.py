@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from lab.step import train_step
 from lab.units import parse_bytes
 from lab.verbs.collecting import Collected
 from lab.verbs.messages import Progress, Run, Started, Watch
-from lab.verbs.on_ranks import Training, checked, diverged, worker
+from lab.verbs.on_ranks import Training, checked, finite, worker
 from lab.verbs.running_out import RankOutOfMemory
 
 if TYPE_CHECKING:
@@ -150,8 +149,6 @@ def _train(training: Training, limit: int | None) -> tuple[tuple[float, ...], tu
         loss = float(
             train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
         )
-        if not math.isfinite(loss):
-            raise diverged(training, step + 1, loss)
-        losses.append(loss)
+        losses.append(finite(training, step + 1, loss))
         seconds.append(time.perf_counter() - start)
     return tuple(losses), tuple(seconds), meter.timeline()

@@ -85,7 +85,7 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
         loss = float(value)
         # The loss is the same number on every rank, so all ranks end alike.
         if not math.isfinite(loss):
-            raise _diverged(course, checkpoints, step, loss)
+            raise _with_last_checkpoint(course, checkpoints, step, loss)
         if meter is not None:
             peak = meter.timeline().device_peak
         elif ready.device.type == "cuda":
@@ -109,14 +109,14 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
             checkpoints.wait()
             # A finite loss may still have a gradient, and so an update, that is not.
             if _most(not checkpoints.is_finite(ready.model, ready.optimizer), ready.device):
-                raise _diverged(course, checkpoints, step, loss)
+                raise _with_last_checkpoint(course, checkpoints, step, loss)
             _first_rank_does(losses.settle)
             checkpoints.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
     checkpoints.close()
     return tuple(made)
 
 
-def _diverged(course: Course, checkpoints: Checkpointer, step: int, loss: float) -> DivergedError:
+def _with_last_checkpoint(course: Course, checkpoints: Checkpointer, step: int, loss: float) -> DivergedError:
     """The error that names the last good checkpoint, once a save that is under way has ended."""
     try:
         checkpoints.close()
