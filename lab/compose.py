@@ -96,7 +96,8 @@ def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel
     check_untouched(model)
     decoder = decoder_of(model)
     recipe.check(model.config, mesh.size())
-    return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D)
+    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else model.dtype
+    return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
 
 
 def _sequence_groups(

@@ -47,6 +47,7 @@ def plan_text(plan: Plan) -> str:
         f"a step        {format_seconds(plan.step_seconds)} on {plan.device}, {tokens:.4g} tokens a second "
         "and rank (estimate)",
         *_repeated(plan),
+        *(f"note          {note}" for note in plan.notes),
         f"verdict       {_verdict(plan)}",
         f"planned in    {plan.planning_seconds:.1f} s",
     ]

@@ -1,6 +1,7 @@
 """The kernel seam: out, LSE and gradients; one registry entry, and no other model notices."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lab.bench.reference import FAMILIES, build, config, error, exact_rotary, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.techniques import attention as flash
+from lab.techniques import exact_attention
 from lab.techniques.attention import attention, flash_backward, flash_forward
 from lab.techniques.seam import NAME, apply_attention
 from lab_tests.reference import tokens, truth
@@ -35,6 +38,15 @@ def by_hand(q, k, v, causal, scale):
     return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
 
 
+@pytest.fixture(params=["flash", "exact"])
+def _computed_by(request, monkeypatch):
+    """By CPU's flash kernel; and by the products that CUDA runs for what its flash kernels do not take."""
+    if request.param == "exact":
+        monkeypatch.setattr(flash, "_flash_takes", lambda q: False)
+        monkeypatch.setattr(exact_attention, "BLOCK", 7)
+
+
+@pytest.mark.usefixtures("_computed_by")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 )
@@ -56,6 +68,7 @@ def test_forward_and_backward_are_the_textbooks(dtype, tolerance, causal, keys):
         assert (gradient.double() - source.grad).norm() / source.grad.norm() < tolerance
 
 
+@pytest.mark.usefixtures("_computed_by")
 def test_backward_from_a_global_lse_gives_these_keys_share():
     """Over two parts of the keys, each from the out and LSE of the whole, gradients add up."""
     q, k, v = qkv(keys=S)
@@ -83,12 +96,34 @@ def test_attention_keeps_what_its_docstring_says():
     assert k.grad.shape == k.shape
 
 
+def test_on_cuda_flash_takes_half_precision_and_heads_of_256():
+    """What answers for a tensor on a GPU; there is none here."""
+
+    def on_cuda(dtype, head_dim):
+        return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, head_dim))
+
+    assert [flash._flash_takes(on_cuda(dtype, 256)) for dtype in flash.HALF] == [True, True]
+    assert not flash._flash_takes(on_cuda(torch.bfloat16, 264))
+    assert not flash._flash_takes(on_cuda(torch.float32, 8))
+    assert not flash._flash_takes(on_cuda(torch.float64, 8))
+
+
+def test_what_torchs_kernel_on_cuda_may_not_count_is_refused_before_it_runs():
+    """Of a tensor on a GPU, which is not here, the shape."""
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2**22, 100))
+    with pytest.raises(RecipeError, match=r"^4 heads of 4194304 tokens .* 2147483648 .* smaller head_chunk"):
+        flash_forward(q, q, q)
+    assert flash.past_torch(2**22 - 1, 4, 128) is None
+    assert flash.past_torch(2**22, 4, 96) is None
+
+
 def test_causal_between_different_lengths_is_refused():
     q, k, v = qkv(keys=33)
     with pytest.raises(ValueError, match="20 queries to 33 keys"):
         flash_forward(q, k, v)
 
 
+@pytest.mark.usefixtures("_computed_by")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_heads", [24, 6, 1])
 def test_every_family_computes_what_it_computed(family, kv_heads):

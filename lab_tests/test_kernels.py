@@ -259,6 +259,14 @@ def test_auto_is_the_fastest_that_is_there(machine, head_dim, name):
     assert chosen("auto", machine, head_dim) == name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_full_precision_auto_is_torch_and_the_others_say_why(dtype):
+    assert chosen("auto", HOPPER, 128, dtype) == "torch"
+    for name in {*KERNELS} - {"torch"}:
+        with pytest.raises(RecipeError, match=f"kernel='{name}': it takes bfloat16 and float16, not float"):
+            chosen(name, HOPPER, 128, dtype)
+
+
 def test_the_names_are_the_recipes():
     assert {*KERNELS, "auto"} == {*KERNEL_NAMES}
     assert {*FASTEST_FIRST} == {*KERNELS}
@@ -338,7 +346,7 @@ def test_a_recipe_sets_the_kernel_of_every_attention(alone, monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
     asked = []
     monkeypatch.setattr(kernels, "machine_of", lambda device: asked.append(device) or HOPPER)
-    assert kernel_for("auto", torch.device("cpu"), 128) is KERNELS["flash-attn-3"]
-    apply_recipe(model, Recipe(kernel="flash-attn-2"), mesh)
+    assert kernel_for("auto", torch.device("cpu"), 128, torch.bfloat16) is KERNELS["flash-attn-3"]
+    apply_recipe(model, Recipe(kernel="flash-attn-2", compute_dtype="bfloat16"), mesh)
     assert {module.lab_kernel for module in decoder_of(model).attentions} == {KERNELS["flash-attn-2"]}
     assert asked == [torch.device("cpu")] * 2

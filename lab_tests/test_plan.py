@@ -68,12 +68,23 @@ def test_memory_is_given_in_words():
     assert lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="1MiB").limit == "device"
 
 
+def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
+    assert offloaded.notes == ()
+    [note] = lab.plan(small(), "plain", tokens=32, ranks=1, kernel="cudnn").notes
+    assert note == "the workspace of attention is that of torch's kernel; kernel='cudnn' may take another"
+    [note] = lab.plan(small(), "plain", tokens=32, ranks=1, compute_dtype=None).notes
+    assert note.startswith("in float32 attention runs as matrix products on CUDA")
+    first, second = lab.plan("llama3-8b", "ulysses", tokens="5M", ranks=8).notes
+    assert "kernel='auto'" in first
+    assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")
+
+
 def test_json_holds_the_answers(offloaded):
     document = replace(offloaded, device_memory=1).to_json()
     assert list(document) == [
         "recipe", "tokens", "ranks", "device_peak", "host_peak", "host_peak_per_node", "fits", "limit",
         "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "step_seconds",
-        "planning_seconds",
+        "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offloaded.timeline.peak
     assert document["peak"] == {

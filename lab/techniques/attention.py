@@ -9,8 +9,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lab.errors import RecipeError
+from lab.techniques.exact_attention import exact_backward, exact_forward
 
 _aten = torch.ops.aten
+
+HALF = (torch.bfloat16, torch.float16)
+"""What flash kernels on CUDA compute in."""
+
+TORCH_MOST = 2**31
+"""From so many numbers of queries on, tokens x heads x D, a call of torch's CUDA kernel is refused.
+
+FlashAttention-2 counts them in 32 bits where ``row_offset_dq_accum`` in ``flash_bwd_kernel.h`` has ``128``,
+and in 64 bits where it has ``128ll``. No release of torch has been measured past them.
+"""
 
 
 # ---- the kernel: [b, h, S, D], k and v may have fewer heads -----------------------------------------------
@@ -27,19 +38,24 @@ def flash_forward(
     S == S', because kernels disagree on the corner a mask of another shape starts from.
 
     CPU takes fp64, fp32 and bf16. CUDA takes bf16 and fp16, and a D that 8 does not divide costs a padded
-    copy of q, k and v.
+    copy of q, k and v; fp32, fp64 and a D above 256 take ``exact_forward`` there.
 
     Saves: S*S'/(D+1) of the memory of the scores. Costs: 4*b*h*S*S'*D flops, half of it if causal.
     Source: FlashAttention (arXiv 2205.14135), section 3.1; FlashAttention-2 (arXiv 2307.08691), section 3.1.
 
     Raises:
         ValueError: causal with S != S'.
-        RecipeError: a dtype that the CUDA kernel has not.
+        RecipeError: more queries than torch's CUDA kernel can count.
     """
     scale = checked(q, k, causal, scale)
+    if not _flash_takes(q):
+        return exact_forward(q, k, v, causal=causal, scale=scale)
     if q.device.type != "cuda":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
+    refusal = past_torch(q.shape[2], q.shape[1], q.shape[3])
+    if refusal is not None:
+        raise RecipeError(refusal)
     head_dim = q.shape[-1]
     q, k, v = padded(q), padded(k), padded(v)
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -70,9 +86,10 @@ def flash_backward(
 
     Raises:
         ValueError: causal with S != S'.
-        RecipeError: a dtype that the CUDA kernel has not.
     """
     scale = checked(q, k, causal, scale)
+    if not _flash_takes(q):
+        return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     if q.device.type != "cuda":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
@@ -93,13 +110,27 @@ def checked(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
 
     Raises:
         ValueError: causal with S != S'.
-        RecipeError: a dtype that CUDA kernels have not.
     """
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys")
-    if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
-        raise RecipeError(f"attention in {q.dtype} on CUDA: compute_dtype='bfloat16' works there")
     return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def past_torch(tokens: int, heads: int, head_dim: int) -> str | None:
+    """Why torch's CUDA kernel is not called for so many queries; None where it is."""
+    numbers = tokens * heads * (-(-head_dim // 32) * 32)
+    if numbers < TORCH_MOST:
+        return None
+    return (
+        f"{heads} heads of {tokens} tokens in one call of torch's attention kernel on CUDA: its backward may "
+        f"count in 32 bits, and {numbers} numbers are past them; set a smaller head_chunk or a larger "
+        "ulysses, or kernel='cudnn' where lab doctor shows it"
+    )
+
+
+def _flash_takes(q: Tensor) -> bool:
+    """Whether torch has a flash kernel for these queries; on CPU it takes every dtype and every D."""
+    return q.device.type != "cuda" or (q.dtype in HALF and q.shape[-1] <= 256)
 
 
 def padded(x: Tensor) -> Tensor:

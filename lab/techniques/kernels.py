@@ -10,7 +10,7 @@ from torch import nn
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention import FLASH, Kernel
+from lab.techniques.attention import FLASH, HALF, Kernel
 from lab.techniques.kernel_calls import CUDNN, FLASH_2, FLASH_3, MODULES
 
 FASTEST_FIRST = ("flash-attn-3", "cudnn", "flash-attn-2", "torch")
@@ -64,7 +64,7 @@ def machine_of(device: torch.device) -> Machine:
     return Machine(torch.cuda.get_device_capability(device), torch.backends.cudnn.is_available(), missing)
 
 
-def lacks(name: str, machine: Machine, head_dim: int) -> str | None:
+def lacks(name: str, machine: Machine, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """What keeps a kernel from running attention with this D on this machine; None if nothing does."""
     if name == "torch":
         return None
@@ -81,33 +81,34 @@ def lacks(name: str, machine: Machine, head_dim: int) -> str | None:
         return "this torch has no cuDNN"
     if name in machine.missing:
         return f"{MODULES[name]} cannot be imported ({machine.missing[name]})"
+    if dtype not in HALF:
+        return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     most = 128 if name == "cudnn" else 256
     return f"it takes a head_dim of at most {most}, not {head_dim}" if head_dim > most else None
 
 
-def chosen(name: str, machine: Machine, head_dim: int) -> str:
+def chosen(name: str, machine: Machine, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
     """The kernel's name itself if it is there, or for "auto" the fastest that is.
 
     Raises:
         RecipeError: one asked for by name that is not there: what it lacks, and which are there.
     """
-    there = [known for known in FASTEST_FIRST if lacks(known, machine, head_dim) is None]
+    missing = {known: lacks(known, machine, head_dim, dtype) for known in FASTEST_FIRST}
+    there = [known for known, what in missing.items() if what is None]
     if name == "auto":
         return there[0]
     if name not in there:
-        raise RecipeError(
-            f"kernel={name!r}: {lacks(name, machine, head_dim)}; these are there: auto, {', '.join(there)}"
-        )
+        raise RecipeError(f"kernel={name!r}: {missing[name]}; these are there: auto, {', '.join(there)}")
     return name
 
 
-def kernel_for(name: str, device: torch.device, head_dim: int) -> Kernel:
-    """The kernel of this name, or the fastest for "auto", for attention with this D on ``device``.
+def kernel_for(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Kernel:
+    """The kernel of this name, or the fastest for "auto", for attention with this D in ``dtype``.
 
     Raises:
         RecipeError: see ``chosen``.
     """
-    return KERNELS[chosen(name, machine_of(device), head_dim)]
+    return KERNELS[chosen(name, machine_of(device), head_dim, dtype)]
 
 
 KERNELS = {"torch": FLASH, "cudnn": CUDNN, "flash-attn-2": FLASH_2, "flash-attn-3": FLASH_3}

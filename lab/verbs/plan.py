@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from lab import models
 from lab.costs import Costs
+from lab.decoder import shape_of
 from lab.hardware import hardware
 from lab.memory.timeline import Moment, Timeline
 from lab.recipe import FIELDS, Recipe
 from lab.rungs import ladder, recipe_for, title_of
+from lab.techniques.attention import HALF, past_torch
 from lab.units import check_counts, parse_bytes, parse_tokens
 from lab.verbs.extending import DEEP, SHALLOW, extended
 from lab.verbs.fake_step import Question, fake_step
@@ -30,8 +32,8 @@ class Plan:
     """One training step, planned: the bytes of a rank that holds the most.
 
     It is the first rank of ``ring_rank``. ``device_memory`` is bytes a device, ``host_memory`` bytes a node
-    of ``ranks_per_node`` ranks; None where no limit was given. ``planning_seconds`` is what the plan took to
-    make.
+    of ``ranks_per_node`` ranks; None where no limit was given. ``notes`` are sentences on what the plan does
+    not count, or what a GPU would refuse. ``planning_seconds`` is what the plan took to make.
     """
 
     title: str
@@ -46,6 +48,7 @@ class Plan:
     costs: Costs
     device_memory: int | None
     host_memory: int | None
+    notes: tuple[str, ...]
     planning_seconds: float
 
     @property
@@ -108,6 +111,7 @@ class Plan:
             "link_seconds": self.costs.link_seconds,
             "host_bytes": self.costs.host_bytes,
             "step_seconds": self.step_seconds,
+            "notes": list(self.notes),
             "planning_seconds": self.planning_seconds,
         }
 
@@ -165,6 +169,7 @@ def plan(
         costs=costs,
         device_memory=memory[0],
         host_memory=memory[1],
+        notes=tuple(_notes(chosen, skeleton, length)) if workspace else (),
         planning_seconds=time.perf_counter() - start,
     )
 
@@ -198,6 +203,23 @@ def fake_model(model: models.ModelLike) -> PreTrainedModel:
     """The model without a byte of its parameters."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return models.build(model, weights=False)
+
+
+def _notes(recipe: Recipe, model: PreTrainedModel, tokens: int) -> Iterator[str]:
+    """What is to be known before this recipe runs on a GPU."""
+    shape = shape_of(model.config)
+    if recipe.compute_dtype is None and model.dtype not in HALF:
+        yield (
+            f"in {str(model.dtype).removeprefix('torch.')} attention runs as matrix products on CUDA, whose "
+            "blocks of scores are not counted; compute_dtype='bfloat16' runs a flash kernel"
+        )
+        return
+    yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
+    if recipe.kernel in ("auto", "torch"):
+        heads = (recipe.head_chunk or shape.H) // recipe.ulysses
+        refusal = past_torch(-(-tokens // recipe.ring), heads, shape.D)
+        if refusal is not None:
+            yield refusal
 
 
 def _fullest(question: Question, skeleton: PreTrainedModel) -> tuple[int, Step]:
