@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lab.batches import shard_batch
 from lab.bench import reference
@@ -62,9 +62,9 @@ class Draw:
         """Plain values by name."""
         return asdict(self)
 
-    def model(self) -> PreTrainedModel:
-        """The model in fp64, every parameter random."""
-        config = reference.config(
+    def config(self) -> PretrainedConfig:
+        """The config of the model."""
+        return reference.config(
             self.family,
             self.heads,
             self.kv_heads,
@@ -75,7 +75,10 @@ class Draw:
             vocab_size=self.vocabulary,
             tie_word_embeddings=self.tied,
         )
-        return reference.build(config)
+
+    def model(self) -> PreTrainedModel:
+        """The model in fp64, every parameter random."""
+        return reference.build(self.config())
 
     def token_ids(self) -> torch.Tensor:
         """The batch, [rows, tokens]."""
@@ -130,10 +133,14 @@ def draws() -> SearchStrategy[Draw]:
 
 
 def examine(draw: Draw, cluster: Cluster) -> str:
-    """ "right", "refused", or "WRONG: ..." for one draw, on a cluster of its ranks."""
-    recipe = legal(draw)
-    if isinstance(recipe, str):
-        return recipe
+    """ "right", "refused", or "WRONG: ..." for one draw, on a cluster of its ranks.
+
+    Of a draw that is refused, the recipe that the refusals suggest is held to the same.
+    """
+    followed = legal(draw)
+    if isinstance(followed, str):
+        return followed
+    recipe, refused = followed
     settings: dict[str, Any] = {"tokens": draw.tokens, "ranks": draw.ranks, "rows": draw.rows}
     planned = plan(draw.model, recipe, workspace=False, **settings)
     found = cluster.apply(measured, draw, recipe)
@@ -146,7 +153,7 @@ def examine(draw: Draw, cluster: Cluster) -> str:
     ):
         if max(peaks) != wanted:
             return f"WRONG: {name} peak planned {wanted}, measured {peaks}"
-    return "right"
+    return "refused" if refused else "right"
 
 
 def measured(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:
@@ -186,13 +193,13 @@ def _error(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor])
 # ---- what a refusal suggests -------------------------------------------------------------------------------
 
 
-def legal(draw: Draw) -> Recipe | str:
-    """The draw's recipe; or "refused", where the suggestions lead to a legal one, else "WRONG: ..."."""
-    knobs, seen = dict(draw.knobs), list[str]()
+def legal(draw: Draw) -> tuple[Recipe, bool] | str:
+    """The recipe to which the suggestions of refusals lead, and whether there was one; or "WRONG: ..."."""
+    knobs, seen, config = dict(draw.knobs), list[str](), draw.config()
     while True:
         try:
             recipe = Recipe(**knobs)
-            recipe.check(draw.model().config, draw.ranks)
+            recipe.check(config, draw.ranks)
         except RecipeError as refusal:
             if str(refusal) in seen:
                 return f"WRONG: following {refusal} leads back to it"
@@ -202,7 +209,7 @@ def legal(draw: Draw) -> Recipe | str:
                 return f"WRONG: no suggestion in {refusal}"
             knobs |= suggested
         else:
-            return "refused" if seen else recipe
+            return recipe, bool(seen)
 
 
 def suggestion(refusal: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
