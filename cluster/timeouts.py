@@ -2,6 +2,7 @@
 
 import math
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,7 +24,8 @@ def check_timeout(seconds: float | None) -> None:
 
 def set_timeout(seconds: float) -> None:
     """Let collectives take `seconds`: those of the default group, and of groups made without a timeout."""
-    limit, torchs = timedelta(seconds=seconds), dist.distributed_c10d
+    limit = timedelta(seconds=seconds)
+    torchs: Any = dist.distributed_c10d
     torchs._set_pg_timeout(limit)
     # Read whenever a group is made, whether by new_group, split_group or a DeviceMesh, which takes none.
     torchs.default_pg_timeout = limit
