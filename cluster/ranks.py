@@ -14,7 +14,7 @@ from cluster import remote
 from cluster.calling import Caller
 from cluster.capacity import visible_devices
 from cluster.engines import NOT_STARTED, Engines
-from cluster.errors import ClusterError, name_ranks
+from cluster.errors import ClusterError, RankError, name_ranks
 from cluster.profiles import find_profile
 from cluster.timeouts import DEFAULT_SECONDS, check_timeout
 from cluster.waiting import OnRecord
@@ -199,7 +199,13 @@ class Cluster:
             rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, self.start_timeout), {}))
             for rank in range(self.ranks)
         }
-        run = caller.run(joining, None, *limits)
+        try:
+            run = caller.run(joining, None, *limits)
+        except RankError as error:
+            # What only a rank's own host can know.
+            if error.kind != ClusterError.__name__:
+                raise
+            raise ClusterError(f"rank {error.rank}: {error.message}") from None
         # Known by the ranks: a login node may have no GPU where their hosts have.
         self.device_type = cloudpickle.loads(run.answers[0])
         caller.kernels_wait = self.device_type == "cuda"

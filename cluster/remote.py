@@ -19,6 +19,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from cluster.devices import FREE_SECONDS, check_driver, check_free
 from cluster.errors import Failure
 from cluster.live import publish, recording
 from cluster.modes import end_modes
@@ -198,7 +199,8 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
     """Join this process, as `rank` of `ranks`, to the default process group, which replaces any other.
 
     The meeting takes half of `start_timeout` seconds at most, so that what a rank says of it arrives; how
-    long collectives take each call says. Returns the type of the device it works on.
+    long collectives take each call says. Returns the type of the device it works on. Raises ClusterError
+    for a GPU that torch cannot use, or that other processes fill.
     """
     global _store
     patience = timedelta(seconds=start_timeout / 2)
@@ -209,9 +211,11 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
             *store, ranks, is_master=False, timeout=patience
         )
     backend, device = "gloo", None
+    check_driver()
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
         torch.cuda.set_device(device)
+        check_free(FREE_SECONDS)
     # Its functions take the world group as a default: imported later, they would keep the first for ever.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
