@@ -26,32 +26,49 @@ AGAIN_SECONDS = 0.25
 class Caller:
     """Runs payloads on the ranks of `engines`, one call at a time.
 
-    `timeout` is that of their collectives, `recover` what an error offers to its reader. `broken` says why
-    no call can be served, `stopped` whether that is since a call was interrupted, `left` whether ranks have
-    left their process group in an error.
+    `recover` is what an error offers to its reader. `broken` says why no call can be served, `stopped`
+    whether that is since a call was interrupted, `left` whether ranks have left their process group in an
+    error. `kernels_wait` says that ranks wait for their peers in kernels, as NCCL's do: they do not come back
+    when one of them fails, and the next call restarts them.
     """
 
-    def __init__(self, engines: Engines, timeout: float, recover: Callable[[], None]) -> None:
+    def __init__(self, engines: Engines, recover: Callable[[], None]) -> None:
         self.broken: str | None = None
         self.stopped = False
         self.left = False
-        self._engines, self._timeout, self._recover = engines, timeout, recover
+        self.kernels_wait = False
+        self._engines, self._recover = engines, recover
         self._current: Run | None = None
         self._interrupted: float | None = None
 
-    def run(self, payloads: dict[int, bytes], on_record: OnRecord | None, timeout: float | None) -> Run:
-        """Run one payload a rank; return when each has answered, or raise for the first failure."""
+    @property
+    def restarts(self) -> bool:
+        """Whether the next call restarts ranks that are stuck or gone, and nobody has to ask for it."""
+        # Whoever stopped a call wants the next one, and has read no error that offers a recover.
+        return self.stopped or self.kernels_wait
+
+    def run(
+        self,
+        payloads: dict[int, bytes],
+        on_record: OnRecord | None,
+        timeout: float,
+        answer_timeout: float | None = None,
+    ) -> Run:
+        """Run one payload a rank; return when each has answered, or raise for the first failure.
+
+        `timeout` is that of the ranks' collectives, `answer_timeout` that of the whole call, in seconds.
+        """
         inbox = self._engines.inbox
         self._current = run = Run(secrets.token_hex(8), list(payloads), on_record)
         self._interrupted = None
-        hangs = HangWatch(run, self._timeout, self._signal)
+        hangs = HangWatch(run, timeout, self._signal)
         try:
             for rank, payload in payloads.items():
                 self._engines.client.send(rank, payload, run.id)
             answered = run.wait(
                 inbox,
                 lambda: bool(run.failures or run.leaving) or not run.waiting,
-                timeout,
+                answer_timeout,
                 lambda: self._check(hangs),
             )
             if run.failures or run.leaving:
@@ -59,7 +76,7 @@ class Caller:
             if not answered:
                 late = name_ranks(run.waiting)
                 raise ClusterError(
-                    f"no answer within {timeout:g} s from {late}; cluster.recover() restarts them"
+                    f"no answer within {answer_timeout:g} s from {late}; cluster.recover() restarts them"
                 )
         except BaseException as error:
             self._settle(run, error)
@@ -86,7 +103,7 @@ class Caller:
         if stuck is not None:
             run = hangs.run
             others = {rank: run.whereabouts.get(rank) for rank in run.waiting if rank != stuck.rank}
-            raise RankError([stuck], others, self._recover)
+            raise RankError([stuck], others, self._recover, self.restarts)
 
     def _failed(self, run: Run) -> Exception:
         """Hear the others out, and say who failed first and where the rest is."""
@@ -102,7 +119,8 @@ class Caller:
         run.wait(inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
         stuck = {rank: run.whereabouts.get(rank) for rank in run.silent}
         failures = {**run.leaving, **run.failures}.values()
-        return RankError([self._explained(failure) for failure in failures], stuck, self._recover)
+        explained = [self._explained(failure) for failure in failures]
+        return RankError(explained, stuck, self._recover, self.restarts)
 
     def _explained(self, failure: Failure) -> Failure:
         code = self._engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None

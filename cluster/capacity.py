@@ -26,9 +26,16 @@ def visible_devices() -> list[str]:
 def check_capacity(ranks: int) -> None:
     """Raise ClusterError unless this machine can hold `ranks`.
 
-    With GPUs each rank needs one; without, each needs RANK_MEMORY bytes of the memory that is available.
+    With GPUs each rank needs a whole one, which torch can use; without, each needs RANK_MEMORY bytes
+    of the memory that is available.
     """
-    devices = len(visible_devices())
+    from cluster.devices import check_driver, check_whole
+
+    names = visible_devices()
+    devices = len(names)
+    if devices:
+        check_driver()
+        check_whole(ranks, names)
     if devices and ranks > devices:
         raise ClusterError(
             f"ranks={ranks}: each rank needs a GPU and this process sees {devices}; "

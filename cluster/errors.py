@@ -60,6 +60,7 @@ class RankError(RuntimeError):
     the cause, `cause` the exception itself where it could travel; `victims`, the ranks that failed after it;
     `waiting`, the ranks that had not answered when it was raised; `stacks`, the Python stack of each rank
     that told it; `recover`, which restarts the ranks; `kept`, what the caller measured until then.
+    `restarts` says in the text that the next call does that by itself.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RankError(RuntimeError):
         failures: Sequence[Failure],
         waiting: Mapping[int, Whereabouts | None] | None = None,
         recover: Callable[[], None] | None = None,
+        restarts: bool = False,
     ) -> None:
         waiting = waiting or {}
         # Whoever says that a peer left was not first, though it may have been faster to say it.
@@ -92,7 +94,7 @@ class RankError(RuntimeError):
             parts = [f"rank {cause.rank} failed first: {cause.headline}", cause.traceback.rstrip()]
             parts.append("\n".join(_grouped(others)))
         if waiting or cause.kind == PROCESS_DIED:
-            parts.append("cluster.recover() restarts the ranks")
+            parts.append(f"{'the next call' if restarts else 'cluster.recover()'} restarts the ranks")
         super().__init__("\n\n".join(part for part in parts if part))
 
     def _render_traceback_(self) -> list[str]:

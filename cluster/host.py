@@ -48,14 +48,21 @@ def near_cores(devices: list[str], local_ranks: int) -> list[set[int]]:
 
 def _device_cores(devices: list[str]) -> dict[int, set[int]]:
     """Return the cores near each device, by its place in `devices`, for those that tell."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
     found: dict[int, set[int]] = {}
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
-        for index, uuid, bus in (line.split(", ") for line in rows.splitlines()):
-            for place, name in enumerate(devices):
-                # nvidia-smi writes the PCI domain with eight digits, Linux with four.
-                cores = _PCI / bus.strip().lower()[4:] / "local_cpulist"
-                if (name == index or uuid.startswith(name)) and cores.exists():
-                    found[place] = parse_cores(cores.read_text()) & own_cores()
+    for index, uuid, bus in ask_gpus("index", "uuid", "pci.bus_id"):
+        for place, name in enumerate(devices):
+            # nvidia-smi writes the PCI domain with eight digits, Linux with four.
+            cores = _PCI / bus.lower()[4:] / "local_cpulist"
+            if (name == index or uuid.startswith(name)) and cores.exists():
+                found[place] = parse_cores(cores.read_text()) & own_cores()
     return found
+
+
+def ask_gpus(*fields: str) -> list[list[str]]:
+    """Return what nvidia-smi says of each GPU of this host, by `fields` in order; [] where it says nothing."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        rows = [[part.strip() for part in line.split(",")] for line in said.splitlines()]
+        return [row for row in rows if len(row) == len(fields)]
+    return []

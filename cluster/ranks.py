@@ -14,8 +14,9 @@ from cluster import remote
 from cluster.calling import Caller
 from cluster.capacity import visible_devices
 from cluster.engines import NOT_STARTED, Engines
-from cluster.errors import ClusterError, name_ranks
+from cluster.errors import ClusterError, RankError, name_ranks
 from cluster.profiles import find_profile
+from cluster.timeouts import DEFAULT_SECONDS, check_timeout
 from cluster.waiting import OnRecord
 
 RECORDS_SECONDS = 5.0
@@ -27,8 +28,10 @@ class Cluster:
 
     `profile` says where they run (cluster/profiles); further keyword arguments override its fields.
     `timeout`, in seconds, bounds every collective: one whose peers do not come fails after it, and a call in
-    whose collectives nothing moves is given up. `start_timeout` bounds the start and each restart.
-    Raises ClusterError, before anything is launched, where the ranks do not fit or the profile is not known.
+    whose collectives nothing moves is given up. By default it is 60 s with gloo and 600 s with nccl, whose
+    collectives are enqueued long before they run. `start_timeout` bounds the start and each restart.
+    Raises ClusterError, before anything is launched, where the ranks do not fit, the profile is not known or
+    a collective could not take so long.
     Used in a `with` statement, or between `start()` and `stop()`.
     """
 
@@ -36,19 +39,25 @@ class Cluster:
         self,
         ranks: int = 4,
         profile: str = "local",
-        timeout: float = 60.0,
+        timeout: float | None = None,
         start_timeout: float = 60.0,
         **overrides: Any,
     ) -> None:
         self.profile = find_profile(profile, **overrides)
         self.profile.check(ranks)
+        check_timeout(timeout)
         self.ranks = ranks
-        self.timeout = timeout
+        self._timeout = timeout
         self.start_timeout = start_timeout
         self.device_type = "cuda" if visible_devices() else "cpu"
         self._engines: Engines | None = None
         self._caller: Caller | None = None
         self._busy = threading.Lock()
+
+    @property
+    def timeout(self) -> float:
+        """The seconds that a collective may take in a call that says nothing else."""
+        return DEFAULT_SECONDS[self.device_type] if self._timeout is None else self._timeout
 
     @property
     def started(self) -> bool:
@@ -57,7 +66,7 @@ class Cluster:
 
     @property
     def broken(self) -> bool:
-        """Whether some rank is stuck or gone, so that only `recover()` or `stop()` helps."""
+        """Whether some rank is stuck or gone, so that the ranks have to be restarted: see `apply`."""
         return self._caller is not None and self._caller.broken is not None
 
     def start(self) -> Self:
@@ -65,7 +74,7 @@ class Cluster:
         if self._engines is not None:
             raise ClusterError("the cluster is started already")
         self._engines = Engines(self.ranks, self.profile, self.start_timeout)
-        self._caller = Caller(self._engines, self.timeout, self.recover)
+        self._caller = Caller(self._engines, self.recover)
         atexit.register(self.stop)
         try:
             self._engines.start()
@@ -109,25 +118,33 @@ class Cluster:
         *args: Any,
         on_record: OnRecord | None = None,
         timeout: float | None = None,
+        answer_timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Run `fn(*args, **kwargs)` on all ranks and return their results in rank order.
 
         While it waits, `on_record(rank, record)` is called in this thread for each record a rank published;
-        the last one before this returns. `timeout` is in seconds; None waits as long as the ranks work.
+        the last one before this returns.
+
+        `timeout`, in seconds, is that of this call's collectives, in the process groups that it makes too;
+        None stands for the cluster's. With `answer_timeout` the whole call may take so many seconds; None
+        waits as long as the ranks work.
 
         Raises RankError naming the rank that failed first, two seconds at most after it failed, Stopped after
         `interrupt`, and ClusterError when the cluster is broken, is busy with another call, or did not answer
         in time. After an error all ranks that answered have left their process group, and the next call joins
-        them again; a rank that did not, or is gone, leaves the cluster broken until `recover()`.
+        them again; a rank that did not, or is gone, leaves the cluster broken. With gloo it stays so until
+        `recover()`. With nccl, where the peers of a rank that fails wait in a kernel, the next call restarts
+        the ranks.
         """
         engines, caller = self._started()
-        payload = cloudpickle.dumps((fn, args, kwargs))
+        check_timeout(timeout)
+        seconds = self.timeout if timeout is None else timeout
+        payload = cloudpickle.dumps((remote.within, (seconds, fn, args, kwargs), {}))
         with self._alone():
             if caller.broken is None and engines.missing():
                 caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
-            if caller.broken is not None and caller.stopped:
-                # Whoever stopped a call wants the next one, and has read no error that offers a recover.
+            if caller.broken is not None and caller.restarts:
                 self._restart(engines, caller)
                 engines, caller = self._started()
             if caller.broken is not None:
@@ -136,7 +153,7 @@ class Cluster:
                 )
             if caller.left:
                 self._join()
-            run = caller.run(dict.fromkeys(range(self.ranks), payload), on_record, timeout)
+            run = caller.run(dict.fromkeys(range(self.ranks), payload), on_record, seconds, answer_timeout)
             if on_record is not None and not caller.wait_for_records(run, RECORDS_SECONDS):
                 lost = f"not all records of {name_ranks(run.unrecorded)} arrived"
                 warnings.warn(lost, RuntimeWarning, stacklevel=2)
@@ -176,20 +193,27 @@ class Cluster:
         """Join the ranks in a process group, and see that what they publish arrives."""
         _, caller = self._started()
         opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.start_timeout), {}))
-        store = cloudpickle.loads(caller.run({0: opening}, None, self.start_timeout).answers[0])
         limits = self.timeout, self.start_timeout
+        store = cloudpickle.loads(caller.run({0: opening}, None, *limits).answers[0])
         joining = {
-            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, *limits), {}))
+            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, self.start_timeout), {}))
             for rank in range(self.ranks)
         }
-        run = caller.run(joining, None, self.start_timeout)
+        try:
+            run = caller.run(joining, None, *limits)
+        except RankError as error:
+            # What only a rank's own host can know.
+            if error.kind != ClusterError.__name__:
+                raise
+            raise ClusterError(f"rank {error.rank}: {error.message}") from None
         # Known by the ranks: a login node may have no GPU where their hosts have.
         self.device_type = cloudpickle.loads(run.answers[0])
+        caller.kernels_wait = self.device_type == "cuda"
         nothing = cloudpickle.dumps((remote.nothing, (), {}))
         # A channel that is only being opened loses what is sent on it.
         for _ in range(int(self.start_timeout / FIRST_RECORD_SECONDS)):
             if caller.wait_for_records(run, FIRST_RECORD_SECONDS):
                 caller.broken, caller.left = None, False
                 return
-            run = caller.run(dict.fromkeys(range(self.ranks), nothing), None, self.start_timeout)
+            run = caller.run(dict.fromkeys(range(self.ranks), nothing), None, *limits)
         raise ClusterError(f"nothing that {name_ranks(run.unrecorded)} published arrived")

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -18,10 +19,12 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from cluster.devices import FREE_SECONDS, check_driver, check_free
 from cluster.errors import Failure
 from cluster.live import publish, recording
 from cluster.modes import end_modes
 from cluster.network import own_address
+from cluster.timeouts import set_timeout
 from cluster.whereabouts import whereabouts
 
 OURS = os.path.dirname(__file__)
@@ -56,7 +59,7 @@ def run(payload: bytes, run_id: str, rank: int) -> Answer:
             failure = _describe(error, rank, time.time())
         publish(failure)  # at once: to leave takes its time
         # Only now, when the exception is gone, and with its frames what held the groups.
-        leave()
+        leave(failed=True)
         return Answer(failure=failure)
 
 
@@ -68,6 +71,14 @@ def _call(payload: bytes) -> bytes:
         torch.cuda.synchronize()
     answer: bytes = cloudpickle.dumps(result)
     return answer
+
+
+def within(
+    seconds: float, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return `function(*args, **kwargs)`, whose collectives may take `seconds` each."""
+    set_timeout(seconds)
+    return function(*args, **kwargs)
 
 
 class _Interrupts:
@@ -103,14 +114,20 @@ def _half_done(frame: FrameType | None) -> bool:
 _interrupts = _Interrupts()
 
 
-def leave() -> None:
+def leave(*, failed: bool = False) -> None:
     """Leave every process group, so that ranks that wait for this one in a collective learn it at once.
 
     gloo closes its connections and the peers' collectives fail within milliseconds instead of after their
     timeout; the ranks need no restart then, only a new group. Connections close when nothing holds the group.
+
+    NCCL's communicators are aborted where this rank has `failed`: to destroy one waits for its collectives,
+    and so for peers that will never come. Those wait on in their kernels, and need a restart.
     """
     if dist.is_initialized():
-        dist.destroy_process_group()
+        if failed and "nccl" in dist.get_backend_config():
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
         # DTensor remembers what it worked out by mesh, and a mesh holds its groups.
         torch._C._clear_DTensor_sharding_propagator_cache()
@@ -178,11 +195,12 @@ def open_store(ranks: int, timeout: float) -> tuple[str, int]:
     return address, port
 
 
-def join(rank: int, ranks: int, store: tuple[str, int], timeout: float, start_timeout: float) -> str:
+def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) -> str:
     """Join this process, as `rank` of `ranks`, to the default process group, which replaces any other.
 
-    Collectives time out after `timeout` seconds, the meeting itself after half of `start_timeout`, so that
-    what a rank says of it arrives. Returns the type of the device it works on.
+    The meeting takes half of `start_timeout` seconds at most, so that what a rank says of it arrives; how
+    long collectives take each call says. Returns the type of the device it works on. Raises ClusterError
+    for a GPU that torch cannot use, or that other processes fill.
     """
     global _store
     patience = timedelta(seconds=start_timeout / 2)
@@ -193,15 +211,16 @@ def join(rank: int, ranks: int, store: tuple[str, int], timeout: float, start_ti
             *store, ranks, is_master=False, timeout=patience
         )
     backend, device = "gloo", None
+    check_driver()
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
         torch.cuda.set_device(device)
+        check_free(FREE_SECONDS)
     # Its functions take the world group as a default: imported later, they would keep the first for ever.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
         backend, store=_store, rank=rank, world_size=ranks, timeout=patience, device_id=device
     )
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     return device.type if device else "cpu"
 
 

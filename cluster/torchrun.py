@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from cluster.devices import check_driver, check_free
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
 
@@ -25,16 +26,27 @@ def check_ranks(ranks: int | None) -> None:
 
 @contextmanager
 def joined() -> Iterator[int]:
-    """Join the process group, with the device of this process's LOCAL_RANK, and give its rank."""
+    """Join the process group, with the device of this process's LOCAL_RANK, and give its rank.
+
+    Raises ClusterError where there is no such device, torch cannot use it, or other processes fill it.
+    """
     one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     loopback = interface_of(LOOPBACK)
     if one_node and loopback:
         # Without it gloo binds what the host's name resolves to, which a laptop may not reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     backend, device = "gloo", None
+    check_driver()
     if torch.cuda.is_available():
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= devices:
+            raise ClusterError(
+                f"rank {os.environ['RANK']} is number {local + 1} on its host and sees {devices} GPUs; "
+                f"torchrun --nproc-per-node {devices} would work"
+            )
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
         torch.cuda.set_device(device)
+        check_free()
     dist.init_process_group(backend, device_id=device)
     yield dist.get_rank()
     # Not after a failure: peers may be waiting in a collective, and the process ends anyway.

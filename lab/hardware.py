@@ -131,6 +131,14 @@ def hardware(name: str) -> Hardware:
     return HARDWARE[name]
 
 
+def nearest(said: str) -> str:
+    """The short name of the device that torch calls ``said``; the slowest one's, where none is called so."""
+    for name in HARDWARE:
+        if name in said.lower():
+            return name
+    return min(HARDWARE, key=lambda name: HARDWARE[name].matmul.value)
+
+
 # ---- the CUDA workspace model: what a meter at the dispatcher cannot see -----------------------------------
 
 _ATEN = "PyTorch, aten/src/ATen"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -18,10 +19,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cluster import capacity, host, watchdog
+from cluster import capacity, host, remote, watchdog
 from cluster.client import Published, Returned
 from cluster.errors import ClusterError, Failure, RankError, Stopped
 from cluster.live import Stamp, publish
@@ -94,7 +96,7 @@ def fail_while_one_sleeps(culprit: int, sleeper: int) -> None:
 
 
 def mismatched(own_group: bool) -> None:
-    group = dist.new_group([0, 1]) if own_group else None
+    group = dist.new_group([0, 1], timeout=timedelta(hours=1)) if own_group else None
     if dist.get_rank() == 0:
         dist.barrier(group=group)
     else:
@@ -328,7 +330,7 @@ def test_process_groups_end_with_the_call_that_made_them(ranks4: Cluster) -> Non
 
 def test_unanswered_in_time(ranks4: Cluster) -> None:
     with pytest.raises(ClusterError, match=r"no answer within 0\.3 s from ranks 0-3"):
-        ranks4.apply(sleep, 0.9, timeout=0.3)
+        ranks4.apply(sleep, 0.9, answer_timeout=0.3)
     assert not ranks4.broken, "the ranks came back within the grace"
 
 
@@ -488,6 +490,95 @@ def test_a_hang_says_where_each_rank_is(impatient: Cluster, own_group: bool) -> 
     assert impatient.broken == own_group, "gloo's own timeout leaves the ranks usable"
     impatient.recover()
     assert impatient.apply(sum_over_ranks, 2.0) == [3.0] * 2
+
+
+def timeouts() -> list[float]:
+    """Seconds, of the world's group, of one that new_group made and of one that a mesh made."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    groups = dist.group.WORLD, dist.new_group([0, 1, 2, 3]), mesh.get_group("columns")
+    found = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    return [timeout.total_seconds() for timeout in found]
+
+
+def test_a_calls_timeout_is_that_of_its_groups_and_of_no_other_call(ranks4: Cluster) -> None:
+    assert ranks4.timeout == 60
+    assert ranks4.apply(timeouts) == [[60.0] * 3] * 4
+    assert ranks4.apply(timeouts, timeout=1234.5) == [[1234.5] * 3] * 4
+    assert ranks4.apply(timeouts) == [[60.0] * 3] * 4
+
+
+def test_a_hang_ends_after_the_timeout_of_its_call(ranks4: Cluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"^ranks 0-3 hang"):
+        ranks4.apply(mismatched, False, timeout=2)
+    assert 2 < time.monotonic() - began < 12
+
+
+def test_nccls_collectives_have_more_time_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Cluster(ranks=2).timeout == 60
+    monkeypatch.setattr("cluster.ranks.visible_devices", lambda: ["0", "1"])  # stands in for torch's count
+    assert Cluster(ranks=2).timeout == 600
+    assert Cluster(ranks=2, timeout=7).timeout == 7
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_that_is_none_is_refused(ranks4: Cluster, seconds: float) -> None:
+    said = f"timeout={seconds:g}: a collective takes a finite number of seconds above 0; 600 would work"
+    with pytest.raises(ClusterError) as error:
+        Cluster(ranks=2, timeout=seconds)
+    assert str(error.value) == said
+    with pytest.raises(ClusterError) as error:
+        ranks4.apply(identity, timeout=seconds)
+    assert str(error.value) == said
+
+
+# ---- NCCL: the peers of a rank that fails wait in a kernel, which no Python code of theirs ends ------------
+
+
+def one_raises_and_kernels_wait(culprit: int) -> None:
+    """Stands in for NCCL's ranks: the others wait in a loop that takes no interrupt and that no peer ends."""
+    if dist.get_rank() == culprit:
+        publish(time.time())
+        raise ArithmeticError("7 is not 11")
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(600)
+
+
+def join_as_with_gpus(*args: Any) -> str:
+    """Stands in for `remote.join` on a rank that has a GPU."""
+    remote.join(*args)
+    return "cuda"
+
+
+def test_peers_that_wait_in_kernels_are_restarted_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.ranks.remote.join", join_as_with_gpus)
+    with Cluster(ranks=3) as cluster:
+        assert (cluster.device_type, cluster.timeout) == ("cuda", 600)
+        before = [found["pid"] for found in cluster.apply(identity)]
+        when: list[Any] = []
+        with pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught:
+            cluster.apply(one_raises_and_kernels_wait, 1, on_record=lambda _, record: when.append(record))
+        assert time.time() - when[0] < 4, "on gloo it takes two seconds"
+        assert caught.value.waiting == (0, 2)
+        assert str(caught.value).endswith("the next call restarts the ranks")
+        assert cluster.broken
+        after = [found["pid"] for found in cluster.apply(identity)]
+        assert not set(after) & set(before)
+        assert not cluster.broken
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_rank_that_failed_aborts_nccls_communicators(
+    alone: None, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """Torch's two ways out, and what it calls NCCL's backend, by stand-ins."""
+    taken: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: taken.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: taken.append("abort"))
+    remote.leave(failed=failed)
+    assert taken == ["abort" if failed else "destroy"]
 
 
 def test_too_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,21 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from lab.memory.cuda import CudaAllocator, CudaMeter, Event
+import lab
+from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event
 from lab.memory.stopwatch import Stopwatch
 from lab.techniques.host_road import to_host
+from lab.verbs import run, train_loop
+from lab.verbs.messages import Run
+from lab.verbs.on_ranks import checked
 from lab_tests.test_meter import Two, metered_step
+from lab_tests.training import TOKENS, small
 
 MIB = 2**20
 
@@ -128,6 +135,49 @@ def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
         ("_record_memory_history", "all", ("context", None)),
         ("_record_memory_history", None),
     ]
+
+
+class Starting:
+    """Stands in for torch's caching allocator: a start holds 90 MiB for a moment, each step after it 50."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        self.peak = 0
+        made, stepped = module.worker, module.train_step
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.hold(0))
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
+        patch.setattr(module, "AllocatedPeak", lambda _: AllocatedPeak(torch.device("cuda")))
+        patch.setattr(module, "worker", lambda *told: (self.hold(90 * MIB), made(*told))[1])
+        patch.setattr(
+            module, "train_step", lambda *args, **kw: (self.hold(50 * MIB), stepped(*args, **kw))[1]
+        )
+
+    def hold(self, size: int) -> None:
+        self.peak = max(self.peak, size) if size else 0
+
+
+def test_the_peak_of_training_is_that_of_its_steps(
+    alone: None, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Starting(monkeypatch, train_loop)
+    trained = lab.train(
+        small(), "plain", tokens=TOKENS, text=digits, steps=2, checkpoint=tmp_path, cluster=None
+    )
+    assert [step.device_peak for step in trained.steps] == [50 * MIB] * 2
+
+
+def test_a_run_brings_the_allocators_peak_with_it(
+    alone: None, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _, _ = checked(small(), "plain", ranks=1, tokens=TOKENS, steps=1, text=digits)
+    result = run._train(training, None)
+    assert result.allocated is None
+    timeline = result.timeline
+    assert Run("", training, (), (), (timeline,)).device_peak == timeline.device_peak
+    Starting(monkeypatch, run)
+    result = run._train(training, None)
+    assert result.allocated == 50 * MIB > timeline.device_peak
+    held = Run("", training, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
+    assert held.device_peak == 50 * MIB
 
 
 def test_the_stopwatch_has_seconds_by_phase_and_sees_no_operator() -> None:

@@ -42,6 +42,7 @@ OTHERS_SECONDS = 10
 @click.option("--profile", default="local", help="Where ranks run: lab cluster profiles. [local]")
 @click.option("--profile-set", "places", multiple=True, metavar="FIELD=VALUE", help="Override its fields.")
 @click.option("--start-timeout", type=float, default=60.0, help="Seconds for the ranks to start. [60]")
+@click.option("--timeout", type=float, help="Seconds for a collective. [gloo 60; NCCL 600 or 3 layers]")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
 @plainly
 def train(

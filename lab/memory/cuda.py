@@ -55,6 +55,22 @@ class CudaAllocator:
         return events, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), outside
 
 
+class AllocatedPeak:
+    """The most bytes that CUDA's allocator holds from now on, kernels' workspaces among them.
+
+    It costs nothing while a step runs. Where ``device`` is no CUDA device there is nothing to ask.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def bytes(self) -> int | None:
+        """The peak so far; None where there is no CUDA device."""
+        return torch.cuda.max_memory_allocated() if self._on_cuda else None
+
+
 class CudaMeter:
     """A step's meter on CUDA: ``measure`` and ``phase`` as the meter's, for one step.
 

@@ -38,7 +38,9 @@ class Run:
     """What a run brings back.
 
     ``losses`` and ``seconds`` have one entry a step (the loss is the global mean, the time rank 0's);
-    ``timelines`` one a rank. A run that was stopped or failed is not ``complete``: it has what was measured.
+    ``timelines`` one a rank: the bytes that crossed the dispatcher. ``allocated`` are the most bytes that
+    CUDA's allocator held on each rank, kernels' workspaces among them; it is empty on CPU, and where the run
+    is not ``complete``. A run that was stopped or failed is not: it has what was measured.
     """
 
     title: str
@@ -47,11 +49,12 @@ class Run:
     seconds: tuple[float, ...]
     timelines: tuple[Timeline, ...]
     complete: bool = True
+    allocated: tuple[int, ...] = ()
 
     @property
     def device_peak(self) -> int:
-        """The most device bytes any rank held."""
-        return max(timeline.device_peak for timeline in self.timelines)
+        """The most device bytes any rank held, by CUDA's allocator where it was asked, else by the meter."""
+        return max(self.allocated or (timeline.device_peak for timeline in self.timelines))
 
     @property
     def host_peak(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -91,6 +93,21 @@ class Plan:
     def step_seconds(self) -> float:
         """The estimate of a step's time; see ``lab/costs.py`` for what it leaves out."""
         return self.costs.seconds
+
+    @property
+    def longest_layer(self) -> float:
+        """Seconds of the layer that takes the longest, in forward or backward; 0.0 where no layer is seen.
+
+        In backward it is with the forward that is computed again. Where copies between device and host take
+        longer than computation, a layer takes longer as the step does.
+        """
+        timeline = self.timeline
+        layer = np.array([_layer(name) for name in timeline.modules])[timeline.module]
+        edges = np.flatnonzero((np.diff(layer) != 0) | (np.diff(timeline.phase) != 0)) + 1
+        starts, ends = np.append(0, edges), np.append(edges, len(timeline) - 1)
+        inside = layer[starts] >= 0
+        spans = timeline.seconds[ends[inside]] - timeline.seconds[starts[inside]]
+        return float(spans.max(initial=0.0)) * self.costs.seconds / self.costs.device_seconds
 
     def to_json(self) -> dict[str, Any]:
         """The plan's answers as plain values, without the timeline."""
@@ -255,6 +272,12 @@ def _extended(question: Question, layers: int) -> Step:
         if timeline is not None:
             return timeline, more + (more + less * -1) * (layers - DEEP)
     return fake_step(question, layers)
+
+
+def _layer(path: str) -> int:
+    """The number of the layer that a module is or lies in; -1 outside of all."""
+    found = re.match(r"model\.layers\.(\d+)", path)
+    return int(found[1]) if found else -1
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size, torch.dtype]]:

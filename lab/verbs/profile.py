@@ -14,6 +14,7 @@ from lab.memory.timeline import Timeline
 from lab.recipe import Recipe
 from lab.rungs import title_of
 from lab.step import train_step
+from lab.verbs.collective_time import on_cluster
 from lab.verbs.on_ranks import Training, checked, finite, worker
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def profile(
     ``settings`` are ``lab.run``'s rows, text, tokenizer, learning_rate, clip_norm and seed.
 
     The last step is slower than one of ``lab.run``: the profiler and the meter both look at every operator.
-    ``Profile.meter_seconds`` says how much of it is theirs.
+    ``Profile.meter_seconds`` says how much of it is theirs. Collectives may take as long as in ``lab.run``.
 
     Raises:
         LabError: as ``lab.run``, before anything is launched.
@@ -75,7 +76,7 @@ def profile(
     """
     training, _, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
     try:
-        results = cluster.apply(_profile, training)
+        results = cluster.apply(_profile, training, timeout=on_cluster(training, cluster))
     except RankError as error:
         raise error.cause if isinstance(error.cause, DivergedError) else error from None
     title = title_of(model, recipe, cluster.ranks, training.tokens)

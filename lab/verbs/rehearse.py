@@ -11,6 +11,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from cluster.devices import check_driver, check_free
 from lab import models
 from lab.errors import LabError
 from lab.memory.cuda import CudaAllocator, CudaMeter
@@ -59,6 +60,7 @@ def rehearse(
     Raises:
         RehearsalOutOfMemory: it does not fit; the process can go on.
         LabError: a model, recipe, size or machine that cannot work, before anything is made.
+        ClusterError: a GPU that torch cannot use, or that other processes fill.
         DivergedError: the loss is not finite.
     """
     say = watch or _nobody
@@ -142,12 +144,18 @@ def _machine(asked: str | None) -> Machine:
 
     Raises:
         LabError: CUDA where there is none; no machine of this name.
+        ClusterError: a GPU that torch cannot use, or that other processes fill.
     """
     if asked not in (None, "cuda", "cpu"):
         raise LabError(f"machine={asked!r}: it takes 'cuda', 'cpu', or None for the GPU where there is one")
-    if asked == "cuda" and not torch.cuda.is_available():
+    if asked == "cuda" and not torch.cuda.device_count():
         raise LabError("machine='cuda', and torch sees no GPU here: machine='cpu' rehearses a small size")
-    return "cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu"
+    if asked != "cpu":
+        check_driver()
+    if asked == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    check_free()
+    return "cuda"
 
 
 def _check_limit(where: Machine, limit: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from cluster.errors import RankError, Stopped
 from lab import models
 from lab.errors import DivergedError
+from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
@@ -19,6 +21,7 @@ from lab.rungs import title_of
 from lab.step import train_step
 from lab.units import parse_bytes
 from lab.verbs.collecting import Collected
+from lab.verbs.collective_time import on_cluster
 from lab.verbs.messages import Progress, Run, Started, Watch
 from lab.verbs.on_ranks import Training, checked, finite, worker
 from lab.verbs.running_out import RankOutOfMemory
@@ -46,9 +49,12 @@ def run(
 ) -> Run:
     """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
 
+    On GPUs the timelines count what crosses the dispatcher, and ``Run.allocated`` what CUDA's allocator held.
+
     ``text`` is a file or folder (by default the Python standard library's sources), ``tokenizer`` a local
     directory (by default bytes are the tokens). With ``device_memory`` a rank runs out of memory where it
-    holds more bytes, as on a device of that size.
+    holds more bytes, as on a device of that size. On GPUs a collective may take three times the longest layer
+    of the plan where that is more than the cluster's ``timeout``; it is printed then.
 
     A run that is stopped (``Started.stop``, the button of ``lab.show.live()``) returns what it measured until
     then; one that is interrupted raises KeyboardInterrupt, and one that fails its error, each with that as
@@ -92,7 +98,8 @@ def run(
     tell(Started(cluster.interrupt))
     limit = None if device_memory is None else parse_bytes(device_memory)
     try:
-        results = cluster.apply(_train, training, limit, on_record=on_record)
+        timeout = on_cluster(training, cluster)
+        results = cluster.apply(_train, training, limit, on_record=on_record, timeout=timeout)
     except Stopped:
         kept = ended("stopped")
         if kept is None:
@@ -108,9 +115,15 @@ def run(
         raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(ended("interrupted")) from interrupt
-    losses, seconds, _ = results[0]
-    timelines = tuple(timeline for _, _, timeline in results)
-    finished = Run(title, training, losses, seconds, timelines)
+    losses, seconds = results[0].losses, results[0].seconds
+    finished = Run(
+        title,
+        training,
+        losses,
+        seconds,
+        tuple(result.timeline for result in results),
+        allocated=tuple(result.allocated for result in results if result.allocated is not None),
+    )
     tell(finished)
     return finished
 
@@ -128,7 +141,17 @@ def _nobody(_: object) -> None:
     """Watch nothing."""
 
 
-def _train(training: Training, limit: int | None) -> tuple[tuple[float, ...], tuple[float, ...], Timeline]:
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """What one rank brings back; ``allocated`` is CUDA's peak in bytes, None on CPU."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    timeline: Timeline
+    allocated: int | None
+
+
+def _train(training: Training, limit: int | None) -> _Trained:
     """Runs on every rank."""
     from cluster.live import publish
 
@@ -142,6 +165,7 @@ def _train(training: Training, limit: int | None) -> tuple[tuple[float, ...], tu
         publish(Progress(rank, ranks, len(seconds), training.steps, loss, rows, took))
 
     meter = Meter(on_growth=grown, limit=limit)
+    allocated = AllocatedPeak(ready.device)
     for step in range(training.steps):
         start = time.perf_counter()
         batch = ready.batch(step)
@@ -151,4 +175,4 @@ def _train(training: Training, limit: int | None) -> tuple[tuple[float, ...], tu
         )
         losses.append(finite(training, step + 1, loss))
         seconds.append(time.perf_counter() - start)
-    return tuple(losses), tuple(seconds), meter.timeline()
+    return _Trained(tuple(losses), tuple(seconds), meter.timeline(), allocated.bytes())

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
 from lab import models
 from lab.errors import CheckpointError, DivergedError
 from lab.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.recipe import Recipe
 from lab.rungs import title_of
 from lab.units import check_counts
+from lab.verbs.collective_time import layers_time, on_cluster
 from lab.verbs.on_ranks import checked
 from lab.verbs.train_loop import Course, Step, train_on_this_rank
 
@@ -54,6 +57,7 @@ def train(
     learning_rate: float = 1e-3,
     clip_norm: float = 1.0,
     seed: int = 0,
+    timeout: float | None = None,
     watch: Callable[[Step], None] | None = None,
     **knobs: Any,
 ) -> Trained:
@@ -66,8 +70,12 @@ def train(
     newest: on as many ranks with the losses that it would have had unbroken, bit for bit (on CPU; CUDA's
     attention sums its gradients in no fixed order), on other ranks or with another recipe up to rounding.
 
+    A collective may take ``timeout`` seconds. By default it is the cluster's or torchrun's own; on GPUs it is
+    three times the longest layer of the plan where that is more, which is printed then.
+
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        ClusterError: a timeout that is none.
         CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
             written, which leaves the ones before it as they are.
         DivergedError: the loss of a step, or what a checkpoint would hold, is not finite; the text names the
@@ -75,6 +83,7 @@ def train(
         RankError: a rank failed; the text names it and holds its traceback.
     """
     check_counts({"every": every, "keep": keep})
+    check_timeout(timeout)
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
     training, config, source = checked(
         model,
@@ -108,7 +117,7 @@ def train(
     else:
         _check_unused(folder)
     course = Course(training, folder, every, keep, replace(manifest, step=done), start)
-    made = train_on_this_rank(course, watch) if cluster is None else _on(cluster, course, watch)
+    made = _on_this_rank(course, timeout, watch) if cluster is None else _on(cluster, course, timeout, watch)
     return Trained(title_of(model, recipe, ranks, training.tokens), made, folder)
 
 
@@ -136,7 +145,21 @@ def _check_unused(folder: Path) -> None:
         raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
 
 
-def _on(cluster: Cluster, course: Course, watch: Callable[[Step], None] | None) -> tuple[Step, ...]:
+def _on_this_rank(
+    course: Course, timeout: float | None, watch: Callable[[Step], None] | None
+) -> tuple[Step, ...]:
+    if timeout is None and torch.cuda.is_available():
+        ranks, device = dist.get_world_size(), torch.cuda.get_device_name()
+        default = DEFAULT_SECONDS["cuda"]  # torchrun's ranks join with torch's own, which is the same
+        timeout = layers_time(course.training, ranks, device, default, tells=dist.get_rank() == 0)
+    if timeout is not None:
+        set_timeout(timeout)
+    return train_on_this_rank(course, watch)
+
+
+def _on(
+    cluster: Cluster, course: Course, timeout: float | None, watch: Callable[[Step], None] | None
+) -> tuple[Step, ...]:
     from cluster.errors import RankError
 
     def on_record(_: int, record: object) -> None:
@@ -145,7 +168,9 @@ def _on(cluster: Cluster, course: Course, watch: Callable[[Step], None] | None) 
 
     try:
         with nullcontext() if cluster.started else cluster:
-            steps: tuple[Step, ...] = cluster.apply(train_on_this_rank, course, on_record=on_record)[0]
+            seconds = on_cluster(course.training, cluster) if timeout is None else timeout
+            results = cluster.apply(train_on_this_rank, course, on_record=on_record, timeout=seconds)
+            steps: tuple[Step, ...] = results[0]
             return steps
     except RankError as error:
         if error.kind == CheckpointError.__name__:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lab.checkpoints import Checkpointer
 from lab.errors import CheckpointError, DivergedError
 from lab.manifest import Manifest, checkpoints_in, sweep
+from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.step import NoMeter, train_step
 from lab.verbs.loss_file import LossFile
@@ -26,8 +27,9 @@ class Step:
     """What is told of one step, ``step`` of ``steps``, the first being 1.
 
     ``loss`` is the global mean before the update; ``seconds`` the time since the step before; ``device_peak``
-    the most bytes that any rank's device held so far (on CPU metered in the first step after a start, for
-    all are alike); ``seconds_left`` what the steps to come will take at the pace so far.
+    the most bytes that any rank's device held in a step so far, what the start took left out (on CPU metered
+    in the first step after a start, for all are alike); ``seconds_left`` what the steps to come will take at
+    the pace so far.
     """
 
     step: int
@@ -73,6 +75,7 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
     checkpoints = Checkpointer(course.folder, keep=course.keep)
     if course.start is not None:
         checkpoints.restore(course.start, ready.model, ready.optimizer)
+    allocated = AllocatedPeak(ready.device)
     made: list[Step] = []
     began = before = time.perf_counter()
     peak = 0
@@ -88,9 +91,7 @@ def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = No
             raise _with_last_checkpoint(course, checkpoints, step, loss)
         if meter is not None:
             peak = meter.timeline().device_peak
-        elif ready.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        peak = _most(peak, ready.device)
+        peak = _most(allocated.bytes() or peak, ready.device)
         now = time.perf_counter()
         pace = told.rows * told.tokens / (now - before)
         left = (now - began) / (step - first) * (told.steps - step)

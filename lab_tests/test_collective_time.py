@@ -1,0 +1,148 @@
+"""How long a collective may take: a layer's seconds from the plan, and where they are passed on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import lab
+from lab.cli import main
+from lab.costs import Costs
+from lab.hardware import nearest
+from lab.memory.timeline import Op, TimelineBuilder
+from lab.verbs import collective_time, train
+from lab.verbs.collective_time import layers_time
+from lab.verbs.on_ranks import checked
+from lab_tests.training import TOKENS, small
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+class Asked(Exception):
+    """Ends a call that was to be looked at."""
+
+
+class GpuCluster:
+    """Stands in for a cluster of two GPUs, with a name, which notes the timeout it is given."""
+
+    device_type, started, ranks, interrupt = "cuda", True, 2, None
+
+    def __init__(self, timeout):
+        self.timeout = timeout
+
+    def apply(self, function, *args, timeout=None, on_record=None):
+        if function is torch.cuda.get_device_name:
+            return [H100] * self.ranks
+        raise Asked(timeout)
+
+
+def rows(*said):
+    built = TimelineBuilder()
+    for seconds, phase, module in said:
+        built.add(seconds, (0,) * 5, 0, phase=phase, module=module, op=Op("-"), step=0)
+    return built.since(0)
+
+
+def test_the_longest_layer_of_a_plan():
+    timeline = rows(
+        (0.0, "forward", "model.embed_tokens"), (1.0, "forward", "model.layers.0"),
+        (1.5, "forward", "model.layers.0.mlp"), (3.0, "forward", "model.layers.1.mlp"),
+        (4.0, "forward", "lm_head"), (9.0, "backward", ""), (19.0, "backward", "model.layers.1"),
+        (24.0, "backward", "model.layers.0.mlp"), (24.5, "backward", "model.layers.0"),
+        (31.0, "optimizer", ""),
+    )  # fmt: skip
+    plan = lab.plan("tiny", "plain", tokens=64, ranks=2)
+    even = replace(plan, timeline=timeline, costs=Costs(device_seconds=31.0, host_seconds=31.0))
+    assert even.longest_layer == 7.0
+    copying = replace(plan, timeline=timeline, costs=Costs(device_seconds=31.0, host_seconds=62.0))
+    assert copying.longest_layer == 14.0
+    assert replace(plan, timeline=timeline.rows([0, 4, 5])).longest_layer == 0.0
+    assert 0 < plan.longest_layer < plan.step_seconds / 4
+
+
+def test_the_device_of_the_table_that_torch_names():
+    assert nearest(H100) == "h100"
+    assert nearest("NVIDIA GH200 480GB") == "h200"
+    assert nearest("NVIDIA A100-SXM4-80GB") == nearest("Tesla T4") == "a100"
+
+
+def test_three_layers_where_that_is_more(capsys):
+    training, _, _ = checked("tiny", "upipe", ranks=2, tokens=128, steps=1)
+    layer = lab.plan("tiny", "upipe", tokens=128, ranks=2).longest_layer
+    assert layers_time(training, 2, H100, 3 * layer) is None
+    assert capsys.readouterr() == ("", "")
+    assert layers_time(training, 2, H100, 2.9 * layer) == 3 * layer
+    out, said = capsys.readouterr()
+    assert out == ""
+    assert said.startswith("a collective may take ")
+    assert "3 times the longest layer of the plan, " in said
+    assert said.endswith(" on NVIDIA H100 SXM 80GB\n")
+    assert layers_time(training, 2, H100, 2.9 * layer, tells=False) == 3 * layer
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("verb", ["run", "profile", "train"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_verbs_pass_it_on(monkeypatch, tmp_path, verb, device):
+    cluster = GpuCluster(timeout=1e-9)
+    monkeypatch.setattr(cluster, "device_type", device)
+    folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
+    with pytest.raises(Asked) as asked:
+        getattr(lab, verb)("tiny", "upipe", tokens=128, steps=1, cluster=cluster, **folder)
+    layer = lab.plan("tiny", "upipe", tokens=128, ranks=2).longest_layer
+    assert asked.value.args == ((3 * layer,) if device == "cuda" else (None,))
+
+
+def test_trains_own_timeout_comes_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(collective_time, "plan", lambda *_, **__: pytest.fail("planned"))
+    with pytest.raises(Asked) as asked:
+        lab.train(
+            "tiny", tokens=128, steps=1, cluster=GpuCluster(timeout=1e-9), checkpoint=tmp_path, timeout=7
+        )
+    assert asked.value.args == (7,)
+
+
+@pytest.mark.parametrize("given", [7.0, None])
+def test_a_rank_of_torchruns_sets_it_itself(alone, digits, tmp_path, monkeypatch, given):
+    """With stand-ins for a GPU and for its plan."""
+    held = []
+
+    def note(*_):
+        held.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        raise Asked
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100)
+    monkeypatch.setattr(train, "layers_time", lambda *_, tells: 4321.0)
+    monkeypatch.setattr(train, "train_on_this_rank", note)
+    with pytest.raises(Asked):
+        lab.train(
+            small(),
+            "plain",
+            tokens=TOKENS,
+            text=digits,
+            steps=1,
+            checkpoint=tmp_path,
+            cluster=None,
+            timeout=given,
+        )
+    assert held == [given or 4321.0]
+
+
+def test_the_command_passes_it_on(monkeypatch, tmp_path):
+    given = []
+
+    def apply(self, *_, timeout, **__):
+        given.append(timeout)
+        raise Asked
+
+    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: self)
+    monkeypatch.setattr("cluster.ranks.Cluster.stop", lambda self: None)
+    monkeypatch.setattr("cluster.ranks.Cluster.apply", apply)
+    words = ["train", "tiny", "--tokens", "64", "--steps", "1", "--ranks", "2", "--checkpoint", str(tmp_path)]
+    CliRunner().invoke(main, [*words, "--timeout", "1500"])
+    assert given == [1500.0]

@@ -1,0 +1,156 @@
+"""GPUs that cannot be used are refused in one line; stand-ins for what torch and nvidia-smi answer."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+
+import lab
+from cluster import capacity, devices, remote, torchrun
+from cluster.errors import ClusterError
+from cluster.ranks import Cluster
+from lab.cli import main
+
+GIB = 2**30
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by "
+    "downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+
+
+def gpus(patch, count, *, usable=True, taken=0, reserved=0, rows=()):
+    """Stands in for a host of ``count`` GPUs of 80 GiB, of which ``taken`` bytes are in use."""
+
+    def init():
+        raise RuntimeError(TOO_OLD)
+
+    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    patch.setattr(torch.cuda, "device_count", lambda: count)
+    patch.setattr(torch.cuda, "is_available", lambda: usable)
+    patch.setattr(torch.cuda, "init", init)
+    patch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB - taken, 80 * GIB))
+    patch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
+    patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    patch.setattr(torch.cuda, "set_device", lambda _: None)
+    patch.setattr(devices, "ask_gpus", lambda *_: [list(row) for row in rows])
+    patch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("joined"))
+
+
+def as_torchruns(patch, rank, ranks):
+    """The variables that torchrun sets."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    for name, value in told.items():
+        patch.setenv(name, str(value))
+
+
+def refused(run):
+    with pytest.raises(ClusterError) as error:
+        run()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def rehearse():
+    lab.rehearse("tiny", "upipe", tokens=64, ranks=2)
+
+
+def join():
+    with torchrun.joined():
+        pass
+
+
+def test_a_driver_older_than_torchs_cuda(monkeypatch):
+    gpus(monkeypatch, 8, usable=False)
+    as_torchruns(monkeypatch, 0, 8)
+    said = [refused(run) for run in (lambda: Cluster(ranks=8), rehearse, join, devices.check_driver)]
+    assert set(said) == {
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the 8 GPUs here: The "
+        "NVIDIA driver on your system is too old (found version 12020); a newer driver would work, or the CPU with "
+        "CUDA_VISIBLE_DEVICES set to nothing"
+    }
+    run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
+    assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")
+    gpus(monkeypatch, 8)
+    devices.check_driver()
+    gpus(monkeypatch, 0, usable=False)
+    devices.check_driver()
+
+
+def test_a_gpu_that_another_process_fills(monkeypatch):
+    gpus(monkeypatch, 1, taken=61 * GIB + GIB // 2)
+    as_torchruns(monkeypatch, 0, 1)
+    said = {refused(run) for run in (rehearse, join, devices.check_free)}
+    assert said == {
+        "NVIDIA H100 80GB HBM3: 61.5 of its 80.0 GiB are taken by other processes; end them (nvidia-smi "
+        "lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+    }
+    # What this process holds is its own, and so is a context.
+    gpus(monkeypatch, 1, taken=62 * GIB, reserved=61 * GIB)
+    devices.check_free()
+    gpus(monkeypatch, 1, taken=10 * GIB)
+    assert "10.0 of its 80.0 GiB" in refused(devices.check_free)
+
+
+def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
+    gpus(monkeypatch, 1)
+    began = time.monotonic()
+    asked = iter([GIB, 2 * GIB, 79 * GIB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GIB))
+    devices.check_free(wait=10)
+    assert time.monotonic() - began < 5
+    assert next(asked, None) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "rows", "named"),
+    [
+        (None, [("0", "GPU-a1", "Disabled"), ("1", "GPU-b2", "Enabled")], "GPU 1"),
+        ("GPU-b2,GPU-a1", [("0", "GPU-a1", "Enabled"), ("1", "GPU-b2", "[N/A]")], "GPU 0"),
+        ("MIG-c3,MIG-d4", [], "MIG-c3"),
+    ],
+)
+def test_mig_slices(monkeypatch, visible, rows, named):
+    gpus(monkeypatch, 2, rows=rows)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert refused(lambda: Cluster(ranks=2)) == (
+        f"ranks=2: {named} is a MIG slice or cut into such, and NCCL joins whole GPUs only; ranks=1 would "
+        "work, or MIG switched off (nvidia-smi -mig 0)"
+    )
+    Cluster(ranks=1)
+
+
+def test_a_gpu_with_slices_that_is_not_visible_is_nobodys(monkeypatch):
+    rows = [("0", "GPU-a1", "Enabled"), ("1", "GPU-b2", "Disabled"), ("2", "GPU-c3", "Disabled")]
+    gpus(monkeypatch, 2, rows=rows)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    Cluster(ranks=2)
+
+
+def test_eight_ranks_on_seven_gpus(monkeypatch):
+    gpus(monkeypatch, 7)
+    capacity.check_capacity(7)
+    for profile in ("local", "node8"):
+        said = refused(lambda profile=profile: Cluster(ranks=8, profile=profile))
+        assert said.startswith("ranks=8: each rank needs a GPU and this process sees 7; ranks=7 would work")
+    as_torchruns(monkeypatch, 7, 8)
+    assert refused(join) == (
+        "rank 7 is number 8 on its host and sees 7 GPUs; torchrun --nproc-per-node 7 would work"
+    )
+
+
+def join_beside_another(rank, *told):
+    """Stands in for `remote.join` on a host whose second GPU is in use."""
+    if rank == 1:
+        raise ClusterError("NVIDIA H100 80GB HBM3: 61.5 of its 80.0 GiB are taken by other processes")
+    return remote.join(rank, *told)
+
+
+def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
+    monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
+    cluster = Cluster(ranks=2, start_timeout=20)
+    said = refused(cluster.start)
+    assert said == "rank 1: NVIDIA H100 80GB HBM3: 61.5 of its 80.0 GiB are taken by other processes"
+    assert not cluster.started
