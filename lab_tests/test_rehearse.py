@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -200,3 +201,26 @@ def with_an_infinite_head() -> PreTrainedModel:
 def test_a_loss_that_is_not_finite_ends_it() -> None:
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
         lab.rehearse(with_an_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
+
+
+@pytest.mark.parametrize("verb", ["rehearse", "bench rehearsals"])
+def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path) -> None:
+    """A text of five letters is repeated; one that is missing, and a tokenizer, are refused by their names."""
+    (tmp_path / "text").write_text("abcde")
+    asked = f"{verb} tiny --tokens 64 --ranks 1 --layers 1 --steps 1 --json"
+
+    def said(*more: str) -> Any:
+        return CliRunner().invoke(main, [*asked.split(), *more])
+
+    given = said("--text", str(tmp_path / "text"))
+    assert given.exit_code == 0, given.output
+    missing = said("--text", str(tmp_path / "none"))
+    assert (missing.exit_code, "no text at" in missing.stderr) == (2, True)
+    tokenizer = said("--tokenizer", str(tmp_path))
+    assert (tokenizer.exit_code, "no tokenizer in" in tokenizer.stderr) == (2, True)
+
+
+def test_the_loss_is_that_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("abcde")
+    plain = lab.rehearse(odd(), "fsdp", tokens=64, ranks=2)
+    assert lab.rehearse(odd(), "fsdp", tokens=64, ranks=2, text=tmp_path / "text").loss != plain.loss

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import JSON, plainly, status
+from lab.commands.base import JSON, TEXT, TOKENIZER, plainly, status
 
 if TYPE_CHECKING:
     from lab.bench.table import Row, Say
@@ -148,6 +148,8 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
 @click.option("--layers", type=int, help="The model's first layers alone. [all]")
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed, each.")
 @click.option("--device-memory", help="Stands for a smaller GPU: 80GiB.")
+@TEXT
+@TOKENIZER
 @JSON
 @plainly
 def rehearsals(model: str, contexts: tuple[str, ...], as_json: bool, **settings: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ def rehearse(
     rows: int = 1,
     layers: int | None = None,
     steps: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     device_memory: int | str | None = None,
     machine: Machine | None = None,
     device: str = "h100",
@@ -53,7 +56,7 @@ def rehearse(
     One step is measured in bytes, then ``steps`` more in seconds. ``layers`` takes the model's first layers
     alone: what is said of the whole model is then extrapolated. ``device_memory`` stands for a smaller GPU.
     ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
-    the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
+    the links. ``text`` and ``tokenizer`` are those of ``lab.run``. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
     random unless the model is a directory with weights, in whole.
 
     Raises:
@@ -67,7 +70,9 @@ def rehearse(
     config = models.config_of(model)
     chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), config=config, **knobs)
     part = first_layers(model, layers, config=config)
-    training, _, _ = checked(part, chosen, ranks=ranks, tokens=tokens, steps=steps, rows=rows)
+    training, _, _ = checked(
+        part, chosen, ranks=ranks, tokens=tokens, steps=steps, rows=rows, text=text, tokenizer=tokenizer
+    )
     settings: dict[str, Any] = {
         "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
         "device": device, "device_memory": limit, "workspace": where == "cuda",
