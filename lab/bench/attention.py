@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -22,8 +22,8 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 1, 128
 """What a rank of 8 has of Llama3-8B inside Ulysses' exchange."""
 
 
-def measure_attention(lengths: Sequence[int], say: Say) -> list[Row]:
-    """One row a length and kernel that is here: median seconds forward and backward of causal attention.
+def measure_attention(lengths: Sequence[int], say: Say) -> Iterator[Row]:
+    """Yield a row a length and kernel that is here: median seconds forward and backward of causal attention.
 
     Of H/C = 4 heads, K/C = 1, D = 128, in bf16 (fp32 on CPU). The operations of forward and backward a second
     stand over those of a large matrix product in the same dtype, timed in turn with them. ``worst error`` is
@@ -34,14 +34,12 @@ def measure_attention(lengths: Sequence[int], say: Say) -> list[Row]:
     device = torch.device("cuda" if cuda else "cpu")
     machine = machine_of(device)
     where = measured_on(device.type)
-    rows: list[Row] = []
     for tokens in lengths or ((64 * Ki, 256 * Ki, Mi) if cuda else (256, 512)):
         for name in FASTEST_FIRST:
             if lacks(name, machine, HEAD_DIM) is None:
                 say(f"{name}, {format_tokens(tokens)} tokens")
                 figures = _figures(name, tokens, device)
-                rows.append({"kernel": name, "tokens": tokens, **figures, "machine": where})
-    return rows
+                yield {"kernel": name, "tokens": tokens, **figures, "machine": where}
 
 
 def _figures(name: str, tokens: int, device: torch.device) -> Row:
