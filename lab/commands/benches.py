@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -156,6 +157,21 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
     from lab.bench.upipe_vs_deepspeed import measure_upipe_vs_deepspeed
 
     _show("upipe-vs-deepspeed", measure_upipe_vs_deepspeed, as_json)
+
+
+@bench.command()
+@click.option("--minutes", type=float, required=True, help="What cannot end in them is not begun.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
+@click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="cpu: the same list, of tiny. [a GPU]")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a row.")
+@plainly
+def gpu(minutes: float, out: Path, machine: str | None, as_json: bool) -> None:
+    """What a first hour on a GPU measures, one line of JSON a result; goes on where it was stopped."""
+    from lab.bench.gpu import measure_gpu, row_text
+
+    with status("gpu") as say:
+        for row in measure_gpu(out, minutes, say, _note, machine=machine):
+            click.echo(json.dumps(row) if as_json else row_text(row))
 
 
 @bench.command()
