@@ -16,7 +16,7 @@ class ModelError(LabError):
 
 
 class DataError(LabError):
-    """A text that is missing, empty, too short, or not text."""
+    """A text that is missing, empty, or not text."""
 
 
 class NotebookError(LabError):

@@ -52,9 +52,17 @@ def test_an_empty_folder(tmp_path):
         data.read_text(tmp_path)
 
 
-def test_a_text_shorter_than_one_row():
-    with pytest.raises(DataError, match="the text has 3 tokens and one row takes 4: give a longer text"):
-        data.batch(data.encode("abc"), rows=1, length=4, step=0)
+def test_a_text_shorter_than_one_row_is_repeated():
+    tokens = torch.tensor([7, 8, 9])
+    assert data.batch(tokens, rows=2, length=4, step=3).tolist() == [[7, 8, 9, 7]] * 2
+    assert data.batch(tokens, rows=1, length=8, step=0).tolist() == [[7, 8, 9, 7, 8, 9, 7, 8]]
+    five_million = data.batch(data.encode(data.read_text()), rows=1, length=5 * 2**20, step=0)
+    assert five_million.shape == (1, 5 * 2**20)
+
+
+def test_a_text_without_a_token():
+    with pytest.raises(DataError, match="the text has no tokens: give a longer text"):
+        data.batch(torch.tensor([], dtype=torch.int64), rows=1, length=4, step=0)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

@@ -2,8 +2,10 @@
 
 import json
 import math
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +21,7 @@ from lab.errors import DivergedError, LabError, RecipeError
 from lab.hardware import outside_workspace
 from lab.rungs import RUNGS
 from lab.verbs.plan import Plan
-from lab.verbs.rehearsal import RehearsalOutOfMemory
+from lab.verbs.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.verbs.rehearse import _capped, _check_limit
 
 TOKENS = 512
@@ -136,7 +138,8 @@ def test_out_of_memory_says_how_far_it_got_and_leaves_the_process_usable() -> No
         (RecipeError, "unknown recipe 'fastest'", {"recipe": "fastest"}),
         (LabError, "layers=5: the model has 4", {"layers": 5}),
         (LabError, "layers=0: the model has 4", {"layers": 0}),
-        (LabError, "steps=0", {"steps": 0}),
+        (LabError, "steps=-1: it takes a whole number, 0 or more", {"steps": -1}),
+        (LabError, "steps=0.5: it takes a whole number, 0 or more", {"steps": 0.5}),
         (LabError, "no device named 'h300'", {"device": "h300"}),
     ],
 )
@@ -159,7 +162,7 @@ def test_what_this_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch:
             assert lab.rehearse("tiny", "plain", tokens=256, ranks=1).plan_over_measured == 1
             continue
         with pytest.raises(
-            LabError, match=r"tiny · plain · 1 ranks · 256 tokens on CPU takes .* are available"
+            RehearsalTooLarge, match=r"tiny · plain · 1 ranks · 256 tokens on CPU takes .* are available"
         ):
             lab.rehearse("tiny", "plain", tokens=256, ranks=1)
 
@@ -183,7 +186,7 @@ def test_the_bench_of_every_recipe() -> None:
     assert result.exit_code == 0, result.output
     rows = {row["recipe"]: row for row in json.loads(result.output)}
     assert list(rows) == [*RUNGS, "fast"]
-    assert rows["plain"]["failed"] == "out of memory in forward"
+    assert rows["plain"]["failed"].startswith("out of memory in forward, aten.")
     assert rows["plain"]["seconds"] is None
     assert all(row["planned / peak"] == 1 for name, row in rows.items() if name != "plain")
     assert rows["upipe"]["over upipe"] == rows["tiling"]["over tiling"] == 1
@@ -200,3 +203,110 @@ def with_an_infinite_head() -> PreTrainedModel:
 def test_a_loss_that_is_not_finite_ends_it() -> None:
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
         lab.rehearse(with_an_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
+
+
+@pytest.mark.parametrize("verb", ["rehearse", "bench rehearsals"])
+def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path) -> None:
+    """A text of five letters is repeated; a missing one is refused, and a folder without a tokenizer."""
+    (tmp_path / "text").write_text("abcde")
+    asked = f"{verb} tiny --tokens 64 --ranks 1 --layers 1 --steps 1 --json"
+
+    def said(*more: str) -> Any:
+        return CliRunner().invoke(main, [*asked.split(), *more])
+
+    given = said("--text", str(tmp_path / "text"))
+    assert given.exit_code == 0, given.output
+    missing = said("--text", str(tmp_path / "none"))
+    assert (missing.exit_code, "no text at" in missing.stderr) == (2, True)
+    tokenizer = said("--tokenizer", str(tmp_path))
+    assert (tokenizer.exit_code, "no tokenizer in" in tokenizer.stderr) == (2, True)
+
+
+def test_the_loss_is_that_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("abcde")
+    plain = lab.rehearse(odd(), "fsdp", tokens=64, ranks=2)
+    assert lab.rehearse(odd(), "fsdp", tokens=64, ranks=2, text=tmp_path / "text").loss != plain.loss
+
+
+def test_no_timed_step_times_the_metered_one() -> None:
+    asked = ["rehearse", "tiny", "--tokens", "64", "--ranks", "1", "--layers", "1", "--steps", "0"]
+    said: list[str] = []
+    found = lab.rehearse("tiny", tokens=64, ranks=1, layers=1, steps=0, watch=said.append)
+    assert said[-1] == "a step under the meter"
+    assert found.timed_steps == found.to_json()["timed_steps"] == 0
+    assert list(found.seconds) == ["forward", "backward", "optimizer"]
+    assert found.plan_over_measured == 1
+    assert "with what the meter takes: forward" in CliRunner().invoke(main, asked).output
+
+
+class Refusing:
+    """Stands in for a device that is full: some calls of a function raise torch's own error."""
+
+    def __init__(self, function: Any, calls: int, error: Exception) -> None:
+        self.function, self.left, self.error = function, calls, error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "phase"),
+    [
+        ("lab.step.loss", 2, "forward"),
+        ("lab.step.update", 2, "optimizer"),
+        ("lab.verbs.rehearse.worker_on", 1, "setup"),
+    ],
+)
+def test_out_of_memory_where_no_meter_stands(
+    name: str, call: int, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a timed step and before the first: the same error as in the metered step."""
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    monkeypatch.setattr(name, Refusing(pkgutil.resolve_name(name), call, full))
+    with pytest.raises(RehearsalOutOfMemory) as caught:
+        lab.rehearse(odd(), "fsdp", tokens=64, ranks=2)
+    assert caught.value.moment.phase == phase
+    assert str(caught.value).startswith(
+        f"out of memory in {phase}, outside the meter: 0 B held, CUDA out of memory. Tried to allocate"
+    )
+    assert caught.value.plan.device_peak > 0
+
+
+def test_rows_are_written_as_they_are_measured_and_a_failing_row_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    seen: list[int] = []
+    out = tmp_path / "rows.jsonl"
+
+    def stand_in(model: str, name: str, **settings: Any) -> Any:
+        seen.append(len(out.read_text().splitlines()))
+        if name == "fsdp":
+            raise full
+        if name == "ulysses":
+            raise RecipeError("ulysses=5: no")
+        if name == "fast":
+            raise ZeroDivisionError
+        return plain
+
+    plain = lab.rehearse("tiny", "plain", tokens=64, ranks=1, layers=1)
+    monkeypatch.setattr("lab.bench.rehearsals.rehearse", stand_in)
+    asked = f"bench rehearsals tiny --ranks 1 --tokens 64 --out {out}".split()
+    assert isinstance(CliRunner().invoke(main, asked).exception, ZeroDivisionError)
+    assert seen == list(range(8))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["recipe"] for row in rows] == list(RUNGS)
+    assert rows[1]["failed"] == str(full)
+    assert rows[2]["failed"] == "ulysses=5: no"
+    assert rows[3]["failed"] is None
+    assert rows[3]["seconds"] == plain.step_seconds
+    assert all(f"torch {torch.__version__}" in row["machine"] for row in rows)
+
+
+def test_a_bench_of_a_model_that_there_is_not_is_refused_at_once(tmp_path: Path) -> None:
+    asked = f"bench rehearsals tiy --ranks 1 --tokens 64 --out {tmp_path / 'rows'}".split()
+    said = CliRunner().invoke(main, asked)
+    assert (said.exit_code, "unknown model 'tiy'" in said.stderr) == (2, True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lab.bench.software import versions
+import torch
+
+from lab.bench.software import measured_on
 from lab.bench.table import Row, Say
+from lab.errors import DivergedError, RecipeError
 from lab.rungs import NAMES
 from lab.units import GiB, format_tokens
-from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory
-from lab.verbs.rehearse import rehearse
+from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
+from lab.verbs.rehearse import machine_for, rehearse
 
 COLUMNS = (
     "recipe", "tokens", "peak, GiB", "planned / peak", "host, GiB", "seconds", "over tiling", "over upipe",
@@ -18,14 +22,21 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings: Any) -> list[Row]:
-    """One row a context and recipe, all as one rank of many: bytes, seconds, and what they are over others'.
+FAILURES = (RecipeError, RehearsalOutOfMemory, RehearsalTooLarge, DivergedError, RuntimeError)
+"""What can go wrong with one recipe and not with the next."""
+
+
+def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings: Any) -> Iterator[Row]:
+    """Yield a row a context and recipe, all as one rank of many: bytes, seconds, and these over others'.
 
     ``settings`` are those of ``lab.rehearse``. "over tiling" is a step over the rung below UPipe's, the same
-    stack with Ulysses alone; "over upipe" is over that rung with every layer recomputed in full. A context
-    that does not fit says so, and has no seconds.
+    stack with Ulysses alone; "over upipe" is over that rung with every layer recomputed in full. A row
+    that does not fit, that is refused, or in which a kernel fails has that error's first line in "failed".
+
+    Raises:
+        LabError: a model, text or size with which no recipe can be rehearsed.
     """
-    rows: list[Row] = []
+    where = measured_on(machine_for(settings.get("machine")))
     for tokens in contexts:
         found: dict[str, Rehearsal] = {}
         for name in NAMES:
@@ -33,15 +44,18 @@ def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings
             refused = None
             try:
                 found[name] = rehearse(model, name, tokens=tokens, **settings)
-            except RehearsalOutOfMemory as error:
-                refused = f"out of memory in {error.moment.phase}"
-            rows.append(_row(name, tokens, found, refused))
-    return rows
+            except FAILURES as error:
+                refused = str(error).partition("\n")[0]
+            if refused is not None:
+                # The error's frames held the model until here.
+                gc.collect()
+                torch.cuda.empty_cache()
+            yield {**_row(name, tokens, found), "failed": refused, "machine": where}
 
 
-def _row(name: str, tokens: int, found: dict[str, Rehearsal], refused: str | None) -> Row:
+def _row(name: str, tokens: int, found: dict[str, Rehearsal]) -> Row:
     row: dict[str, str | float | None] = dict.fromkeys(COLUMNS)
-    row |= {"recipe": name, "tokens": format_tokens(tokens), "failed": refused}
+    row |= {"recipe": name, "tokens": format_tokens(tokens)}
     if name in found:
         one = found[name]
         row |= {
@@ -49,7 +63,6 @@ def _row(name: str, tokens: int, found: dict[str, Rehearsal], refused: str | Non
             "planned / peak": one.plan_over_measured,
             "host, GiB": one.host_peak / GiB,
             "seconds": one.step_seconds,
-            "machine": f"{one.machine}, {versions()}",
         }
         for other in ("tiling", "upipe"):
             if other in found:

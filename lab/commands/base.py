@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import click
@@ -17,6 +18,10 @@ T = TypeVar("T")
 TOKENS = click.option("--tokens", required=True, help="Context: 8192, 128K, 5M (5 x 2^20).")
 RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, or fast. [upipe]")
 SET = click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="Set a knob by hand.")
+TEXT = click.option("--text", type=click.Path(path_type=Path), help="File or folder. [Python's library]")
+TOKENIZER = click.option(
+    "--tokenizer", type=click.Path(path_type=Path), help="Its directory. [bytes are tokens]"
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

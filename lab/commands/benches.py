@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import JSON, plainly, status
+from lab.commands.base import JSON, TEXT, TOKENIZER, plainly, status
 
 if TYPE_CHECKING:
     from lab.bench.table import Row, Say
@@ -19,12 +22,26 @@ def bench() -> None:
     """Measure ratios, each within one run on this machine."""
 
 
-def _show(name: str, measure: Callable[[Say], list[Row]], as_json: bool) -> None:
-    """Measure while a line says what goes on, and print the rows."""
+OUT = click.option(
+    "--out", type=click.Path(path_type=Path), help="Append each row to this file too, as JSON."
+)
+
+
+def _note(said: str) -> None:
+    click.echo(f"lab: {said}", err=True)
+
+
+def _show(name: str, measure: Callable[[Say], Iterable[Row]], as_json: bool, out: Path | None = None) -> None:
+    """Measure while a line says what goes on, and print the rows; to ``out`` they go as they are measured."""
+    from lab.bench.lines import appending
     from lab.bench.table import write
 
-    with status(name) as say:
-        rows = measure(say)
+    rows = []
+    with status(name) as say, nullcontext() if out is None else appending(out, _note) as append:
+        for row in measure(say):
+            rows.append(row)
+            if append is not None:
+                append(row)
     click.echo(write(rows, as_json=as_json))
 
 
@@ -96,14 +113,15 @@ def faults(times: int, as_json: bool) -> None:
 @click.option(
     "--tokens", multiple=True, help="A length, as often as wanted. [64K, 256K, 1M; 256, 512 on CPU]"
 )
+@OUT
 @JSON
 @plainly
-def attention(tokens: tuple[str, ...], as_json: bool) -> None:
+def attention(tokens: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Attention kernels over a large matrix product, and their worst error on slices."""
     from lab.bench.attention import measure_attention
     from lab.units import parse_tokens
 
-    _show("attention", partial(measure_attention, [parse_tokens(length) for length in tokens]), as_json)
+    _show("attention", partial(measure_attention, [parse_tokens(length) for length in tokens]), as_json, out)
 
 
 @bench.command()
@@ -142,15 +160,35 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--minutes", type=float, required=True, help="What cannot end in them is not begun.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
+@click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="cpu: the same list, of tiny. [a GPU]")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a row.")
+@plainly
+def gpu(minutes: float, out: Path, machine: str | None, as_json: bool) -> None:
+    """What a first hour on a GPU measures, one line of JSON a result; goes on where it was stopped."""
+    from lab.bench.gpu import measure_gpu, row_text
+
+    with status("gpu") as say:
+        for row in measure_gpu(out, minutes, say, _note, machine=machine):
+            click.echo(json.dumps(row) if as_json else row_text(row))
+
+
+@bench.command()
 @click.argument("model")
 @click.option("--ranks", type=click.IntRange(1), required=True, help="GPUs in all, of which this is one.")
 @click.option("--tokens", "contexts", multiple=True, required=True, help="Give it once a context: 128K.")
 @click.option("--layers", type=int, help="The model's first layers alone. [all]")
-@click.option("--steps", type=int, default=5, show_default=True, help="Timed, each.")
+@click.option("--steps", type=int, default=5, show_default=True, help="Timed, each; 0: the metered one.")
 @click.option("--device-memory", help="Stands for a smaller GPU: 80GiB.")
+@TEXT
+@TOKENIZER
+@OUT
 @JSON
 @plainly
-def rehearsals(model: str, contexts: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+def rehearsals(
+    model: str, contexts: tuple[str, ...], out: Path | None, as_json: bool, **settings: Any
+) -> None:
     """Every recipe of MODEL rehearsed: planned over measured bytes, seconds beside each other."""
     from lab.bench.rehearsals import measure_rehearsals
     from lab.units import parse_tokens
@@ -159,4 +197,5 @@ def rehearsals(model: str, contexts: tuple[str, ...], as_json: bool, **settings:
         "rehearsals",
         partial(measure_rehearsals, model, [parse_tokens(given) for given in contexts], **settings),
         as_json,
+        out,
     )

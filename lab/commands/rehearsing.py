@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from lab.commands.base import JSON, RECIPE, SET, TOKENS, answer, plainly, status
+from lab.commands.base import JSON, RECIPE, SET, TEXT, TOKENIZER, TOKENS, answer, plainly, status
 
 
 @click.command()
@@ -16,8 +16,10 @@ from lab.commands.base import JSON, RECIPE, SET, TOKENS, answer, plainly, status
 @RECIPE
 @SET
 @click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@TEXT
+@TOKENIZER
 @click.option("--layers", type=int, help="The model's first layers alone. [all]")
-@click.option("--steps", type=int, default=1, help="Timed, after one under the meter. [1]")
+@click.option("--steps", type=int, default=1, help="Timed, after one under the meter; 0 times that one. [1]")
 @click.option("--device-memory", help="Stands for a smaller GPU: 80GiB.")
 @click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="Where it runs. [a GPU, if there is one]")
 @click.option("--device", default="h100", help="What the links are those of. [h100]")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import RECIPE, SET, TOKENS, plainly
+from lab.commands.base import RECIPE, SET, TEXT, TOKENIZER, TOKENS, plainly
 
 if TYPE_CHECKING:
     from lab.verbs.train_loop import Step
@@ -29,8 +29,8 @@ OTHERS_SECONDS = 10
 @SET
 @click.option("--steps", type=int, required=True, help="Steps in all, those before a resume too.")
 @click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
-@click.option("--text", type=click.Path(path_type=Path), help="File or folder. [Python's library]")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Its directory. [bytes are tokens]")
+@TEXT
+@TOKENIZER
 @click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Folder for checkpoints.")
 @click.option("--every", type=int, default=100, help="Steps from one checkpoint to the next. [100]")
 @click.option("--keep", type=int, default=2, help="Checkpoints that stay, the newest. [2]")

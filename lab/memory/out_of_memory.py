@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from lab.errors import LabError
-from lab.memory.timeline import Moment
+from lab.memory.timeline import CATEGORIES, Moment
 from lab.units import format_bytes
 
 
@@ -33,3 +35,11 @@ class OutOfMemory(LabError):
             f"out of memory in {moment.phase}, {doing}{where}: "
             f"{format_bytes(moment.device)} held, {given}{held}"
         )
+
+
+def outside_the_meter(error: torch.OutOfMemoryError, phase: str) -> OutOfMemory:
+    """Return the error for a device that refused where no meter looked on: what it held is *other*."""
+    held = torch.cuda.memory_allocated()
+    split = dict.fromkeys(CATEGORIES, 0) | {"other": held}
+    moment = Moment(0.0, held, 0, split, "outside the meter", "", "", phase, 0)
+    return OutOfMemory(moment, None, str(error).partition("\n")[0])

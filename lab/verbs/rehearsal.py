@@ -19,8 +19,9 @@ class Measured:
 
     ``reserved_peak`` and ``outside_torch`` are bytes that torch's caching allocator holds, and that others
     hold beside it (CUDA's context, libraries); None on CPU, where there is no such allocator. ``seconds`` are
-    by phase, medians over the timed steps; the peers' work on links is not in them: ``link_bytes`` is what
-    would leave the rank in a step.
+    by phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and the
+    meter's own time is in them. The peers' work on links is not: ``link_bytes`` is what would leave the rank
+    in a step.
     """
 
     timeline: Timeline
@@ -28,6 +29,7 @@ class Measured:
     reserved_peak: int | None
     outside_torch: int | None
     seconds: dict[str, float]
+    timed_steps: int
     loss: float
     link_bytes: int
 
@@ -109,6 +111,7 @@ class Rehearsal(Measured):
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
             "seconds": self.step_seconds,
             "seconds_by_phase": self.seconds,
+            "timed_steps": self.timed_steps,
             "loss": self.loss,
             "link_bytes": self.link_bytes,
             "link_seconds": self.plan.costs.link_seconds,
@@ -135,6 +138,10 @@ class RehearsalOutOfMemory(LabError):
     def _render_traceback_(self) -> list[str]:
         # Asked for by IPython: what matters is in the text, and the frames are the lab's own.
         return str(self).splitlines()
+
+
+class RehearsalTooLarge(LabError):
+    """A step on CPU that the memory of this machine does not hold."""
 
 
 def _without_links(made: Plan) -> float:

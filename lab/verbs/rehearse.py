@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from lab import models
 from lab.errors import LabError
 from lab.memory.cuda import CudaAllocator, CudaMeter
 from lab.memory.meter import Meter
-from lab.memory.out_of_memory import OutOfMemory
+from lab.memory.out_of_memory import OutOfMemory, outside_the_meter
 from lab.memory.stopwatch import Stopwatch
 from lab.recipe import Recipe
 from lab.rungs import recipe_for, title_of
@@ -27,7 +28,7 @@ from lab.verbs.loopback import bytes_sent
 from lab.verbs.on_ranks import Training, checked, finite, worker_on
 from lab.verbs.one_rank import one_rank
 from lab.verbs.plan import Plan, fake_model, plan
-from lab.verbs.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory
+from lab.verbs.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 
 Machine = Literal["cuda", "cpu"]
 Say = Callable[[str], None]
@@ -42,6 +43,8 @@ def rehearse(
     rows: int = 1,
     layers: int | None = None,
     steps: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     device_memory: int | str | None = None,
     machine: Machine | None = None,
     device: str = "h100",
@@ -51,25 +54,34 @@ def rehearse(
 ) -> Rehearsal:
     """Train as one rank of ``ranks`` on this machine's GPU or, at a small size, on its CPU.
 
-    One step is measured in bytes, then ``steps`` more in seconds. ``layers`` takes the model's first layers
-    alone: what is said of the whole model is then extrapolated. ``device_memory`` stands for a smaller GPU.
-    ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
-    the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
-    random unless the model is a directory with weights, in whole.
+    One step is measured in bytes, then ``steps`` more in seconds; with ``steps=0`` the one that is measured
+    is timed too, and its seconds include the meter's. ``layers`` takes the model's first layers alone: what
+    is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
+    ``device_memory`` stands for a smaller GPU. ``machine`` is where it runs, CUDA where there is any;
+    ``device`` names the hardware of the plan and of the links. ``watch`` is told what goes on. ``knobs`` are
+    set on a ladder's recipe by hand. Parameters are random unless the model is a directory with weights, in
+    whole.
 
     Raises:
         RehearsalOutOfMemory: it does not fit; the process can go on.
+        RehearsalTooLarge: this machine's memory does not hold it, on CPU; nothing was made.
         LabError: a model, recipe, size or machine that cannot work, before anything is made.
         ClusterError: a GPU that torch cannot use, or that other processes fill.
         DivergedError: the loss is not finite.
     """
     say = watch or _nobody
-    where, limit = _machine(machine), None if device_memory is None else parse_bytes(device_memory)
+    if type(steps) is not int or steps < 0:
+        raise LabError(
+            f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
+        )
+    where, limit = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
     _check_limit(where, limit)
     config = models.config_of(model)
     chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), config=config, **knobs)
     part = first_layers(model, layers, config=config)
-    training, _, _ = checked(part, chosen, ranks=ranks, tokens=tokens, steps=steps, rows=rows)
+    training, _, _ = checked(
+        part, chosen, ranks=ranks, tokens=tokens, steps=1 + steps, rows=rows, text=text, tokenizer=tokenizer
+    )
     settings: dict[str, Any] = {
         "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
         "device": device, "device_memory": limit, "workspace": where == "cuda",
@@ -105,12 +117,12 @@ def rehearse(
 def _measured(
     training: Training, made: Plan, where: Machine, limit: int | None, say: Say
 ) -> Measured | OutOfMemory:
-    """Train as the rank of the plan.
+    """Train as the rank of the plan: the first step under the meter, all others by the clock alone.
 
     Out of memory is returned, for an exception that is raised holds the model by its frames.
     """
     meter = CudaMeter(CudaAllocator()) if where == "cuda" else Meter(limit=limit)
-    watch = Stopwatch()
+    metered, timed = Stopwatch(meter), Stopwatch()
     try:
         with (
             _capped(where, limit),
@@ -121,26 +133,29 @@ def _measured(
             say("a step under the meter")
             batch = ready.batch(0)
             before = bytes_sent()
-            loss = finite(training, 1, float(train_step(ready.model, ready.optimizer, batch, meter=meter)))
+            loss = finite(training, 1, float(train_step(ready.model, ready.optimizer, batch, meter=metered)))
             sent = bytes_sent() - before
-            for step in range(1, training.steps + 1):
-                say(f"step {step} of {training.steps} by the clock")
-                train_step(ready.model, ready.optimizer, ready.batch(step), meter=watch)
+            for step in range(1, training.steps):
+                say(f"step {step} of {training.steps - 1} by the clock")
+                train_step(ready.model, ready.optimizer, ready.batch(step), meter=timed)
     except OutOfMemory as error:
         return OutOfMemory(error.moment, error.limit, error.said)
+    except torch.OutOfMemoryError as error:
+        return outside_the_meter(error, "setup")
     timeline = meter.timeline()
-    seconds = {phase: median(step[phase] for step in watch.seconds) for phase in watch.seconds[0]}
+    steps = timed.seconds or metered.seconds
+    seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
     peaks: tuple[int, int | None, int | None] = (timeline.device_peak, None, None)
     if isinstance(meter, CudaMeter):
         peaks = meter.device_peak, meter.reserved_peak, meter.outside_torch
-    return Measured(timeline, *peaks, seconds, loss, sent.total())
+    return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, sent.total())
 
 
 # ---- where -----------------------------------------------------------------------------------------------
 
 
-def _machine(asked: str | None) -> Machine:
-    """Where to run.
+def machine_for(asked: str | None) -> Machine:
+    """Return where to run: on CUDA where there is any, unless the other one is asked for.
 
     Raises:
         LabError: CUDA where there is none; no machine of this name.
@@ -175,7 +190,7 @@ def _check_room(title: str, model: models.ModelLike, made: Plan, limit: int | No
     needed = min(made.device_peak, limit or made.device_peak) + made.host_peak + parameters
     has = psutil.virtual_memory().available
     if needed > has:
-        raise LabError(
+        raise RehearsalTooLarge(
             f"{title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available here: "
             "fewer tokens, more ranks or fewer layers take less"
         )

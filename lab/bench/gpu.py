@@ -1,0 +1,262 @@
+"""The first hour on a GPU as one command: what is still missing is measured, the most valuable first."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal
+
+from cluster.watchdog import watched
+from lab.bench.lines import Note, appending, read_lines
+from lab.bench.table import Say
+from lab.errors import LabError
+from lab.units import Ki, Mi, format_tokens
+from lab.verbs.rehearse import Machine, machine_for
+
+Kind = Literal["attention", "copies", "compile", "gradients", "rehearse"]
+
+PATIENCE = 3
+"""A row is ended when it takes so many times the seconds that it was expected to take."""
+
+SMALL_SECONDS = 30.0
+"""What a row of ``tiny`` is expected to take on two busy cores."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to measure, in a process of its own that takes about ``seconds`` on an H100.
+
+    A "rehearse" is a rehearsal of ``recipe`` with ``knobs``, as one rank of 8, of the first ``layers`` layers
+    (None: all). ``steps`` are timed after one under the meter; with 0 that one is timed. Of an "attention"
+    the knobs are the kernel and its heads, and ``steps`` the repeats. Of "copies" the knob is their size.
+    ``expandable`` is whether the allocator's segments can grow.
+    """
+
+    kind: Kind
+    seconds: float
+    model: str = "llama3-8b"
+    tokens: int = 0
+    layers: int | None = None
+    recipe: str = ""
+    knobs: tuple[tuple[str, Any], ...] = ()
+    steps: int = 1
+    expandable: bool = True
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others, also in the files of results."""
+        model = self.model if self.kind in ("gradients", "rehearse") else ""
+        layers = f"{self.layers}-layers" if self.layers else ""
+        tokens = format_tokens(self.tokens) if self.tokens else ""
+        knobs = (f"{name}={value}" for name, value in self.knobs)
+        segments = "" if self.expandable else "fixed-segments"
+        words = (self.kind, model, tokens, layers, self.recipe, *knobs, segments)
+        return " ".join(word for word in words if word)
+
+    def small(self) -> Item:
+        """The same at a size for a CPU: of ``tiny``, with the kernel that is there."""
+        fits = {"kernel": "torch", "gib": 1 / 64}
+        return replace(
+            self,
+            seconds=SMALL_SECONDS,
+            model="tiny",
+            tokens=max(256, self.tokens // (2 * Ki)),
+            layers=self.layers and min(self.layers, 2),
+            knobs=tuple((name, fits.get(name, value)) for name, value in self.knobs),
+        )
+
+
+def _attention(seconds: float, kernel: str, heads: int, kv_heads: int, tokens: int, repeats: int) -> Item:
+    knobs = (("kernel", kernel), ("heads", heads), ("kv_heads", kv_heads))
+    return Item("attention", seconds, tokens=tokens, knobs=knobs, steps=repeats)
+
+
+def _rehearse(seconds: float, tokens: int, layers: int | None, recipe: str, **more: Any) -> Item:
+    settings = {name: more.pop(name) for name in ("model", "steps", "expandable") if name in more}
+    return Item(
+        "rehearse",
+        seconds,
+        tokens=tokens,
+        layers=layers,
+        recipe=recipe,
+        knobs=tuple(more.items()),
+        **settings,
+    )
+
+
+ITEMS = (
+    # The road to the host, the kernels, and that no technique changes a gradient.
+    Item("copies", 20, knobs=(("gib", 4),)),
+    _attention(15, "cudnn", 4, 1, 64 * Ki, 5),
+    _attention(15, "torch", 4, 1, 64 * Ki, 5),
+    Item("gradients", 60, tokens=64 * Ki, layers=3),
+    # Planned over measured for every rung; UPipe over Ulysses, and fast over upipe, in seconds.
+    *(_rehearse(15, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),
+    *(
+        _rehearse(20, 128 * Ki, 2, rung)
+        for rung in ("ulysses", "checkpoint", "offload", "tiling", "upipe", "fast")
+    ),
+    *(_rehearse(60, Mi, 2, rung) for rung in ("tiling", "upipe", "fast")),
+    _rehearse(70, Mi, 2, "upipe", kernel="torch"),
+    _rehearse(60, Mi, 2, "upipe", overlap=True),
+    # Operations a second by kernel, and kernels past 2^31 elements.
+    *(
+        _attention(seconds, kernel, 4, 1, tokens, 5)
+        for tokens, seconds in ((256 * Ki, 25), (Mi, 70))
+        for kernel in ("cudnn", "torch")
+    ),
+    _attention(80, "cudnn", 1, 1, 5 * Mi, 0),
+    _attention(60, "cudnn", 32, 8, 640 * Ki, 0),
+    _attention(60, "torch", 32, 8, 640 * Ki, 0),
+    _attention(80, "torch", 1, 1, 5 * Mi, 0),
+    # 5M tokens at full width, as one rank of 8.
+    _rehearse(260, 5 * Mi, 1, "upipe", steps=0),
+    _rehearse(220, 5 * Mi, 1, "fast", steps=0),
+    _rehearse(260, 5 * Mi, 1, "tiling", steps=0),
+    # All layers: is what two of them are extrapolated to right? And what compiling is worth.
+    _rehearse(130, 512 * Ki, None, "upipe", steps=0),
+    _rehearse(90, 256 * Ki, None, "upipe"),
+    _rehearse(80, 256 * Ki, None, "fast"),
+    _rehearse(120, 256 * Ki, None, "upipe", compile="tiles"),
+    Item("compile", 60),
+    # An allocator whose segments cannot grow; a family with QK-norm.
+    _rehearse(60, 2 * Mi, 1, "tiling", steps=0, expandable=False),
+    _rehearse(60, 2 * Mi, 1, "upipe", steps=0, expandable=False),
+    _rehearse(60, Mi, 2, "upipe", model="qwen3-8b", steps=0),
+)
+"""All that is measured, the most valuable first; its seconds were estimated before any of it ran."""
+
+
+def measure_gpu(
+    out: Path,
+    minutes: float,
+    say: Say,
+    note: Note,
+    *,
+    machine: str | None = None,
+    items: Sequence[Item] = ITEMS,
+) -> Iterator[dict[str, Any]]:
+    """Measure what ``out``/*.jsonl lack of ``items`` for this machine; yield each row when it is on the disk.
+
+    A row goes to ``out``/gpu.jsonl, or ``out``/cpu.jsonl: the item's name, the machine, versions, the recipe,
+    and figures; or "failed", with what went wrong. A row that failed is not tried again until its line is
+    removed. No item is begun that is not expected to end within ``minutes``; one that the end of the time
+    finds running is ended, and stays missing. With ``machine="cpu"`` the same list runs at the size of
+    ``tiny``. ``note`` is told what was found cut off, and what is missing at the end.
+
+    Raises:
+        LabError: no time, no GPU where none but CPU is asked for, or a folder that cannot be written, or that
+            is not for a CPU's figures.
+    """
+    if not (minutes > 0 and math.isfinite(minutes)):
+        raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
+    deadline = time.monotonic() + 60 * minutes
+    where = machine_for(machine)
+    if machine is None and where == "cpu":
+        raise LabError("torch sees no GPU here: --machine cpu runs the same list at the size of tiny")
+    if where == "cpu" and out.absolute().parts[-2:] == ("notebooks", "results"):
+        raise LabError(f"{out} is for what GPUs measured: give another folder for a CPU's figures")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"{out} cannot be made: {error.strerror}") from error
+    named = _named(where)
+    with appending(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
+        found = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
+        done = {row.get("name") for row in found if row.get("machine") == named}
+        for item in items:
+            sized = item if where == "cuda" else item.small()
+            left = deadline - time.monotonic()
+            if item.name in done or sized.seconds > left:
+                continue
+            say(f"{item.name}, about {sized.seconds:.0f} s; {left / 60:.1f} min left")
+            limit = PATIENCE * sized.seconds
+            begun = time.monotonic()
+            figures = _in_a_process(sized, where, min(limit, left))
+            took = time.monotonic() - begun
+            if figures is None and left < limit:
+                break
+            figures = figures or {
+                "failed": f"it took more than {limit:.0f} s, {PATIENCE} times what was expected"
+            }
+            asked = asdict(sized) | {"name": item.name, "machine": named, "knobs": dict(sized.knobs)}
+            expected = asked.pop("seconds")
+            row = {**asked, "expected": expected, "took": took, **figures}
+            append(row)
+            done.add(item.name)
+            yield row
+    missing = [item for item in items if item.name not in done]
+    if missing:
+        seconds = sum((item if where == "cuda" else item.small()).seconds for item in missing)
+        note(
+            f"{len(missing)} of {len(items)} are not measured yet and take about {seconds / 60:.0f} min: "
+            "the same command goes on with them"
+        )
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A row in one line: its name, and what went wrong or the figures that matter most."""
+    if row.get("failed"):
+        return f"{row['name']}: failed: {row['failed']}"
+    shown = ("seconds", "plan_over_measured", "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s")
+    figures = (f"{name} {row[name]:.4g}" for name in shown if isinstance(row.get(name), int | float))
+    return f"{row['name']}: {', '.join(figures) or 'done'}"
+
+
+def _named(where: Machine) -> str:
+    """The machine's name; asked for in a process of its own, for this one is to hold no GPU memory."""
+    if where == "cpu":
+        return "CPU"
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    said = subprocess.run(asked, capture_output=True, text=True)
+    if said.returncode:
+        raise LabError(f"the GPU cannot be used: {(said.stderr.splitlines() or ['no reason given'])[-1]}")
+    return said.stdout.strip()
+
+
+def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | None:
+    """What ``lab.bench.gpu_row`` says of an item, or how its process ended; None when it had no time left.
+
+    The process ends with this one, if this one is killed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_ALLOC_CONF"}
+    if item.expandable:
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    command = [*watched("lab.bench.gpu_row"), json.dumps(asdict(item)), where]
+    with TemporaryFile() as answers, TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=answers,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # With the processes that it started; none is left where it came to its own end.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        answers.seek(0)
+        errors.seek(0)
+        said = answers.read().decode(errors="replace").splitlines()
+        trace = errors.read().decode(errors="replace")
+    if code == 0 and said:
+        found: dict[str, Any] = json.loads(said[-1])
+        return found
+    how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return {"failed": f"its process was {how}" if code < 0 else f"its process {how}", "trace": trace[-2000:]}

@@ -1,0 +1,77 @@
+"""Gradients of one rank under each technique against those of the plainest recipe of its family."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab import models
+from lab.rungs import recipe_for
+from lab.shrinking import first_layers
+from lab.step import loss
+from lab.verbs.on_ranks import Training, checked, worker_on
+from lab.verbs.one_rank import one_rank
+
+FAMILIES: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
+    (
+        ("checkpoint", {}),
+        ("offload", {}),
+        ("tiling", {}),
+        ("tiling", {"offload": "attention"}),
+    ),
+    (
+        ("upipe", {}),
+        ("upipe", {"overlap": True}),
+        ("fast", {}),
+        ("fast", {"overlap": True}),
+        ("upipe", {"kernel": "auto"}),
+    ),
+)
+"""Recipes whose gradients are the same but for rounding, also where peers are stood in for: those of one
+family exchange the same heads."""
+
+
+def measure_gradients(
+    model: models.ModelLike, tokens: int, layers: int | None, ranks: int, where: str
+) -> dict[str, Any]:
+    """The relative distance of each recipe's gradients to its family's first, of the worst parameter.
+
+    Gradients are those of a second backward pass, in which a race on the road to the host would show. "worst"
+    is the largest distance of all, NaN if any is.
+    """
+    part = first_layers(model, layers, config=models.config_of(model))
+    found: dict[str, float] = {}
+    for family in FAMILIES:
+        right: dict[str, Tensor] = {}
+        for name, knobs in family:
+            recipe = recipe_for(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
+            training, _, _ = checked(part, recipe, ranks=ranks, tokens=tokens, steps=1)
+            gradients = _gradients(training, ranks, where)
+            gc.collect()
+            torch.cuda.empty_cache()
+            right = right or gradients
+            said = " ".join((name, *(f"{knob}={value}" for knob, value in knobs.items())))
+            found[said] = float(torch.stack([_distance(gradients[n], right[n]) for n in right]).max())
+    return {"distances": found, "worst": float(torch.tensor(list(found.values())).max())}
+
+
+def _gradients(training: Training, ranks: int, where: str) -> dict[str, Tensor]:
+    """This rank's shards of the gradients, by parameter, in fp32 on the host."""
+    with one_rank(training.recipe, ranks, "loopback", where) as mesh:
+        ready = worker_on(training, mesh)
+        for _ in range(2):
+            ready.model.zero_grad()
+            loss(ready.model, ready.batch(0)).backward()
+        return {
+            name: parameter.grad.to_local().float().cpu()  # type: ignore[attr-defined]
+            for name, parameter in ready.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def _distance(found: Tensor, right: Tensor) -> Tensor:
+    distance: Tensor = (found - right).norm() / right.norm()
+    return distance

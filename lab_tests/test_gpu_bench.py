@@ -1,0 +1,239 @@
+"""The first hour on a GPU as a command that can be stopped and started again: on CPU, with stand-ins."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+
+from lab.bench import gpu, gpu_row
+from lab.bench.gpu import ITEMS, Item, measure_gpu, row_text
+from lab.bench.lines import read_lines
+from lab.cli import main
+
+FEW = (
+    Item("copies", 1, knobs=(("gib", 1),)),
+    Item("attention", 1, tokens=64, knobs=(("kernel", "cudnn"), ("heads", 2), ("kv_heads", 1)), steps=0),
+)
+RUN = """
+from pathlib import Path
+from lab.bench.gpu import measure_gpu
+from lab_tests.test_gpu_bench import FEW
+for row in measure_gpu(Path({out!r}), 5, print, print, machine="cpu", items=FEW):
+    print("measured", row["name"], flush=True)
+"""
+
+
+def quiet(_):
+    """Watch nothing."""
+
+
+def noted(out, minutes=5.0, items=FEW, machine="cpu"):
+    """The rows of one run, and its notes."""
+    notes = []
+    return list(measure_gpu(out, minutes, quiet, notes.append, machine=machine, items=items)), notes
+
+
+@pytest.fixture
+def instantly(monkeypatch):
+    """Rows without processes: what is asked for, in order; each takes a minute of a clock that stands in."""
+    asked, now = [], [0.0]
+
+    def answer(item, where, limit):
+        asked.append((item, limit))
+        now[0] += min(60, limit)
+        return None if limit < 60 else {"failed": None, "seconds": 7.0}
+
+    monkeypatch.setattr(gpu, "_in_a_process", answer)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    return asked
+
+
+# ---- killed and started again ----------------------------------------------------------------------------
+
+
+def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN.format(out=str(tmp_path))]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
+    assert first.stdout is not None
+    with first.stdout as said:
+        assert any(line.startswith("measured") for line in said)
+        children = []
+        while not children:
+            children = psutil.Process(first.pid).children(recursive=True)
+        first.send_signal(signal.SIGKILL)
+    first.wait()
+    file = tmp_path / "cpu.jsonl"
+    before = file.read_bytes()
+    assert [row["name"] for row in read_lines(file, pytest.fail)] == [FEW[0].name]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    file.write_bytes(before + before[: len(before) // 2])
+
+    rows, notes = noted(tmp_path)
+    assert [row["name"] for row in rows] == [item.name for item in FEW[1:]]
+    assert notes == [f"{file} ends within a line: that line is dropped"]
+    assert file.read_bytes().startswith(before)
+    assert read_lines(file, pytest.fail)[1:] == rows
+    for row in rows:
+        assert row["failed"] is None
+        assert row["machine"] == "CPU"
+        assert f"torch {torch.__version__}" in row["versions"]
+        assert row["took"] > 0
+    assert rows[0]["knobs"] == {"kernel": "torch", "heads": 2, "kv_heads": 1}
+    assert rows[0]["worst error"] < 1e-3
+    assert noted(tmp_path) == ([], [])
+
+
+# ---- what is begun, and in which order -------------------------------------------------------------------
+
+
+def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, monkeypatch, instantly):
+    monkeypatch.setattr(Item, "small", lambda item: item)
+    items = [Item("rehearse", seconds, recipe=name) for name, seconds in (("a", 50), ("b", 500), ("c", 70))]
+    rows, notes = noted(tmp_path, minutes=200 / 60, items=items)
+    assert [row["recipe"] for row in rows] == ["a", "c"]
+    assert [limit for _, limit in instantly] == [150, 140]
+    assert notes == ["1 of 3 are not measured yet and take about 8 min: the same command goes on with them"]
+    assert [row["recipe"] for row in noted(tmp_path, items=items, minutes=9)[0]] == ["b"]
+
+
+def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypatch, instantly):
+    monkeypatch.setattr(Item, "small", lambda item: item)
+    items = [Item("rehearse", 30, recipe="a")]
+    rows, notes = noted(tmp_path, minutes=40 / 60, items=items)
+    assert rows == []
+    assert notes[0].startswith("1 of 1 are not measured yet")
+    # With the time for it, one that takes too long is a row.
+    items = [Item("rehearse", 10, recipe="a")]
+    [row] = noted(tmp_path, items=items)[0]
+    assert row["failed"] == "it took more than 30 s, 3 times what was expected"
+
+
+def test_results_of_another_machine_are_not_this_ones(tmp_path, instantly):
+    (tmp_path / "gpu.jsonl").write_text(json.dumps({"name": FEW[0].name, "machine": "NVIDIA X"}) + "\n")
+    (tmp_path / "other.jsonl").write_text(json.dumps({"name": FEW[1].name, "machine": "CPU"}) + "\n")
+    assert [row["name"] for row in noted(tmp_path)[0]] == [FEW[0].name]
+
+
+def test_the_list():
+    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    assert ITEMS[0].name == "copies gib=4"
+    assert "rehearse llama3-8b 1M 2-layers upipe kernel=torch" in {item.name for item in ITEMS}
+    assert "rehearse llama3-8b 2M 1-layers upipe fixed-segments" in {item.name for item in ITEMS}
+    assert max(item.seconds for item in ITEMS) < 600
+    for item in ITEMS:
+        small = item.small()
+        assert (small.model, small.kind, small.recipe, small.steps) == (
+            "tiny",
+            item.kind,
+            item.recipe,
+            item.steps,
+        )
+        assert small.tokens <= 2560
+        assert ("kernel", "cudnn") not in small.knobs
+
+
+# ---- rows that fail --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "its process was killed by signal 9"),
+        ("import sys; sys.exit('lost')", "its process ended with code 1"),
+    ],
+)
+def test_a_process_that_crashes_is_a_row(tmp_path, monkeypatch, code, failed):
+    monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
+    rows, _ = noted(tmp_path)
+    assert [row["failed"] for row in rows] == [failed] * 2
+    assert "trace" in rows[0]
+    assert row_text(rows[0]) == f"copies gib=1: failed: {failed}"
+    assert noted(tmp_path) == ([], [])
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    code = "import time; time.sleep(60)"
+    monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
+    start = time.monotonic()
+    assert gpu._in_a_process(FEW[0], "cpu", 0.5) is None
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_a_row_has_the_allocators_setting_of_its_item(monkeypatch, expandable):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:7")
+    code = "import os, json; print(json.dumps({'conf': os.environ.get('PYTORCH_ALLOC_CONF')}))"
+    monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
+    found = gpu._in_a_process(Item("copies", 1, expandable=expandable), "cpu", 60)
+    assert found == {"conf": "expandable_segments:True" if expandable else None}
+
+
+def test_an_error_in_a_row_is_its_text(monkeypatch):
+    def full(item, where):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setitem(gpu_row._MEASURES, "copies", full)
+    found = gpu_row.figures(FEW[0], "cpu")
+    assert found["failed"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert found["error"] == "OutOfMemoryError"
+    assert f"torch {torch.__version__}" in found["versions"]
+
+
+# ---- the other kinds of rows, in this process ------------------------------------------------------------
+
+
+def test_a_rehearsal_and_its_recipe():
+    item = Item("rehearse", 1, "tiny", 64, 1, "upipe", (("overlap", True),), steps=0)
+    found = gpu_row.figures(item, "cpu")
+    assert found["failed"] is None
+    assert (found["recipe"], found["recipe_knobs"]["overlap"], found["ranks"]) == ("upipe", True, 8)
+    assert (found["timed_steps"], found["plan_over_measured"]) == (0, 1)
+    assert "machine" not in found
+
+
+def test_no_technique_changes_a_gradient():
+    found = gpu_row.figures(Item("gradients", 1, "tiny", 128, 2), "cpu")
+    assert found["failed"] is None
+    assert len(found["distances"]) == 9
+    assert found["distances"]["checkpoint"] == found["distances"]["upipe"] == 0
+    assert 0 < found["worst"] < 1e-4
+
+
+# ---- refused in one line ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--minutes 0 --machine cpu", "minutes=0: it takes a number above 0, for instance 25"),
+        ("--minutes nan --machine cpu", "minutes=nan: it takes a number above 0, for instance 25"),
+        ("--minutes 1", "torch sees no GPU here: --machine cpu runs the same list at the size of tiny"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = CliRunner().invoke(main, ["bench", "gpu", "--out", str(tmp_path / "new"), *words.split()])
+    assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said}\n")
+    assert not (tmp_path / "new").exists()
+
+
+def test_figures_of_a_cpu_are_not_for_the_results_of_gpus(tmp_path):
+    out = tmp_path / "notebooks" / "results"
+    run = CliRunner().invoke(main, f"bench gpu --minutes 1 --machine cpu --out {out}".split())
+    assert run.exit_code == 2
+    assert "is for what GPUs measured: give another folder" in run.stderr
+    assert not out.exists()
+    (tmp_path / "file").touch()
+    run = CliRunner().invoke(main, f"bench gpu --minutes 1 --machine cpu --out {tmp_path}/file".split())
+    assert (run.exit_code, "cannot be made: File exists" in run.stderr) == (2, True)

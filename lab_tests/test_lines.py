@@ -1,0 +1,68 @@
+"""Results as lines of JSON: whole after every row, and nothing but a line that was cut off is lost."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from lab.bench.lines import appending, read_lines
+from lab.cli import main
+from lab.errors import LabError
+
+FIRST, SECOND = {"name": "é", "seconds": 1.5}, {"name": "b", "failed": None}
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "rows.jsonl"
+
+
+def test_a_row_is_on_the_disk_when_append_returns(file):
+    with appending(file, pytest.fail) as append:
+        append(FIRST)
+        assert read_lines(file, pytest.fail) == [FIRST]
+        append(SECOND)
+        assert read_lines(file, pytest.fail) == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("cut", range(1, len(json.dumps(SECOND))))
+def test_a_line_that_was_cut_off_is_dropped_with_a_note(file, cut):
+    file.write_text(json.dumps(FIRST) + "\n" + json.dumps(SECOND)[:cut])
+    notes = []
+    assert read_lines(file, notes.append) == [FIRST]
+    assert notes == [f"{file}:2 is not a whole line of JSON: it is left out"]
+    with appending(file, notes.append) as append:
+        append(SECOND)
+    assert notes[1:] == [f"{file} ends within a line: that line is dropped"]
+    assert read_lines(file, pytest.fail) == [FIRST, SECOND]
+
+
+def test_a_last_line_that_lacks_its_end_alone_is_kept(file):
+    file.write_text(json.dumps(FIRST))
+    with appending(file, pytest.fail) as append:
+        append(SECOND)
+    assert read_lines(file, pytest.fail) == [FIRST, SECOND]
+
+
+def test_a_line_in_the_middle_that_is_no_row_is_left_out_and_stays(file):
+    file.write_text("[1]\n\n" + json.dumps(FIRST) + "\n")
+    notes = []
+    assert read_lines(file, notes.append) == [FIRST]
+    assert len(notes) == 1
+    with appending(file, pytest.fail) as append:
+        append(SECOND)
+    assert file.read_text().startswith("[1]\n")
+
+
+def test_a_file_that_cannot_be_written_is_refused_in_one_line(tmp_path):
+    with pytest.raises(LabError, match=r"cannot be read: No such file"):
+        read_lines(tmp_path / "none", pytest.fail)
+    said = CliRunner().invoke(main, f"bench attention --tokens 8 --out {tmp_path}/none/rows".split())
+    assert said.exit_code == 2
+    assert said.stderr == f"lab: {tmp_path}/none/rows cannot be written: No such file or directory\n"
+
+
+def test_the_bench_of_attention_writes_its_rows(file):
+    said = CliRunner().invoke(main, f"bench attention --tokens 33 --tokens 8 --json --out {file}".split())
+    assert said.exit_code == 0, said.output
+    assert read_lines(file, pytest.fail) == json.loads(said.stdout)
