@@ -59,7 +59,7 @@ def _device_cores(devices: list[str]) -> dict[int, set[int]]:
 
 
 def ask_gpus(*fields: str) -> list[list[str]]:
-    """Return what nvidia-smi says of each GPU of this host, by `fields` in order; [] where it says nothing."""
+    """Return what nvidia-smi says of each GPU of this host, in the order of `fields`; [] without it."""
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout

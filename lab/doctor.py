@@ -11,7 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import torch
 
+from cluster.devices import check_driver
+from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
+from lab.gpu_findings import findings
 from lab.techniques.kernels import FASTEST_FIRST, chosen, lacks, machine_of
 from lab.units import format_bytes
 
@@ -39,10 +42,16 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
     yield "memory", f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     gpus = torch.cuda.device_count()
+    refused = _refused()
+    if refused is not None:
+        yield "gpu", refused
+        gpus = 0
     for index in range(gpus):
         properties = torch.cuda.get_device_properties(index)
-        yield f"gpu {index}", f"{properties.name}, {format_bytes(properties.total_memory)}"
-    if not gpus:
+        free, total = torch.cuda.mem_get_info(index)
+        yield f"gpu {index}", f"{properties.name}, {format_bytes(total)}, {format_bytes(free)} free"
+    yield from findings(gpus) if gpus else ()
+    if not gpus and refused is None:
         yield "gpu", "none: ranks run on the CPU"
     yield "ranks", "one a GPU, joined by nccl" if gpus else "CPU processes, joined by gloo"
     yield from _attention(torch.device("cuda" if gpus else "cpu"))
@@ -60,6 +69,15 @@ def _findings() -> Iterator[tuple[str, str]]:
         yield from (("OPEN", opening) for opening in openings())
     compiler = shutil.which("c++") or shutil.which("g++")
     yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
+
+
+def _refused() -> str | None:
+    """Why torch cannot use the GPUs that are here."""
+    try:
+        check_driver()
+    except ClusterError as error:
+        return str(error)
+    return None
 
 
 def _attention(device: torch.device) -> Iterator[tuple[str, str]]:

@@ -67,8 +67,8 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
     said = [refused(run) for run in (lambda: Cluster(ranks=8), rehearse, join, devices.check_driver)]
     assert set(said) == {
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the 8 GPUs here: The "
-        "NVIDIA driver on your system is too old (found version 12020); a newer driver would work, or the CPU with "
-        "CUDA_VISIBLE_DEVICES set to nothing"
+        "NVIDIA driver on your system is too old (found version 12020); a newer driver would work, or the "
+        "CPU with CUDA_VISIBLE_DEVICES set to nothing"
     }
     run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
     assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")

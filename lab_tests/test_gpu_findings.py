@@ -1,0 +1,143 @@
+"""`lab doctor` on a GPU machine; stand-ins for what torch and nvidia-smi answer there."""
+
+import subprocess
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+import lab
+from cluster import host
+from lab import doctor, gpu_findings
+from lab.units import Mi, parse_tokens
+from lab_tests.test_devices import TOO_OLD, gpus
+
+GIB = 2**30
+H100 = "NVIDIA H100 80GB HBM3"
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \t{}\tNV18\tPIX\t0-47\t0
+GPU1\t{}\t X \tNV18\tNODE\t0-47\t0
+GPU2\tNV18\tNV18\t X \tSYS\t0-47\t0
+NIC0\tPIX\tNODE\tSYS\t X \t\t
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+LINKS = "0, 5, 16\n1, 5, 16\n2, 4, 8\n"
+
+
+def smi(patch, pair="NV18", links=LINKS):
+    """Stands in for nvidia-smi on a host of three GPUs."""
+
+    def run(command, **_):
+        if command[1:] == ["topo", "-m"]:
+            return SimpleNamespace(stdout=TOPOLOGY.format(pair, pair))
+        assert command[1] == "--query-gpu=index,pcie.link.gen.max,pcie.link.width.max"
+        return SimpleNamespace(stdout=links)
+
+    patch.setattr(subprocess, "run", run)
+
+
+def machine(patch, tmp_path, *, available=2048 * GIB, copied=(51e9, 50e9)):
+    """Stands in for the host's memory and for the copies."""
+    memory = psutil.virtual_memory()._replace(total=2304 * GIB, available=available)
+    patch.setattr(psutil, "virtual_memory", lambda: memory)
+    patch.setattr(gpu_findings, "CGROUP", tmp_path)
+    patch.setattr(gpu_findings, "copy_rates", lambda: copied)
+    patch.setattr(torch.cuda, "get_device_name", lambda *_: H100)
+
+
+def test_a_node_with_nvlink(monkeypatch, tmp_path):
+    smi(monkeypatch)
+    machine(monkeypatch, tmp_path)
+    found = list(gpu_findings.findings(3))
+    assert found[:4] == [
+        ("links", "NV18 between 3 pairs: all-to-alls take NVLink, as plans assume"),
+        ("pcie", "generation 5 x16 of 2 GPUs, at most 63.0 GB/s each way"),
+        ("pcie", "generation 4 x8 of 1 GPU, at most 15.8 GB/s each way"),
+        (
+            "copies",
+            "51.0 GB/s to the device, 50.0 GB/s to pinned memory, GPU 0 alone: a layer's attention hides the "
+            "offload of its input from 12320 tokens on",
+        ),
+    ]
+    assert found[4][0] == "pinned memory"
+
+
+def test_links_that_are_no_nvlink(monkeypatch):
+    smi(monkeypatch, pair="SYS")
+    assert gpu_findings._links(3) == (
+        "NV18 between 2 pairs, SYS between 1 pairs: without NVLink all-to-alls take longer than planned; the "
+        "longest context stays the same"
+    )
+
+
+def test_a_machine_whose_nvidia_smi_says_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_findings._links(3) == "nvidia-smi topo -m does not say what joins the GPUs"
+    assert list(gpu_findings._pcie()) == []
+    assert host.ask_gpus("index") == []
+    smi(monkeypatch, links="0, [N/A], [N/A]\n")
+    assert list(gpu_findings._pcie()) == []
+
+
+def test_the_context_whose_offload_the_host_can_hold_is_the_plans(monkeypatch, tmp_path):
+    machine(monkeypatch, tmp_path, available=64 * GIB)
+    said = gpu_findings._pinned(8)
+    assert said.startswith(
+        "64.0 GiB of 2.25 TiB can be pinned: llama3-8b with upipe on 8 ranks can offload up to "
+    )
+    longest = parse_tokens(said.split()[-2])
+    plan = lab.plan("llama3-8b", "upipe", tokens=Mi, ranks=8, workspace=False)
+    assert longest == pytest.approx(64 * GIB * Mi / plan.host_peak_per_node, rel=0.01)
+
+
+def test_what_a_container_leaves_can_be_pinned(monkeypatch, tmp_path):
+    machine(monkeypatch, tmp_path, available=64 * GIB)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
+    assert gpu_findings.pinnable() == 64 * GIB
+    (tmp_path / "memory.max").write_text(f"{40 * GIB}\n")
+    assert gpu_findings.pinnable() == 37 * GIB
+    (tmp_path / "memory.current").write_text(f"{41 * GIB}\n")
+    assert gpu_findings.pinnable() == 0
+
+
+def test_the_rate_is_that_of_the_bytes_copied():
+    source = torch.empty(gpu_findings.COPIED, dtype=torch.uint8)
+    copies = []
+    found = gpu_findings.rate(lambda: copies.append(source.clone()), lambda: copies.clear())
+    assert 1e8 < found < 1e12
+
+
+def test_copies_that_fail_are_said(monkeypatch, tmp_path):
+    machine(monkeypatch, tmp_path)
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.\nmore")
+
+    monkeypatch.setattr(gpu_findings, "copy_rates", full)
+    assert gpu_findings._copies() == "not measured: CUDA out of memory. Tried to allocate 256.00 MiB."
+
+
+def test_the_doctor_of_a_gpu_machine(monkeypatch, tmp_path):
+    gpus(monkeypatch, 2, taken=3 * GIB)
+    machine(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=H100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (77 * GIB, 80 * GIB))
+    monkeypatch.setattr(doctor, "findings", lambda count: [("links", f"of {count}")])
+    monkeypatch.setattr(doctor, "_attention", lambda device: [("attention", device.type)])
+    lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
+    for number in "01":
+        assert ["gpu", f"{number}          {H100}, 80.0 GiB, 77.0 GiB free"] in lines
+    assert ["links", "of 2"] in lines
+    assert ["attention", "cuda"] in lines
+    assert ["ranks", "one a GPU, joined by nccl"] in lines
+
+
+def test_the_doctor_says_what_keeps_torch_from_the_gpus(monkeypatch):
+    gpus(monkeypatch, 8, usable=False)
+    said = [line for line in doctor.report().splitlines() if line.startswith("gpu")]
+    assert len(said) == 1
+    assert TOO_OLD.split(". ")[0] in said[0]
