@@ -18,6 +18,12 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
 
 GAP = "not measured yet"
 
+SHOWN = (
+    "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s", "from host GB/s", "norm compiled / not",
+    "MLP compiled / not",
+)  # fmt: skip
+"""What the last column has, of those that a row has."""
+
 
 def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = ITEMS) -> str:
     """Return a table a GPU of what ``folder``/*.jsonl have of ``items``, and "not measured yet" for the rest.
@@ -51,9 +57,7 @@ def _cells(row: dict[str, Any] | None) -> tuple[str, ...]:
     if row.get("failed"):
         return "-", "-", "-", f"failed: {row['failed']}"
     peak = row.get("device_peak")
-    shown = ("TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s", "from host GB/s")
-    shown += ("norm compiled / not", "MLP compiled / not")
-    rest = ", ".join(f"{name} {row[name]:.3g}" for name in shown if isinstance(row.get(name), int | float))
+    rest = ", ".join(f"{name} {row[name]:.3g}" for name in SHOWN if isinstance(row.get(name), int | float))
     return (
         _number(row.get("seconds")),
         _number(None if peak is None else peak / GiB),
