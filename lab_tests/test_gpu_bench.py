@@ -128,8 +128,8 @@ def test_results_of_another_machine_are_not_this_ones(tmp_path, instantly):
 def test_the_list():
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     assert ITEMS[0].name == "copies gib=4"
-    assert "rehearse llama3-8b 1M 2-layers upipe kernel=torch" in {item.name for item in ITEMS}
-    assert "rehearse llama3-8b 2M 1-layers upipe fixed-segments" in {item.name for item in ITEMS}
+    assert "rehearse llama3-8b 1M upipe layers=2 kernel=torch" in {item.name for item in ITEMS}
+    assert "rehearse llama3-8b 2M upipe layers=1 fixed-segments" in {item.name for item in ITEMS}
     assert max(item.seconds for item in ITEMS) < 600
     for item in ITEMS:
         small = item.small()

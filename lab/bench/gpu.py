@@ -56,11 +56,11 @@ class Item:
     def name(self) -> str:
         """What tells it from the others, also in the files of results."""
         model = self.model if self.kind in ("gradients", "rehearse") else ""
-        layers = f"{self.layers}-layers" if self.layers else ""
+        layers = f"layers={self.layers}" if self.layers else ""
         tokens = format_tokens(self.tokens) if self.tokens else ""
         knobs = (f"{name}={value}" for name, value in self.knobs)
         segments = "" if self.expandable else "fixed-segments"
-        words = (self.kind, model, tokens, layers, self.recipe, *knobs, segments)
+        words = (self.kind, model, tokens, self.recipe, layers, *knobs, segments)
         return " ".join(word for word in words if word)
 
     def small(self) -> Item:

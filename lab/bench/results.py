@@ -1,0 +1,70 @@
+"""What GPUs have measured, read from the lines of ``lab bench gpu``: a table a GPU, gaps included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from lab.bench.gpu import ITEMS, Item
+from lab.bench.lines import Note, read_lines
+from lab.bench.table import printed
+from lab.units import GiB
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
+
+GAP = "not measured yet"
+
+SHOWN = (
+    "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s", "from host GB/s", "norm compiled / not",
+    "MLP compiled / not",
+)  # fmt: skip
+"""What the last column has, of those that a row has."""
+
+
+def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = ITEMS) -> str:
+    """Return a table a GPU of what ``folder``/*.jsonl have of ``items``, and "not measured yet" for the rest.
+
+    A figure of a CPU is left out. Where a GPU has two rows of an item, the later one stands, files taken by
+    name. ``note`` is told of each line that is not whole.
+
+    Raises:
+        LabError: a file cannot be read.
+    """
+    rows = [row for file in sorted(folder.glob("*.jsonl")) for row in read_lines(file, note)]
+    machines: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("machine") not in (None, "CPU"):
+            machines.setdefault(row["machine"], {})[row.get("name", "")] = row
+    if not machines:
+        return _table({}, items)
+    return "\n\n".join(f"{name}\n{_table(found, items)}" for name, found in machines.items())
+
+
+def _table(found: dict[str, dict[str, Any]], items: Sequence[Item]) -> str:
+    table = Table("measured on a GPU", "seconds", "peak, GiB", "planned / peak", "else", box=SIMPLE_HEAD)
+    for item in items:
+        table.add_row(item.name, *_cells(found.get(item.name)))
+    return printed(table)
+
+
+def _cells(row: dict[str, Any] | None) -> tuple[str, ...]:
+    if row is None:
+        return "-", "-", "-", GAP
+    if row.get("failed"):
+        return "-", "-", "-", f"failed: {row['failed']}"
+    peak = row.get("device_peak")
+    rest = ", ".join(f"{name} {row[name]:.3g}" for name in SHOWN if isinstance(row.get(name), int | float))
+    return (
+        _number(row.get("seconds")),
+        _number(None if peak is None else peak / GiB),
+        _number(row.get("plan_over_measured")),
+        rest,
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

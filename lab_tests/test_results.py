@@ -1,0 +1,65 @@
+"""The table of what GPUs measured, made of the files in notebooks/results: in the README and notebook 90."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.bench.gpu import ITEMS, Item
+from lab.bench.results import GAP, results_text
+
+ROOT = Path(__file__).parent.parent
+FEW = (Item("copies", 1), Item("compile", 1), Item("rehearse", 1, tokens=64, recipe="upipe"))
+
+
+def written(folder, *rows):
+    (folder / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def cells(text, name):
+    """Of the line of one item: what stands behind its name."""
+    [line] = [line for line in text.splitlines() if line.strip().startswith(name)]
+    return line.strip().removeprefix(name).split()
+
+
+def test_without_a_result_every_line_is_a_gap(tmp_path):
+    text = results_text(pytest.fail, folder=tmp_path / "none")
+    assert text.count(GAP) == len(ITEMS)
+    assert all(item.name in text for item in ITEMS)
+
+
+def test_a_table_a_gpu_with_its_figures_its_failures_and_its_gaps(tmp_path):
+    rehearsed = {"name": FEW[2].name, "seconds": 1.5, "device_peak": 2**31, "plan_over_measured": 1.01}
+    written(
+        tmp_path,
+        {"name": "copies", "machine": "GPU A", "failed": None, "to host GB/s": 55.0},
+        rehearsed | {"machine": "GPU A", "seconds": 9.0},
+        rehearsed | {"machine": "GPU A"},
+        {"name": "copies", "machine": "GPU B", "failed": "out of memory"},
+        rehearsed | {"machine": "CPU", "seconds": 3.25},
+    )
+    first, second = results_text(pytest.fail, folder=tmp_path, items=FEW).split("\n\n")
+    assert (first.splitlines()[0], second.splitlines()[0]) == ("GPU A", "GPU B")
+    assert cells(first, FEW[2].name) == ["1.5", "2", "1.01"]
+    assert "to host GB/s 55" in first
+    assert cells(first, "compile") == ["-", "-", "-", *GAP.split()]
+    assert "failed: out of memory" in second
+    assert second.count(GAP) == 2
+    assert "3.25" not in first + second
+
+
+def test_a_line_that_was_cut_off_is_a_gap_and_noted(tmp_path):
+    (tmp_path / "gpu.jsonl").write_text('{"name": "copies", "machine": "GPU A", "fai')
+    notes = []
+    assert results_text(notes.append, folder=tmp_path, items=FEW).count(GAP) == 3
+    assert len(notes) == 1
+
+
+def test_the_readme_and_notebook_90_have_the_table_of_the_files():
+    text = results_text(pytest.fail)
+    assert f"```text\n{text}\n```" in (ROOT / "README.md").read_text(), (
+        f"the README's table should be\n{text}"
+    )
+    cells = json.loads((ROOT / "notebooks" / "90_reproduce_paper.ipynb").read_text())["cells"]
+    [cell] = [cell for cell in cells if "results_text(" in "".join(cell["source"])]
+    assert "".join(cell["outputs"][0]["text"]) == text + "\n", "execute the cell of notebook 90 again"
