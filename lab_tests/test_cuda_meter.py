@@ -1,10 +1,13 @@
 """The meter of CUDA, with an allocator that is told what to say: its bytes, by the meter's names."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.memory.cuda import CudaAllocator, CudaMeter, Event
 from lab.memory.stopwatch import Stopwatch
@@ -33,24 +36,45 @@ class Told:
         return self.events, 12 * MIB, 20 * MIB, 3 * MIB
 
 
+class Inside(TorchDispatchMode):
+    """Entered around the meter: while ``operator`` runs in its n-th call, the allocator is told what happens."""
+
+    def __init__(self, operator: OpOverload[..., Any], calls: dict[int, Callable[[], None]]) -> None:
+        super().__init__()
+        self.operator, self.calls, self.seen = operator, calls, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is self.operator:
+            self.calls.get(self.seen, lambda: None)()
+            self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
 def stepped() -> tuple[CudaMeter, Told]:
-    """A step in which a kernel inside the second module takes 5 MiB, between a stream's and a segment's."""
+    """A step in which the product of the second module takes 5 MiB inside, and a doubling in place 1 MiB."""
     told = Told()
     model = Two()
 
-    def inside(*_: object) -> None:
+    def product() -> None:
         told.now("alloc", 5 * MIB)
         told.now("segment_alloc", 20 * MIB)
         told.now("free_requested", 5 * MIB)
         told.now("alloc", 2 * MIB)
         told.now("free_completed", 5 * MIB)
 
-    model.second.register_forward_hook(inside, prepend=True)
     meter = CudaMeter(told)
-    with meter.measure(model), meter.phase("forward"):
+    with (
+        Inside(torch.ops.aten.mm.default, {1: product}),
+        Inside(torch.ops.aten.mul_.Tensor, {0: lambda: told.now("alloc", MIB)}),
+        meter.measure(model),
+        meter.phase("forward"),
+    ):
         x = model(torch.randn(11, 5))
+        x.detach().mul_(2)
         kept = to_host(x, False)
-        told.now("alloc", MIB)
+        told.now("free_requested", MIB)
     assert kept.shape == x.shape
     return meter, told
 
@@ -58,21 +82,27 @@ def stepped() -> tuple[CudaMeter, Told]:
 def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
     meter, told = stepped()
     timeline = meter.timeline()
-    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB]
+    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB, 9 * MIB]
     assert timeline.device_peak == meter.device_peak == 12 * MIB
     assert (meter.reserved_peak, meter.outside_torch) == (20 * MIB, 3 * MIB)
     assert (told.began, told.ended) == (1, 1)
 
 
 def test_the_names_are_the_meters() -> None:
+    """An event that falls into an operator is that operator's, also of one that changes no bytes itself."""
     timeline = stepped()[0].timeline()
-    peak, last = timeline.peak, timeline.moment(-1)
-    assert (peak.phase, peak.module, peak.op) == ("forward", "second", "aten.mm")
+    rows = [timeline.moment(row) for row in range(len(timeline))]
+    assert [(row.module, row.op) for row in rows] == [("second", "aten.mm")] * 3 + [
+        ("", "aten.mul_"),
+        ("", "-"),
+    ]
+    assert [row.host for row in rows] == [0, 0, 0, 0, 11 * 3 * 4]
+    peak = timeline.peak
+    assert (peak.phase, peak.module, peak.op, peak.shapes) == ("forward", "second", "aten.mm", "11x7 7x3")
     weights = sum(p.nbytes for p in Two().parameters())
     assert peak.by_category["parameters"] == weights
     known = sum(size for name, size in peak.by_category.items() if name != "other")
     assert peak.by_category["other"] == 12 * MIB - known > 4 * MIB
-    assert peak.host == 0 < last.host
 
 
 def test_bytes_that_were_given_back_are_not_counted_twice() -> None:

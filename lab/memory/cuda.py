@@ -64,7 +64,7 @@ class CudaMeter:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self._began = time.time()
-        self._meter = Meter(clock=time.time)
+        self._meter = Meter(clock=time.time, every_operator=True)
         self._held = 0
         self._events: Sequence[Event] = ()
         self.device_peak = self.reserved_peak = self.outside_torch = 0
@@ -93,9 +93,11 @@ class CudaMeter:
 def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> Timeline:
     """The allocator's history as a timeline: ``held`` bytes at first, a row for each event that changes that.
 
-    ``meter`` is what the dispatcher saw meanwhile, in seconds since ``began``, itself since the epoch. Each
-    row takes its names and its split from the meter's row at or before it. Bytes of which the meter does not
-    know are *other*; where it still counts some that were given back, *activations* are that much less.
+    ``meter`` is what the dispatcher saw meanwhile, in seconds since ``began``, itself since the epoch: a row
+    for each operator, added when it has returned. The allocator is asked while an operator runs, so each
+    event takes its names and its split from the meter's first row at or after it; what follows the last row
+    takes that one's. Bytes of which the meter does not know are *other*; where it counts some that were given
+    back, or are not taken yet, *activations* are that much less.
     """
     rows = TimelineBuilder()
     for event in events:
@@ -105,7 +107,7 @@ def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> 
             continue
         held += change
         seconds = event["time_us"] / 1e6 - began
-        row = max(int(np.searchsorted(meter.seconds, seconds, side="right")) - 1, 0)
+        row = min(int(np.searchsorted(meter.seconds, seconds, side="left")), len(meter) - 1)
         at, split = meter.moment(row), meter.device[row].copy()
         split[OTHER] = held - split[:OTHER].sum()
         if split[OTHER] < 0:
