@@ -192,11 +192,15 @@ def fixed_workspace(ranks: int) -> int:
 
 def outside_workspace(ranks: int) -> int:
     """The part of it that torch does not count as allocated: all but the cuBLAS workspaces."""
-    outside = CUDA_CONTEXT.value
-    if ranks > 1:
-        pairs = (min(ranks, NODE) - 1) * NCCL_PAIR_CHANNELS.value
-        outside += (pairs + NCCL_RING_CHANNELS.value) * NCCL_CONNECTION.value
-    return int(outside)
+    return int(CUDA_CONTEXT.value) + nccl_workspace(ranks)
+
+
+def nccl_workspace(ranks: int) -> int:
+    """Bytes of NCCL's buffers on each of ``ranks`` ranks; a single rank has none."""
+    if ranks == 1:
+        return 0
+    pairs = (min(ranks, NODE) - 1) * NCCL_PAIR_CHANNELS.value
+    return int((pairs + NCCL_RING_CHANNELS.value) * NCCL_CONNECTION.value)
 
 
 def _up(value: int, multiple: int) -> int:

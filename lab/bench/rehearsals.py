@@ -13,15 +13,16 @@ from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory
 from lab.verbs.rehearse import rehearse
 
 COLUMNS = (
-    "recipe", "tokens", "peak, GiB", "planned / peak", "host, GiB", "seconds", "over tiling", "over upipe",
-    "failed", "machine",
+    "recipe", "tokens", "peak, GiB", "reserved, GiB", "retries", "planned / peak", "host, GiB", "seconds",
+    "over tiling", "over upipe", "failed", "machine",
 )  # fmt: skip
 
 
 def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings: Any) -> list[Row]:
     """One row a context and recipe, all as one rank of many: bytes, seconds, and what they are over others'.
 
-    ``settings`` are those of ``lab.rehearse``. "over tiling" is a step over the rung below UPipe's, the same
+    ``settings`` are those of ``lab.rehearse``. "reserved" and "retries" are the CUDA allocator's, and absent
+    on CPU. "over tiling" is a step over the rung below UPipe's, the same
     stack with Ulysses alone; "over upipe" is over that rung with every layer recomputed in full. A context
     that does not fit says so, and has no seconds.
     """
@@ -46,6 +47,8 @@ def _row(name: str, tokens: int, found: dict[str, Rehearsal], refused: str | Non
         one = found[name]
         row |= {
             "peak, GiB": one.device_peak / GiB,
+            "reserved, GiB": None if one.reserved_peak is None else one.reserved_peak / GiB,
+            "retries": one.alloc_retries,
             "planned / peak": one.plan_over_measured,
             "host, GiB": one.host_peak / GiB,
             "seconds": one.step_seconds,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import JSON, plainly, status
+from lab.commands.base import JSON, grow_segments, plainly, status
 
 if TYPE_CHECKING:
     from lab.bench.table import Row, Say
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 @click.group()
 def bench() -> None:
     """Measure ratios, each within one run on this machine."""
+    grow_segments()
 
 
 def _show(name: str, measure: Callable[[Say], list[Row]], as_json: bool) -> None:
