@@ -146,6 +146,7 @@ NCCL_CONNECTION = Figure(12 * MiB, "B", _CONNECTION)
 NCCL_PAIR_CHANNELS = Figure(32, "1", "NVIDIA/nccl issue 1685: an all-to-all on 8 x H100, each pair")
 NCCL_RING_CHANNELS = Figure(24, "1", "assumed from public logs of NCCL_DEBUG=INFO: 24 coll channels")
 NODE = 8  # GPUs that NVLink joins
+HOST_PAGE = 4096  # bytes, the least that is pinned
 
 
 def rounded(nbytes: int) -> int:
@@ -155,6 +156,16 @@ def rounded(nbytes: int) -> int:
     pages of 20 MiB (2 MiB for tensors up to 1 MiB). Without them a remainder of up to 1 MiB is lost.
     """
     return _up(nbytes, int(BLOCK.value))
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """The sizes of the pieces in which ``nbytes`` bytes lie on the host, the largest first.
+
+    All are different powers of two and whole pages, so that torch's allocator of pinned memory, which rounds
+    a block up to a power of two, rounds none up. Together they are less than a page more than ``nbytes``.
+    """
+    whole = -(-nbytes // HOST_PAGE) * HOST_PAGE
+    return [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
 
 
 def flash_backward_workspace(

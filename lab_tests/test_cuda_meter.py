@@ -76,9 +76,9 @@ def stepped() -> tuple[CudaMeter, Told]:
     ):
         x = model(torch.randn(11, 5))
         x.detach().mul_(2)
-        kept = to_host(x, False)
+        kept = to_host(x, [False])
         told.now("free_requested", MIB)
-    assert kept.shape == x.shape
+    assert kept[0].nbytes == 4096
     return meter, told
 
 
@@ -98,7 +98,7 @@ def test_the_names_are_the_meters() -> None:
     rows = [timeline.moment(row) for row in range(len(timeline))]
     named = [(row.module, row.op) for row in rows]
     assert named == [("second", "aten.mm")] * 3 + [("", "aten.mul_"), ("", "-")]
-    assert [row.host for row in rows] == [0, 0, 0, 0, 11 * 3 * 4]
+    assert [row.host for row in rows] == [0, 0, 0, 0, 4096]
     peak = timeline.peak
     assert (peak.phase, peak.module, peak.op, peak.shapes) == ("forward", "second", "aten.mm", "11x7 7x3")
     weights = sum(p.nbytes for p in Two().parameters())
