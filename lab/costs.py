@@ -123,7 +123,7 @@ class CostCounter(Observer):
         if name.startswith(("c10d.", "_c10d_functional.")):
             return self._collective(name, args, result)
         if name in ("lab.to_host", "lab.from_host"):
-            moved: int = args[0].nbytes
+            moved: int = args[name == "lab.from_host"].nbytes
             return Costs(
                 host_bytes=moved, host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share)
             )

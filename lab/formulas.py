@@ -8,6 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from lab.decoder import shape_of
+from lab.hardware import piece_sizes
 from lab.recipe import Recipe
 from lab.techniques.upipe_schedule import schedule
 
@@ -146,9 +147,15 @@ def _held(z: _Sizes, layer: int, more: Parts) -> Parts:
 
 
 def _host(z: _Sizes) -> int:
-    """All inputs but the last layer's, with which backward begins; all outputs and LSEs."""
-    inputs = (z.L - 1) * z.A * (z.recipe.offload != "none")
-    return inputs + z.L * _attended(z) * (z.recipe.offload == "attention")
+    """All inputs but the last layer's, where backward begins; all outputs and LSEs, one a UPipe stage."""
+    if z.recipe.offload == "none":
+        return 0
+    inputs = (z.L - 1) * sum(piece_sizes(z.A))
+    if z.recipe.offload == "inputs":
+        return inputs
+    stages = z.H // (z.recipe.head_chunk or z.H)
+    lse = sum(piece_sizes(z.f * z.b * z.s * z.H // stages))
+    return inputs + z.L * (sum(piece_sizes(z.H * z.h)) + stages * lse)
 
 
 def _waiting(z: _Sizes, layer: int) -> int:

@@ -154,6 +154,7 @@ NCCL_CONNECTION = Figure(12 * MiB, "B", _CONNECTION)
 NCCL_PAIR_CHANNELS = Figure(32, "1", "NVIDIA/nccl issue 1685: an all-to-all on 8 x H100, each pair")
 NCCL_RING_CHANNELS = Figure(24, "1", "assumed from public logs of NCCL_DEBUG=INFO: 24 coll channels")
 NODE = 8  # GPUs that NVLink joins
+HOST_PAGE = 4096  # bytes, the least that is pinned
 
 
 def rounded(nbytes: int) -> int:
@@ -163,6 +164,16 @@ def rounded(nbytes: int) -> int:
     pages of 20 MiB (2 MiB for tensors up to 1 MiB). Without them a remainder of up to 1 MiB is lost.
     """
     return _up(nbytes, int(BLOCK.value))
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """The sizes of the pieces in which ``nbytes`` bytes lie on the host, the largest first.
+
+    All are different powers of two and whole pages, so that torch's allocator of pinned memory, which rounds
+    a block up to a power of two, rounds none up. Together they are less than a page more than ``nbytes``.
+    """
+    whole = -(-nbytes // HOST_PAGE) * HOST_PAGE
+    return [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
 
 
 def flash_backward_workspace(
@@ -200,11 +211,15 @@ def fixed_workspace(ranks: int) -> int:
 
 def outside_workspace(ranks: int) -> int:
     """The part of it that torch does not count as allocated: all but the cuBLAS workspaces."""
-    outside = CUDA_CONTEXT.value
-    if ranks > 1:
-        pairs = (min(ranks, NODE) - 1) * NCCL_PAIR_CHANNELS.value
-        outside += (pairs + NCCL_RING_CHANNELS.value) * NCCL_CONNECTION.value
-    return int(outside)
+    return int(CUDA_CONTEXT.value) + nccl_workspace(ranks)
+
+
+def nccl_workspace(ranks: int) -> int:
+    """Bytes of NCCL's buffers on each of ``ranks`` ranks; a single rank has none."""
+    if ranks == 1:
+        return 0
+    pairs = (min(ranks, NODE) - 1) * NCCL_PAIR_CHANNELS.value
+    return int((pairs + NCCL_RING_CHANNELS.value) * NCCL_CONNECTION.value)
 
 
 def _up(value: int, multiple: int) -> int:

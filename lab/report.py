@@ -171,7 +171,8 @@ def rehearsal_text(found: Rehearsal) -> str:
     """What was measured, the plan beside it, and what that makes of the whole model."""
     peak, seconds, whole = found.timeline.peak, found.seconds, found.layers == found.of_layers
     allocator = (
-        f", {format_bytes(found.reserved_peak)} reserved, {format_bytes(found.outside_torch)} outside torch"
+        f", {format_bytes(found.reserved_peak)} reserved ({found.alloc_retries} retries), "
+        f"{format_bytes(found.outside_torch)} outside torch"
         if found.reserved_peak is not None and found.outside_torch is not None
         else ""
     )
@@ -191,6 +192,10 @@ def rehearsal_text(found: Rehearsal) -> str:
         f"a rank sends  {format_bytes(found.link_bytes)}, and would wait "
         f"{format_seconds(found.plan.costs.link_seconds)} for the links of {found.plan.device}",
     ]
+    if found.device_memory is not None and found.device_memory_asked is not None:
+        less = found.device_memory < found.device_memory_asked
+        whole_gpu = f", all that the GPU has: {format_bytes(found.device_memory_asked)} were asked for"
+        lines.insert(4, f"device memory {format_bytes(found.device_memory)}{whole_gpu if less else ''}")
     if not whole:
         lines += [
             f"extrapolated  to {found.of_layers} layers by the ratio of their plan to these layers':",

@@ -1,17 +1,22 @@
 """The meter of CUDA, with an allocator that is told what to say: its bytes, by the meter's names."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
-from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event
+from lab.errors import LabError
+from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, capped
 from lab.memory.stopwatch import Stopwatch
 from lab.techniques.host_road import to_host
+from lab.units import GiB
 from lab.verbs import run, train_loop
 from lab.verbs.messages import Run
 from lab.verbs.on_ranks import checked
@@ -35,51 +40,77 @@ class Told:
         self.began += 1
         return 7 * MIB
 
-    def end(self) -> tuple[Sequence[Event], int, int, int]:
+    def end(self) -> History:
         self.ended += 1
-        return self.events, 12 * MIB, 20 * MIB, 3 * MIB
+        return History(self.events, 12 * MIB, 20 * MIB, 4, 3 * MIB)
+
+
+class Inside(TorchDispatchMode):
+    """Entered around the meter: ``calls[n]`` is called while the n-th call of ``operator`` runs."""
+
+    def __init__(self, operator: OpOverload[..., Any], calls: dict[int, Callable[[], None]]) -> None:
+        super().__init__()
+        self.operator, self.calls, self.seen = operator, calls, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is self.operator:
+            self.calls.get(self.seen, lambda: None)()
+            self.seen += 1
+        return func(*args, **(kwargs or {}))
 
 
 def stepped() -> tuple[CudaMeter, Told]:
-    """A step in which a kernel inside the second module takes 5 MiB, between a stream's and a segment's."""
+    """A step in which the product of the second module takes 5 MiB inside, and a doubling in place 1 MiB."""
     told = Told()
     model = Two()
 
-    def inside(*_: object) -> None:
+    def product() -> None:
         told.now("alloc", 5 * MIB)
         told.now("segment_alloc", 20 * MIB)
         told.now("free_requested", 5 * MIB)
         told.now("alloc", 2 * MIB)
         told.now("free_completed", 5 * MIB)
 
-    model.second.register_forward_hook(inside, prepend=True)
     meter = CudaMeter(told)
-    with meter.measure(model), meter.phase("forward"):
+    with (
+        Inside(torch.ops.aten.mm.default, {1: product}),
+        Inside(torch.ops.aten.mul_.Tensor, {0: lambda: told.now("alloc", MIB)}),
+        meter.measure(model),
+        meter.phase("forward"),
+    ):
         x = model(torch.randn(11, 5))
-        kept = to_host(x, False)
-        told.now("alloc", MIB)
-    assert kept.shape == x.shape
+        x.detach().mul_(2)
+        kept = to_host(x, [False])
+        told.now("free_requested", MIB)
+    assert kept[0].nbytes == 4096
     return meter, told
 
 
 def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
     meter, told = stepped()
     timeline = meter.timeline()
-    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB]
-    assert timeline.device_peak == meter.device_peak == 12 * MIB
-    assert (meter.reserved_peak, meter.outside_torch) == (20 * MIB, 3 * MIB)
+    assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB, 9 * MIB]
+    history = meter.history
+    assert timeline.device_peak == history.device_peak == 12 * MIB
+    assert (history.reserved_peak, history.retries, history.outside_torch) == (20 * MIB, 4, 3 * MIB)
     assert (told.began, told.ended) == (1, 1)
 
 
 def test_the_names_are_the_meters() -> None:
+    """An event that falls into an operator is that operator's, also of one that changes no bytes itself."""
     timeline = stepped()[0].timeline()
-    peak, last = timeline.peak, timeline.moment(-1)
-    assert (peak.phase, peak.module, peak.op) == ("forward", "second", "aten.mm")
+    rows = [timeline.moment(row) for row in range(len(timeline))]
+    named = [(row.module, row.op) for row in rows]
+    assert named == [("second", "aten.mm")] * 3 + [("", "aten.mul_"), ("", "-")]
+    assert [row.host for row in rows] == [0, 0, 0, 0, 4096]
+    peak = timeline.peak
+    assert (peak.phase, peak.module, peak.op, peak.shapes) == ("forward", "second", "aten.mm", "11x7 7x3")
     weights = sum(p.nbytes for p in Two().parameters())
     assert peak.by_category["parameters"] == weights
     known = sum(size for name, size in peak.by_category.items() if name != "other")
     assert peak.by_category["other"] == 12 * MIB - known > 4 * MIB
-    assert peak.host == 0 < last.host
 
 
 def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
@@ -123,13 +154,15 @@ def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in {
         "synchronize": None, "reset_peak_memory_stats": None, "_record_memory_history": None,
         "memory_allocated": 11, "_snapshot": {"device_traces": [[], events]}, "current_device": 1,
-        "mem_get_info": (100, 180), "memory_reserved": 50, "max_memory_allocated": 40,
-        "max_memory_reserved": 60,
+        "mem_get_info": (100, 180), "memory_reserved": 50,
     }.items():  # fmt: skip
         answer(name, value)
+    stats = {"allocated_bytes.all.peak": 40, "reserved_bytes.all.peak": 60, "num_alloc_retries": 7}
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats.copy)
     allocator = CudaAllocator()
     assert allocator.begin() == 11
-    assert allocator.end() == (events, 40, 60, 180 - 100 - 50)
+    stats["num_alloc_retries"] += 2
+    assert allocator.end() == History(events, 40, 60, 2, 180 - 100 - 50)
     history = [call for call in calls if call[0] == "_record_memory_history"]  # type: ignore[index]
     assert history == [
         ("_record_memory_history", "all", ("context", None)),
@@ -178,6 +211,32 @@ def test_a_run_brings_the_allocators_peak_with_it(
     assert result.allocated == 50 * MIB > timeline.device_peak
     held = Run("", training, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
     assert held.device_peak == 50 * MIB
+
+
+class Card:
+    """Stands in for torch.cuda: a GPU of 79 GiB on which 1 GiB is taken, and 0.25 GiB of that is torch's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fractions: list[float] = []
+        for name, answer in {
+            "get_device_properties": lambda _: SimpleNamespace(total_memory=79 * GiB),
+            "current_device": lambda: 0,
+            "mem_get_info": lambda: (78 * GiB, 79 * GiB),
+            "memory_reserved": lambda: GiB // 4,
+            "set_per_process_memory_fraction": self.fractions.append,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    with capped(40 * GiB, absent=3 * GiB):
+        assert card.fractions == [pytest.approx((40 - 0.75 - 3) / 79)]
+    assert card.fractions[1:] == [1.0]
+    said = r"^device_memory=3.50 GiB: 3.75 GiB of it are outside torch"
+    with pytest.raises(LabError, match=said) as caught, capped(7 * GiB // 2, absent=3 * GiB):
+        pass
+    assert "\n" not in str(caught.value)
 
 
 def test_the_stopwatch_has_seconds_by_phase_and_sees_no_operator() -> None:

@@ -1,11 +1,14 @@
 """An attention runs once forward: output and LSE wait on the host, and each recomputation gets its own."""
 
 import copy
+import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,6 +16,7 @@ from lab.bench.reference import build, config
 from lab.decoder import Patch
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.techniques import host_road
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.offload import apply_offload
 from lab.techniques.seam import apply_attention
@@ -37,6 +41,8 @@ HEADS, HEAD_DIM, LAYERS = 6, 10, 4
 INPUT = BATCH * TOKENS * HIDDEN * 8
 ATTENDED = BATCH * TOKENS * HEADS * (HEAD_DIM + 1) * 8
 """Bytes of a layer's input, and of its attention's output and LSE, in fp64."""
+INPUT_HELD, OUT_HELD, LSE_HELD = 32768, 32768 + 8192, 4096
+"""A layer's input, output and LSE on the host, in whole pages."""
 
 FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu"
 
@@ -128,7 +134,9 @@ def test_the_host_has_all_inputs_but_one_and_every_attention(layers, apply):
     model = offloaded(decoder(layers=layers), apply=apply)
     timeline = measured(model, batch())
     end = rows_of(timeline, "forward")[-1]
-    assert timeline.host[end] == timeline.host_peak == (layers - 1) * INPUT + layers * ATTENDED
+    # UPipe has an LSE of each of its three stages.
+    attended = OUT_HELD + LSE_HELD * (3 if apply is upiped else 1)
+    assert timeline.host[end] == timeline.host_peak == (layers - 1) * INPUT_HELD + layers * attended
     assert timeline.host[-1] == 0
     with torch.no_grad(), Crossings() as crossings:
         model(**batch())
@@ -161,32 +169,65 @@ def test_the_device_has_it_once_and_the_next_to_come(prefetch, coming):
 
 
 class Pins(TorchDispatchMode):
-    """The sizes of what is sent, and whether it may be pinned."""
+    """The bytes of what is sent, the sizes of its pieces, and whether each may be pinned."""
 
     def __init__(self):
         super().__init__()
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         if func.name() == "lab::to_host":
-            self.seen.append((args[0].nbytes, args[1]))
-        return func(*args, **(kwargs or {}))
+            self.seen.append((args[0].nbytes, [piece.nbytes for piece in result], list(args[1])))
+        return result
 
 
-def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step():
-    out, lse = BATCH * TOKENS * HEADS * HEAD_DIM * 8, BATCH * TOKENS * HEADS * 8
-    sizes = {INPUT: 32768, out: 65536, lse: 4096}  # in powers of two
-    model = offloaded(decoder(layers=3), pinned=2 * (32768 + 65536 + 4096))
-    wanted = [(INPUT, True), (out, True), (lse, True)] * 2 + [(out, False), (lse, False)]
-    assert all(size / 2 < exact <= size for exact, size in sizes.items())
+@pytest.fixture
+def pinned(monkeypatch):
+    """Books of their own, in place of the process's."""
+    books = host_road.Pinned()
+    monkeypatch.setattr(host_road, "PINNED", books)
+    return books
+
+
+OUT, LSE = BATCH * TOKENS * HEADS * HEAD_DIM * 8, BATCH * TOKENS * HEADS * 8
+PIECES = {INPUT: [32768], OUT: [32768, 8192], LSE: [4096]}
+
+
+def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step(pinned):
+    limit = 2 * sum(map(sum, PIECES.values()))
+    model = offloaded(decoder(layers=3), pinned=limit)
+    sent = [(size, pieces, [True] * len(pieces)) for size, pieces in PIECES.items()]
+    beyond = [(size, PIECES[size], [False] * len(PIECES[size])) for size in (OUT, LSE)]
     for _ in range(2):
         with Pins() as pins:
             step(model)
-        assert pins.seen == wanted
-    # A shorter sequence's buffers are of other sizes, and there is no room for them beside those in reserve.
+        assert pins.seen == sent * 2 + beyond
+        assert pinned.taken == limit
+    # A longer sequence's pieces of other sizes find no room beside those in reserve.
     with Pins() as pins:
-        model(**batch(tokens=8)).loss.backward()
-    assert not any(pinned for _, pinned in pins.seen)
+        model(**batch(tokens=2 * TOKENS)).loss.backward()
+    assert all(
+        size in (32768, 8192, 4096) for _, sizes, may in pins.seen for size in itertools.compress(sizes, may)
+    )
+    assert pinned.taken == limit
+
+
+def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
+    limit = 2 * INPUT_HELD
+    for _ in range(2):
+        with Pins() as pins:
+            step(offloaded(decoder(layers=3), attention=False, pinned=limit))
+        assert [may for _, _, may in pins.seen] == [[True]] * 2
+        assert pinned.taken == limit
+        gc.collect()
+    with Pins() as pins:
+        offloaded(decoder(layers=3), attention=False, pinned=limit)(**batch(tokens=8)).loss.backward()
+    assert [may for _, _, may in pins.seen] == [[False]] * 2
+    # A plan of the same process pins nothing.
+    with FakeTensorMode():
+        step(offloaded(decoder(layers=3), attention=False, pinned=2 * limit))
+    assert pinned.taken == limit
 
 
 # ---- whose ---------------------------------------------------------------------------------------------

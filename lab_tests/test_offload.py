@@ -8,8 +8,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.errors import RecipeError
+from lab.hardware import piece_sizes
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.host_road import Parcel, Road
 from lab.techniques.offload import apply_offload
 from lab_tests.test_checkpointing import (
     BATCH,
@@ -65,9 +67,9 @@ def test_between_forward_and_backward_the_host_has_all_but_one(layers):
     block_input = BATCH * TOKENS * HIDDEN * 8
     here, before = measured(offloaded(model), batch()), measured(checkpointed, batch())
     end, end_before = rows_of(here, "forward")[-1], rows_of(before, "forward")[-1]
-    assert here.host[end] == (layers - 1) * block_input
+    assert here.host[end] == (layers - 1) * 32768  # the 30720 bytes of a block input, in whole pages
     assert before.total[end_before] - here.total[end] == (layers - 1) * block_input
-    assert here.host_peak == (layers - 1) * block_input
+    assert here.host_peak == (layers - 1) * 32768
     assert before.host_peak == 0
     assert here.host[-1] == 0
 
@@ -182,6 +184,32 @@ def test_a_plan_sees_both_lanes():
     timeline = meter.timeline()
     assert timeline.host_peak == (LAYERS - 1) * block_input
     assert timeline.host[-1] == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 30720, 5 * 2**30, 5 * 2**30 + 1, 2**40 - 1])
+def test_pieces_are_powers_of_two_with_less_than_a_page_of_waste(nbytes):
+    sizes = piece_sizes(nbytes)
+    assert all(size & (size - 1) == 0 and size >= 4096 for size in sizes)
+    assert len(set(sizes)) == len(sizes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0 <= sum(sizes) - nbytes < 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_a_tensor_comes_back_as_it_was(dtype):
+    """In one piece or in many: turned round, with an offset, with gaps, expanded, empty, one number."""
+    torch.manual_seed(5)
+    x = torch.randn(11, 7, 613).to(dtype)
+    dense = [x, x.transpose(0, 2), x[3:], x[:, None], x[0, 0, 0]]
+    for sent in (*dense, x[:, 2:5], x[:, :, :1], x[:1].expand(4, 7, 613), x[:0]):
+        road = Road()
+        parcel = Parcel(road, sent)
+        assert sum(piece.nbytes for piece in parcel._host) - sent.nbytes in range(4096)
+        road.depart()
+        back = parcel.open()
+        assert (back.shape, back.dtype) == (sent.shape, dtype)
+        assert torch.equal(back, sent)
+        assert any(sent is each for each in dense) <= (back.stride() == sent.stride())
 
 
 def test_names_and_refusal():

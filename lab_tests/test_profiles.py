@@ -352,6 +352,15 @@ def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pyte
     assert "switches its token off" in refused.output
 
 
+def test_eight_ranks_that_pin_at_once_have_threads_for_it() -> None:
+    allocator = find_profile("node8").settings()["PYTORCH_ALLOC_CONF"]
+    options = dict(option.split(":") for option in allocator.split(","))
+    assert options["expandable_segments"] == options["pinned_use_cuda_host_register"] == "True"
+    threads = int(options["pinned_num_register_threads"])
+    assert threads > 1
+    assert threads & (threads - 1) == 0, "torch takes powers of two alone"
+
+
 def found_on_a_rank() -> dict[str, Any]:
     from ipyparallel.engine.app import IPEngine
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,13 +17,18 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import lab
 from lab import models
+from lab.bench.rehearsals import _row
 from lab.cli import main
 from lab.errors import DivergedError, LabError, RecipeError
-from lab.hardware import outside_workspace
+from lab.hardware import nccl_workspace, outside_workspace
+from lab.memory.cuda import History
+from lab.report import rehearsal_text
 from lab.rungs import RUNGS
+from lab.units import GiB
 from lab.verbs.plan import Plan
 from lab.verbs.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
-from lab.verbs.rehearse import _capped, _check_limit
+from lab.verbs.rehearse import _beyond, _capped, _limit
+from lab_tests.test_cuda_meter import Card
 
 TOKENS = 512
 
@@ -167,17 +173,52 @@ def test_what_this_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch:
             lab.rehearse("tiny", "plain", tokens=256, ranks=1)
 
 
-def test_a_cap_above_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = type("Card", (), {"total_memory": 80 * 2**30})
-    fractions: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    with pytest.raises(LabError, match=r"device_memory=81.0 GiB: the GPU has 80.0 GiB"):
-        _check_limit("cuda", 81 * 2**30)
-    _check_limit("cuda", 80 * 2**30)
-    with pytest.raises(ZeroDivisionError), _capped("cuda", 60 * 2**30):
-        raise ZeroDivisionError
-    assert fractions == [0.75, 1.0]
+def test_a_cap_up_to_2_gib_above_the_gpu_is_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)  # of 79 GiB
+    with pytest.raises(LabError, match=r"device_memory=81.1 GiB: the GPU has 79.0 GiB") as caught:
+        _limit("cuda", 81 * GiB + GiB // 10)
+    assert "\n" not in str(caught.value)
+    asked = [None, 60 * GiB, 79 * GiB, 80 * GiB, 81 * GiB]
+    assert [_limit("cuda", each) for each in asked] == [None, 60 * GiB, 79 * GiB, 79 * GiB, 79 * GiB]
+    assert _limit("cpu", 90 * GiB) == 90 * GiB
+    with _capped("cuda", 79 * GiB, 8):
+        # 0.75 GiB are outside torch, and a rank of eight has NCCL's buffers there too.
+        assert card.fractions == [pytest.approx((78.25 * GiB - nccl_workspace(8)) / (79 * GiB))]
+    # Kernels that the step loads are found when it has ended.
+    loaded = History(device_peak=60 * GiB, reserved_peak=70 * GiB, outside_torch=GiB)
+    assert _beyond(loaded, 61 * GiB, ranks=1) == _beyond(loaded, None, ranks=8) == ""
+    assert _beyond(loaded, 61 * GiB - 1, ranks=1) == "1.00 GiB outside torch, the limit is 61.0 GiB"
+    assert "outside torch" in _beyond(loaded, 61 * GiB, ranks=8)
+    assert 2 * GiB < nccl_workspace(8) == outside_workspace(8) - outside_workspace(1)
+
+
+def test_the_report_says_what_the_allocator_did_and_which_limit_it_had() -> None:
+    found = lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=1, device_memory="1GiB")
+    assert "device memory 1.00 GiB\n" in rehearsal_text(found)
+    on_cuda = replace(
+        found, reserved_peak=3 * GiB, alloc_retries=5, outside_torch=GiB, device_memory=79 * GiB,
+        device_memory_asked=80 * GiB,
+    )  # fmt: skip
+    text = rehearsal_text(on_cuda)
+    assert "device memory 79.0 GiB, all that the GPU has: 80.0 GiB were asked for\n" in text
+    assert ", 3.00 GiB reserved (5 retries), 1.00 GiB outside torch\n" in text
+    said = on_cuda.to_json()
+    assert (said["reserved_peak"], said["alloc_retries"], said["device_memory"]) == (3 * GiB, 5, 79 * GiB)
+    row = _row("fsdp", TOKENS, {"fsdp": on_cuda}, None)
+    assert (row["reserved, GiB"], row["retries"]) == (3, 5)
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_commands_on_a_gpu_use_segments_that_grow(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: "backend:native"} if name else {}
+    for arguments in (["bench", "meter", "--help"], ["rehearse", "none", "--tokens", "8", "--ranks", "1"]):
+        for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.setenv(each, "backend:native")
+            if each != name:
+                monkeypatch.delenv(each)
+        CliRunner().invoke(main, arguments)
+        found = {each: value for each, value in os.environ.items() if each.endswith("ALLOC_CONF")}
+        assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 def test_the_bench_of_every_recipe() -> None:

@@ -18,8 +18,9 @@ class Node8(Local):
 
     numa: bool = option(True, "bind each rank to the cores of its GPU's NUMA node: offload crosses no socket")
     allocator: str = option(
-        "expandable_segments:True",
-        "PYTORCH_ALLOC_CONF: segments that grow; tiles and stages of many sizes fragment fixed ones",
+        "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
+        "PYTORCH_ALLOC_CONF: segments that grow, as tiles of many sizes fragment fixed ones; host "
+        "memory that eight threads a rank touch before it is pinned, for all ranks pin in the first step",
     )
     nvls: bool = option(
         False,
@@ -53,7 +54,8 @@ class Node8(Local):
         """Return why each of them is set."""
         return {
             "CUDA_DEVICE_ORDER": "device numbers are nvidia-smi's, by which NUMA nodes are looked up",
-            "PYTORCH_ALLOC_CONF": "segments that grow: tiles and stages of many sizes fragment fixed ones",
+            "PYTORCH_ALLOC_CONF": "segments that grow, as tiles of many sizes fragment fixed ones; "
+            "and threads that pin host memory, for all ranks pin in the first step",
             "NCCL_NVLS_ENABLE": "NVLink SHARP would take device memory outside torch's view",
             "NCCL_IB_DISABLE": "one node needs no network adapter",
         }

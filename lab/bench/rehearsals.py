@@ -17,8 +17,8 @@ from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory, RehearsalTooLar
 from lab.verbs.rehearse import machine_for, rehearse
 
 COLUMNS = (
-    "recipe", "tokens", "peak, GiB", "planned / peak", "host, GiB", "seconds", "over tiling", "over upipe",
-    "failed", "machine",
+    "recipe", "tokens", "peak, GiB", "reserved, GiB", "retries", "planned / peak", "host, GiB", "seconds",
+    "over tiling", "over upipe", "failed", "machine",
 )  # fmt: skip
 
 
@@ -29,9 +29,10 @@ FAILURES = (RecipeError, RehearsalOutOfMemory, RehearsalTooLarge, DivergedError,
 def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings: Any) -> Iterator[Row]:
     """Yield a row a context and recipe, all as one rank of many: bytes, seconds, and these over others'.
 
-    ``settings`` are those of ``lab.rehearse``. "over tiling" is a step over the rung below UPipe's, the same
-    stack with Ulysses alone; "over upipe" is over that rung with every layer recomputed in full. A row
-    that does not fit, that is refused, or in which a kernel fails has that error's first line in "failed".
+    ``settings`` are those of ``lab.rehearse``. "reserved" and "retries" are the CUDA allocator's, and absent
+    on CPU. "over tiling" is a step over the rung below UPipe's, the same stack with Ulysses alone; "over
+    upipe" is over that rung with every layer recomputed in full. A row that does not fit, that is refused, or
+    in which a kernel fails has that error's first line in "failed".
 
     Raises:
         LabError: a model, text or size with which no recipe can be rehearsed.
@@ -60,6 +61,8 @@ def _row(name: str, tokens: int, found: dict[str, Rehearsal]) -> Row:
         one = found[name]
         row |= {
             "peak, GiB": one.device_peak / GiB,
+            "reserved, GiB": None if one.reserved_peak is None else one.reserved_peak / GiB,
+            "retries": one.alloc_retries,
             "planned / peak": one.plan_over_measured,
             "host, GiB": one.host_peak / GiB,
             "seconds": one.step_seconds,

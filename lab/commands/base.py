@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,6 +63,16 @@ def status(first: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(first) as status:
         yield status.update
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator use segments that grow, unless the environment sets the allocator already.
+
+    Near the limit, segments of fixed sizes reserve several GiB more than they hold. Torch reads the variable
+    once, at the first use of CUDA: a command calls this before it imports torch.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def only(keys: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import JSON, TEXT, TOKENIZER, plainly, status
+from lab.commands.base import JSON, TEXT, TOKENIZER, grow_segments, plainly, status
 
 if TYPE_CHECKING:
     from lab.bench.table import Row, Say
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.group()
 def bench() -> None:
     """Measure ratios, each within one run on this machine."""
+    grow_segments()
 
 
 OUT = click.option(

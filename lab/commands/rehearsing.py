@@ -6,7 +6,18 @@ from typing import Any
 
 import click
 
-from lab.commands.base import JSON, RECIPE, SET, TEXT, TOKENIZER, TOKENS, answer, plainly, status
+from lab.commands.base import (
+    JSON,
+    RECIPE,
+    SET,
+    TEXT,
+    TOKENIZER,
+    TOKENS,
+    answer,
+    grow_segments,
+    plainly,
+    status,
+)
 
 
 @click.command()
@@ -28,6 +39,7 @@ from lab.commands.base import JSON, RECIPE, SET, TEXT, TOKENIZER, TOKENS, answer
 @plainly
 def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """One training step of MODEL as one rank of many, measured; each peer is stood in for by the rank."""
+    grow_segments()
     from lab.recipe import parse_knobs
     from lab.report import rehearsal_text
     from lab.verbs.rehearse import rehearse

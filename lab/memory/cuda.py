@@ -11,17 +11,40 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
+from lab.errors import LabError
 from lab.memory.meter import ACTIVATIONS, OTHER, Meter
 from lab.memory.timeline import Timeline, TimelineBuilder
+from lab.units import format_bytes
 
 Event = Mapping[str, Any]
 """One of the allocator's history: ``action``, ``size`` in bytes, ``time_us`` since the epoch."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What the allocator says of a step.
+
+    Attributes:
+        events: all that it did, in order.
+        device_peak: the most bytes allocated at once.
+        reserved_peak: the most bytes that it held of the device at once, allocated or cached.
+        retries: how often it gave its cache back and asked the device again, near the limit.
+        outside_torch: bytes of the device that are taken and not the allocator's: CUDA's context, libraries,
+            NCCL, other processes.
+    """
+
+    events: Sequence[Event] = ()
+    device_peak: int = 0
+    reserved_peak: int = 0
+    retries: int = 0
+    outside_torch: int = 0
 
 
 class Allocator(Protocol):
@@ -30,8 +53,8 @@ class Allocator(Protocol):
     def begin(self) -> int:
         """Start recording, forget earlier peaks; return the bytes that are allocated."""
 
-    def end(self) -> tuple[Sequence[Event], int, int, int]:
-        """Stop; return the history, the allocated and the reserved peak, and bytes outside torch."""
+    def end(self) -> History:
+        """Stop recording; return what happened since ``begin``."""
 
 
 class CudaAllocator:
@@ -43,16 +66,22 @@ class CudaAllocator:
         torch.cuda.reset_peak_memory_stats()
         # Without stacks: the meter knows better names, and they would cost most of the time.
         torch.cuda.memory._record_memory_history("all", context=None)
+        self._retries: int = torch.cuda.memory_stats()["num_alloc_retries"]
         return torch.cuda.memory_allocated()
 
-    def end(self) -> tuple[Sequence[Event], int, int, int]:
-        """See ``Allocator``. Outside torch are CUDA's context, NCCL, and other processes."""
+    def end(self) -> History:
+        """See ``Allocator``."""
         torch.cuda.synchronize()
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(None)
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        return events, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), outside
+        stats = torch.cuda.memory_stats()
+        return History(
+            events,
+            stats["allocated_bytes.all.peak"],
+            stats["reserved_bytes.all.peak"],
+            stats["num_alloc_retries"] - self._retries,
+            outside_torch(),
+        )
 
 
 class AllocatedPeak:
@@ -74,16 +103,15 @@ class AllocatedPeak:
 class CudaMeter:
     """A step's meter on CUDA: ``measure`` and ``phase`` as the meter's, for one step.
 
-    ``device_peak``, ``reserved_peak`` and ``outside_torch`` are bytes, known when the step has ended.
+    ``history`` is the allocator's, known when the step has ended.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self._began = time.time()
-        self._meter = Meter(clock=time.time)
+        self._meter = Meter(clock=time.time, every_operator=True)
         self._held = 0
-        self._events: Sequence[Event] = ()
-        self.device_peak = self.reserved_peak = self.outside_torch = 0
+        self.history = History()
 
     @contextmanager
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -93,7 +121,7 @@ class CudaMeter:
             with self._meter.measure(model, optimizer):
                 yield
         finally:
-            self._events, self.device_peak, self.reserved_peak, self.outside_torch = self._allocator.end()
+            self.history = self._allocator.end()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -103,15 +131,17 @@ class CudaMeter:
 
     def timeline(self) -> Timeline:
         """The allocator's bytes over time, by the meter's names."""
-        return named(self._events, self._held, self._meter.timeline(), self._began)
+        return named(self.history.events, self._held, self._meter.timeline(), self._began)
 
 
 def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> Timeline:
     """The allocator's history as a timeline: ``held`` bytes at first, a row for each event that changes that.
 
-    ``meter`` is what the dispatcher saw meanwhile, in seconds since ``began``, itself since the epoch. Each
-    row takes its names and its split from the meter's row at or before it. Bytes of which the meter does not
-    know are *other*; where it still counts some that were given back, *activations* are that much less.
+    ``meter`` is what the dispatcher saw meanwhile, in seconds since ``began``, itself since the epoch: a row
+    for each operator, added when it has returned. The allocator is asked while an operator runs, so each
+    event takes its names and its split from the meter's first row at or after it; what follows the last row
+    takes that one's. Bytes of which the meter does not know are *other*; where it counts some that were given
+    back, or are not taken yet, *activations* are that much less.
     """
     rows = TimelineBuilder()
     for event in events:
@@ -121,7 +151,7 @@ def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> 
             continue
         held += change
         seconds = event["time_us"] / 1e6 - began
-        row = max(int(np.searchsorted(meter.seconds, seconds, side="right")) - 1, 0)
+        row = min(int(np.searchsorted(meter.seconds, seconds, side="left")), len(meter) - 1)
         at, split = meter.moment(row), meter.device[row].copy()
         split[OTHER] = held - split[:OTHER].sum()
         if split[OTHER] < 0:
@@ -137,3 +167,33 @@ def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> 
             step=at.step,
         )
     return rows.since(0)
+
+
+def outside_torch() -> int:
+    """Bytes of the current device that are taken and that torch's allocator does not hold."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+@contextmanager
+def capped(limit: int, absent: int) -> Iterator[None]:
+    """In the block the current device has ``limit`` bytes in all, as a smaller one would have.
+
+    The allocator may hold what is left of them: less what is outside torch when the block begins, and less
+    ``absent``, the bytes that a rank would hold outside torch and that this process does not (NCCL's).
+
+    Raises:
+        LabError: nothing would be left.
+    """
+    taken = outside_torch() + absent
+    if taken >= limit:
+        raise LabError(
+            f"device_memory={format_bytes(limit)}: {format_bytes(taken)} of it are outside torch (CUDA's "
+            "context, NCCL, other processes); give more than that"
+        )
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction((limit - taken) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -58,7 +58,8 @@ class Meter(Observer):
 
     A plan gives the ``clock`` of the device that it stands for, and the ``workspace`` that its kernels take.
     With a ``limit``, in bytes, the operator after which the device holds more raises OutOfMemory: a CPU rank
-    runs out as a device of that size would.
+    runs out as a device of that size would. With ``every_operator`` the operators that change no bytes have a
+    row too.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Meter(Observer):
         clock: Callable[[], float] = time.perf_counter,
         workspace: Workspace = NO_WORKSPACE,
         limit: int | None = None,
+        every_operator: bool = False,
     ) -> None:
         super().__init__()
         self.rows = TimelineBuilder()
@@ -77,6 +79,7 @@ class Meter(Observer):
         self._sent, self._sent_at = 0, 0.0
         self._clock, self._start = clock, clock()
         self._limit = limit
+        self._every_operator = every_operator
         self._workspace = workspace
         self._live: dict[int, _Block] = {}
         self._held = [0] * (len(CATEGORIES) + 1)
@@ -145,7 +148,7 @@ class Meter(Observer):
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
         self._count(result, HOST if name == "lab.to_host" else OTHER)
         inside = self._workspace.inside(name, args)
-        if self._changed or inside:
+        if self._changed or inside or self._every_operator:
             module = self._paths.current()
             if module != self._swept:
                 self._sweep_gradients()

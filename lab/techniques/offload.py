@@ -41,11 +41,13 @@ def apply_offload(
     checkpointed attention takes. The host holds (L-1)*A + L*B, and the device in backward B more, the next
     to come.
     Costs: what the host holds goes over the bus in each direction, hidden where a layer computes longer than
-    its part travels. Pinned memory comes in powers of two (torch's host allocator rounds up), and what is
-    pinned no process can page out: at A = 5 GiB a layer holds 8. ``pinned`` bounds it, in bytes a rank (None:
-    half of this machine's memory, shared by its GPUs); what is beyond takes what it needs and waits for every
-    copy. ``prefetch=False`` brings an input back when its layer wants it: the device holds A in backward, one
-    A less, and the layer waits the whole way, L-1 times A over the bus's rate in a step.
+    its part travels. On the host a tensor lies in pieces that are powers of two, for torch's allocator of
+    pinned memory rounds each block up to one: at A = 5 GiB in two of 4 and 1 GiB. So A and B above are whole
+    pages of 4096 bytes. What is pinned no process can page out, and torch never gives it back. ``pinned``
+    bounds it, in bytes a rank, what earlier models of the process have pinned included (None: half of this
+    machine's memory, shared by its GPUs); what is beyond waits for every copy. ``prefetch=False`` brings an
+    input back when its layer wants it: the device holds A in backward, one A less, and the layer waits the
+    whole way, L-1 times A over the bus's rate in a step.
     Source: ALST (arXiv 2506.13996), its checkpoint offload; Untied Ulysses (arXiv 2602.21196)
     offloads block inputs: 31 x S x 8192 bytes for the 32 layers of Llama3-8B. That backward needs of an
     attention its output and LSE alone: FlashAttention (arXiv 2205.14135), appendix B.4.

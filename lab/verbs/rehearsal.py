@@ -18,15 +18,17 @@ class Measured:
     """What the steps of one rank gave.
 
     ``reserved_peak`` and ``outside_torch`` are bytes that torch's caching allocator holds, and that others
-    hold beside it (CUDA's context, libraries); None on CPU, where there is no such allocator. ``seconds`` are
-    by phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and the
-    meter's own time is in them. The peers' work on links is not: ``link_bytes`` is what would leave the rank
-    in a step.
+    hold beside it (CUDA's context, libraries); ``alloc_retries`` is how often the allocator had to give its
+    cache back to get more. The three are None on CPU, where there is no such allocator. ``seconds`` are by
+    phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and the meter's
+    own time is in them. The peers' work on links is not: ``link_bytes`` is what would leave the rank in a
+    step.
     """
 
     timeline: Timeline
     device_peak: int
     reserved_peak: int | None
+    alloc_retries: int | None
     outside_torch: int | None
     seconds: dict[str, float]
     timed_steps: int
@@ -48,7 +50,9 @@ class Measured:
 class Rehearsal(Measured):
     """One training step, measured as one rank of ``ranks``, of the model's first ``layers`` layers.
 
-    ``plan`` is of the same layers, ``whole`` of all ``of_layers``.
+    ``plan`` is of the same layers, ``whole`` of all ``of_layers``. ``device_memory`` is what the device was
+    taken to have, in bytes, and ``device_memory_asked`` what was asked for: more where that is the whole of
+    this GPU. Both are None without a limit.
     """
 
     title: str
@@ -59,6 +63,8 @@ class Rehearsal(Measured):
     layers: int
     of_layers: int
     machine: str
+    device_memory: int | None
+    device_memory_asked: int | None
     plan: Plan
     whole: Plan
 
@@ -102,8 +108,11 @@ class Rehearsal(Measured):
             "layers": self.layers,
             "of_layers": self.of_layers,
             "machine": self.machine,
+            "device_memory": self.device_memory,
+            "device_memory_asked": self.device_memory_asked,
             "device_peak": self.device_peak,
             "reserved_peak": self.reserved_peak,
+            "alloc_retries": self.alloc_retries,
             "outside_torch": self.outside_torch,
             "host_peak": self.host_peak,
             "planned_device_peak": self.plan.device_peak,

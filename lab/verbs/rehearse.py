@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -15,7 +15,8 @@ import torch
 from cluster.devices import check_driver, check_free
 from lab import models
 from lab.errors import LabError
-from lab.memory.cuda import CudaAllocator, CudaMeter
+from lab.hardware import nccl_workspace
+from lab.memory.cuda import CudaAllocator, CudaMeter, History, capped
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory, outside_the_meter
 from lab.memory.stopwatch import Stopwatch
@@ -23,7 +24,7 @@ from lab.recipe import Recipe
 from lab.rungs import recipe_for, title_of
 from lab.shrinking import first_layers
 from lab.step import train_step
-from lab.units import format_bytes, parse_bytes, parse_tokens
+from lab.units import GiB, format_bytes, parse_bytes, parse_tokens
 from lab.verbs.loopback import bytes_sent
 from lab.verbs.on_ranks import Training, checked, finite, worker_on
 from lab.verbs.one_rank import one_rank
@@ -32,6 +33,9 @@ from lab.verbs.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, Rehea
 
 Machine = Literal["cuda", "cpu"]
 Say = Callable[[str], None]
+
+MISSING = 2 * GiB
+"""How much less a GPU may report than its name says: an H100 of 80 GiB has 79.19."""
 
 
 def rehearse(
@@ -57,10 +61,13 @@ def rehearse(
     One step is measured in bytes, then ``steps`` more in seconds; with ``steps=0`` the one that is measured
     is timed too, and its seconds include the meter's. ``layers`` takes the model's first layers alone: what
     is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
-    ``device_memory`` stands for a smaller GPU. ``machine`` is where it runs, CUDA where there is any;
-    ``device`` names the hardware of the plan and of the links. ``watch`` is told what goes on. ``knobs`` are
-    set on a ladder's recipe by hand. Parameters are random unless the model is a directory with weights, in
-    whole.
+    ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
+    the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
+    random unless the model is a directory with weights, in whole.
+
+    ``device_memory`` stands for a smaller GPU, for all that it has: on CUDA the step gets what the context,
+    the libraries and NCCL's buffers (by the workspace model, for no peer is there) leave of it. A GPU reports
+    less than its name says, so up to 2 GiB more than it reports are the whole GPU.
 
     Raises:
         RehearsalOutOfMemory: it does not fit; the process can go on.
@@ -74,8 +81,8 @@ def rehearse(
         raise LabError(
             f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
         )
-    where, limit = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
-    _check_limit(where, limit)
+    where, asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
+    limit = _limit(where, asked)
     config = models.config_of(model)
     chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), config=config, **knobs)
     part = first_layers(model, layers, config=config)
@@ -109,6 +116,8 @@ def rehearse(
         layers=layers or config.num_hidden_layers,
         of_layers=config.num_hidden_layers,
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
+        device_memory=limit,
+        device_memory_asked=asked,
         plan=made,
         whole=whole,
     )
@@ -125,7 +134,7 @@ def _measured(
     metered, timed = Stopwatch(meter), Stopwatch()
     try:
         with (
-            _capped(where, limit),
+            _capped(where, limit, made.ranks),
             one_rank(training.recipe, made.ranks, "loopback", where, ring_rank=made.ring_rank) as mesh,
         ):
             say("making the model")
@@ -145,9 +154,13 @@ def _measured(
     timeline = meter.timeline()
     steps = timed.seconds or metered.seconds
     seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
-    peaks: tuple[int, int | None, int | None] = (timeline.device_peak, None, None)
+    peaks: tuple[int, int | None, int | None, int | None] = (timeline.device_peak, None, None, None)
     if isinstance(meter, CudaMeter):
-        peaks = meter.device_peak, meter.reserved_peak, meter.outside_torch
+        history = meter.history
+        peaks = history.device_peak, history.reserved_peak, history.retries, history.outside_torch
+        beyond = _beyond(history, limit, made.ranks)
+        if beyond:
+            return OutOfMemory(timeline.peak, None, beyond)
     return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, sent.total())
 
 
@@ -173,15 +186,21 @@ def machine_for(asked: str | None) -> Machine:
     return "cuda"
 
 
-def _check_limit(where: Machine, limit: int | None) -> None:
-    """Refuse a cap that is none."""
-    if where == "cuda" and limit is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        if limit > total:
-            raise LabError(
-                f"device_memory={format_bytes(limit)}: the GPU has {format_bytes(total)}; give at most that, "
-                "or leave it out"
-            )
+def _limit(where: Machine, asked: int | None) -> int | None:
+    """The bytes that the device is taken to have; None: as many as it has.
+
+    Raises:
+        LabError: more than 2 GiB above what the GPU has.
+    """
+    if where == "cpu" or asked is None:
+        return asked
+    total = torch.cuda.get_device_properties(0).total_memory
+    if asked > total + MISSING:
+        raise LabError(
+            f"device_memory={format_bytes(asked)}: the GPU has {format_bytes(total)}; give at most that, or "
+            "leave it out"
+        )
+    return min(asked, total)
 
 
 def _check_room(title: str, model: models.ModelLike, made: Plan, limit: int | None) -> None:
@@ -196,17 +215,20 @@ def _check_room(title: str, model: models.ModelLike, made: Plan, limit: int | No
         )
 
 
-@contextmanager
-def _capped(where: Machine, limit: int | None) -> Iterator[None]:
-    """A smaller GPU, as far as torch's allocator goes; on CPU the meter keeps the limit."""
-    if where == "cpu" or limit is None:
-        yield
-        return
-    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+def _capped(where: Machine, limit: int | None, ranks: int) -> AbstractContextManager[None]:
+    """A smaller GPU as one of ``ranks``; on CPU the meter keeps the limit."""
+    return nullcontext() if where == "cpu" or limit is None else capped(limit, nccl_workspace(ranks))
+
+
+def _beyond(history: History, limit: int | None, ranks: int) -> str:
+    """Why the step of one of ``ranks`` does not fit, though the allocator kept its cap; "" if it fits.
+
+    Kernels that were loaded in the step lie outside torch too, and the cap was set before it.
+    """
+    outside = history.outside_torch + nccl_workspace(ranks)
+    if limit is None or history.device_peak + outside <= limit:
+        return ""
+    return f"{format_bytes(outside)} outside torch, the limit is {format_bytes(limit)}"
 
 
 def _nobody(_: str) -> None:
