@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from lab.errors import ModelError
 
 PIECES = {"cpu": 2**15}
-"""Elements that are made at once, 48 bytes each, by the type of the device: on a CPU what fits its cache."""
+"""Elements that are made at once, 32 bytes each, by the type of the device: on a CPU what fits its cache."""
 
 PIECE = 2**20
 """The same on a device that is not named, for which the start of a kernel takes less time than the kernel."""
@@ -48,7 +48,7 @@ def fill(model: PreTrainedModel, seed: int) -> None:
         local, first_row = shard_of(parameter)
         kind = type(module)
         if isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight"):
-            normal_(local, seed=seed, name=name, start=first_row * parameter[0].numel(), std=std)
+            normal_(local, seed=seed, name=name, start=first_row * parameter.shape[1:].numel(), std=std)
             padding = module.padding_idx if isinstance(module, nn.Embedding) else None
             if padding is not None and first_row <= padding < first_row + len(local):
                 local[padding - first_row].zero_()
@@ -78,23 +78,25 @@ def normal_(out: Tensor, *, seed: int, name: str, start: int, std: float) -> Non
     generators (OOPSLA 2014).
     """
     key = _signed(int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little"))
-    mean = 4 * WORDS * 0xFFFF // 2
-    place = start
     for piece in out.view(-1).split(PIECES.get(out.device.type, PIECE)):
-        end = place + len(piece)
-        counter = torch.arange(WORDS * place, WORDS * end, WORDS, dtype=torch.int64, device=out.device)
-        counter.mul_(_signed(_STEP)).add_(key)
-        total, word, scratch = torch.zeros_like(counter), torch.empty_like(counter), torch.empty_like(counter)
-        for _ in range(WORDS):
-            _mix(word.copy_(counter.add_(_signed(_STEP))), scratch)
-            # Two sums of 16 bits in the halves of 64: six of them take 19 bits, so that none runs over.
-            total.add_(torch.bitwise_and(word, _LANES, out=scratch))
-            total.add_(word.bitwise_right_shift_(16).bitwise_and_(_LANES))
-        torch.bitwise_right_shift(total, 32, out=scratch)
-        total.bitwise_and_(0xFFFFFFFF).add_(scratch).sub_(mean)
-        # Exact up to here, and 20 bits wide: the product is the one rounding in fp32.
-        piece.copy_(total.to(torch.float32).mul_(std / 2**16))
-        place = end
+        # A sum is exact in fp32, and its product with this number is rounded once.
+        piece.copy_(_sums(key, start, len(piece), out.device).to(torch.float32).mul_(std / 2**16))
+        start += len(piece)
+
+
+def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
+    """The sums of 12 uniform whole numbers of 16 bits, less their mean, of ``count`` elements; int64."""
+    first, end = WORDS * start, WORDS * (start + count)
+    counter = torch.arange(first, end, WORDS, dtype=torch.int64, device=device)
+    counter.mul_(_signed(_STEP)).add_(key)
+    total, word, scratch = torch.zeros_like(counter), torch.empty_like(counter), torch.empty_like(counter)
+    for _ in range(WORDS):
+        _mix(word.copy_(counter.add_(_signed(_STEP))), scratch)
+        # Two sums of numbers of 16 bits, each in one half of 64: six of them take 19 bits.
+        total.add_(torch.bitwise_and(word, _LANES, out=scratch))
+        total.add_(word.bitwise_right_shift_(16).bitwise_and_(_LANES))
+    torch.bitwise_right_shift(total, 32, out=scratch)
+    return total.bitwise_and_(0xFFFFFFFF).add_(scratch).sub_(2 * WORDS * 0xFFFF)
 
 
 def _mix(word: Tensor, scratch: Tensor) -> None:
