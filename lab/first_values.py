@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from lab.errors import ModelError
@@ -59,13 +59,14 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 
 def shard_of(parameter: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a parameter that may be sharded over its rows, and the first of these rows."""
+    """What this rank holds of a parameter that FSDP may have sharded, and the first row of it."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return parameter.to_local(), offset[0]
+    # Of the mesh only the list of ranks is asked: DTensor may return one of an earlier group that compares
+    # equal, in which this process was another rank.
+    ranks: list[int] = parameter.device_mesh.mesh.tolist()
+    rows = -(-len(parameter) // len(ranks))
+    return parameter.to_local(), min(ranks.index(dist.get_rank()) * rows, len(parameter))
 
 
 def normal_(out: Tensor, *, seed: int, name: str, start: int, std: float) -> None:
