@@ -2,6 +2,7 @@
 
 import gc
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen3Config
 
 import lab
-from lab import models
+from lab import models, report
 from lab.compose import start
 from lab.errors import LabError, ModelError
 from lab.first_values import PIECES
@@ -21,9 +22,12 @@ from lab.recipe import Recipe
 from lab.rungs import recipe_for
 from lab.step import make_optimizer
 from lab.techniques.sharding import apply_replication
+from lab.verbs.fake_step import Question
 from lab.verbs.on_ranks import checked
 from lab.verbs.one_rank import one_rank
+from lab.verbs.plan import fake_model
 from lab.verbs.run import _train as train_on_rank
+from lab.verbs.starting import start_of
 from lab_tests.training import small
 
 FSDP = Recipe(fsdp=True)
@@ -88,10 +92,13 @@ def peaks(model, recipe):
 def test_a_start_holds_its_shard_and_one_piece(ranks4, recipe):
     chosen = recipe_for(recipe, "tiny", 4, 512)
     whole = sum(p.nbytes for p in models.build("tiny").parameters())
+    planned = lab.plan("tiny", chosen, tokens=512, ranks=4, workspace=False)
     for peak, with_optimizer, held, _ in ranks4.apply(peaks, "tiny", chosen):
         assert held == whole // 4
         assert held < peak <= held + SCRATCH + 1024
         assert 3 * held <= with_optimizer <= 3 * held + 1024
+        assert planned.start.device == with_optimizer
+    assert planned.peak == planned.timeline.peak
 
 
 def test_a_start_from_files_holds_its_shard_and_maps_one_parameter(ranks4, tmp_path):
@@ -103,8 +110,23 @@ def test_a_start_from_files_holds_its_shard_and_maps_one_parameter(ranks4, tmp_p
 
 def test_a_callables_model_arrives_whole(ranks4):
     whole = sum(p.nbytes for p in models.build("tiny").parameters())
-    for peak, _, _, _ in ranks4.apply(peaks, lambda: models.build("tiny"), FSDP):
+    model, tokens = partial(models.build, "tiny"), 32
+    planned = lab.plan(model, FSDP, tokens=tokens, ranks=4, workspace=False)
+    for peak, _, _, _ in ranks4.apply(peaks, model, FSDP):
         assert peak > whole
+        assert planned.start.device == pytest.approx(peak, abs=1024)
+    # So few tokens need less than the start, and the plan says so.
+    assert planned.timeline.device_peak < planned.device_peak == planned.start.device
+    assert planned.peak.phase == "start"
+    assert planned.limit is None
+    assert "at the peak   start: check_same_model" in report.plan_text(planned)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
+def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
+    """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
+    question = Question(name, FSDP, 2**20, ranks=8, rows=1, ranks_per_node=8, device="h100", workspace=True)
+    assert start_of(question, fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
 
 
 # ---- from files ------------------------------------------------------------------------------------------
