@@ -7,11 +7,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from lab.decoder import check_untouched, decoder_of
+from lab import models
+from lab.decoder import check_materialized, check_untouched, decoder_of
 from lab.recipe import Recipe
-from lab.techniques.agreement import check_same_model, refuse_together
+from lab.techniques.agreement import check_same, check_same_model, refuse_together
 from lab.techniques.attention import Kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
@@ -30,11 +31,42 @@ from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe import apply_upipe
 
 
+def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> PreTrainedModel:
+    """Make a model on the mesh's device, to be trained under a recipe; every rank calls this.
+
+    With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
+    memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
+    arrives whole, and without ``fsdp`` every rank holds it whole.
+
+    Raises:
+        LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
+    """
+    device = torch.device(mesh.device_type)
+    if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
+        whole = models.build(model, seed=seed, device=device)
+        whole.train()
+        apply_recipe(whole, recipe, mesh)
+        return whole
+    outline = models.outline(model, seed=seed)
+    outline.model.train()
+    apply_recipe(outline.model, recipe, mesh)
+    origin = refuse_together(outline.origin, mesh.get_group())
+    check_same(
+        "the seed, or the files of the weights, differ",
+        origin,
+        mesh.get_group(),
+        "give every rank the same seed, and a copy of the same files",
+    )
+    outline.materialize(device)
+    return outline.model
+
+
 def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
     and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
+    With ``fsdp`` the parameters may be on the meta device, to be given memory afterwards, see ``start``.
     A hook of yours on a layer sees what this rank holds: its part of the sequence, and of a batch.
 
     Raises:
@@ -94,6 +126,8 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
 def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
     """Whether this recipe can be right for this model on this machine; the kernel of its attention."""
     check_untouched(model)
+    if not recipe.fsdp:
+        check_materialized(model)
     decoder = decoder_of(model)
     recipe.check(model.config, mesh.size())
     dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else model.dtype

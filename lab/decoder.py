@@ -335,6 +335,17 @@ def decoder_of(model: nn.Module) -> Decoder:
     )
 
 
+def check_materialized(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no memory yet, for what would be lost when they are given some.
+
+    Raises:
+        ModelError: the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"{name} has no memory (device meta): load the model's weights first")
+
+
 def check_untouched(model: nn.Module) -> None:
     """Refuse a transformers model that techniques were applied to, or that checkpoints itself.
 
@@ -460,8 +471,6 @@ def _check_shared(model: PreTrainedModel) -> None:
                 f"{name} is {earlier} again: modules and parameters in two places are not supported, but for "
                 "a head that is the embedding; give each layer its own"
             )
-        if isinstance(part, nn.Parameter) and part.is_meta:
-            raise ModelError(f"{name} has no memory (device meta): load the model's weights first")
         if isinstance(part, nn.Parameter) and not part.is_contiguous():
             raise ModelError(f"{name} is not contiguous in memory: set it to a parameter of .contiguous()")
 

@@ -8,24 +8,29 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from lab.decoder import SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
+from lab.first_values import fill
 from lab.presets import PRESETS
 from lab.units import check_counts
+from lab.weight_files import WeightFiles, allocate
 
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
@@ -51,47 +56,103 @@ def config_of(model: ModelLike) -> PretrainedConfig:
     return PRESETS[str(model)]()
 
 
-def build(model: ModelLike, *, seed: int = 0, weights: bool = True) -> PreTrainedModel:
-    """Make the model: a directory's own weights where it has them, else random ones, the same for a seed.
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A model on the meta device, with real buffers, and where its parameters' values come from.
 
-    Without ``weights`` a directory's are not read: its config makes the model, in the dtype that they would
-    have, under fake tensors too. Parameters are fp32 unless the config beside the weights says otherwise. The
-    caller's config and random state are kept.
+    Attributes:
+        model: its parameters have shapes and dtypes, and no memory yet. Techniques can be applied to it.
+        seed: of the first values, where there are no files.
+        files: the weights, if the directory has any that are to be read.
+    """
+
+    model: PreTrainedModel
+    seed: int
+    files: WeightFiles | None
+
+    def origin(self) -> str:
+        """A text that differs where the values would.
+
+        Raises:
+            ModelError: files that do not fit the model or cannot be read.
+        """
+        if self.files is None:
+            return f"seed {self.seed}"
+        with _refused(f"the weights in {self.files.folder} cannot be loaded"):
+            return self.files.digest(self.model)
+
+    def materialize(self, device: torch.device) -> None:
+        """Give the model its parameters on ``device``, in place; of sharded ones, this rank's shards.
+
+        Beside these it holds one piece of a parameter (``lab.first_values.PIECES``), or one shard read from
+        the files.
+
+        Raises:
+            ModelError: as ``origin``.
+        """
+        allocate(self.model, device)
+        if self.files is None:
+            fill(self.model, self.seed)
+            return
+        with _refused(f"the weights in {self.files.folder} cannot be loaded"):
+            self.files.load(self.model)
+
+
+def outline(model: str | Path | PretrainedConfig, *, seed: int = 0, weights: bool = True) -> Outline:
+    """Make the model without memory for its parameters; a callable's model arrives whole, and has no outline.
+
+    Without ``weights`` those of a directory are not read, and random ones of the dtype that they would have
+    take their place. Parameters are fp32 unless the config beside the weights says otherwise. The caller's
+    config and random state are kept.
 
     Raises:
-        ModelError: as ``config_of``; or weights that do not fit or cannot be read.
+        ModelError: as ``config_of``; weights that are not safetensors.
     """
-    if callable(model) and not isinstance(model, PretrainedConfig):
-        return _called(model)
     config = copy.deepcopy(config_of(model))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
     own = folder is not None and any(folder.glob("*.safetensors*"))
     if folder is not None and not own and any(folder.glob("*.bin*")):
         raise ModelError(f"{folder} holds weights, but none as safetensors, the one format that is read")
     dtype = (config.dtype if own else None) or torch.float32
-    if own and weights:
-        with _refused(f"the weights in {folder} cannot be loaded"):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                local_files_only=True,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                output_loading_info=True,
-            )
-        built, report = loaded
-        if report["missing_keys"]:
-            # transformers would fill them with random numbers.
-            raise ModelError(f"the weights in {folder} lack {', '.join(sorted(report['missing_keys'])[:3])}")
-    else:
-        with (
-            torch.random.fork_rng(devices=[]),
-            _refused(f"no {config.model_type} can be made of this config"),
-        ):
-            torch.manual_seed(seed)
+    with _refused(f"no {config.model_type} can be made of this config"):
+        with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        assert isinstance(built, PreTrainedModel)
+        # The one module of these families that has buffers. It computes them when it is made.
+        made: Any = built.model
+        made.rotary_emb = type(made.rotary_emb)(made.rotary_emb.config)
     built.config.use_cache = False
-    assert isinstance(built, PreTrainedModel)
-    return built
+    files = None
+    if folder is not None and own and weights:
+        with _refused(f"the weights in {folder} cannot be loaded"):
+            files = WeightFiles(folder)
+            if (folder / "generation_config.json").is_file():
+                built.generation_config = GenerationConfig.from_pretrained(folder)
+        built.eval()
+    return Outline(built, seed, files)
+
+
+def build(
+    model: ModelLike, *, seed: int = 0, weights: bool = True, device: torch.device | None = None
+) -> PreTrainedModel:
+    """Make the model: a directory's own weights where it has them, else random ones, the same for a seed.
+
+    Its parameters are made on ``device``, by default torch's default device. Under fake tensors, and on the
+    meta device, they have no values. All else is as ``outline`` has it.
+
+    Raises:
+        ModelError: as ``config_of``; or weights that do not fit or cannot be read.
+    """
+    place = device or torch.get_default_device()
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        called = _called(model)
+        return called if device is None else called.to(device)  # type: ignore[arg-type]
+    made = outline(model, seed=seed, weights=weights)
+    if detect_fake_mode() is not None:
+        allocate(made.model, place)
+    elif place.type != "meta":
+        made.materialize(place)
+    return made.model
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

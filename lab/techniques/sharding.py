@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lab.decoder import decoder_of
+from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.exchange import settled
 from lab.techniques.precision import wider
@@ -120,11 +120,15 @@ def apply_replication(
     A tensor hook sums the gradient before it is added to ``.grad``, so accumulation over several backward
     passes stays right. With ``compute_dtype`` it is FSDP with each rank a shard group of its own, which holds
     a cast copy of one layer at a time. Source: plain data parallelism.
+
+    Raises:
+        ModelError: parameters on the meta device, whose hooks would be lost with them.
     """
     if compute_dtype is not None:
         alone = refolded(mesh, (-1, 1), ("replicate", "shard"))
         apply_fsdp(model, mesh=alone, compute_dtype=compute_dtype)
         return
+    check_materialized(model)
     if mesh.size() == 1:
         return
     group = mesh.get_group()

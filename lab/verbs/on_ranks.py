@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import data, models
 from lab.batches import Batch, shard_batch
-from lab.compose import apply_recipe
+from lab.compose import start
 from lab.errors import DivergedError, LabError
 from lab.recipe import Recipe
 from lab.rungs import recipe_for
@@ -159,10 +159,7 @@ def worker(training: Training) -> Worker:
 
 def worker_on(training: Training, mesh: DeviceMesh) -> Worker:
     """The same on a mesh over all ranks."""
-    model = models.build(training.model, seed=training.seed)
-    model.to(torch.device(mesh.device_type))  # type: ignore[arg-type]
-    model.train()
-    apply_recipe(model, training.recipe, mesh)
+    model = start(training.model, training.recipe, mesh, seed=training.seed)
     optimizer = make_optimizer(model, learning_rate=training.learning_rate)
     source = data.encode(
         data.read_text(training.text), tokenizer=training.tokenizer, vocab_size=model.config.vocab_size

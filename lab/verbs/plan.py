@@ -27,6 +27,7 @@ from lab.verbs.extending import DEEP, SHALLOW, extended
 from lab.verbs.fake_step import Question, fake_step
 from lab.verbs.one_rank import ring_ranks
 from lab.verbs.remembered import Step, remembered
+from lab.verbs.starting import start_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +35,9 @@ class Plan:
     """One training step, planned: the bytes of a rank that holds the most.
 
     It is the first rank of ``ring_rank``. ``device_memory`` is bytes a device, ``host_memory`` bytes a node
-    of ``ranks_per_node`` ranks; None where no limit was given. ``notes`` are sentences on what the plan does
-    not count, or what a GPU would refuse. ``planning_seconds`` is what the plan took to make.
+    of ``ranks_per_node`` ranks; None where no limit was given. ``start`` is the highest moment before the
+    first step. ``notes`` are sentences on what the plan does not count, or what a GPU would refuse.
+    ``planning_seconds`` is what the plan took to make.
     """
 
     title: str
@@ -47,6 +49,7 @@ class Plan:
     ring_rank: int
     device: str
     timeline: Timeline
+    start: Moment
     costs: Costs
     device_memory: int | None
     host_memory: int | None
@@ -55,8 +58,8 @@ class Plan:
 
     @property
     def device_peak(self) -> int:
-        """The most device bytes the rank holds at once."""
-        return self.timeline.device_peak
+        """The most device bytes the rank holds at once, in the step or at the start."""
+        return max(self.timeline.device_peak, self.start.device)
 
     @property
     def host_peak(self) -> int:
@@ -70,8 +73,8 @@ class Plan:
 
     @property
     def peak(self) -> Moment:
-        """The instant of the device peak: its op names what to do next."""
-        return self.timeline.peak
+        """The instant of the device peak: its op names what to do next; of phase "start" if it is there."""
+        return self.start if self.start.device > self.timeline.device_peak else self.timeline.peak
 
     @property
     def limit(self) -> Literal["device", "host"] | None:
@@ -117,6 +120,7 @@ class Plan:
             "tokens": self.tokens,
             "ranks": self.ranks,
             "device_peak": self.device_peak,
+            "start_peak": self.start.device,
             "host_peak": self.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
             "fits": self.fits,
@@ -183,6 +187,7 @@ def plan(
         ring_rank=ring_rank,
         device=hardware(device).name,
         timeline=timeline,
+        start=start_of(question, skeleton),
         costs=costs,
         device_memory=memory[0],
         host_memory=memory[1],

@@ -95,8 +95,9 @@ class Rehearsal(Measured):
         return self.rows * self.tokens / self.ranks / seconds
 
     def _planned(self, made: Plan) -> int:
-        """Of a plan's peak what was measured too: on CUDA the allocator's, and not what is outside torch."""
-        return made.device_peak - (0 if self.outside_torch is None else outside_workspace(self.ranks))
+        """Of the peak of a planned step what was measured too: on CUDA not what is outside torch."""
+        outside = 0 if self.outside_torch is None else outside_workspace(self.ranks)
+        return made.timeline.device_peak - outside
 
     def to_json(self) -> dict[str, Any]:
         """The answers as plain values, without the timeline."""

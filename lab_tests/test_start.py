@@ -1,0 +1,251 @@
+"""A start under FSDP: each rank makes or reads its shard alone, as a part of the whole model."""
+
+import gc
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import Qwen2Config, Qwen3Config
+
+import lab
+from lab import models, report
+from lab.compose import start
+from lab.errors import LabError, ModelError
+from lab.first_values import PIECES
+from lab.memory.meter import Meter
+from lab.recipe import Recipe
+from lab.rungs import recipe_for
+from lab.step import make_optimizer
+from lab.techniques.sharding import apply_replication
+from lab.verbs.fake_step import Question
+from lab.verbs.on_ranks import checked
+from lab.verbs.one_rank import one_rank
+from lab.verbs.plan import fake_model
+from lab.verbs.run import _train as train_on_rank
+from lab.verbs.starting import start_of
+from lab_tests.training import small
+
+FSDP = Recipe(fsdp=True)
+MODELS = {
+    "rows that no number of ranks divides": small(vocab_size=101, head_dim=6, pad_token_id=55),
+    "a tied head": small(tie_word_embeddings=True),
+    "biases": small(Qwen2Config),
+    "norms of heads": small(Qwen3Config),
+}
+SCRATCH = 33 * PIECES["cpu"]
+
+
+def shards(model):
+    return {name: p.to_local().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_shards_of_any_number_of_ranks_are_the_whole_model(config, ranks):
+    whole = models.build(config, seed=3)
+    made = []
+    for rank in range(ranks):
+        # A ring, for its ranks can be taken one by one.
+        with one_rank(Recipe(ring=ranks), ranks, "loopback", ring_rank=rank) as mesh:
+            model = start(config, FSDP, mesh, seed=3)
+            made.append(shards(model))
+            assert model.training
+            for buffer, other in zip(model.buffers(), whole.buffers(), strict=True):
+                assert torch.equal(buffer, other)
+    assert list(made[0]) == [name for name, _ in whole.named_parameters()]
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(torch.cat([one[name] for one in made]), parameter), name
+
+
+def losses(model, recipe, **settings):
+    """Runs on every rank: the losses of two steps."""
+    told, _, _ = checked(model, recipe, ranks=dist.get_world_size(), tokens=40, steps=2, rows=3, **settings)
+    return train_on_rank(told, None)[0]
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_start_by_shards_trains_as_one_of_the_whole_model(ranks4, digits, config):
+    by_shards = ranks4.apply(losses, config, FSDP, text=digits)
+    whole = ranks4.apply(losses, lambda: models.build(config), FSDP, text=digits)
+    assert by_shards == whole
+
+
+def peaks(model, recipe):
+    """Runs on every rank: what a start holds at most, then with the optimizer, and the bytes of the shard."""
+    gc.collect()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    meter, other = Meter(), Meter()
+    with meter.measure(nn.Module()), meter.phase("start"):
+        made = start(model, recipe, mesh)
+    with other.measure(made), other.phase("start"):
+        make_optimizer(made, learning_rate=1e-3)
+    held = sum(p.to_local().untyped_storage().nbytes() for p in made.parameters())
+    return meter.timeline().device_peak, other.timeline().device_peak, held, sum(map(len, shards(made)))
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", "upipe"])
+def test_a_start_holds_its_shard_and_one_piece(ranks4, recipe):
+    chosen = recipe_for(recipe, "tiny", 4, 512)
+    whole = sum(p.nbytes for p in models.build("tiny").parameters())
+    planned = lab.plan("tiny", chosen, tokens=512, ranks=4, workspace=False)
+    for peak, with_optimizer, held, _ in ranks4.apply(peaks, "tiny", chosen):
+        assert held == whole // 4
+        assert held < peak <= held + SCRATCH + 1024
+        assert 3 * held <= with_optimizer <= 3 * held + 1024
+        assert planned.start.device == with_optimizer
+    assert planned.peak == planned.timeline.peak
+
+
+def test_a_start_from_files_holds_its_shard_and_maps_one_parameter(ranks4, tmp_path):
+    models.save(models.build("tiny", seed=5), tmp_path)
+    largest = models.build("tiny").lm_head.weight.nbytes
+    for peak, _, held, _ in ranks4.apply(peaks, tmp_path, FSDP):
+        assert held < peak <= held + largest + 1024
+
+
+def test_a_callables_model_arrives_whole(ranks4):
+    whole = sum(p.nbytes for p in models.build("tiny").parameters())
+    model, tokens = partial(models.build, "tiny"), 32
+    planned = lab.plan(model, FSDP, tokens=tokens, ranks=4, workspace=False)
+    for peak, _, _, _ in ranks4.apply(peaks, model, FSDP):
+        assert peak > whole
+        assert planned.start.device == pytest.approx(peak, abs=1024)
+    # So few tokens need less than the start, and the plan says so.
+    assert planned.timeline.device_peak < planned.device_peak == planned.start.device
+    assert planned.peak.phase == "start"
+    assert planned.limit is None
+    assert "at the peak   start: check_same_model" in report.plan_text(planned)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
+def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
+    """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
+    question = Question(name, FSDP, 2**20, ranks=8, rows=1, ranks_per_node=8, device="h100", workspace=True)
+    assert start_of(question, fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
+
+
+# ---- from files ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    models.build(MODELS["rows that no number of ranks divides"], seed=8).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def of_rank(folder, rank, ranks=4):
+    with one_rank(Recipe(ring=ranks), ranks, "loopback", ring_rank=rank) as mesh:
+        return shards(start(folder, FSDP, mesh))
+
+
+def together(folder):
+    made = [of_rank(folder, rank) for rank in range(4)]
+    return {name: torch.cat([one[name] for one in made]) for name in made[0]}
+
+
+def test_shards_of_a_directorys_weights_are_the_weights(folder):
+    whole = models.build(folder)
+    for name, parameter in together(folder).items():
+        assert torch.equal(parameter, whole.get_parameter(name)), name
+    assert torch.equal(whole.lm_head.weight, models.build(models.config_of(folder), seed=8).lm_head.weight)
+
+
+def test_weights_in_several_files_and_another_dtype(folder):
+    whole = models.build(folder)
+    (folder / "model.safetensors").unlink()
+    whole.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+    assert len(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]) > 3
+    for name, parameter in together(folder).items():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, whole.get_parameter(name)), name
+
+
+def test_weights_of_a_model_without_its_heads_prefix(folder):
+    from safetensors.torch import load_file, save_file
+
+    place = folder / "model.safetensors"
+    weights = {name.removeprefix("model."): tensor for name, tensor in load_file(place).items()}
+    expected = together(folder)
+    save_file(weights, place)
+    for name, parameter in together(folder).items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "intermediate_size": 73}))
+    for call in (lambda: models.build(folder), lambda: of_rank(folder, 0)):
+        with pytest.raises(
+            ModelError, match=r"mlp.gate_proj.weight has shape \[72, 48\] there, and \[73, 48\]"
+        ):
+            call()
+
+
+def test_files_by_other_names_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(ModelError, match=r"neither model.safetensors nor model.safetensors.index.json: name"):
+        models.build(folder)
+
+
+# ---- ranks that differ -----------------------------------------------------------------------------------
+
+
+def refused(models_by_rank, seeds):
+    """Runs on every rank."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        start(models_by_rank[rank], FSDP, mesh, seed=seeds[rank])
+    except LabError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_with_another_seed_are_refused(ranks4):
+    said = (
+        "the seed, or the files of the weights, differ on rank 2: give every rank the same seed, and a copy"
+    )
+    for error in ranks4.apply(refused, [small()] * 4, [1, 1, 0, 1]):
+        assert error.startswith(said)
+    assert ranks4.apply(refused, [small()] * 4, [1] * 4) == [None] * 4
+
+
+def test_ranks_with_other_files_are_refused(ranks4, tmp_path):
+    """The copy differs in one parameter, and not in its size."""
+    places = [tmp_path / name for name in ("one", "other")]
+    model = models.build(small())
+    model.save_pretrained(places[0])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.add_(1)
+    model.save_pretrained(places[1])
+    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+        assert error.startswith("the seed, or the files of the weights, differ on rank 1")
+    (places[1] / "model.safetensors").unlink()
+    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+        assert error is not None
+    assert ranks4.apply(refused, [places[0]] * 4, [0] * 4) == [None] * 4
+
+
+# ---- without memory --------------------------------------------------------------------------------------
+
+
+def test_a_model_without_memory_is_refused_without_fsdp():
+    with one_rank(Recipe(), 2, "loopback") as mesh:
+        for recipe in (Recipe(), Recipe(compute_dtype="bfloat16")):
+            with pytest.raises(ModelError, match=r"embed_tokens.weight has no memory \(device meta\): load"):
+                lab.apply_recipe(models.outline(small()).model, recipe, mesh)
+        with pytest.raises(ModelError, match="has no memory"):
+            apply_replication(models.outline(small()).model, mesh=mesh)
+
+
+def test_a_model_may_be_given_memory_by_hand(alone):
+    mesh = init_device_mesh("cpu", (1,))
+    model = models.outline(small()).model
+    lab.apply_recipe(model, FSDP, mesh)
+    model.to_empty(device="cpu")
+    assert all(isinstance(p, DTensor) and p.device.type == "cpu" for p in model.parameters())
