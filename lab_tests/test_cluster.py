@@ -574,6 +574,7 @@ def test_a_rank_that_failed_aborts_nccls_communicators(
 ) -> None:
     """Torch's two ways out, and what it calls NCCL's backend, by stand-ins."""
     taken: list[str] = []
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)  # whose caches are not meant
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: taken.append("destroy"))
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: taken.append("abort"))
