@@ -28,7 +28,7 @@ from lab.units import GiB, format_bytes, parse_bytes, parse_tokens
 from lab.verbs.loopback import bytes_sent
 from lab.verbs.on_ranks import Training, checked, finite, worker_on
 from lab.verbs.one_rank import one_rank
-from lab.verbs.plan import Plan, fake_model, plan
+from lab.verbs.plan import Plan, plan
 from lab.verbs.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 
 Machine = Literal["cuda", "cpu"]
@@ -98,7 +98,7 @@ def rehearse(
     whole = plan(model, chosen, **settings)
     made = whole if part is model else plan(part, chosen, **settings)
     if where == "cpu":
-        _check_room(title, part, made, limit)
+        _check_room(title, made, limit)
     measured = _measured(training, made, where, limit, say)
     # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
     gc.collect()
@@ -203,10 +203,9 @@ def _limit(where: Machine, asked: int | None) -> int | None:
     return min(asked, total)
 
 
-def _check_room(title: str, model: models.ModelLike, made: Plan, limit: int | None) -> None:
+def _check_room(title: str, made: Plan, limit: int | None) -> None:
     """Refuse what this machine's memory does not hold: it would be swapped, or the process be killed."""
-    parameters = sum(p.nbytes for p in fake_model(model).parameters())
-    needed = min(made.device_peak, limit or made.device_peak) + made.host_peak + parameters
+    needed = min(made.device_peak, limit or made.device_peak) + made.host_peak
     has = psutil.virtual_memory().available
     if needed > has:
         raise RehearsalTooLarge(
