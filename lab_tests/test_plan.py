@@ -82,8 +82,8 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
 def test_json_holds_the_answers(offloaded):
     document = replace(offloaded, device_memory=1).to_json()
     assert list(document) == [
-        "recipe", "tokens", "ranks", "device_peak", "host_peak", "host_peak_per_node", "fits", "limit",
-        "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "step_seconds",
+        "recipe", "tokens", "ranks", "device_peak", "start_peak", "host_peak", "host_peak_per_node", "fits",
+        "limit", "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "step_seconds",
         "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offloaded.timeline.peak
