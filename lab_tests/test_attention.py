@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lab.bench.attention import kernel_of
 from lab.bench.reference import FAMILIES, build, config, error, exact_rotary, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
@@ -108,11 +109,16 @@ def test_on_cuda_flash_takes_half_precision_and_heads_of_256():
     assert not flash._flash_takes(on_cuda(torch.float64, 8))
 
 
-def test_what_torchs_kernel_on_cuda_may_not_count_is_refused_before_it_runs():
+def test_what_torchs_kernel_on_cuda_may_not_count_is_refused_before_it_runs(monkeypatch):
     """Of a tensor on a GPU, which is not here, the shape."""
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2**22, 100))
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2**22, 104))
     with pytest.raises(RecipeError, match=r"^4 heads of 4194304 tokens .* 2147483648 .* smaller head_chunk"):
         flash_forward(q, q, q)
+    called = []
+    monkeypatch.setattr(flash._aten, "_scaled_dot_product_flash_attention", lambda *a, **k: called.append(a))
+    with pytest.raises(TypeError):  # the stand-in gives no results
+        kernel_of("torch", q.device).forward(q, q, q, scale=1.0)
+    assert len(called) == 1, "the bench of attention measures what is refused elsewhere"
     assert flash.past_torch(2**22 - 1, 4, 128) is None
     assert flash.past_torch(2**22, 4, 96) is None
 

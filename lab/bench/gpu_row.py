@@ -50,12 +50,12 @@ def _rehearse(item: Item, where: Machine) -> dict[str, Any]:
 def _attention(item: Item, where: Machine) -> dict[str, Any]:
     import torch
 
-    from lab.bench.attention import measured
-    from lab.techniques.kernels import KERNELS
+    from lab.bench.attention import kernel_of, measured
 
     knobs = dict(item.knobs)
-    kernel = KERNELS[knobs.pop("kernel")]
-    return measured(kernel, item.tokens, torch.device(where), repeats=item.steps, **knobs)
+    device = torch.device(where)
+    kernel = kernel_of(knobs.pop("kernel"), device)
+    return measured(kernel, item.tokens, device, repeats=item.steps, **knobs)
 
 
 def _copies(item: Item, where: Machine) -> dict[str, Any]:

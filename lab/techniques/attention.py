@@ -56,6 +56,13 @@ def flash_forward(
     refusal = past_torch(q.shape[2], q.shape[1], q.shape[3])
     if refusal is not None:
         raise RecipeError(refusal)
+    return cuda_forward(q, k, v, causal=causal, scale=scale)
+
+
+def cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``flash_forward`` on CUDA, also past what its backward may count: for measuring whether it does."""
     head_dim = q.shape[-1]
     q, k, v = padded(q), padded(k), padded(v)
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
