@@ -157,4 +157,4 @@ def test_it_owes_the_plan_nothing():
     of_lab = {
         n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")
     }
-    assert of_lab == {"lab.decoder", "lab.recipe", "lab.techniques.upipe_schedule"}
+    assert of_lab == {"lab.decoder", "lab.hardware", "lab.recipe", "lab.techniques.upipe_schedule"}

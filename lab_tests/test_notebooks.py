@@ -18,7 +18,7 @@ from lab.notebooks import FOLDER, execute, execute_one, find, with_parameters
 
 NAMES = [notebook.name for notebook in find([])]
 SMALL = {
-    "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "40", "ranks": "2"},
+    "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "70", "ranks": "2"},
     "90_reproduce_paper": {
         "models": "['llama3-8b']",
         "methods": "['upipe', 'fpdt']",
