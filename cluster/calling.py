@@ -9,8 +9,8 @@ from dataclasses import replace
 from cluster.engines import Engines
 from cluster.errors import PROCESS_DIED, ClusterError, Failure, RankError, Stopped, name_ranks
 from cluster.hangs import HangWatch
+from cluster.stacks import ASK
 from cluster.waiting import OnRecord, Run
-from cluster.whereabouts import ASK
 
 # A call's failure is told within two seconds once its rank has left: the others have one to answer, and half
 # of one to say where they are.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster import whereabouts
+from cluster import stacks as whereabouts
 from cluster.environment import rank_environment, share_of_cores
 from cluster.errors import ClusterError
 from cluster.host import near_cores, own_cores

@@ -19,7 +19,7 @@ from cluster.errors import ClusterError, name_ranks
 from cluster.launchers import LAUNCHERS, ControllerLauncher
 from cluster.logs import telling_line
 from cluster.network import LOOPBACK
-from cluster.private import check_private, new_directory
+from cluster.permissions import check_private, new_directory
 from cluster.processes import end, family
 from cluster.profiles.base import Profile
 from cluster.watchdog import is_alive

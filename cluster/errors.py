@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.whereabouts import Whereabouts
+from cluster.stacks import Whereabouts
 
 # The kind of a failure that is not an exception: the rank's process is gone.
 PROCESS_DIED = "ProcessDied"

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from cluster.errors import HANG, Failure
+from cluster.stacks import ASK, Whereabouts
 from cluster.waiting import Run
-from cluster.whereabouts import ASK, Whereabouts
 
 # The timeouts of collectives come first: they leave the ranks usable, this needs a restart. Groups made by
 # torch's new_group have half an hour, and nccl has none that raises.

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from cluster.devices import FREE_SECONDS, check_driver, check_free
 from cluster.errors import Failure
 from cluster.live import publish, recording
-from cluster.modes import end_modes
 from cluster.network import own_address
+from cluster.stacks import whereabouts
 from cluster.timeouts import set_timeout
-from cluster.whereabouts import whereabouts
+from cluster.torch_state import end_modes
 
 OURS = os.path.dirname(__file__)
 SAME_INTERRUPT_SECONDS = 0.2

@@ -11,7 +11,7 @@ from ipyparallel.error import RemoteError
 from cluster.client import Published, Returned
 from cluster.errors import PROCESS_DIED, Failure
 from cluster.live import Stamp
-from cluster.whereabouts import Whereabouts
+from cluster.stacks import Whereabouts
 
 OnRecord = Callable[[int, Any], None]
 

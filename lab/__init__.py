@@ -5,24 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
-    from lab import data, models, show, units
-    from lab.batches import Batch, shard_batch
-    from lab.compose import apply_recipe
+    from lab import models, show, units
     from lab.errors import LabError, RecipeError
     from lab.memory.measured import measure
     from lab.memory.timeline import Timeline
-    from lab.recipe import Recipe
-    from lab.rungs import ladder
-    from lab.step import loss, train_step
-    from lab.verbs.fit import fit
-    from lab.verbs.max_context import MaxContext, max_context
-    from lab.verbs.messages import Run
-    from lab.verbs.plan import Plan, plan, plan_ladder
-    from lab.verbs.profile import Profiled, profile
-    from lab.verbs.rehearsal import Rehearsal
-    from lab.verbs.rehearse import rehearse
-    from lab.verbs.run import run
-    from lab.verbs.train import Trained, train
+    from lab.planning.fit import fit
+    from lab.planning.max_context import MaxContext, max_context
+    from lab.planning.plan import Plan, plan, plan_ladder
+    from lab.recipe.ladder import ladder
+    from lab.recipe.recipe import Recipe
+    from lab.rehearsing.rehearsal import Rehearsal
+    from lab.rehearsing.rehearse import rehearse
+    from lab.step import data
+    from lab.step.batches import Batch, shard_batch
+    from lab.step.compose import apply_recipe
+    from lab.step.training_step import loss, train_step
+    from lab.training.profile import Profiled, profile
+    from lab.training.records import Run
+    from lab.training.run import run
+    from lab.training.train import Trained, train
 
 __all__ = [
     "Batch",
@@ -59,38 +60,40 @@ __all__ = [
 
 # `lab --help` must not wait seconds for torch: a name's module is imported when the name is first asked for.
 _HOME = {
-    "Batch": "lab.batches",
+    "Batch": "lab.step.batches",
     "Cluster": "cluster.ranks",
     "LabError": "lab.errors",
-    "MaxContext": "lab.verbs.max_context",
-    "Plan": "lab.verbs.plan",
-    "Profiled": "lab.verbs.profile",
-    "Recipe": "lab.recipe",
+    "MaxContext": "lab.planning.max_context",
+    "Plan": "lab.planning.plan",
+    "Profiled": "lab.training.profile",
+    "Recipe": "lab.recipe.recipe",
     "RecipeError": "lab.errors",
-    "Rehearsal": "lab.verbs.rehearsal",
-    "Run": "lab.verbs.messages",
+    "Rehearsal": "lab.rehearsing.rehearsal",
+    "Run": "lab.training.records",
     "Timeline": "lab.memory.timeline",
-    "Trained": "lab.verbs.train",
-    "apply_recipe": "lab.compose",
-    "fit": "lab.verbs.fit",
-    "ladder": "lab.rungs",
-    "loss": "lab.step",
-    "max_context": "lab.verbs.max_context",
+    "Trained": "lab.training.train",
+    "apply_recipe": "lab.step.compose",
+    "fit": "lab.planning.fit",
+    "ladder": "lab.recipe.ladder",
+    "loss": "lab.step.training_step",
+    "max_context": "lab.planning.max_context",
     "measure": "lab.memory.measured",
-    "plan": "lab.verbs.plan",
-    "plan_ladder": "lab.verbs.plan",
-    "profile": "lab.verbs.profile",
-    "rehearse": "lab.verbs.rehearse",
-    "run": "lab.verbs.run",
-    "shard_batch": "lab.batches",
-    "train": "lab.verbs.train",
-    "train_step": "lab.step",
+    "plan": "lab.planning.plan",
+    "plan_ladder": "lab.planning.plan",
+    "profile": "lab.training.profile",
+    "rehearse": "lab.rehearsing.rehearse",
+    "run": "lab.training.run",
+    "shard_batch": "lab.step.batches",
+    "train": "lab.training.train",
+    "train_step": "lab.step.training_step",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "data":
+        return import_module("lab.step.data")
     if name in __all__:
         return import_module(f"lab.{name}")
     raise AttributeError(f"module 'lab' has no attribute {name!r}")

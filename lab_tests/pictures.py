@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 import nbformat
 from playwright.sync_api import Locator, Page
 
-from lab.jupyter import arguments
-from lab.notebooks import FOLDER
+from lab.jupyter.executing import FOLDER
+from lab.jupyter.serving import arguments
 from lab_tests.browser import jupyter_page, run_all_cells
 
 LIVE = """import lab

@@ -12,10 +12,10 @@ import lab
 from lab.bench.arrivals import EVERY_LINEAR, adapted, error_of, token_ids, truth
 from lab.bench.parity import whole_gradients
 from lab.bench.reference import build, config, error, exact_rotary, loss_of
-from lab.recipe import Recipe
-from lab.rungs import RUNGS, recipe_for
-from lab.step import make_optimizer
-from lab.techniques.upipe import apply_upipe
+from lab.recipe.ladder import RUNGS, recipe_for
+from lab.recipe.recipe import Recipe
+from lab.step.training_step import make_optimizer
+from lab.techniques.upipe.layer import apply_upipe
 from lab_tests.test_parity import EVERYTHING
 
 MAKE = {"target_modules": EVERY_LINEAR, "family": "qwen3"}

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from lab.bench import attention
 from lab.bench.table import write
-from lab.cli import main
-from lab.techniques.attention import Kernel, flash_backward, flash_forward
-from lab.techniques.kernels import FASTEST_FIRST, lacks, machine_of
+from lab.commands.cli import main
+from lab.techniques.attention.flash import Kernel, flash_backward, flash_forward
+from lab.techniques.attention.kernels import FASTEST_FIRST, lacks, machine_of
 
 
 @pytest.fixture(autouse=True)

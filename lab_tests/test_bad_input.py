@@ -12,17 +12,17 @@ from transformers import Qwen3Config
 
 import lab
 from cluster.ranks import Cluster
-from lab import manifest, models
-from lab.checkpoints import Checkpointer, export
-from lab.cli import main
+from lab import models
+from lab.commands.cli import main
 from lab.errors import DivergedError, LabError
-from lab.manifest import Manifest, checkpoints_in, config_document
-from lab.recipe import FIELDS, parse_knobs
-from lab.rungs import NAMES, recipe_for
-from lab.step import make_optimizer
-from lab.verbs import train_loop
-from lab.verbs.on_ranks import checked
-from lab.verbs.train_loop import Course, train_on_this_rank
+from lab.recipe.ladder import NAMES, recipe_for
+from lab.recipe.recipe import FIELDS, parse_knobs
+from lab.step.on_ranks import checked
+from lab.step.training_step import make_optimizer
+from lab.training import manifest, train_loop
+from lab.training.checkpoints import Checkpointer, export
+from lab.training.manifest import Manifest, checkpoints_in, config_document
+from lab.training.train_loop import Course, train_on_this_rank
 from lab_tests.training import ROWS, TOKENS, small
 
 COUNT = "it takes a whole number, 1 or more"

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from lab.batches import IGNORED, shard_batch
 from lab.errors import RecipeError
-from lab.recipe import Recipe
+from lab.recipe.recipe import Recipe
+from lab.step.batches import IGNORED, shard_batch
 
 
 class Mesh:

@@ -10,8 +10,8 @@ import nbformat
 import pytest
 from playwright.sync_api import Locator
 
-from lab.jupyter import arguments
-from lab.notebooks import FOLDER
+from lab.jupyter.executing import FOLDER
+from lab.jupyter.serving import arguments
 from lab.show import palette
 from lab_tests.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
@@ -23,7 +23,7 @@ FEED = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
 from lab_tests.test_show import finished
-from lab.verbs.messages import Progress
+from lab.training.records import Progress
 import numpy as np
 import lab.show
 

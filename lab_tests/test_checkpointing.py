@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
-from lab.techniques.tiled_loss import apply_loss
+from lab.techniques.loss import apply_loss
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 LAYERS, BATCH, TOKENS, VOCAB, HIDDEN = 3, 2, 40, 67, 48

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
-from lab import manifest, models
-from lab.checkpoints import Checkpointer, export
+from lab import models
 from lab.errors import CheckpointError
-from lab.manifest import Manifest, checkpoints_in, config_document
-from lab.step import NoMeter, make_optimizer, train_step
-from lab.verbs.on_ranks import checked, worker
+from lab.step.on_ranks import checked, worker
+from lab.step.training_step import NoMeter, make_optimizer, train_step
+from lab.training import manifest
+from lab.training.checkpoints import Checkpointer, export
+from lab.training.manifest import Manifest, checkpoints_in, config_document
 from lab_tests.training import ROWS, TOKENS, small
 
 
@@ -272,7 +273,7 @@ def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from lab.checkpoints import _Writer
+    from lab.training.checkpoints import _Writer
 
     facts = Manifest({}, "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 2, step=1)
     writer = _Writer(tmp_path / "a.part", tmp_path / "a", facts, keep=2)

@@ -8,14 +8,18 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from lab.cli import main
-from lab.rungs import RUNGS
+from lab.commands.cli import main
+from lab.recipe.ladder import RUNGS
+
+
+def two_candidates(base, heads):
+    return [base, replace(base, head_chunk=8)]
 
 
 def test_help_is_instant_because_nothing_heavy_is_imported():
     code = """
 import sys
-from lab.cli import main
+from lab.commands.cli import main
 try:
     main(["--help"])
 finally:
@@ -116,7 +120,7 @@ def test_planning_commands_print_json(monkeypatch):
     small = "--ranks 4 --device-memory 64MiB --host-memory 1GiB --no-workspace"
     longest = asked(f"max-context tiny --recipe checkpoint {small}")
     assert {"tokens", "limit", "device_peak", "host_peak"} <= longest.keys()
-    monkeypatch.setattr("lab.verbs.fit.candidates", lambda base, heads: [base, replace(base, head_chunk=8)])
+    monkeypatch.setattr("lab.planning.fit.candidates", two_candidates)
     fitting = asked(f"fit tiny --tokens 1K {small}")
     assert len(fitting) == 2
     assert all(f.keys() == {"recipe", "device_peak", "host_peak", "step_seconds"} for f in fitting)

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import lab
-from lab.cli import main
-from lab.costs import Costs
-from lab.hardware import nearest
+from lab.commands.cli import main
 from lab.memory.timeline import Op, TimelineBuilder
-from lab.verbs import collective_time, train
-from lab.verbs.collective_time import layers_time
-from lab.verbs.on_ranks import checked
+from lab.planning.costs import Costs
+from lab.planning.hardware import nearest
+from lab.step.on_ranks import checked
+from lab.training import collective_time, train
+from lab.training.collective_time import layers_time
 from lab_tests.training import TOKENS, small
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -12,14 +12,14 @@ from lab import models
 from lab.bench.compiled import compiled
 from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.bench.software import versions
-from lab.cli import main
+from lab.commands.cli import main
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.recipe import Recipe, parse_knobs
-from lab.rungs import ladder, recipe_for
+from lab.recipe.ladder import ladder, recipe_for
+from lab.recipe.recipe import Recipe, parse_knobs
+from lab.step.one_rank import one_rank
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
-from lab.verbs.one_rank import one_rank
 from lab_tests.reference import tokens
 
 # Torch's compiler imports a part of torch that uses another, deprecated part; and asks every tensor for its

@@ -8,9 +8,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, Qwen2Config
 
 import lab
-from lab.costs import CostCounter, Costs
-from lab.hardware import hardware
-from lab.recipe import Recipe
+from lab.planning.costs import CostCounter, Costs
+from lab.planning.hardware import hardware
+from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import AllToAll, all_to_all
 
 L, E, I, H, K, D, V = 3, 48, 72, 24, 4, 10, 104  # noqa: E741

@@ -15,11 +15,11 @@ import lab
 from lab.errors import LabError
 from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, capped
 from lab.memory.stopwatch import Stopwatch
-from lab.techniques.host_road import to_host
+from lab.step.on_ranks import checked
+from lab.techniques.host_transfer import to_host
+from lab.training import run, train_loop
+from lab.training.records import Run
 from lab.units import GiB
-from lab.verbs import run, train_loop
-from lab.verbs.messages import Run
-from lab.verbs.on_ranks import checked
 from lab_tests.test_meter import Two, metered_step
 from lab_tests.training import TOKENS, small
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lab import data
 from lab.errors import DataError
+from lab.step import data
 
 
 def test_the_standard_library_is_there_and_is_python():

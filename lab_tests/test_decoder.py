@@ -15,7 +15,7 @@ from transformers import (
 import lab
 from lab import decoder, models
 from lab.bench.reference import build, config
-from lab.cli import main
+from lab.commands.cli import main
 from lab.decoder import FAMILIES, check_config, declared, decoder_of
 from lab.errors import ModelError
 

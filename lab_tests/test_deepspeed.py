@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lab.errors import RecipeError
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.loss import apply_loss
 from lab.techniques.offload import apply_offload
-from lab.techniques.tiled_loss import apply_loss
 from lab.techniques.ulysses import apply_ulysses
 
 

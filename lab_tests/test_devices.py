@@ -11,7 +11,7 @@ import lab
 from cluster import capacity, devices, remote, torchrun
 from cluster.errors import ClusterError
 from cluster.ranks import Cluster
-from lab.cli import main
+from lab.commands.cli import main
 
 GIB = 2**30
 TOO_OLD = (

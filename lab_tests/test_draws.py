@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from cluster.ranks import Cluster
 from lab.bench import draws as module
 from lab.bench.draws import RANKS, Draw, draws, examine, legal, suggestion
-from lab.recipe import Recipe
+from lab.recipe.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

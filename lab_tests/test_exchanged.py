@@ -11,7 +11,7 @@ from lab.memory.exchanged import Exchange, Exchanges, touched
 from lab.techniques.exchange import all_to_all
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
-from lab.techniques.upipe import apply_upipe
+from lab.techniques.upipe.layer import apply_upipe
 from lab_tests.reference import tokens
 
 

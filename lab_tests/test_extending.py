@@ -6,10 +6,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lab
-from lab.rungs import NAMES, recipe_for
-from lab.verbs import plan as planning
-from lab.verbs.extending import extended
-from lab.verbs.fake_step import Question, fake_step
+from lab.planning import plan as planning
+from lab.planning.extrapolation import extended
+from lab.planning.fake_step import Question, fake_step
+from lab.recipe.ladder import NAMES, recipe_for
 
 TOKENS, RANKS = 120, 2
 

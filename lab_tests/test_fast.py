@@ -6,12 +6,12 @@ import pytest
 from click.testing import CliRunner
 
 import lab
-from lab.cli import main
+from lab.commands.cli import main
 from lab.errors import RecipeError
-from lab.hardware import hardware
-from lab.rungs import NAMES, RUNGS, ladder, named, recipe_for
-from lab.show.tuner_text import set_by_hand
-from lab.verbs.fit import candidates
+from lab.planning.fit import candidates
+from lab.planning.hardware import hardware
+from lab.recipe.ladder import NAMES, RUNGS, ladder, named, recipe_for
+from lab.show.tuner.text import set_by_hand
 from lab_tests.test_costs import ATTENTION, FP32, RANKS, D, E, H, L, S, costs
 
 

@@ -26,12 +26,12 @@ from cluster import registry, remote
 from cluster.errors import RankError
 from cluster.ranks import Cluster
 from lab import models
-from lab.cli import main
+from lab.commands.cli import main
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
-from lab.verbs.messages import Run, Started
-from lab.verbs.run import Interrupted
-from lab.verbs.running_out import RankOutOfMemory
+from lab.training.out_of_memory import RankOutOfMemory
+from lab.training.records import Run, Started
+from lab.training.run import Interrupted
 
 pytestmark = pytest.mark.usefixtures("_fresh_ranks")
 

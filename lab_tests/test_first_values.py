@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Starcoder2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-from lab import first_values
 from lab.errors import ModelError
-from lab.first_values import fill, normal_
+from lab.models import first_values
+from lab.models.first_values import fill, normal_
 
 N = 2**18
 

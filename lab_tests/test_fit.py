@@ -2,9 +2,9 @@ import pytest
 
 from lab.errors import LabError
 from lab.models import config_of
+from lab.planning.fit import candidates, fit, steps_down
+from lab.planning.plan import plan
 from lab.units import MiB
-from lab.verbs.fit import candidates, fit, steps_down
-from lab.verbs.plan import plan
 
 MODEL = config_of("tiny")
 MODEL.num_hidden_layers, MODEL.num_attention_heads, MODEL.num_key_value_heads = 1, 8, 4

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab import formulas, models
-from lab.formulas import estimate, moments
-from lab.presets import PRESETS
-from lab.recipe import Recipe
-from lab.rungs import NAMES, ladder, recipe_for
+from lab import models
+from lab.models.presets import PRESETS
+from lab.planning import closed_form as formulas
+from lab.planning.closed_form import estimate, moments
+from lab.planning.plan import plan
+from lab.recipe.ladder import NAMES, ladder, recipe_for
+from lab.recipe.recipe import Recipe
 from lab.units import GiB, Ki, Mi
-from lab.verbs.plan import plan
 
 LAYERS = 3
 """A first, a last, and one between that longer models only repeat."""
@@ -157,4 +158,9 @@ def test_it_owes_the_plan_nothing():
     of_lab = {
         n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")
     }
-    assert of_lab == {"lab.decoder", "lab.hardware", "lab.recipe", "lab.techniques.upipe_schedule"}
+    assert of_lab == {
+        "lab.decoder",
+        "lab.techniques.host_pieces",
+        "lab.recipe.recipe",
+        "lab.techniques.upipe.schedule",
+    }

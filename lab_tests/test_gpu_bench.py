@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from lab.bench import gpu, gpu_row
 from lab.bench.gpu import ITEMS, Item, measure_gpu, row_text
 from lab.bench.lines import read_lines
-from lab.cli import main
+from lab.commands.cli import main
 
 FEW = (
     Item("copies", 1, knobs=(("gib", 1),)),

@@ -9,7 +9,7 @@ import torch
 
 import lab
 from cluster import host
-from lab import doctor, gpu_findings
+from lab.commands import doctor, gpu_findings
 from lab.units import Mi, parse_tokens
 from lab_tests.test_devices import TOO_OLD, gpus
 

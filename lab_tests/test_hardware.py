@@ -5,10 +5,17 @@ import torch
 from transformers import LlamaConfig
 
 import lab
-from lab import hardware as table
 from lab.errors import LabError
-from lab.hardware import HARDWARE, Figure, fixed_workspace, flash_backward_workspace, hardware, rounded
-from lab.recipe import Recipe
+from lab.planning import hardware as table
+from lab.planning.hardware import (
+    HARDWARE,
+    Figure,
+    fixed_workspace,
+    flash_backward_workspace,
+    hardware,
+    rounded,
+)
+from lab.recipe.recipe import Recipe
 from lab.units import GiB, MiB
 
 FIGURES = {

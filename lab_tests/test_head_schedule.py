@@ -9,7 +9,7 @@ from PIL import Image
 import lab.show
 from lab.errors import RecipeError
 from lab.show.head_schedule import KEYS, RIGHT, WRONG, in_model_order, pairs
-from lab.techniques.upipe_schedule import schedule
+from lab.techniques.upipe.schedule import schedule
 
 SHAPES = [(32, 8, 4, 4), (32, 8, 4, 16), (12, 4, 2, 4), (24, 2, 4, 4), (64, 8, 8, 64), (24, 24, 4, 4)]
 

@@ -1,11 +1,8 @@
-"""The house itself: its layers, types and style, and a README that says what is there."""
+"""The layers, types and style of the code, and the names at the top level."""
 
-import ast
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,44 +32,6 @@ def tracked() -> list[str]:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
-
-
-def described(path: Path) -> str:
-    """What a file says of itself in its first line."""
-    if path.suffix == ".png":
-        return ""
-    text = path.read_text()
-    if path.suffix == ".py":
-        said = ast.get_docstring(ast.parse(text)) or ""
-    elif path.suffix == ".ipynb":
-        said = "".join(json.loads(text)["cells"][0]["source"])
-    else:
-        said = text if path.suffix in (".js", ".css", ".md") else ""
-    return said.partition("\n")[0].strip("#/* ").rstrip(".")
-
-
-def branches(folder: Path, depth: int) -> Iterator[str]:
-    """Folders first, then files, each with what it says of itself."""
-    names = [ROOT / name for name in tracked() if (ROOT / name).is_relative_to(folder)]
-    children = {folder / path.relative_to(folder).parts[0] for path in names}
-    for child in sorted(children, key=lambda path: (path.is_file(), path.name)):
-        if child.name != "__init__.py":
-            init = child / "__init__.py"
-            said = described(child) if child.is_file() else described(init) if init.exists() else ""
-            name = "  " * depth + child.name + "/" * child.is_dir()
-            yield f"{name:<28}# {said}" if said else name
-            if child.is_dir():
-                yield from branches(child, depth + 1)
-
-
-def test_the_readmes_tree_is_the_tree():
-    tree = []
-    for top in ("lab", "cluster", "notebooks"):
-        init = ROOT / top / "__init__.py"
-        tree += [f"{top + '/':<28}# {described(init)}" if init.exists() else f"{top}/"]
-        tree += branches(ROOT / top, 1)
-    expected = "\n".join(tree)
-    assert f"```text\n{expected}\n```" in README, f"the README's tree should be\n{expected}"
 
 
 def test_the_top_level_is_small():

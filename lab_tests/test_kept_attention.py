@@ -16,13 +16,13 @@ from lab.bench.reference import build, config
 from lab.decoder import Patch
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.techniques import host_road
+from lab.techniques import host_transfer as host_road
+from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.loss import apply_loss
 from lab.techniques.offload import apply_offload
-from lab.techniques.seam import apply_attention
-from lab.techniques.tiled_loss import apply_loss
 from lab.techniques.ulysses import apply_ulysses
-from lab.techniques.upipe import apply_upipe
+from lab.techniques.upipe.layer import apply_upipe
 from lab_tests.reference import Calls, tokens
 from lab_tests.test_checkpointing import (
     BATCH,

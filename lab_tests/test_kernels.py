@@ -12,15 +12,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lab
 from cluster.errors import RankError
-from lab import doctor, models
+from lab import models
+from lab.commands import doctor
 from lab.commands.base import plainly
-from lab.compose import apply_recipe
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.recipe import KERNEL_NAMES, Recipe
-from lab.techniques import kernels
-from lab.techniques.attention import FLASH, Kernel, flash_backward, flash_forward
-from lab.techniques.kernels import FASTEST_FIRST, KERNELS, Machine, chosen, kernel_for, lacks, machine_of
+from lab.recipe.recipe import KERNEL_NAMES, Recipe
+from lab.step.compose import apply_recipe
+from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward, kernels
+from lab.techniques.attention.kernels import (
+    FASTEST_FIRST,
+    KERNELS,
+    Machine,
+    chosen,
+    kernel_for,
+    lacks,
+    machine_of,
+)
 from lab.techniques.ring import ring_kernel
 
 B, H, K, S, D = 2, 12, 3, 40, 10

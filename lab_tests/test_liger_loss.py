@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import lab
 from lab import models
-from lab.compose import apply_recipe
 from lab.errors import RecipeError
-from lab.recipe import Recipe
-from lab.rungs import ladder
+from lab.recipe.ladder import ladder
+from lab.recipe.recipe import Recipe
+from lab.step.compose import apply_recipe
 from lab.techniques.liger_loss import MODULE, apply_liger_loss, found
 from lab.techniques.sharding import apply_fsdp
 from lab_tests.test_checkpointing import (

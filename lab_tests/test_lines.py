@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from lab.bench.lines import appending, read_lines
-from lab.cli import main
+from lab.commands.cli import main
 from lab.errors import LabError
 
 FIRST, SECOND = {"name": "é", "seconds": 1.5}, {"name": "b", "failed": None}

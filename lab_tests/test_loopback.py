@@ -10,10 +10,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 
 from lab.errors import LabError
-from lab.recipe import Recipe
+from lab.recipe.recipe import Recipe
+from lab.step.loopback import Loopback, bytes_sent
+from lab.step.one_rank import one_rank
 from lab.techniques.exchange import Shift, heads_from_sequence, sequence_from_heads
-from lab.verbs.loopback import Loopback, bytes_sent
-from lab.verbs.one_rank import one_rank
 
 N, ME = 6, 2
 RECIPE = Recipe(ulysses=2, ring=3)  # of a ring the second rank stands: ME = ulysses
@@ -138,7 +138,7 @@ def test_no_gradient_flows_through_a_collective(own: Tensor) -> None:
 
 
 def test_a_process_of_a_group_is_refused(mesh: DeviceMesh) -> None:
-    from lab.verbs import one_rank as module
+    from lab.step.training_step import one_rank as module
 
     # Not by waiting for its own turn: another thread's is meant by the lock.
     module._TURN.release()

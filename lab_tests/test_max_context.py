@@ -1,10 +1,10 @@
 import pytest
 
 from lab.errors import LabError
-from lab.rungs import TILE
+from lab.planning.max_context import RESOLUTION, max_context
+from lab.planning.plan import plan
+from lab.recipe.ladder import TILE
 from lab.units import Ki, MiB
-from lab.verbs.max_context import RESOLUTION, max_context
-from lab.verbs.plan import plan
 
 SMALL = {"ranks": 4, "workspace": False, "host_memory": "1GiB"}
 

@@ -20,8 +20,8 @@ from transformers import (
 
 from lab import models
 from lab.errors import ModelError, RecipeError
-from lab.presets import PRESETS
-from lab.recipe import Recipe
+from lab.models.presets import PRESETS
+from lab.recipe.recipe import Recipe
 
 PUBLISHED = {
     "llama3-8b": 8_030_261_248,

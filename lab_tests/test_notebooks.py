@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 from nbval.plugin import IPyNbFile, coalesce_streams
 
-from lab.cli import main
+from lab.commands.cli import main
 from lab.errors import NotebookError
-from lab.notebooks import FOLDER, execute, execute_one, find, with_parameters
+from lab.jupyter.executing import FOLDER, execute, execute_one, find, with_parameters
 
 NAMES = [notebook.name for notebook in find([])]
 SMALL = {

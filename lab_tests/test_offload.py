@@ -8,10 +8,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.errors import RecipeError
-from lab.hardware import piece_sizes
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
-from lab.techniques.host_road import Parcel, Road
+from lab.techniques.host_pieces import piece_sizes
+from lab.techniques.host_transfer import Parcel, Road
 from lab.techniques.offload import apply_offload
 from lab_tests.test_checkpointing import (
     BATCH,

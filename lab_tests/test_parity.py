@@ -26,8 +26,8 @@ from lab.bench.parity import (
     whole_gradients,
 )
 from lab.bench.reference import FAMILIES, build, config, error
-from lab.recipe import Recipe
-from lab.rungs import RUNGS, recipe_for
+from lab.recipe.ladder import RUNGS, recipe_for
+from lab.recipe.recipe import Recipe
 
 PIECES = {
     "fsdp": {"fsdp": True},

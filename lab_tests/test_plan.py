@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
-from lab.recipe import Recipe
-from lab.verbs.fake_step import Question, fake_step, layouts_remembered
-from lab.verbs.one_rank import one_rank, ring_ranks
+from lab.planning.fake_step import Question, fake_step, layouts_remembered
+from lab.recipe.recipe import Recipe
+from lab.step.one_rank import one_rank, ring_ranks
 
 
 def small(**more):

@@ -7,8 +7,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 import lab
 from lab.memory.timeline import Timeline
-from lab.recipe import Recipe
-from lab.rungs import NAMES, recipe_for
+from lab.recipe.ladder import NAMES, recipe_for
+from lab.recipe.recipe import Recipe
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from traitlets.config import Config
 
-from cluster import capacity, environment, host, logs, private
+from cluster import capacity, environment, host, logs
+from cluster import permissions as private
 from cluster.environment import device_of, rank_environment, share_of_cores
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
@@ -22,9 +23,9 @@ from cluster.profiles import PROFILES, find_profile
 from cluster.profiles.parsing import parse_fields
 from cluster.profiles.showing import describe
 from cluster.ranks import Cluster
-from lab import exposure
-from lab.cli import main
-from lab.jupyter import arguments
+from lab.commands.cli import main
+from lab.jupyter.serving import arguments
+from lab.jupyter.serving import security as exposure
 
 NINE_PORTS = "7300-7308"
 

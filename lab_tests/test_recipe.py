@@ -9,8 +9,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 import lab
 from lab import models
 from lab.errors import LabError, RecipeError
-from lab.recipe import Recipe
-from lab.rungs import RUNGS, ladder, recipe_for
+from lab.recipe.ladder import RUNGS, ladder, recipe_for
+from lab.recipe.recipe import Recipe
 from lab.units import Mi
 
 

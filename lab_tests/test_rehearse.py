@@ -19,16 +19,16 @@ from transformers import LlamaConfig, PreTrainedModel
 import lab
 from lab import models
 from lab.bench.rehearsals import _row
-from lab.cli import main
+from lab.commands.cli import main
+from lab.commands.report import rehearsal_text
 from lab.errors import DivergedError, LabError, RecipeError
-from lab.hardware import nccl_workspace, outside_workspace
 from lab.memory.cuda import History
-from lab.report import rehearsal_text
-from lab.rungs import RUNGS
+from lab.planning.hardware import nccl_workspace, outside_workspace
+from lab.planning.plan import Plan
+from lab.recipe.ladder import RUNGS
+from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
+from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
-from lab.verbs.plan import Plan
-from lab.verbs.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
-from lab.verbs.rehearse import _beyond, _capped, _limit
 from lab_tests.test_cuda_meter import Card
 
 TOKENS = 512
@@ -297,9 +297,9 @@ class Refusing:
 @pytest.mark.parametrize(
     ("name", "call", "phase"),
     [
-        ("lab.step.loss", 2, "forward"),
-        ("lab.step.update", 2, "optimizer"),
-        ("lab.verbs.rehearse.worker_on", 1, "setup"),
+        ("lab.step.training_step.loss", 2, "forward"),
+        ("lab.step.training_step.update", 2, "optimizer"),
+        ("lab.rehearsing.rehearse.worker_on", 1, "setup"),
     ],
 )
 def test_out_of_memory_where_no_meter_stands(

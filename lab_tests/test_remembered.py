@@ -9,10 +9,10 @@ import pytest
 from transformers import LlamaConfig
 
 import lab
-from lab.recipe import Recipe
-from lab.verbs import plan as planning
-from lab.verbs import remembered as memory
-from lab.verbs.fake_step import fake_step
+from lab.planning import plan as planning
+from lab.planning import plan_cache as memory
+from lab.planning.fake_step import fake_step
+from lab.recipe.recipe import Recipe
 
 
 def config(**more):

@@ -1,9 +1,9 @@
 import pytest
 
-from lab.recipe import Recipe
-from lab.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text, recipe_text
-from lab.verbs.max_context import MaxContext
-from lab.verbs.plan import plan, plan_ladder
+from lab.commands.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text, recipe_text
+from lab.planning.max_context import MaxContext
+from lab.planning.plan import plan, plan_ladder
+from lab.recipe.recipe import Recipe
 
 SMALL = {"tokens": 1024, "ranks": 4, "device_memory": "64MiB", "host_memory": "1GiB", "workspace": False}
 

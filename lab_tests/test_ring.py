@@ -9,11 +9,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.techniques.attention import FLASH, attention
+from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.ring import apply_ring, local_positions, ring_kernel, token_multiple
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
-from lab.techniques.upipe import apply_upipe
+from lab.techniques.upipe.layer import apply_upipe
 from lab_tests.reference import Calls, tokens, truth, worst_errors
 
 # family, H, K, C, R, U (None: Ulysses), b, S

@@ -5,8 +5,8 @@ from itertools import pairwise
 from transformers import LlamaConfig
 
 import lab
-from lab.rungs import RUNGS, ladder
-from lab.verbs.messages import Started
+from lab.recipe.ladder import RUNGS, ladder
+from lab.training.records import Started
 
 TOKENS, LAYERS, HIDDEN = 2048, 5, 64
 LOCAL = TOKENS // 4

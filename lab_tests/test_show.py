@@ -18,9 +18,11 @@ from PIL import Image
 import lab.show
 from lab.errors import LabError
 from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
-from lab.show import live_timeline, messages, palette, panels, thinning
+from lab.show import palette, panels
+from lab.show.live import messages, thinning
+from lab.show.live import timeline as live_timeline
+from lab.training.records import Progress, Run, Started
 from lab.units import GiB, MiB
-from lab.verbs.messages import Progress, Run, Started
 
 ROOT = Path(__file__).parents[1]
 OPERATORS = (Op("aten.mm", "5x7 7x11"), Op("aten.silu", "5x11"), Op("aten.add", "5x7 5x7"))

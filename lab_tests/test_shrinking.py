@@ -9,9 +9,9 @@ from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config,
 
 from lab import models
 from lab.errors import LabError, ModelError
-from lab.presets import PRESETS
-from lab.recipe import Recipe
-from lab.shrinking import shrunken
+from lab.models.presets import PRESETS
+from lab.models.small_copies import shrunken
+from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import degrees
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lab.bench.slice_check import LONG, positions, slice_errors
-from lab.techniques.attention import flash_backward, flash_forward
+from lab.techniques.attention.flash import flash_backward, flash_forward
 
 B, H, K, S, D = 2, 12, 3, 150, 10
 

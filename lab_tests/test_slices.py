@@ -6,10 +6,10 @@ import pytest
 from torch._subclasses import FakeTensorMode
 from transformers import LlamaConfig
 
-from lab.rungs import recipe_for
+from lab.planning import fake_step as walking
+from lab.planning.fake_step import Question, fake_step
+from lab.recipe.ladder import recipe_for
 from lab.techniques.slices import shortened, slices, times
-from lab.verbs import fake_step as walking
-from lab.verbs.fake_step import Question, fake_step
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,22 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen3Config
 
 import lab
-from lab import models, report
-from lab.compose import start
+from lab import models
+from lab.commands import report
 from lab.errors import LabError, ModelError
-from lab.first_values import PIECES
 from lab.memory.meter import Meter
-from lab.recipe import Recipe
-from lab.rungs import recipe_for
-from lab.step import make_optimizer
+from lab.models.first_values import PIECES
+from lab.planning.fake_step import Question
+from lab.planning.plan import fake_model
+from lab.planning.start import start_of
+from lab.recipe.ladder import recipe_for
+from lab.recipe.recipe import Recipe
+from lab.step.compose import start
+from lab.step.on_ranks import checked
+from lab.step.one_rank import one_rank
+from lab.step.training_step import make_optimizer
 from lab.techniques.sharding import apply_replication
-from lab.verbs.fake_step import Question
-from lab.verbs.on_ranks import checked
-from lab.verbs.one_rank import one_rank
-from lab.verbs.plan import fake_model
-from lab.verbs.run import _train as train_on_rank
-from lab.verbs.starting import start_of
+from lab.training.run import _train as train_on_rank
 from lab_tests.training import small
 
 FSDP = Recipe(fsdp=True)

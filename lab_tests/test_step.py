@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 import lab
 from lab import models
 from lab.memory.meter import Meter
-from lab.rungs import RUNGS, recipe_for
-from lab.step import make_optimizer
+from lab.recipe.ladder import RUNGS, recipe_for
+from lab.step.training_step import make_optimizer
 
 ROWS, TOKENS = 3, 40
 LEARNING_RATE = 1e-3

@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.loss import apply_loss, apply_tiled_loss, summed_cross_entropy
 from lab.techniques.offload import apply_offload
 from lab.techniques.sharding import apply_fsdp
-from lab.techniques.tiled_loss import apply_loss, apply_tiled_loss, summed_cross_entropy
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
 from lab_tests.test_checkpointing import (
     BATCH,

@@ -15,10 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 import lab
-from lab import manifest, models
-from lab.cli import main
+from lab import models
+from lab.commands.cli import main
 from lab.errors import CheckpointError
-from lab.verbs.loss_file import LossFile
+from lab.training import manifest
+from lab.training.loss_file import LossFile
 from lab_tests.training import ROWS, TOKENS, small
 
 

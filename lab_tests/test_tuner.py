@@ -14,18 +14,18 @@ from nbclient import NotebookClient
 import lab
 import lab.show
 from cluster.ranks import Cluster
-from lab.cli import main
+from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
-from lab.formulas import estimate, moments
-from lab.hardware import fixed_workspace
 from lab.models import config_of
-from lab.recipe import Recipe
-from lab.rungs import RUNGS, ladder, recipe_for
-from lab.show import tuner_widget
-from lab.show.predicted import Predicted, Refused, _parts, predict
-from lab.show.scaled_down import TILES_AT_MOST, shrunk
-from lab.show.tuner_choices import choices
-from lab.show.tuning import TILES, State
+from lab.planning.closed_form import estimate, moments
+from lab.planning.hardware import fixed_workspace
+from lab.recipe.ladder import RUNGS, ladder, recipe_for
+from lab.recipe.recipe import Recipe
+from lab.show.tuner import widget as tuner_widget
+from lab.show.tuner.choices import choices
+from lab.show.tuner.estimate import Predicted, Refused, _parts, predict
+from lab.show.tuner.scaled_down import TILES_AT_MOST, shrunk
+from lab.show.tuner.state import TILES, State
 from lab.units import GiB, Ki, Mi, MiB
 
 
@@ -103,7 +103,7 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
 
     tuner = lab.show.tuner()
     monkeypatch.setattr("lab.models.build", refuse)
-    monkeypatch.setattr("lab.verbs.fake_step.fake_step", refuse)
+    monkeypatch.setattr("lab.planning.fake_step.fake_step", refuse)
     monkeypatch.setattr(tuner_widget, "plan", refuse)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
     drawn = [tuner.panel.shown]
@@ -245,7 +245,7 @@ def test_both_copied_texts_make_the_same_recipe(
         asked.append({name: given[name] for name in known} | {"model": model})
         raise LabError("asked")
 
-    monkeypatch.setattr("lab.verbs.plan.plan", plan)
+    monkeypatch.setattr("lab.planning.plan.plan", plan)
     with pytest.raises(LabError, match="asked"):
         eval(tuner.python, {"lab": lab})
     program, *words = split(tuner.command)

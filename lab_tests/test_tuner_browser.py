@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page
 
-from lab.jupyter import arguments
+from lab.jupyter.serving import arguments
 from lab_tests.browser import CHROMIUM, jupyter_page, run_all_cells
 from lab_tests.test_browser import ROOT, served, wait_for
 

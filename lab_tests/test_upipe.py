@@ -20,8 +20,8 @@ from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
-from lab.techniques.upipe import apply_upipe
-from lab.techniques.upipe_schedule import schedule
+from lab.techniques.upipe.layer import apply_upipe
+from lab.techniques.upipe.schedule import schedule
 from lab_tests.reference import Calls, subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,

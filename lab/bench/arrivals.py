@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from lab.batches import shard_batch
 from lab.bench import reference
-from lab.compose import apply_recipe
 from lab.errors import LabError
-from lab.recipe import Recipe
-from lab.step import loss, make_optimizer
+from lab.recipe.recipe import Recipe
+from lab.step.batches import shard_batch
+from lab.step.compose import apply_recipe
+from lab.step.training_step import loss, make_optimizer
 
 ROWS, TOKENS = 3, 22
 """Of the batch; neither divides over the ranks."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from lab.bench.slice_check import slice_errors
 from lab.bench.software import measured_on
 from lab.bench.table import Row, Say
-from lab.costs import BACKWARD_FLOPS
-from lab.techniques.attention import Kernel, cuda_forward, flash_backward
-from lab.techniques.kernels import FASTEST_FIRST, KERNELS, lacks, machine_of
+from lab.planning.costs import BACKWARD_FLOPS
+from lab.techniques.attention.flash import Kernel, cuda_forward, flash_backward
+from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, lacks, machine_of
 from lab.units import Ki, Mi, format_tokens
 
 REPEATS = 5

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lab.batches import shard_batch
 from lab.bench import reference
 from lab.bench.parity import whole_gradients
-from lab.compose import apply_recipe
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.recipe import Recipe, parse_knobs
-from lab.step import loss, make_optimizer, train_step
-from lab.verbs.plan import plan
+from lab.planning.plan import plan
+from lab.recipe.recipe import Recipe, parse_knobs
+from lab.step.batches import shard_batch
+from lab.step.compose import apply_recipe
+from lab.step.training_step import loss, make_optimizer, train_step
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

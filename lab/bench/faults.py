@@ -25,8 +25,8 @@ from cluster.live import publish
 from cluster.ranks import Cluster
 from cluster.watchdog import is_alive
 from lab.bench.table import Row, Say
-from lab.verbs.run import run
-from lab.verbs.running_out import RankOutOfMemory
+from lab.training.out_of_memory import RankOutOfMemory
+from lab.training.run import run
 
 RANKS = 4
 TIMEOUT = 3.0

@@ -20,8 +20,8 @@ from cluster.watchdog import watched
 from lab.bench.lines import Note, appending, read_lines
 from lab.bench.table import Say
 from lab.errors import LabError
+from lab.rehearsing.rehearse import Machine, machine_for
 from lab.units import Ki, Mi, format_tokens
-from lab.verbs.rehearse import Machine, machine_for
 
 Kind = Literal["attention", "copies", "compile", "gradients", "rehearse"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lab.bench.gpu import Item
 from lab.bench.software import versions
-from lab.verbs.rehearse import Machine
+from lab.rehearsing.rehearse import Machine
 
 RANKS = 8
 
@@ -28,7 +28,7 @@ def figures(item: Item, where: Machine) -> dict[str, Any]:
 
 
 def _rehearse(item: Item, where: Machine) -> dict[str, Any]:
-    from lab.verbs.rehearse import rehearse
+    from lab.rehearsing.rehearse import rehearse
 
     found = rehearse(
         item.model,

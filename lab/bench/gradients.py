@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lab import models
-from lab.rungs import recipe_for
-from lab.shrinking import first_layers
-from lab.step import loss
-from lab.verbs.on_ranks import Training, checked, worker_on
-from lab.verbs.one_rank import one_rank
+from lab.models.small_copies import first_layers
+from lab.recipe.ladder import recipe_for
+from lab.step.on_ranks import Training, checked, worker_on
+from lab.step.one_rank import one_rank
+from lab.step.training_step import loss
 
 FAMILIES: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
     (

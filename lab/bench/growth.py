@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
-from lab.formulas import estimate
 from lab.models import config_of
-from lab.rungs import RUNGS, recipe_for
+from lab.planning.closed_form import estimate
+from lab.recipe.ladder import RUNGS, recipe_for
+from lab.training.run import run
 from lab.units import MiB
-from lab.verbs.run import run
 
 MODEL = "tiny"
 RANKS = (1, 2, 4)

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lab import data, models
-from lab.batches import shard_batch
+from lab import models
 from lab.bench.table import Row, Say
-from lab.compose import apply_recipe
 from lab.memory.meter import Meter
-from lab.recipe import Recipe
-from lab.step import NoMeter, StepMeter, make_optimizer, train_step
+from lab.recipe.recipe import Recipe
+from lab.step import data
+from lab.step.batches import shard_batch
+from lab.step.compose import apply_recipe
+from lab.step.training_step import NoMeter, StepMeter, make_optimizer, train_step
 
 REPEATS = 7
 TOKENS = (128, 512, 2048)

@@ -7,7 +7,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from lab.bench.table import Row, Say
-from lab.notebooks import Outcome, execute_one, find
+from lab.jupyter.executing import Outcome, execute_one, find
 
 
 def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cluster.ranks import Cluster
 from lab import models
-from lab.batches import shard_batch
 from lab.bench import reference
 from lab.bench.table import Row, Say
-from lab.compose import apply_recipe
 from lab.errors import RecipeError
-from lab.recipe import Recipe
-from lab.step import loss
+from lab.recipe.recipe import Recipe
+from lab.step.batches import shard_batch
+from lab.step.compose import apply_recipe
+from lab.step.training_step import loss
 
 ROWS, TOKENS = 3, 44
 """Neither the rows nor the tokens divide over the ranks of every recipe below."""

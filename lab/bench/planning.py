@@ -11,12 +11,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 from lab.bench.table import Row, Say
-from lab.formulas import estimate
 from lab.models import config_of
-from lab.rungs import recipe_for
+from lab.planning import plan_cache as remembered
+from lab.planning.closed_form import estimate
+from lab.planning.plan import plan, plan_ladder
+from lab.recipe.ladder import recipe_for
 from lab.units import Mi, MiB
-from lab.verbs import remembered
-from lab.verbs.plan import plan, plan_ladder
 
 
 def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, ranks: int = 8) -> list[Row]:

@@ -11,10 +11,10 @@ import torch
 from lab.bench.software import measured_on
 from lab.bench.table import Row, Say
 from lab.errors import DivergedError, RecipeError
-from lab.rungs import NAMES
+from lab.recipe.ladder import NAMES
+from lab.rehearsing.rehearsal import Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
+from lab.rehearsing.rehearse import machine_for, rehearse
 from lab.units import GiB, format_tokens
-from lab.verbs.rehearsal import Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
-from lab.verbs.rehearse import machine_for, rehearse
 
 COLUMNS = (
     "recipe", "tokens", "peak, GiB", "reserved, GiB", "retries", "planned / peak", "host, GiB", "seconds",

@@ -18,9 +18,9 @@ from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.recipe import Recipe
-from lab.step import NoMeter, train_step
-from lab.verbs.on_ranks import Training, Worker, checked, worker
+from lab.recipe.recipe import Recipe
+from lab.step.on_ranks import Training, Worker, checked, worker
+from lab.step.training_step import NoMeter, train_step
 
 REPEATS = 9
 TOKENS = 8192

@@ -53,9 +53,9 @@ def _memory(device: str | None, host: str | None) -> Callable[[Callable[P, T]], 
 @plainly
 def plan(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """One training step of MODEL on fake tensors: its memory, its cost, and whether it fits."""
-    from lab.recipe import parse_knobs
-    from lab.report import plan_text
-    from lab.verbs.plan import plan
+    from lab.commands.report import plan_text
+    from lab.planning.plan import plan
+    from lab.recipe.recipe import parse_knobs
 
     with status(f"planning {model}"):
         made = plan(model, recipe, **settings, **parse_knobs(knobs))
@@ -71,9 +71,9 @@ def plan(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **setti
 @plainly
 def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
     """A bar a technique: the memory of MODEL's step on each rung of the ladder."""
-    from lab.recipe import parse_knobs
-    from lab.report import check_folder, draw_ladder, ladder_text
-    from lab.verbs.plan import plan_ladder
+    from lab.commands.report import check_folder, draw_ladder, ladder_text
+    from lab.planning.plan import plan_ladder
+    from lab.recipe.recipe import parse_knobs
 
     if figure is not None:
         check_folder(figure)
@@ -96,9 +96,9 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
 @plainly
 def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """The longest context of MODEL that fits, and what stops it."""
-    from lab.recipe import parse_knobs
-    from lab.report import max_context_text, tried_text
-    from lab.verbs.max_context import max_context
+    from lab.commands.report import max_context_text, tried_text
+    from lab.planning.max_context import max_context
+    from lab.recipe.recipe import parse_knobs
 
     with status(f"planning {model}") as say:
         found = max_context(
@@ -114,8 +114,8 @@ def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, 
 @plainly
 def fit(model: str, as_json: bool, **settings: Any) -> None:
     """The fastest recipe that fits MODEL at this context, the runners-up, and the price of less memory."""
-    from lab.report import fit_text, tried_text
-    from lab.verbs.fit import fit
+    from lab.commands.report import fit_text, tried_text
+    from lab.planning.fit import fit
 
     with status(f"planning {model}") as say:
         plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried_text(tried)}"), **settings)

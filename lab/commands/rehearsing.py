@@ -40,9 +40,9 @@ from lab.commands.base import (
 def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """One training step of MODEL as one rank of many, measured; each peer is stood in for by the rank."""
     grow_segments()
-    from lab.recipe import parse_knobs
-    from lab.report import rehearsal_text
-    from lab.verbs.rehearse import rehearse
+    from lab.commands.report import rehearsal_text
+    from lab.recipe.recipe import parse_knobs
+    from lab.rehearsing.rehearse import rehearse
 
     with status(f"rehearsing {model}") as say:
         made = rehearse(model, recipe, watch=say, **settings, **parse_knobs(knobs))

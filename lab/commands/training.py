@@ -15,7 +15,7 @@ import click
 from lab.commands.base import RECIPE, SET, TEXT, TOKENIZER, TOKENS, plainly
 
 if TYPE_CHECKING:
-    from lab.verbs.train_loop import Step
+    from lab.training.train_loop import Step
 
 
 OTHERS_SECONDS = 10
@@ -73,7 +73,7 @@ def train(
 @plainly
 def export(checkpoint: Path, out: Path) -> None:
     """Write the newest checkpoint in the folder CHECKPOINT as a Hugging Face directory OUT."""
-    from lab.checkpoints import export
+    from lab.training.checkpoints import export
 
     click.echo(f"{export(checkpoint, out)} is now in {out}")
 
@@ -95,8 +95,8 @@ def _as_a_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> No
 
 
 def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, tells: bool = True) -> None:
-    from lab.recipe import parse_knobs
-    from lab.verbs.train import train
+    from lab.recipe.recipe import parse_knobs
+    from lab.training.train import train
 
     knobs = parse_knobs(settings.pop("knobs"))
     if not tells:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lab.hardware import fixed_workspace, flash_backward_workspace, rounded
-
 
 @dataclass(frozen=True)
 class Workspace:
@@ -26,16 +24,3 @@ class Workspace:
 
 NO_WORKSPACE = Workspace()
 """CPU ranks, as the meter sees them."""
-
-
-def cuda_workspace(ranks: int) -> Workspace:
-    """What CUDA takes on each of ``ranks`` ranks, by the model in ``hardware.py``."""
-    return Workspace(fixed_workspace(ranks), rounded, _inside)
-
-
-def _inside(op: str, args: tuple[Any, ...]) -> int:
-    if op != "aten._scaled_dot_product_flash_attention_for_cpu_backward":
-        return 0
-    (batch, heads, tokens, head_dim), (_, kv_heads, keys, _) = args[1].shape, args[2].shape
-    copies = sum(not x.transpose(1, 2).is_contiguous() for x in (args[0], args[4]))
-    return flash_backward_workspace(batch, heads, kv_heads, tokens, keys, head_dim, copies=copies)

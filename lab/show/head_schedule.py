@@ -9,8 +9,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from lab.show.palette import SERIES_COLOURS, TEXT
 from lab.show.picture import WIDTH, Picture, drawing, head
-from lab.techniques.upipe_schedule import Schedule
-from lab.techniques.upipe_schedule import schedule as stages_of
+from lab.techniques.upipe.schedule import Schedule
+from lab.techniques.upipe.schedule import schedule as stages_of
 
 RIGHT, WRONG, KEYS = SERIES_COLOURS[0], SERIES_COLOURS[1], SERIES_COLOURS[2]
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 
 from lab.memory.timeline import CATEGORIES, Timeline
+from lab.show.live.thinning import Places, widened
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, PHASE_TINTS, TEXT
 from lab.show.picture import OVERLAY
 from lab.show.scales import quiet
-from lab.show.thinning import Places, widened
 
 Over = Literal["seconds", "operators"]
 """What runs along the horizontal axis: the time of the step, or its operators one by one."""

@@ -14,7 +14,10 @@ _PROJECT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Source:
-    """Code as displayed: highlighted in a notebook, plain elsewhere. ``place`` is ``lab/compose.py:12``."""
+    """Code as displayed: highlighted in a notebook, plain elsewhere.
+
+    ``place`` is its file and line, such as ``lab/step/compose.py:12``.
+    """
 
     place: str
     code: str

@@ -1,1 +1,1 @@
-"""The road, one technique a file; ``lab/compose.py`` says in which order they stack."""
+"""The road, one technique a file; ``lab/step/compose.py`` says in which order they stack."""

@@ -15,9 +15,9 @@ from torch._subclasses import FakeTensor
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention import FLASH, Kernel, attention
+from lab.techniques.attention.flash import FLASH, Kernel, attention
+from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import check_degree
-from lab.techniques.seam import apply_attention
 
 
 def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> None:

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensor
 
 from lab.decoder import decoder_of, effective_weight
 from lab.errors import RecipeError
+from lab.techniques.loss import IGNORED, apply_head_loss
 from lab.techniques.precision import wider
-from lab.techniques.tiled_loss import IGNORED, apply_head_loss
 
 MODULE = "liger_kernel.transformers.functional"
 

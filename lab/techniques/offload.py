@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
-from lab.techniques.host_road import Parcel, Road
-from lab.techniques.keeping import Results
-from lab.techniques.seam import apply_attention
+from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.saved_results import Results
+from lab.techniques.host_transfer import Parcel, Road
 
 
 def apply_offload(

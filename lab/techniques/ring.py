@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention import FLASH, Kernel
+from lab.techniques.attention.flash import FLASH, Kernel
+from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import wider
-from lab.techniques.seam import apply_attention
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
+from lab.techniques.parameter_aliases import standing_in
 from lab.techniques.precision import wider
 from lab.techniques.slices import slices
-from lab.techniques.stand_ins import standing_in
 
 
 def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:

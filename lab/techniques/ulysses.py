@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.decoder import decoder_of
-from lab.techniques.attention import FLASH, Kernel, attention
+from lab.techniques.attention.flash import FLASH, Kernel, attention
+from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import check_degree, heads_from_sequence, sequence_from_heads, size_of
-from lab.techniques.seam import apply_attention
 
 
 def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:

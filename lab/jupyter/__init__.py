@@ -1,0 +1,1 @@
+"""Notebooks: executing them, serving JupyterLab, and what a server leaves open to others."""

@@ -1,0 +1,65 @@
+"""What of this machine's Jupyter servers and clusters stands open to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+
+from jupyter_core.paths import jupyter_config_path
+from jupyter_server.serverapp import list_running_servers
+from traitlets.config import Config
+from traitlets.config.loader import JSONFileConfigLoader, PyFileConfigLoader
+
+from cluster.permissions import connection_files, private_keys, readable_by_others
+
+_NAMES = ("jupyter_config", "jupyter_notebook_config", "jupyter_server_config", "jupyter_lab_config")
+
+
+def openings() -> Iterator[str]:
+    """Say what is open, a line each; nothing where nothing is."""
+    for server in list_running_servers():
+        where = f"the Jupyter server of process {server['pid']}"
+        if not is_loopback(server["hostname"]):
+            yield f"{where} listens on {server['hostname']}, beyond loopback"
+        if not (server["token"] or server["password"]):
+            yield f"{where} asks for no token"
+    config = jupyter_config()
+    ip = config.get("ServerApp", {}).get("ip", "localhost")
+    if not is_loopback(ip):
+        yield f"Jupyter's configuration has it listen on {ip}, beyond loopback (`lab open` does not)"
+    if token_is_off(config):
+        yield "Jupyter's configuration switches its token off (`lab open` refuses that)"
+    for what, files in (("private key", private_keys()), ("connection file", connection_files())):
+        for path in readable_by_others(files):
+            yield f"others can read the {what} {path}; chmod 600 closes it"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a server bound to `host` is reached from this machine only."""
+    if host in ("", "*"):
+        return False
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def token_is_off(config: Config) -> bool:
+    """Tell whether a Jupyter server with `config` would let everyone in who can connect."""
+    tokens = [config[name]["token"] for name in ("ServerApp", "IdentityProvider") if "token" in config[name]]
+    passwords = [config.ServerApp.get("password"), config.PasswordIdentityProvider.get("hashed_password")]
+    return "" in tokens and not any(passwords)
+
+
+def jupyter_config() -> Config:
+    """Return what Jupyter's configuration files say, as Jupyter itself reads them."""
+    config = Config()
+    for folder in reversed(jupyter_config_path()):
+        for name in _NAMES:
+            for loader, suffix in ((PyFileConfigLoader, ".py"), (JSONFileConfigLoader, ".json")):
+                try:
+                    config.merge(loader(f"{name}{suffix}", path=folder).load_config())
+                except Exception:
+                    # Mostly it is not there. With one that fails, a server says so and starts without it.
+                    continue
+    return config

@@ -1,0 +1,16 @@
+"""Models by preset, Hugging Face directory or callable; each name is loaded when it is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lab.models.load import ModelLike, Outline, build, config_of, outline, save
+
+__all__ = ["ModelLike", "Outline", "build", "config_of", "outline", "save"]
+
+
+# A remembered plan needs the presets and no torch, which ``lab.models.load`` imports.
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("lab.models.load"), name)
+    raise AttributeError(f"module 'lab.models' has no attribute {name!r}")

@@ -1,0 +1,126 @@
+"""Parameters that begin without memory: they are allocated, and read from safetensors, a shard at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from lab.errors import ModelError
+from lab.models.first_values import shard_of
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter memory on ``device`` without values, and move the buffers there.
+
+    A parameter in two places stays one. Of a sharded parameter this rank's shard is allocated.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _reset_shards(module)
+
+
+def _reset_shards(module: FSDPModule) -> None:
+    """Let FSDP take a module's new parameters for its own, as it does after ``module.to_empty``.
+
+    That would exchange tensors in place, which torch refuses where they are fake.
+    """
+    state: Any = module._get_fsdp_state()
+    # The name of releases before 2.13 is in the singular, and None for a module without parameters.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
+class WeightFiles:
+    """The safetensors files of a directory in the Hugging Face layout.
+
+    Raises:
+        ModelError: neither ``model.safetensors`` nor an index of several files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        self._files: dict[str, Path] = {}
+        if single.is_file():
+            with safe_open(single, framework="pt") as opened:
+                self._files = dict.fromkeys(opened.keys(), single)
+        elif index.is_file():
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self._files = {name: folder / place for name, place in places.items()}
+        else:
+            raise ModelError(
+                f"{folder} holds safetensors, but neither {single.name} nor {index.name}: name them so"
+            )
+
+    def load(self, model: PreTrainedModel) -> None:
+        """Read every parameter, in place; of a sharded one the rows of this rank's shard alone.
+
+        Raises:
+            ModelError: a parameter that is in no file, or has another shape there.
+        """
+        for path, names in self._by_file(model).items():
+            with safe_open(path, framework="pt") as opened, torch.no_grad():
+                for stored, name in names:
+                    parameter = model.get_parameter(name)
+                    self._check_shape(opened.get_slice(stored).get_shape(), name, parameter)
+                    local, first = shard_of(parameter)
+                    if local.numel():
+                        local.copy_(opened.get_slice(stored)[first : first + len(local)])
+
+    def digest(self, model: PreTrainedModel) -> str:
+        """A number, as text, of every parameter's shape and first row: other files have another.
+
+        Raises:
+            ModelError: as ``load``.
+        """
+        total = 0
+        for path, names in self._by_file(model).items():
+            with safe_open(path, framework="pt") as opened:
+                for stored, name in names:
+                    part = opened.get_slice(stored)
+                    self._check_shape(part.get_shape(), name, model.get_parameter(name))
+                    row = part[:1] if len(part.get_shape()) > 1 else part[:]
+                    total = crc32(f"{name} {part.get_shape()} {part.get_dtype()}".encode(), total)
+                    total = crc32(row.contiguous().view(torch.uint8).numpy(), total)
+        return f"files {total}"
+
+    def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
+        """The files, and of each the names that parameters have in it and in the model."""
+        files: dict[Path, list[tuple[str, str]]] = {}
+        missing = []
+        for name, _ in model.named_parameters():
+            # Files of a model without its head leave out what all others begin with.
+            stored = name if name in self._files else name.removeprefix("model.")
+            if stored in self._files:
+                files.setdefault(self._files[stored], []).append((stored, name))
+            else:
+                missing.append(name)
+        if missing:
+            raise ModelError(f"the weights in {self.folder} lack {', '.join(sorted(missing)[:3])}")
+        return files
+
+    def _check_shape(self, stored: list[int], name: str, parameter: nn.Parameter) -> None:
+        if stored != list(parameter.shape):
+            raise ModelError(
+                f"the weights in {self.folder} cannot be loaded: {name} has shape {stored} there, and "
+                f"{list(parameter.shape)} by the config; give the config that belongs to the weights"
+            )

@@ -1,0 +1,199 @@
+"""What operators cost on a named device: floating-point operations, bytes moved, seconds.
+
+The estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
+the table in ``hardware.py`` gives for its kind. Copies between device and host run beside them, for offload
+prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). What it leaves out:
+overlap of other collectives with computation, launches, imbalance between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lab.memory.observing import Observer
+from lab.planning.hardware import Figure, Hardware
+from lab.techniques.slices import times
+
+BACKWARD_FLOPS = 2.5
+"""Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
+
+MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+ALL_TO_ALL, LANDED = "c10d.alltoall_base_", "lab.landed"
+NOTHING = (
+    "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
+    "aten._unsafe_view", "prim.device", "profiler._record_function_enter_new",
+    "profiler._record_function_exit", LANDED,
+)  # fmt: skip
+"""Operators that touch no element, though they are no views."""
+
+FLASH = "aten._scaled_dot_product_flash_attention"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One rank's: ``flops``; ``link_bytes`` sent to other ranks; ``host_bytes`` copied to and from the host.
+
+    ``device_seconds`` is the time of computation and of waiting for collectives, ``link_seconds`` the share
+    of the latter, ``host_seconds`` that of copies.
+    """
+
+    flops: int = 0
+    link_bytes: int = 0
+    host_bytes: int = 0
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+    link_seconds: float = 0.0
+
+    def __add__(self, other: Costs) -> Costs:
+        return Costs(
+            self.flops + other.flops,
+            self.link_bytes + other.link_bytes,
+            self.host_bytes + other.host_bytes,
+            self.device_seconds + other.device_seconds,
+            self.host_seconds + other.host_seconds,
+            self.link_seconds + other.link_seconds,
+        )
+
+    def __mul__(self, factor: int) -> Costs:
+        return Costs(
+            self.flops * factor,
+            self.link_bytes * factor,
+            self.host_bytes * factor,
+            self.device_seconds * factor,
+            self.host_seconds * factor,
+            self.link_seconds * factor,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole: copies hide behind computation, or computation behind copies."""
+        return max(self.device_seconds, self.host_seconds)
+
+
+class CostCounter(Observer):
+    """Sums the costs of the operators that run inside it, as if on ``hardware``.
+
+    Groups of ranks that lie within a node of ``ranks_per_node`` talk over its links, others over the network.
+    """
+
+    def __init__(self, hardware: Hardware, ranks_per_node: int) -> None:
+        super().__init__()
+        self.hardware, self.ranks_per_node = hardware, ranks_per_node
+        self.total = Costs()
+        # Links carry one collective at a time: when they are free, and when what is under way will be there,
+        # by the memory that it arrives in.
+        self._links_free = 0.0
+        self._arrivals: dict[int, float] = {}
+
+    def now(self) -> float:
+        """Seconds since the beginning, on the device: the clock of a plan's timeline."""
+        return self.total.device_seconds
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operator and add what it costs."""
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            name = str(func.overloadpacket)
+            cost = self._costs(name, args, result) * times()
+            if name == LANDED:
+                cost = self._waiting_until(self._arrivals.pop(_memory(args[0])))
+            elif name == ALL_TO_ALL and args[5:6] != (False,):
+                # Waited for later: the default, and defaults are left out of ``args``.
+                self._links_free = max(self.now(), self._links_free) + cost.link_seconds
+                self._arrivals[_memory(args[0])] = self._links_free
+                cost = replace(cost, device_seconds=0.0, link_seconds=0.0)
+            elif cost.link_seconds:
+                cost += self._waiting_until(self._links_free)
+            self.total += cost
+        return result
+
+    def _waiting_until(self, then: float) -> Costs:
+        seconds = max(then - self.now(), 0.0)
+        return Costs(device_seconds=seconds, link_seconds=seconds)
+
+    def _costs(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
+        hardware = self.hardware
+        if name in NOTHING:
+            return Costs()
+        if name.startswith(("c10d.", "_c10d_functional.")):
+            return self._collective(name, args, result)
+        if name in ("lab.to_host", "lab.from_host"):
+            moved: int = args[name == "lab.from_host"].nbytes
+            return Costs(
+                host_bytes=moved, host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share)
+            )
+        if name.startswith(FLASH):
+            flops = _attention_flops(args, backward=name.endswith("backward"))
+            rate = hardware.attention_backward if name.endswith("backward") else hardware.attention_forward
+            return Costs(flops, device_seconds=flops / rate.value)
+        touched = sum(x.nbytes for x in _tensors((*args, result)))
+        seconds = touched / _reached(hardware.memory_rate, hardware.memory_share)
+        if name in MATMULS:
+            flops = 2 * args[-2].numel() * args[-1].shape[-1]
+            # Tensor cores take fp32 as tf32, at half the rate of bf16.
+            rate_here = _reached(hardware.matmul, hardware.matmul_share) * 2 / max(args[-1].itemsize, 2)
+            return Costs(flops, device_seconds=max(flops / rate_here, seconds))
+        return Costs(device_seconds=seconds)
+
+    def _collective(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
+        """What a rank sends: its share of an all-gather to all others, its input's shares in the rest."""
+        group = next((g for g in map(_group, args) if g is not None), None)
+        if group is None:
+            return Costs()
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        whole = max((x.nbytes for x in _tensors((*args, result))), default=0)
+        # An all-reduce is a reduce-scatter and an all-gather.
+        sizes = [whole // len(ranks) * (2 if "allreduce" in name.replace("_", "") else 1)] * len(ranks)
+        if "alltoall" in name and args[4]:  # a step round a ring goes to one of them
+            sizes = [elements * args[1].itemsize for elements in args[4]]
+        sizes[me] = 0
+        hardware, here = self.hardware, ranks[me] // self.ranks_per_node
+        link = _reached(hardware.link, hardware.link_share)
+        network = _reached(hardware.network, hardware.network_share)
+        near = [rank // self.ranks_per_node == here for rank in ranks]
+        sent, away = sum(sizes), sum(size for size, at_home in zip(sizes, near, strict=True) if not at_home)
+        if "alltoall" not in name and away:
+            # What goes round in rings, one through each adapter, passes a border with all of them at once.
+            seconds = sent / min(link, network * sum(near))
+        else:
+            seconds = max((sent - away) / link, away / network)
+        return Costs(link_bytes=sent, device_seconds=seconds, link_seconds=seconds)
+
+
+def _reached(peak: Figure, share: Figure) -> float:
+    return peak.value * share.value
+
+
+def _memory(x: torch.Tensor) -> int:
+    where: int = x.untyped_storage()._cdata
+    return where
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _attention_flops(args: tuple[Any, ...], *, backward: bool) -> int:
+    """Two matrix products of queries and keys in forward, half of each behind a causal mask."""
+    q, k = args[1:3] if backward else args[0:2]
+    dropout = 6 if backward else 3
+    causal = len(args) > dropout + 1 and args[dropout + 1]
+    flops: int = 4 * q.numel() * k.shape[2] // (2 if causal else 1)
+    return int(BACKWARD_FLOPS * flops) if backward else flops
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    if isinstance(value, str):  # a functional collective names its group, and its sum
+        return next((g for g, name in dist.distributed_c10d._world.pg_names.items() if name == value), None)
+    return None

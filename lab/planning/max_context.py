@@ -1,0 +1,160 @@
+"""Max context: the longest sequence whose step fits, and what stops the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lab.errors import LabError
+from lab.models import ModelLike
+from lab.planning.closed_form import Estimate, estimate
+from lab.planning.plan import Plan, fake_model, plan
+from lab.recipe.ladder import recipe_for
+from lab.recipe.recipe import Recipe
+from lab.units import Ki, Mi, format_bytes, format_tokens
+
+RESOLUTION = 128
+"""The answer is exact to one part in so many: a plan more would halve that."""
+
+LONGEST = 1024 * Mi
+"""Where the search ends: beyond a billion tokens nothing is stopped by memory that this lab knows of."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaxContext:
+    """The longest context that fits.
+
+    ``limit`` is the memory that refuses the next longer one that was tried, ``next_plan``; ``plan`` is that
+    of ``tokens`` itself.
+    """
+
+    tokens: int
+    limit: Literal["device", "host"]
+    plan: Plan
+    next_plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as plain values."""
+        return {
+            "tokens": self.tokens,
+            "limit": self.limit,
+            "device_peak": self.plan.device_peak,
+            "host_peak": self.plan.host_peak,
+            "recipe": self.plan.recipe.to_json(),
+        }
+
+
+def max_context(
+    model: ModelLike,
+    recipe: str | Recipe = "upipe",
+    *,
+    ranks: int,
+    rows: int = 1,
+    device_memory: int | str = "80GiB",
+    host_memory: int | str = "2TiB",
+    ranks_per_node: int = 8,
+    workspace: bool = True,
+    device: str = "h100",
+    watch: Callable[[Plan], None] | None = None,
+    **knobs: Any,
+) -> MaxContext:
+    """Search for the longest context that fits ``device_memory`` a rank and ``host_memory`` a node.
+
+    A ladder's name gives each length its own recipe, for tiles derive from it. The rest are the settings of
+    ``lab.plan``; ``watch`` is called with each plan made.
+
+    Raises:
+        LabError: as ``lab.plan``; or nothing fits, and what holds the memory; or nothing stops it.
+    """
+    config = fake_model(model).config
+
+    def planned(tokens: int) -> Plan:
+        made = plan(
+            model,
+            recipe,
+            tokens=tokens,
+            ranks=ranks,
+            rows=rows,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            ranks_per_node=ranks_per_node,
+            workspace=workspace,
+            device=device,
+            **knobs,
+        )
+        if watch is not None:
+            watch(made)
+        return made
+
+    def estimated(tokens: int) -> Estimate:
+        chosen = recipe_for(recipe, model, ranks, tokens, config=config, **knobs)
+        return estimate(config, chosen, tokens=tokens, ranks=ranks, rows=rows)
+
+    fits, beyond = _search(planned, estimated)
+    assert beyond.limit is not None
+    return MaxContext(fits.tokens, beyond.limit, fits, beyond)
+
+
+def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]) -> tuple[Plan, Plan]:
+    """The longest plan that fits and the next that does not, no further apart than the resolution.
+
+    The closed form says where the wall should be, and each plan by how many bytes it is off there: so the
+    plans that are made stand close to the wall, one just before it, one just behind.
+    """
+    last = planned(Ki)
+    if last.limit is not None:
+        raise LabError(_nothing_fits(last))
+    fits, beyond, misses = last, None, 0
+    while True:
+        fewest, most = fits.tokens, LONGEST if beyond is None else beyond.tokens
+        gap = most - fewest
+        if beyond is not None and gap <= max(Ki, fewest // RESOLUTION):
+            return fits, beyond
+        wall = _wall(last, estimated)
+        step = max(Ki, wall // RESOLUTION)
+        target = wall - step // 2 if wall - fewest > step else wall + step // 2
+        if misses == 2:
+            target = (fewest + most) // 2
+        last = planned(min(max(_up(target), fewest + Ki), most - Ki if beyond else LONGEST))
+        if last.limit is None:
+            fits, left = last, most - last.tokens
+        else:
+            beyond, left = last, last.tokens - fewest
+        if fits.tokens == LONGEST:
+            raise LabError(f"{format_tokens(LONGEST)} tokens still fit: give less memory, or another recipe")
+        misses = misses % 2 + 1 if left > gap // 2 else 0
+
+
+def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:
+    """The most tokens that fit by the closed form, as far off as it is at this plan."""
+    off = near.device_peak - estimated(near.tokens).device_peak
+    nodes = min(near.ranks, near.ranks_per_node)
+    assert near.device_memory is not None
+    assert near.host_memory is not None
+    low, high = 1, LONGEST // Ki
+    while high - low > 1:
+        middle = (low + high) // 2
+        needs = estimated(middle * Ki)
+        fits = needs.device_peak + off <= near.device_memory and needs.host_peak * nodes <= near.host_memory
+        low, high = (middle, high) if fits else (low, middle)
+    return high * Ki if high == LONGEST // Ki else low * Ki
+
+
+def _up(tokens: int) -> int:
+    return -(-tokens // Ki) * Ki
+
+
+def _nothing_fits(made: Plan) -> str:
+    given, needed = (
+        (made.device_memory, made.device_peak)
+        if made.limit == "device"
+        else (made.host_memory, made.host_peak_per_node)
+    )
+    assert given is not None
+    most = max(made.peak.by_category.items(), key=lambda item: item[1])
+    return (
+        f"not even {format_tokens(made.tokens)} tokens fit: {format_bytes(needed)} of {made.limit} memory "
+        f"needed, {format_bytes(given)} given; {most[0]} hold {format_bytes(most[1])}; more ranks or "
+        "fsdp need less"
+    )

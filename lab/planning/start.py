@@ -1,0 +1,59 @@
+"""What a rank's device holds at most before the first step, in closed form."""
+
+from __future__ import annotations
+
+from math import prod
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lab.memory.timeline import CATEGORIES, Moment
+from lab.memory.workspace import NO_WORKSPACE
+from lab.models.first_values import PIECE, PIECES
+from lab.planning.fake_step import Question
+from lab.planning.hardware import cuda_workspace
+from lab.techniques import agreement
+
+_SCRATCH, _CHECKED = 32, 24
+"""Bytes an element: of a piece of first values, and of a piece that ranks compare, while it is worked on."""
+
+
+def start_of(question: Question, skeleton: PreTrainedModel) -> Moment:
+    """The moment before the first step at which a rank's device holds the most bytes.
+
+    It is the highest of these:
+
+    - The first values of the parameters are made: the rank's parameters, and the scratch of one piece.
+    - The optimizer's state is made, for a start makes it at once: three times the rank's parameters.
+    - A callable's model, which arrives whole, is compared with that of the other ranks.
+    """
+    whole = sum(p.nbytes for p in skeleton.parameters())
+    buffers = sum(b.nbytes for b in skeleton.buffers())
+    held = whole
+    if question.recipe.fsdp:
+        held = sum(
+            -(-len(p) // question.ranks) * prod(p.shape[1:]) * p.itemsize for p in skeleton.parameters()
+        )
+    workspace = cuda_workspace(question.ranks) if question.workspace else NO_WORKSPACE
+    largest = max(p.numel() for p in skeleton.parameters())
+    trained = sum(p.requires_grad for p in skeleton.parameters())
+    moments = [("make_optimizer", held + buffers, 2 * held + 4 * trained, 0)]
+    if callable(question.model) and not isinstance(question.model, PretrainedConfig):
+        compared = _CHECKED * min(agreement.PIECE, largest) if question.ranks > 1 else 0
+        moments.append(("check_same_model", whole + buffers, 0, compared))
+    else:
+        largest = -(-largest // question.ranks) if question.recipe.fsdp else largest
+        piece = PIECE if question.workspace else PIECES["cpu"]
+        moments.append(("first values", held + buffers, 0, _SCRATCH * min(piece, largest)))
+    op, parameters, optimizer, other = max(moments, key=lambda moment: sum(moment[1:]))
+    other += workspace.fixed
+    return Moment(
+        seconds=0.0,
+        device=parameters + optimizer + other,
+        host=0,
+        by_category=dict(zip(CATEGORIES, (parameters, 0, optimizer, 0, other), strict=True)),
+        op=op,
+        shapes="",
+        module="",
+        phase="start",
+        step=0,
+    )

@@ -1,0 +1,1 @@
+"""Which techniques, with which knobs: the recipe, and the ladder of named recipes."""

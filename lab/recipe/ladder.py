@@ -1,0 +1,149 @@
+"""The ladder: named recipes for a model on so many ranks, each adding one technique to the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lab.errors import RecipeError
+from lab.models import ModelLike, config_of
+from lab.recipe.recipe import Recipe, check_fields
+from lab.techniques.exchange import degrees
+from lab.units import Ki, check_counts, format_tokens
+
+TILE = 16 * Ki
+"""Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
+
+RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe")
+
+FAST: dict[str, Any] = {"offload": "attention"}
+"""The recipe ``fast``, beside the ladder: its top rung, with these knobs. It holds more on the host and a
+little more on the device, and takes less time; so it is no step down in memory."""
+
+NAMES = (*RUNGS, "fast")
+"""Every recipe that has a name."""
+
+
+def ladder(
+    model: ModelLike, ranks: int, tokens: int, *, config: PretrainedConfig | None = None, **knobs: Any
+) -> dict[str, Recipe]:
+    """The recipes ``RUNGS`` by name, for ``tokens`` tokens of context on ``ranks`` ranks.
+
+    ulysses is the largest degree that divides the ranks and that the heads allow, head_chunk the Ulysses
+    degree, each tile the smaller of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in
+    bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs`` set by hand hold on
+    every rung that has the technique, and what derives from them follows. ``config`` is the model's, for a
+    caller that has it.
+
+    Raises:
+        LabError: ranks or tokens that are no count.
+        RecipeError: a knob no recipe has, a degree that is no count, or knobs that a rung forbids.
+    """
+    return dict(_ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs))
+
+
+def _ladder(
+    config: PretrainedConfig, compute_dtype: str | None, ranks: int, tokens: int, knobs: dict[str, Any]
+) -> Iterator[tuple[str, Recipe]]:
+    """Rung by rung: what a rung further up would refuse is no matter to those below it."""
+    check_counts({"ranks": ranks, "tokens": tokens})
+    check_fields(knobs)
+    # What derives from the degrees is worked out before a recipe that checks them is made.
+    check_counts({name: knobs[name] for name in ("ulysses", "ring") if name in knobs}, RecipeError)
+    ring = knobs.get("ring", 1)
+    fits = [
+        c for c in degrees(config.num_attention_heads, config.num_key_value_heads) if ranks % (c * ring) == 0
+    ]
+    ulysses = knobs.get("ulysses", max(fits, default=1))
+    tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
+    loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
+    steps: dict[str, dict[str, Any]] = {
+        "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
+        "fsdp": {"fsdp": True},
+        "ulysses": {"ulysses": ulysses, "ring": ring, "ulysses_backend": "lab"},
+        "checkpoint": {"checkpoint": True},
+        "offload": {"offload": "inputs"},
+        "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
+        "upipe": {"head_chunk": ulysses, "overlap": False},
+    }
+    recipe = Recipe()
+    for name, added in steps.items():
+        recipe = replace(recipe, **{**added, **{k: v for k, v in knobs.items() if k in added}})
+        yield name, recipe
+
+
+def check_name(name: str) -> None:
+    """Refuse what is no recipe's name.
+
+    Raises:
+        RecipeError: the names that are.
+    """
+    if name not in NAMES:
+        raise RecipeError(f"unknown recipe {name!r}: give one of {', '.join(NAMES)}, or a Recipe")
+
+
+def named(
+    name: str,
+    model: ModelLike,
+    ranks: int,
+    tokens: int,
+    *,
+    config: PretrainedConfig | None = None,
+    **knobs: Any,
+) -> Recipe:
+    """The recipe of ``NAMES``, unchecked, with ``knobs`` by hand where it has the technique.
+
+    Raises:
+        RecipeError: an unknown name or knob.
+    """
+    check_name(name)
+    rungs = _ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs)
+    if name in RUNGS:
+        return next(found for rung, found in rungs if rung == name)
+    return replace(dict(rungs)[RUNGS[-1]], **{knob: knobs.get(knob, value) for knob, value in FAST.items()})
+
+
+def _compute_dtype(model: ModelLike) -> str | None:
+    return None if model == "tiny" else "bfloat16"
+
+
+def recipe_for(
+    recipe: str | Recipe,
+    model: ModelLike,
+    ranks: int,
+    tokens: int,
+    *,
+    config: PretrainedConfig | None = None,
+    **knobs: Any,
+) -> Recipe:
+    """The recipe itself, or that of ``NAMES``, with ``knobs`` set by hand; checked against the model.
+
+    A knob set by hand is applied last, on whatever rung; a knob that derives from it follows. ``config`` is
+    the model's, for a caller that has it: where the model is a callable, looking it up makes a model.
+
+    Raises:
+        RecipeError: an unknown name or knob, or a recipe that the model or the ranks forbid.
+    """
+    config = config or config_of(model)
+    if isinstance(recipe, str):
+        recipe = named(recipe, model, ranks, tokens, config=config, **knobs)
+    check_fields(knobs)
+    recipe = replace(recipe, **knobs)
+    recipe.check(config, ranks)
+    return recipe
+
+
+def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) -> str:
+    """One line that names a step: model, recipe, ranks, tokens."""
+    name = Path(model).name if isinstance(model, str | Path) else "model"
+    if isinstance(recipe, Recipe):
+        plain = Recipe().to_json()
+        turned = [knob for knob, value in recipe.to_json().items() if value != plain[knob]]
+        if len(turned) > 3:
+            turned = [*turned[:2], f"{len(turned) - 2} more"]
+        recipe = " + ".join(turned) or "plain"
+    return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

@@ -1,0 +1,198 @@
+"""A recipe says which techniques a training step stacks; its rules are checked before a launch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lab.errors import RecipeError
+from lab.units import check_counts, parse_tokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
+
+KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"]
+KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
+
+Offload = Literal["none", "inputs", "attention"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+
+Compiled = Literal["none", "norms", "tiles"]
+COMPILED: tuple[Compiled, ...] = get_args(Compiled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which techniques a step uses. ``Recipe()`` is the plain model: replicated, everything kept.
+
+    Attributes:
+        fsdp: shard parameters, gradients and optimizer state over all ranks (FSDP2), per layer.
+        ulysses: Ulysses degree C, the ranks over which a sequence is sharded outside attention and the heads
+            are inside it.
+        ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
+        ulysses_backend: this lab's exchange, or DeepSpeed's own.
+        head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
+        overlap: while a UPipe stage attends, what the next one needs travels, in buffers of its own; nothing
+            is different where there is one stage, or one rank.
+        checkpoint: keep only each layer's input in forward and recompute the rest in backward.
+        offload: what of checkpointed layers waits for backward on the host: "none", the "inputs", or with
+            them what "attention" made, which then runs once forward and not twice.
+        mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
+            once; None for all.
+        compile: what torch.compile fuses inside tiles: nothing, the "norms", or with them the MLPs ("tiles").
+            A step that is metered or planned runs without; those of ``lab train``, and those that a rehearsal
+            times, run with it.
+        loss_kernel: what computes the head with its loss: this lab's, in tiles or whole, or Liger Kernel's,
+            which cuts the tokens itself.
+        kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has
+            it not says so when the recipe is applied; a plan is the same for all.
+        compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
+            their own dtype; None for no cast.
+    """
+
+    fsdp: bool = False
+    ulysses: int = 1
+    ring: int = 1
+    ulysses_backend: Literal["lab", "deepspeed"] = "lab"
+    head_chunk: int | None = None
+    overlap: bool = False
+    checkpoint: bool = False
+    offload: Offload = "none"
+    mlp_tile: int | None = None
+    norm_tile: int | None = None
+    loss_tile: int | None = None
+    compile: Compiled = "none"
+    loss_kernel: Literal["lab", "liger"] = "lab"
+    kernel: KernelName = "auto"
+    compute_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("fsdp", "checkpoint", "overlap"):
+            _one_of(name, getattr(self, name), (True, False))
+        _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
+        _one_of("offload", self.offload, OFFLOADS)
+        _one_of("compile", self.compile, COMPILED)
+        _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
+        _one_of("kernel", self.kernel, KERNEL_NAMES)
+        _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
+        check_counts({"ulysses": self.ulysses, "ring": self.ring}, RecipeError)
+        sizes = ("head_chunk", "mlp_tile", "norm_tile", "loss_tile")
+        check_counts({name: getattr(self, name) for name in sizes}, RecipeError, or_none=True)
+        if self.offload != "none" and not self.checkpoint:
+            raise RecipeError(
+                f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
+                "not its input alone; set checkpoint=True with it, or offload='none'"
+            )
+        if self.overlap and self.head_chunk is None:
+            raise RecipeError(
+                "overlap=True without UPipe: there is no next stage whose exchange could go meanwhile; "
+                "set head_chunk with it, or overlap=False"
+            )
+        if self.compile != "none" and (
+            self.norm_tile is None or not (self.mlp_tile or self.compile == "norms")
+        ):
+            raise RecipeError(
+                f"compile={self.compile!r} with norm_tile={self.norm_tile}, mlp_tile={self.mlp_tile}: it is "
+                "for what runs in tiles; set the tiles with it, or compile='none'"
+            )
+        if self.loss_kernel == "liger" and self.loss_tile is not None:
+            raise RecipeError(
+                f"loss_kernel='liger' with loss_tile={self.loss_tile}: Liger cuts the tokens itself; "
+                "set loss_tile=None, or loss_kernel='lab'"
+            )
+        if self.ulysses_backend == "deepspeed" and (self.head_chunk or self.ring > 1):
+            raise RecipeError(
+                f"ulysses_backend='deepspeed' with head_chunk={self.head_chunk}, ring={self.ring}: "
+                "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1, or ulysses_backend='lab'"
+            )
+
+    def check(self, config: PretrainedConfig, ranks: int) -> None:
+        """Refuse what this recipe cannot do right with a model of this config on ``ranks`` ranks.
+
+        Raises:
+            ModelError: a family or a config that the lab does not compute right, see ``check_config``.
+            RecipeError: degrees that the heads or the ranks forbid, a head_chunk that does not divide, a rope
+                type without exact angles. The message holds the rule and the values that would work.
+        """
+        # Late, because they bring torch and transformers, and a recipe is only words until it is checked.
+        from lab.decoder import check_config
+        from lab.techniques.exchange import check_degree
+        from lab.techniques.rope import check_rope
+        from lab.techniques.upipe.schedule import schedule
+
+        check_config(config)
+        check_rope(config)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        check_degree(heads, kv_heads, self.ulysses)
+        if ranks % (self.ulysses * self.ring):
+            works = [d for d in range(1, ranks + 1) if ranks % d == 0]
+            raise RecipeError(
+                f"ulysses={self.ulysses} x ring={self.ring} on {ranks} ranks: their product must divide the "
+                f"ranks; these products work: {', '.join(map(str, works))}"
+            )
+        if self.head_chunk is not None:
+            schedule(heads, kv_heads, self.ulysses, self.head_chunk)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by field name."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any] | str) -> Recipe:
+        """Read what ``to_json`` wrote, as a dict or as its text.
+
+        Raises:
+            RecipeError: a field no recipe has, or a value it cannot take.
+        """
+        knobs = json.loads(document) if isinstance(document, str) else document
+        check_fields(knobs)
+        return cls(**knobs)
+
+
+FIELDS = tuple(field.name for field in fields(Recipe))
+"""The names of all knobs."""
+
+
+def check_fields(names: Any) -> None:
+    """Refuse names that are no field of a recipe.
+
+    Raises:
+        RecipeError: the first such name, and all that are fields.
+    """
+    for name in names:
+        if name not in FIELDS:
+            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(FIELDS)}")
+
+
+def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
+    """Read knobs as they are written on a command line: ``head_chunk=16``, ``mlp_tile=none``.
+
+    Raises:
+        RecipeError: not ``name=value``, or a name that is no field.
+    """
+    words: dict[str, Any] = {"none": None, "true": True, "false": False}
+    knobs: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise RecipeError(f"{setting!r} sets no knob: write name=value, for instance head_chunk=16")
+        check_fields([name])
+        # "none" means no offload and nothing compiled, and no value everywhere else.
+        if name not in ("offload", "compile") and value.lower() in words:
+            knobs[name] = words[value.lower()]
+        else:
+            # A plain number is judged by the knob's own rule, whose message names the knob.
+            number = int(value) if re.fullmatch(r"\d+", value) else value
+            knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]", value) else number
+    return knobs
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    # 1 == True, but a knob that says 1 where a yes or no is wanted means something else.
+    if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
+        raise RecipeError(f"{name}={value!r}: it takes {' or '.join(repr(a) for a in allowed)}")

@@ -1,0 +1,1 @@
+"""The real step on one device as one rank of many."""

@@ -1,0 +1,159 @@
+"""What a rehearsal brings back: one step of one rank of N, measured, with its plan beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lab.errors import LabError
+from lab.memory.timeline import Moment, Timeline
+from lab.planning.hardware import outside_workspace
+from lab.planning.plan import Plan
+from lab.recipe.recipe import Recipe
+from lab.units import format_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What the steps of one rank gave.
+
+    ``reserved_peak`` and ``outside_torch`` are bytes that torch's caching allocator holds, and that others
+    hold beside it (CUDA's context, libraries); ``alloc_retries`` is how often the allocator had to give its
+    cache back to get more. The three are None on CPU, where there is no such allocator. ``seconds`` are by
+    phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and the meter's
+    own time is in them. The peers' work on links is not: ``link_bytes`` is what would leave the rank in a
+    step.
+    """
+
+    timeline: Timeline
+    device_peak: int
+    reserved_peak: int | None
+    alloc_retries: int | None
+    outside_torch: int | None
+    seconds: dict[str, float]
+    timed_steps: int
+    loss: float
+    link_bytes: int
+
+    @property
+    def host_peak(self) -> int:
+        """The most host bytes the rank held at once."""
+        return self.timeline.host_peak
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the step that was measured."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Rehearsal(Measured):
+    """One training step, measured as one rank of ``ranks``, of the model's first ``layers`` layers.
+
+    ``plan`` is of the same layers, ``whole`` of all ``of_layers``. ``device_memory`` is what the device was
+    taken to have, in bytes, and ``device_memory_asked`` what was asked for: more where that is the whole of
+    this GPU. Both are None without a limit.
+    """
+
+    title: str
+    recipe: Recipe
+    tokens: int
+    ranks: int
+    rows: int
+    layers: int
+    of_layers: int
+    machine: str
+    device_memory: int | None
+    device_memory_asked: int | None
+    plan: Plan
+    whole: Plan
+
+    @property
+    def plan_over_measured(self) -> float:
+        """The planned device peak of these layers over the measured one."""
+        return self._planned(self.plan) / self.device_peak
+
+    @property
+    def whole_seconds(self) -> float:
+        """Of the step of all layers: the measured one, by the ratio of the two plans' without links."""
+        return self.step_seconds * _without_links(self.whole) / _without_links(self.plan)
+
+    @property
+    def whole_device_peak(self) -> int:
+        """Of the step of all layers: the measured one, by the ratio of the two plans' peaks."""
+        return round(self._planned(self.whole) / self.plan_over_measured)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all layers, a rank's share, if links were free."""
+        return self.rows * self.tokens / self.ranks / self.whole_seconds
+
+    @property
+    def tokens_per_second_with_links(self) -> float:
+        """The same with the time added in which the plan waits for the links, by the hardware table."""
+        seconds = self.whole_seconds + self.whole.costs.link_seconds
+        return self.rows * self.tokens / self.ranks / seconds
+
+    def _planned(self, made: Plan) -> int:
+        """Of the peak of a planned step what was measured too: on CUDA not what is outside torch."""
+        outside = 0 if self.outside_torch is None else outside_workspace(self.ranks)
+        return made.timeline.device_peak - outside
+
+    def to_json(self) -> dict[str, Any]:
+        """The answers as plain values, without the timeline."""
+        peak = self.timeline.peak
+        return {
+            "recipe": self.recipe.to_json(),
+            "tokens": self.tokens,
+            "ranks": self.ranks,
+            "layers": self.layers,
+            "of_layers": self.of_layers,
+            "machine": self.machine,
+            "device_memory": self.device_memory,
+            "device_memory_asked": self.device_memory_asked,
+            "device_peak": self.device_peak,
+            "reserved_peak": self.reserved_peak,
+            "alloc_retries": self.alloc_retries,
+            "outside_torch": self.outside_torch,
+            "host_peak": self.host_peak,
+            "planned_device_peak": self.plan.device_peak,
+            "plan_over_measured": self.plan_over_measured,
+            "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
+            "seconds": self.step_seconds,
+            "seconds_by_phase": self.seconds,
+            "timed_steps": self.timed_steps,
+            "loss": self.loss,
+            "link_bytes": self.link_bytes,
+            "link_seconds": self.plan.costs.link_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_with_links": self.tokens_per_second_with_links,
+            "whole_device_peak": self.whole_device_peak,
+            "whole_seconds": self.whole_seconds,
+        }
+
+
+class RehearsalOutOfMemory(LabError):
+    """The step does not fit: how far it got, and what it needs by its plan. The process can go on.
+
+    ``moment`` is the instant, ``plan`` that of the step.
+    """
+
+    def __init__(self, said: str, moment: Moment, made: Plan) -> None:
+        self.moment, self.plan = moment, made
+        super().__init__(
+            f"{said}\nthe whole step needs {format_bytes(made.device_peak)} by its plan: fewer tokens, more "
+            "ranks or fewer layers need less"
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        # Asked for by IPython: what matters is in the text, and the frames are the lab's own.
+        return str(self).splitlines()
+
+
+class RehearsalTooLarge(LabError):
+    """A step on CPU that the memory of this machine does not hold."""
+
+
+def _without_links(made: Plan) -> float:
+    """Seconds of a rank that waits for nobody: computation, or copies to the host where they take longer."""
+    return max(made.costs.device_seconds - made.costs.link_seconds, made.costs.host_seconds)

@@ -1,0 +1,234 @@
+"""Rehearse: the real step as one rank of N, its peers stood in for by the rank itself; bytes and seconds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from cluster.devices import check_driver, check_free
+from lab import models
+from lab.errors import LabError
+from lab.memory.cuda import CudaAllocator, CudaMeter, History, capped
+from lab.memory.meter import Meter
+from lab.memory.out_of_memory import OutOfMemory, outside_the_meter
+from lab.memory.stopwatch import Stopwatch
+from lab.models.small_copies import first_layers
+from lab.planning.hardware import nccl_workspace
+from lab.planning.plan import Plan, plan
+from lab.recipe.ladder import recipe_for, title_of
+from lab.recipe.recipe import Recipe
+from lab.rehearsing.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
+from lab.step.loopback import bytes_sent
+from lab.step.on_ranks import Training, checked, finite, worker_on
+from lab.step.one_rank import one_rank
+from lab.step.training_step import train_step
+from lab.units import GiB, format_bytes, parse_bytes, parse_tokens
+
+Machine = Literal["cuda", "cpu"]
+Say = Callable[[str], None]
+
+MISSING = 2 * GiB
+"""How much less a GPU may report than its name says: an H100 of 80 GiB has 79.19."""
+
+
+def rehearse(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "upipe",
+    *,
+    tokens: int | str,
+    ranks: int,
+    rows: int = 1,
+    layers: int | None = None,
+    steps: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    device_memory: int | str | None = None,
+    machine: Machine | None = None,
+    device: str = "h100",
+    ranks_per_node: int = 8,
+    watch: Say | None = None,
+    **knobs: Any,
+) -> Rehearsal:
+    """Train as one rank of ``ranks`` on this machine's GPU or, at a small size, on its CPU.
+
+    One step is measured in bytes, then ``steps`` more in seconds; with ``steps=0`` the one that is measured
+    is timed too, and its seconds include the meter's. ``layers`` takes the model's first layers alone: what
+    is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
+    ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
+    the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
+    random unless the model is a directory with weights, in whole.
+
+    ``device_memory`` stands for a smaller GPU, for all that it has: on CUDA the step gets what the context,
+    the libraries and NCCL's buffers (by the workspace model, for no peer is there) leave of it. A GPU reports
+    less than its name says, so up to 2 GiB more than it reports are the whole GPU.
+
+    Raises:
+        RehearsalOutOfMemory: it does not fit; the process can go on.
+        RehearsalTooLarge: this machine's memory does not hold it, on CPU; nothing was made.
+        LabError: a model, recipe, size or machine that cannot work, before anything is made.
+        ClusterError: a GPU that torch cannot use, or that other processes fill.
+        DivergedError: the loss is not finite.
+    """
+    say = watch or _nobody
+    if type(steps) is not int or steps < 0:
+        raise LabError(
+            f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
+        )
+    where, asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
+    limit = _limit(where, asked)
+    config = models.config_of(model)
+    chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), config=config, **knobs)
+    part = first_layers(model, layers, config=config)
+    training, _, _ = checked(
+        part, chosen, ranks=ranks, tokens=tokens, steps=1 + steps, rows=rows, text=text, tokenizer=tokenizer
+    )
+    settings: dict[str, Any] = {
+        "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
+        "device": device, "device_memory": limit, "workspace": where == "cuda",
+    }  # fmt: skip
+    title = title_of(model, recipe, ranks, training.tokens)
+    say("planning")
+    whole = plan(model, chosen, **settings)
+    made = whole if part is model else plan(part, chosen, **settings)
+    if where == "cpu":
+        _check_room(title, made, limit)
+    measured = _measured(training, made, where, limit, say)
+    # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
+    gc.collect()
+    if where == "cuda":
+        torch.cuda.empty_cache()
+    if isinstance(measured, OutOfMemory):
+        raise RehearsalOutOfMemory(str(measured), measured.moment, made)
+    return Rehearsal(
+        **vars(measured),
+        title=title,
+        recipe=chosen,
+        tokens=training.tokens,
+        ranks=ranks,
+        rows=rows,
+        layers=layers or config.num_hidden_layers,
+        of_layers=config.num_hidden_layers,
+        machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
+        device_memory=limit,
+        device_memory_asked=asked,
+        plan=made,
+        whole=whole,
+    )
+
+
+def _measured(
+    training: Training, made: Plan, where: Machine, limit: int | None, say: Say
+) -> Measured | OutOfMemory:
+    """Train as the rank of the plan: the first step under the meter, all others by the clock alone.
+
+    Out of memory is returned, for an exception that is raised holds the model by its frames.
+    """
+    meter = CudaMeter(CudaAllocator()) if where == "cuda" else Meter(limit=limit)
+    metered, timed = Stopwatch(meter), Stopwatch()
+    try:
+        with (
+            _capped(where, limit, made.ranks),
+            one_rank(training.recipe, made.ranks, "loopback", where, ring_rank=made.ring_rank) as mesh,
+        ):
+            say("making the model")
+            ready = worker_on(training, mesh)
+            say("a step under the meter")
+            batch = ready.batch(0)
+            before = bytes_sent()
+            loss = finite(training, 1, float(train_step(ready.model, ready.optimizer, batch, meter=metered)))
+            sent = bytes_sent() - before
+            for step in range(1, training.steps):
+                say(f"step {step} of {training.steps - 1} by the clock")
+                train_step(ready.model, ready.optimizer, ready.batch(step), meter=timed)
+    except OutOfMemory as error:
+        return OutOfMemory(error.moment, error.limit, error.said)
+    except torch.OutOfMemoryError as error:
+        return outside_the_meter(error, "setup")
+    timeline = meter.timeline()
+    steps = timed.seconds or metered.seconds
+    seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
+    peaks: tuple[int, int | None, int | None, int | None] = (timeline.device_peak, None, None, None)
+    if isinstance(meter, CudaMeter):
+        history = meter.history
+        peaks = history.device_peak, history.reserved_peak, history.retries, history.outside_torch
+        beyond = _beyond(history, limit, made.ranks)
+        if beyond:
+            return OutOfMemory(timeline.peak, None, beyond)
+    return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, sent.total())
+
+
+# ---- where -----------------------------------------------------------------------------------------------
+
+
+def machine_for(asked: str | None) -> Machine:
+    """Return where to run: on CUDA where there is any, unless the other one is asked for.
+
+    Raises:
+        LabError: CUDA where there is none; no machine of this name.
+        ClusterError: a GPU that torch cannot use, or that other processes fill.
+    """
+    if asked not in (None, "cuda", "cpu"):
+        raise LabError(f"machine={asked!r}: it takes 'cuda', 'cpu', or None for the GPU where there is one")
+    if asked == "cuda" and not torch.cuda.device_count():
+        raise LabError("machine='cuda', and torch sees no GPU here: machine='cpu' rehearses a small size")
+    if asked != "cpu":
+        check_driver()
+    if asked == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    check_free()
+    return "cuda"
+
+
+def _limit(where: Machine, asked: int | None) -> int | None:
+    """The bytes that the device is taken to have; None: as many as it has.
+
+    Raises:
+        LabError: more than 2 GiB above what the GPU has.
+    """
+    if where == "cpu" or asked is None:
+        return asked
+    total = torch.cuda.get_device_properties(0).total_memory
+    if asked > total + MISSING:
+        raise LabError(
+            f"device_memory={format_bytes(asked)}: the GPU has {format_bytes(total)}; give at most that, or "
+            "leave it out"
+        )
+    return min(asked, total)
+
+
+def _check_room(title: str, made: Plan, limit: int | None) -> None:
+    """Refuse what this machine's memory does not hold: it would be swapped, or the process be killed."""
+    needed = min(made.device_peak, limit or made.device_peak) + made.host_peak
+    has = psutil.virtual_memory().available
+    if needed > has:
+        raise RehearsalTooLarge(
+            f"{title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available here: "
+            "fewer tokens, more ranks or fewer layers take less"
+        )
+
+
+def _capped(where: Machine, limit: int | None, ranks: int) -> AbstractContextManager[None]:
+    """A smaller GPU as one of ``ranks``; on CPU the meter keeps the limit."""
+    return nullcontext() if where == "cpu" or limit is None else capped(limit, nccl_workspace(ranks))
+
+
+def _beyond(history: History, limit: int | None, ranks: int) -> str:
+    """Why the step of one of ``ranks`` does not fit, though the allocator kept its cap; "" if it fits.
+
+    Kernels that were loaded in the step lie outside torch too, and the cap was set before it.
+    """
+    outside = history.outside_torch + nccl_workspace(ranks)
+    if limit is None or history.device_peak + outside <= limit:
+        return ""
+    return f"{format_bytes(outside)} outside torch, the limit is {format_bytes(limit)}"
+
+
+def _nobody(_: str) -> None:
+    """Watch nothing."""

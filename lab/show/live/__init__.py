@@ -1,0 +1,1 @@
+"""The timeline that is drawn while ranks train."""

@@ -1,0 +1,1 @@
+"""The tuner: sliders for a recipe, and what a step would hold."""

@@ -1,0 +1,1 @@
+"""One training step: the recipe applied to a model, batches, the step itself, one rank in place of many."""

@@ -1,0 +1,147 @@
+"""The one place that knows in which order the techniques stack."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lab import models
+from lab.decoder import check_materialized, check_untouched, decoder_of
+from lab.recipe.recipe import Recipe
+from lab.techniques.agreement import check_same, check_same_model, refuse_together
+from lab.techniques.attention.flash import Kernel
+from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.kernels import apply_kernel, kernel_for
+from lab.techniques.checkpointing import apply_checkpointing
+from lab.techniques.compiling import apply_compiled
+from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.inputs import apply_input_checks
+from lab.techniques.liger_loss import apply_liger_loss, liger_fused
+from lab.techniques.loss import apply_loss, apply_tiled_loss
+from lab.techniques.offload import apply_offload
+from lab.techniques.ring import apply_ring
+from lab.techniques.rope import apply_rope
+from lab.techniques.sharding import apply_fsdp, apply_replication, refolded
+from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
+from lab.techniques.ulysses import apply_ulysses
+from lab.techniques.upipe.layer import apply_upipe
+
+
+def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> PreTrainedModel:
+    """Make a model on the mesh's device, to be trained under a recipe; every rank calls this.
+
+    With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
+    memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
+    arrives whole, and without ``fsdp`` every rank holds it whole.
+
+    Raises:
+        LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
+    """
+    device = torch.device(mesh.device_type)
+    if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
+        whole = models.build(model, seed=seed, device=device)
+        whole.train()
+        apply_recipe(whole, recipe, mesh)
+        return whole
+    outline = models.outline(model, seed=seed)
+    outline.model.train()
+    apply_recipe(outline.model, recipe, mesh)
+    origin = refuse_together(outline.origin, mesh.get_group())
+    check_same(
+        "the seed, or the files of the weights, differ",
+        origin,
+        mesh.get_group(),
+        "give every rank the same seed, and a copy of the same files",
+    )
+    outline.materialize(device)
+    return outline.model
+
+
+def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
+    """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
+
+    ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
+    and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
+    With ``fsdp`` the parameters may be on the meta device, to be given memory afterwards, see ``start``.
+    A hook of yours on a layer sees what this rank holds: its part of the sequence, and of a batch.
+
+    Raises:
+        ModelError: a family, a config or modules that the techniques are not proved with.
+        RecipeError: see ``Recipe.check``; a model that techniques were applied to already; a kernel of
+            attention or loss that is not on this machine.
+        LabError: ranks with other weights or another recipe.
+    """
+    # What one rank alone would refuse, all refuse together; nothing has been changed until here.
+    kernel = refuse_together(partial(_checked, model, recipe, mesh), mesh.get_group())
+    check_same_model(model, str(recipe), mesh.get_group())
+    ulysses, ring = _sequence_groups(recipe, mesh)
+    # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
+    # as all the others.
+    apply_attention(model)
+    apply_rope(model)
+    # The kernel is chosen once. A ring wraps it; Ulysses or UPipe, applied below, wraps the ring.
+    apply_kernel(model, kernel=kernel)
+    if ring is not None:
+        apply_ring(model, group=ring, kernel=kernel)
+    if recipe.head_chunk is not None:
+        apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses, overlap=recipe.overlap)
+    elif ulysses is not None and recipe.ulysses_backend == "deepspeed":
+        apply_deepspeed_ulysses(model, group=ulysses)
+    elif ulysses is not None:
+        apply_ulysses(model, group=ulysses)
+    # Inside a layer, so before checkpointing: what a layer recomputes is already tiled, and a tile compiled.
+    if recipe.compile != "none":
+        apply_compiled(model, mlps=recipe.compile == "tiles")
+    if recipe.mlp_tile is not None:
+        apply_tiled_mlp(model, tile=recipe.mlp_tile)
+    if recipe.norm_tile is not None:
+        apply_tiled_norms(model, tile=recipe.norm_tile)
+    # Around the layers as they are by now; what a layer then keeps may wait on the host.
+    if recipe.checkpoint:
+        apply_checkpointing(model)
+    if recipe.offload != "none":
+        apply_offload(model, attention=recipe.offload == "attention")
+    # On the model's own forward: a sum over labels that come shifted, with its head in tiles.
+    if recipe.loss_kernel == "liger":
+        apply_liger_loss(model, fused=liger_fused(model))
+    elif recipe.loss_tile is not None:
+        apply_tiled_loss(model, tile=recipe.loss_tile)
+    else:
+        apply_loss(model)
+    # After all of these, so that FSDP's hooks wrap them: parameters are whole whenever a module runs.
+    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
+    if recipe.fsdp:
+        apply_fsdp(model, mesh=mesh, compute_dtype=dtype)
+    else:
+        apply_replication(model, mesh=mesh, compute_dtype=dtype)
+    # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
+    index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
+    apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
+
+
+def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
+    """Whether this recipe can be right for this model on this machine; the kernel of its attention."""
+    check_untouched(model)
+    if not recipe.fsdp:
+        check_materialized(model)
+    decoder = decoder_of(model)
+    recipe.check(model.config, mesh.size())
+    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else model.dtype
+    return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
+
+
+def _sequence_groups(
+    recipe: Recipe, mesh: DeviceMesh
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's Ulysses group and ring group, None where there is one rank in it."""
+    if recipe.ulysses == recipe.ring == 1:
+        return None, None
+    axes = refolded(mesh, (-1, recipe.ring, recipe.ulysses), ("data", "ring", "ulysses"))
+    return (
+        axes.get_group("ulysses") if recipe.ulysses > 1 else None,
+        axes.get_group("ring") if recipe.ring > 1 else None,
+    )

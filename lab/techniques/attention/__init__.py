@@ -1,0 +1,1 @@
+"""Attention's kernels, the function that transformers calls for them, and their saved results."""

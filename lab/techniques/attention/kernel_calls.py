@@ -1,0 +1,155 @@
+"""Other libraries' attention kernels, called as ``flash_forward`` and ``flash_backward`` are.
+
+Each is imported when it is called, and has the signature of one release or more, named beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from lab.techniques.attention.flash import Kernel, checked, padded
+
+_aten = torch.ops.aten
+
+MODULES = {"flash-attn-2": "flash_attn.flash_attn_interface", "flash-attn-3": "flash_attn_interface"}
+"""Where a package's kernels are imported from."""
+
+
+# ---- what they share: D padded, arguments checked ----------------------------------------------------------
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    library: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """As ``flash_forward``, computed by ``library``."""
+    scale, head_dim = checked(q, k, causal, scale), q.shape[-1]
+    out, lse = library(*(padded(t) for t in (q, k, v)), causal, scale)
+    return out[..., :head_dim], lse
+
+
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    library: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``flash_backward``, computed by ``library``."""
+    scale, head_dim = checked(q, k, causal, scale), q.shape[-1]
+    tensors = (padded(t) for t in (grad_out, q, k, v, out))
+    dq, dk, dv = library(*tensors, lse.contiguous(), causal, scale)
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+
+# ---- cuDNN, through torch 2.9 and later: [b, h, S, D], k and v with fewer heads, LSE [b, h, S, 1] ----------
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    # No bias, and the LSE wanted.
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The random state of dropout, of which there is none; no bias, and no packed sequences.
+    state, nothing = torch.empty(2, dtype=torch.int64, device=q.device), (None, None, None)
+    lengths = (q.shape[2], k.shape[2])
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, q, k, v, out, lse[..., None], state, state, *nothing, *lengths, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+# ---- flash-attn 2.8 and 3: [b, S, h, D] in and out, LSE [b, h, S]; dq, dk and dv go into what is given -----
+
+
+def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = import_module(MODULES["flash-attn-2"])._flash_attn_forward(
+        *_turned(q, k, v),
+        **_flash_2_settings(causal, scale),
+        return_softmax=False,
+    )
+    return out.transpose(1, 2), lse
+
+
+def _flash_2_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v, out = _turned(grad_out, q, k, v, out)
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    import_module(MODULES["flash-attn-2"])._flash_attn_backward(
+        grad_out,
+        *(q, k, v),
+        out,
+        lse,
+        *(dq, dk, dv),
+        **_flash_2_settings(causal, scale),
+        deterministic=False,
+    )
+    dq, dk, dv = _turned(dq, dk, dv)
+    return dq, dk, dv
+
+
+def _flash_2_settings(causal: bool, scale: float) -> dict[str, float | None]:
+    """By name, with whole rows in view, no dropout, and no bias."""
+    whole = {"window_size_left": -1, "window_size_right": -1, "alibi_slopes": None}
+    return {"dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0, **whole}
+
+
+# By position: releases name some arguments otherwise, and some have no defaults. What lies between is for
+# caches, packed sequences, and rotations inside the kernel.
+
+
+def _flash_3_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    unused = (None,) * 20
+    out, lse, *_ = import_module(MODULES["flash-attn-3"])._flash_attn_forward(
+        *_turned(q, k, v), *unused, scale, causal
+    )
+    return out.transpose(1, 2), lse
+
+
+def _flash_3_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v, out = _turned(grad_out, q, k, v, out)
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    unused = (None,) * 6
+    import_module(MODULES["flash-attn-3"])._flash_attn_backward(
+        grad_out, q, k, v, out, lse, *unused, dq, dk, dv, scale, causal
+    )
+    dq, dk, dv = _turned(dq, dk, dv)
+    return dq, dk, dv
+
+
+def _turned(*tensors: Tensor) -> list[Tensor]:
+    """[b, h, S, D] as [b, S, h, D], or back."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def _kernel(
+    forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> Kernel:
+    return Kernel(partial(_forward, library=forward), partial(_backward, library=backward))
+
+
+CUDNN = _kernel(_cudnn_forward, _cudnn_backward)
+FLASH_2 = _kernel(_flash_2_forward, _flash_2_backward)
+FLASH_3 = _kernel(_flash_3_forward, _flash_3_backward)

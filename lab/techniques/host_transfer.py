@@ -1,0 +1,206 @@
+"""The road to the host: the only crossing between device and host memory, and parcels that take it.
+
+It leads through one pair of operators, ``lab::to_host`` and ``lab::from_host``. On CPU both sides are the
+same memory, and the copies are made all the same: a meter that counts what ``lab::to_host`` returns in the
+host's lane sees a CPU rank, or a plan on fake tensors, move bytes just as a GPU does.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from lab.techniques.host_pieces import piece_sizes
+
+
+@torch.library.custom_op("lab::to_host", mutates_args=())
+def to_host(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:
+    """Copy x's bytes to new host memory, in the pieces of ``piece_sizes``, each pinned or not.
+
+    From CUDA: in order of the current stream; a piece that is pinned is not waited for. The bytes are in the
+    order in which x lies in memory, so that nothing is turned round on the way.
+    """
+    flat, pieces = _flat(x if _is_packed(x) else _empty_packed(x, x.device).copy_(x)), []
+    for size, pin in zip(piece_sizes(x.nbytes), pins, strict=True):
+        piece = torch.empty(size, dtype=torch.uint8, pin_memory=pin and x.is_cuda)
+        part, flat = flat[:size], flat[size:]
+        piece[: part.numel()].copy_(part, non_blocking=True)
+        pieces.append(piece)
+    return pieces
+
+
+@to_host.register_fake
+def _(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:
+    # On CUDA the results are CPU tensors; a plan runs on CPU tensors, where the two are the same.
+    return [torch.empty(size, dtype=torch.uint8) for size in piece_sizes(x.nbytes)]
+
+
+@torch.library.custom_op("lab::from_host", mutates_args=("out",))
+def from_host(pieces: Sequence[Tensor], out: Tensor) -> None:
+    """Copy the pieces of a tensor into ``out``, which lies in memory without gaps, as the sent one did.
+
+    To CUDA: in the current stream's order, not waited for.
+    """
+    flat = _flat(out)
+    for piece in pieces:
+        part, flat = flat[: piece.numel()], flat[piece.numel() :]
+        part.copy_(piece[: part.numel()], non_blocking=True)
+
+
+@from_host.register_fake
+def _(pieces: Sequence[Tensor], out: Tensor) -> None:
+    return None
+
+
+def _packed(x: Tensor) -> list[int]:
+    """The strides of x's dimensions, in the order in which they lie in memory, without gaps."""
+    strides, step = [0] * x.dim(), 1
+    for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), -dim)):
+        strides[dim] = step
+        step *= x.shape[dim]
+    return strides
+
+
+def _is_packed(x: Tensor) -> bool:
+    """Whether x lies in memory without gaps; the stride of a single row does not matter."""
+    return all(
+        has == packed for size, has, packed in zip(x.shape, x.stride(), _packed(x), strict=True) if size > 1
+    )
+
+
+def _empty_packed(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor as x is, without gaps, its bytes not set."""
+    return torch.empty_strided(x.shape, _packed(x), dtype=x.dtype, device=device)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The bytes of x, which lies without gaps, in their order in memory [x.nbytes]."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+class Parcel:
+    """One tensor, sent off: on the host, on its way back, or kept on the device where it ``stays``."""
+
+    def __init__(self, road: Road, x: Tensor, *, stays: bool = False) -> None:
+        self._road, self._stays, self._to = road, stays, x.device
+        # Detached: what is kept would otherwise hold the graph that made it.
+        self._device: Tensor | None = x.detach() if stays else None
+        self._shape, self._strides, self._dtype = x.shape, _packed(x), x.dtype
+        self._host: list[Tensor] | None = None if stays else road.send(x.detach())
+        self._arrival: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Begin the way back; nothing waits for it yet."""
+        if self._device is None:
+            assert self._host is not None
+            out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._to)
+            self._device, self._arrival = self._road.bring(self._host, out)
+
+    def open(self) -> Tensor:
+        """The tensor, on the device, once it is there."""
+        self.fetch()
+        if self._arrival is not None:
+            torch.cuda.current_stream(self._to).wait_event(self._arrival)
+        x = self._device
+        assert x is not None
+        if not self._stays:
+            # The caller has it now; a second backward over a retained graph fetches it again.
+            self._device = self._arrival = None
+        return x
+
+
+class Road:
+    """Between device and host: CUDA copies travel on one stream beside the one that computes.
+
+    A buffer belongs to the computing stream, which waits for the copy before it lets go of the buffer; so
+    torch's allocator may hand it out again at once, and needs to be told of no second stream. ``pinned`` is
+    how many bytes may be pinned in this process; None is half of this machine's memory, shared by its GPUs.
+    """
+
+    def __init__(self, pinned: int | None = None) -> None:
+        self._limit = _half_of_the_machine() if pinned is None else pinned
+        self._leaving: list[Tensor] = []
+        self._departure: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def send(self, x: Tensor) -> list[Tensor]:
+        """Begin x's way to the host, in pieces; it is held until ``depart``."""
+        with torch.no_grad(), self._beside(x):
+            host = PINNED.to_host(x, self._limit)
+            self._departure = self._mark(x)
+        self._leaving.append(x)
+        return host
+
+    def depart(self) -> None:
+        """Let go of what was sent: the computing stream waits until all of it has left."""
+        if self._departure is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._departure)
+        self._departure = None
+        self._leaving.clear()
+
+    def bring(self, host: list[Tensor], out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Begin the way back into ``out``; also returns when it has arrived."""
+        with torch.no_grad(), self._beside(out):
+            torch.ops.lab.from_host(host, out)
+            return out, self._mark(out)
+
+    @contextmanager
+    def _beside(self, x: Tensor) -> Iterator[None]:
+        if not x.is_cuda:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        # What was queued before may still write x, or still read the memory that a new buffer was cut from.
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _mark(self, x: Tensor) -> torch.cuda.Event | None:
+        return self._stream.record_event() if x.is_cuda and self._stream is not None else None
+
+
+class Pinned:
+    """The books of torch's caching host allocator, and copies to the host by them.
+
+    The allocator keeps a block pinned when its tensor dies, for the next of that size, and never gives it
+    back. So steps that are alike pin in the first alone; what finds no room is copied to ordinary memory, and
+    the copy is waited for. ``taken`` is how many bytes are pinned.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._free: Counter[int] = Counter()
+
+    def to_host(self, x: Tensor, limit: int) -> list[Tensor]:
+        """A copy of ``x`` in host memory, in pieces; pinned as long as that takes ``limit`` bytes in all."""
+        pins, more = [], 0
+        for size in piece_sizes(x.nbytes):
+            again = self._free[size] > 0
+            pins.append(again or self.taken + more + size <= limit)
+            more += size if pins[-1] and not again else 0
+        pieces: list[Tensor] = torch.ops.lab.to_host(x, pins)
+        if isinstance(x, FakeTensor):
+            return pieces  # of a plan, which pins nothing
+        self.taken += more
+        for piece, pin in zip(pieces, pins, strict=True):
+            if pin:
+                self._free[piece.nbytes] -= self._free[piece.nbytes] > 0
+                weakref.finalize(piece, self._free.update, (piece.nbytes,))
+        return pieces
+
+
+PINNED = Pinned()
+"""Of this process, as the allocator is: what one model's steps have pinned, the next model's find."""
+
+
+def _half_of_the_machine() -> int:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return memory // 2 // max(torch.cuda.device_count(), 1)

@@ -1,0 +1,1 @@
+"""Untied Ulysses (UPipe): attention in stages of heads that use the same buffers again."""

@@ -1,0 +1,242 @@
+"""Checkpoints: written while training goes on, seen only when whole; read on any number of ranks; exported.
+
+A save copies this rank's shard of the parameters and of Adam's state into host memory, 12 bytes a parameter
+in fp32, divided by the ranks under FSDP. That copy is all that training waits for; the disk is written from
+it by a thread, and it is freed when the thread ends. With one save in flight at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import warnings
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from transformers import CONFIG_MAPPING
+
+from lab import models
+from lab.errors import CheckpointError
+from lab.training.manifest import PART, Manifest, checkpoints_in, name_of, newest, remove_all_but
+from lab.units import format_bytes
+
+WRITING = timedelta(hours=2)
+"""How long a rank waits for the slowest disk; a rank that dies is noticed at once."""
+
+
+class Checkpointer:
+    """Writes checkpoints into ``folder``, which all ranks share, keeps the newest ``keep``, and reads them.
+
+    Every rank makes one, and calls it alike.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        # A group of its own: its thread's collectives must not mix with those of the training step, and a
+        # disk may take longer than a step.
+        self._group = dist.new_group(backend="gloo", timeout=WRITING)
+        self._saving: Future[Metadata] | None = None
+        self._name = ""
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's part of the last save is still under way."""
+        return self._saving is not None and not self._saving.done()
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+        """Begin to write the state after ``manifest.step`` steps; returns when it is copied.
+
+        Raises:
+            CheckpointError: the save before this one failed, as ``wait`` says.
+        """
+        self.wait()
+        self._name = name_of(manifest.step)
+        writer = _Writer(self._folder / (self._name + PART), self._folder / self._name, manifest, self._keep)
+        saving = async_save(_state(model, optimizer), storage_writer=writer, process_group=self._group)
+        assert isinstance(saving, Future)
+        self._saving = saving
+
+    def is_finite(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this rank's part of what ``save`` would write has no NaN and no infinity."""
+        state = _state(model, optimizer)
+        parts = [state["model"], *state["optimizer"].values()]
+        tensors = [_local(tensor) for part in parts for tensor in part.values()]
+        # The largest magnitude: a sum of squares overflows where no number did. An empty shard has none.
+        counted = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+        return bool(get_total_norm(counted, math.inf).isfinite())
+
+    def restore(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Read a checkpoint into a model and its optimizer, in place, whatever ranks and recipe wrote it.
+
+        Raises:
+            CheckpointError: what it holds is not this model's.
+        """
+        _load(checkpoint, _state(model, optimizer), self._group)
+
+    def wait(self) -> None:
+        """Wait until the last save is whole on disk.
+
+        Raises:
+            CheckpointError: it could not be written, said alike on every rank; the ones before it stay.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.result()
+        except CheckpointException as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._folder / (self._name + PART), ignore_errors=True)
+            # Every rank waits here for the other's removal: what is said of the folder is true on return.
+            dist.barrier(self._group)
+            raise CheckpointError(self._told(error)) from error
+
+    def _told(self, error: CheckpointException) -> str:
+        free = shutil.disk_usage(self._folder).free
+        good = checkpoints_in(self._folder)
+        kept = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
+        return (
+            f"{self._name} could not be written in {self._folder} ({format_bytes(free)} free): "
+            f"{_cause(error)}; {kept}"
+        )
+
+    def close(self) -> None:
+        """Wait for the last save, and end the group that saves spoke through. Raises as ``wait``."""
+        self.wait()
+        # A peer may still be reading what this rank said last.
+        dist.barrier()
+        dist.destroy_process_group(self._group)
+
+
+class _Writer(FileSystemWriter):
+    """Torch's own writer into ``part``, which becomes ``whole`` when the last rank has written."""
+
+    def __init__(self, part: Path, whole: Path, manifest: Manifest, keep: int) -> None:
+        super().__init__(part)
+        self._part, self._whole, self._manifest, self._keep = part, whole, manifest, keep
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Raise what the disk said: torch's archive says at which byte it was, and only behind that why."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Runs on rank 0 once every rank's files are on disk; what it raises is raised on every rank."""
+        super().finish(metadata, results)
+        for written in results:
+            for one in written:
+                if not (self._part / one.storage_data.relative_path).exists():
+                    raise OSError(
+                        f"{one.storage_data.relative_path}, written by another rank, is not seen by rank 0: "
+                        "the folder must be one that all ranks share"
+                    )
+        self._manifest.complete(self._part)
+        _settle(self._part)
+        self._part.rename(self._whole)
+        _settle(self._whole.parent)
+        remove_all_but(self._keep, self._whole.parent)
+
+
+def export(folder: Path, out: Path) -> Path:
+    """Write the newest checkpoint in ``folder`` as a Hugging Face directory ``out``; returns the checkpoint.
+
+    Runs in one process and holds the whole model; the optimizer's state is not read.
+
+    Raises:
+        CheckpointError: no checkpoint, one that is cut short, an ``out`` that has something in it or that
+            cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already: give a folder that is new or empty")
+    checkpoint, manifest = newest(folder)
+    held = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    model = models.build(CONFIG_MAPPING[manifest.config["model_type"]].from_dict(manifest.config))
+    weights = _weights(model)
+    one = held.get(f"model.{next(iter(weights))}")
+    if isinstance(one, TensorStorageMetadata):
+        model.to(dtype=one.properties.dtype)  # type: ignore[call-arg]
+    _load(checkpoint, {"model": _weights(model)}, None)
+    model.config.use_cache = True
+    part = out.with_name(out.name + PART)
+    try:
+        models.save(model, part)
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise CheckpointError(f"{out} could not be written: {error}; {checkpoint} stays") from error
+    return checkpoint
+
+
+def _load(checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Read into the tensors of ``state``, with the ranks of a group or in one process."""
+    try:
+        with warnings.catch_warnings():
+            # That it reads in one process, which is what is asked for.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            reader = FileSystemReader(checkpoint)
+            load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint} cannot be read into this model: {_cause(error)}") from error
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds, the live tensors themselves, each under its parameter's name.
+
+    Torch's own ``get_state_dict`` would do the same for optimizers whose state is not made yet; this lab's
+    always is, so what is saved and what is loaded into are the same tensors.
+    """
+    weights = _weights(model)
+    moments = {name: optimizer.state[weight] for name, weight in weights.items() if weight in optimizer.state}
+    return {"model": weights, "optimizer": moments}
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state by name; a head that is the embedding counts once."""
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not any(tensor is seen for seen in weights.values()):
+            weights[name] = tensor
+    return weights
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank that failed says, and its number, on one line."""
+    rank, (cause, _) = min(error.failures.items())
+    said = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
+    return f"{said} (rank {rank})"
+
+
+def _settle(folder: Path) -> None:
+    """Have a folder's names on disk, as fsync has a file's bytes."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,76 @@
+"""Running out of memory: which rank, in what, and the cheapest rung of the ladder that would have fit."""
+
+from __future__ import annotations
+
+from cluster.errors import RankError
+from lab.errors import LabError
+from lab.memory.out_of_memory import OutOfMemory
+from lab.planning.closed_form import estimate
+from lab.planning.plan import Plan, fake_model, plan
+from lab.recipe.ladder import RUNGS, recipe_for
+from lab.step.on_ranks import Training
+from lab.units import format_bytes
+
+
+class RankOutOfMemory(LabError):
+    """A rank ran out of memory. The text says which, in what operator and module, and what was held.
+
+    Attributes: ``rank``, ``moment``, ``time`` (seconds since the epoch), ``kept``, the run up to then;
+    ``rung`` and ``plan`` of the cheapest rung that fits, or the leanest where none does (None where the
+    device itself refused).
+    """
+
+    def __init__(self, failed: RankError, error: OutOfMemory, training: Training, ranks: int) -> None:
+        self.rank, self.moment, self.time, self.kept = failed.rank, error.moment, failed.time, failed.kept
+        self.rung: str | None = None
+        self.plan: Plan | None = None
+        if error.limit is not None:
+            self.rung, self.plan = cheapest_rung(training, ranks, error.limit)
+        super().__init__(f"rank {failed.rank}: {error}\n{_remedy(self.rung, self.plan)}")
+
+    def _render_traceback_(self) -> list[str]:
+        # Asked for by IPython: what matters is in the text, and the frames are the lab's own.
+        return str(self).splitlines()
+
+
+def cheapest_rung(training: Training, ranks: int, limit: int) -> tuple[str, Plan]:
+    """The first rung of the ladder whose step holds at most ``limit`` bytes a device, and its plan.
+
+    The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
+    leanest of those it says.
+    """
+    model, tokens, rows = training.model, training.tokens, training.rows
+    config = fake_model(model).config
+    likely = {
+        rung: estimate(
+            config,
+            recipe_for(rung, model, ranks, tokens, config=config),
+            tokens=tokens,
+            ranks=ranks,
+            rows=rows,
+        ).device_peak
+        for rung in RUNGS
+    }
+    leanest = min(likely, key=lambda rung: likely[rung])
+    tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]
+    plans = {}
+    for rung in tried or [leanest]:
+        plans[rung] = plan(
+            model, rung, tokens=tokens, ranks=ranks, rows=rows, workspace=False, device_memory=limit
+        )
+        if plans[rung].fits:
+            break
+    return min(plans.items(), key=lambda found: found[1].device_peak)
+
+
+MARGIN = 1.05
+"""The closed form and the plan agree to less."""
+
+
+def _remedy(rung: str | None, planned: Plan | None) -> str:
+    if rung is None or planned is None:
+        return "lab fit says which recipe fits a memory"
+    peak = f"planned at {format_bytes(planned.device_peak)} a rank"
+    if planned.fits:
+        return f"the cheapest rung that fits: {rung!r}, {peak}"
+    return f"no rung fits that, the leanest is {rung!r}, {peak}: more ranks, or fewer tokens, need less"

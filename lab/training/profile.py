@@ -1,0 +1,99 @@
+"""Profile: the last of a few training steps on real ranks, in seconds and in bytes, with its trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.errors import RankError
+from lab import models
+from lab.errors import DivergedError
+from lab.memory.profiling import Profile, ProfilingMeter
+from lab.memory.timeline import Timeline
+from lab.recipe.ladder import title_of
+from lab.recipe.recipe import Recipe
+from lab.step.on_ranks import Training, checked, finite, worker
+from lab.step.training_step import train_step
+from lab.training.collective_time import on_cluster
+
+if TYPE_CHECKING:
+    from cluster.ranks import Cluster
+
+
+@dataclass(frozen=True, eq=False)
+class Profiled:
+    """What profiling brings back: ``losses`` one a step (the global mean), ``profiles`` one a rank."""
+
+    title: str
+    training: Training
+    losses: tuple[float, ...]
+    profiles: tuple[Profile, ...]
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """The bytes of all steps, one timeline a rank."""
+        return tuple(profile.timeline for profile in self.profiles)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write each rank's trace, and its memory snapshot where it has one; return the files.
+
+        ``rankN.json.gz`` opens in ui.perfetto.dev, ``rankN.pickle`` in pytorch.org/memory_viz: both read the
+        file in the browser and send it nowhere.
+        """
+        root = Path(folder)
+        root.mkdir(parents=True, exist_ok=True)
+        written = {}
+        for rank, profile in enumerate(self.profiles):
+            written[root / f"rank{rank}.json.gz"] = profile.trace
+            if profile.snapshot is not None:
+                written[root / f"rank{rank}.pickle"] = profile.snapshot
+        for path, content in written.items():
+            path.write_bytes(content)
+        return list(written)
+
+
+def profile(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "plain",
+    *,
+    tokens: int | str,
+    cluster: Cluster,
+    steps: int = 2,
+    **settings: Any,
+) -> Profiled:
+    """Train ``steps`` steps as ``lab.run`` does, all of them metered, the last one profiled too.
+
+    ``settings`` are ``lab.run``'s rows, text, tokenizer, learning_rate, clip_norm and seed.
+
+    The last step is slower than one of ``lab.run``: the profiler and the meter both look at every operator.
+    ``Profile.meter_seconds`` says how much of it is theirs. Collectives may take as long as in ``lab.run``.
+
+    Raises:
+        LabError: as ``lab.run``, before anything is launched.
+        RankError: a rank failed.
+        DivergedError: the loss of a step is not finite.
+    """
+    training, _, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
+    try:
+        results = cluster.apply(_profile, training, timeout=on_cluster(training, cluster))
+    except RankError as error:
+        raise error.cause if isinstance(error.cause, DivergedError) else error from None
+    title = title_of(model, recipe, cluster.ranks, training.tokens)
+    return Profiled(title, training, results[0][0], tuple(profile for _, profile in results))
+
+
+def _profile(training: Training) -> tuple[tuple[float, ...], Profile]:
+    """Runs on every rank."""
+    ready = worker(training)
+    meter = ProfilingMeter()
+
+    def one(step: int) -> float:
+        batch = ready.batch(step)
+        loss = train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
+        return finite(training, step + 1, float(loss))
+
+    losses = [one(step) for step in range(training.steps - 1)]
+    with meter.profiled() as result:
+        losses.append(one(training.steps - 1))
+    return tuple(losses), result[0]

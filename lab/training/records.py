@@ -1,0 +1,66 @@
+"""What a run says while it goes on, and what it brings back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lab.memory.timeline import Timeline
+from lab.step.on_ranks import Training
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """The first message: ``stop`` ends the run, from any thread, and ``lab.run`` returns what it measured."""
+
+    stop: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """One message of a running rank: where it is, and the timeline's rows since its previous message.
+
+    ``step`` counts from 0; ``loss`` and ``seconds`` are those of the step before it, if there was one.
+    """
+
+    rank: int
+    ranks: int
+    step: int
+    steps: int
+    loss: float | None
+    timeline: Timeline
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a run brings back.
+
+    ``losses`` and ``seconds`` have one entry a step (the loss is the global mean, the time rank 0's);
+    ``timelines`` one a rank: the bytes that crossed the dispatcher. ``allocated`` are the most bytes that
+    CUDA's allocator held on each rank, kernels' workspaces among them; it is empty on CPU, and where the run
+    is not ``complete``. A run that was stopped or failed is not: it has what was measured.
+    """
+
+    title: str
+    training: Training
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    timelines: tuple[Timeline, ...]
+    complete: bool = True
+    allocated: tuple[int, ...] = ()
+
+    @property
+    def device_peak(self) -> int:
+        """The most device bytes any rank held, by CUDA's allocator where it was asked, else by the meter."""
+        return max(self.allocated or (timeline.device_peak for timeline in self.timelines))
+
+    @property
+    def host_peak(self) -> int:
+        """The most host bytes any rank held."""
+        return max(timeline.host_peak for timeline in self.timelines)
+
+
+Watch: TypeAlias = Callable[[Started | Progress | Run], None]
+"""Called when a run starts, with each message of each rank while it goes on, and with the run at its end."""

@@ -1,0 +1,178 @@
+"""Run: train on real ranks, and bring back losses, seconds and every rank's memory timeline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from cluster.errors import RankError, Stopped
+from lab import models
+from lab.errors import DivergedError
+from lab.memory.cuda import AllocatedPeak
+from lab.memory.meter import Meter
+from lab.memory.out_of_memory import OutOfMemory
+from lab.memory.timeline import Timeline
+from lab.recipe.ladder import title_of
+from lab.recipe.recipe import Recipe
+from lab.step.on_ranks import Training, checked, finite, worker
+from lab.step.training_step import train_step
+from lab.training.collecting import Collected
+from lab.training.collective_time import on_cluster
+from lab.training.out_of_memory import RankOutOfMemory
+from lab.training.records import Progress, Run, Started, Watch
+from lab.units import parse_bytes
+
+if TYPE_CHECKING:
+    # A machine without ipyparallel can still import the lab, to plan and to rehearse.
+    from cluster.ranks import Cluster
+
+
+def run(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "plain",
+    *,
+    tokens: int | str,
+    cluster: Cluster,
+    steps: int = 3,
+    rows: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    seed: int = 0,
+    device_memory: int | str | None = None,
+    watch: Watch | None = None,
+) -> Run:
+    """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
+
+    On GPUs the timelines count what crosses the dispatcher, and ``Run.allocated`` what CUDA's allocator held.
+
+    ``text`` is a file or folder (by default the Python standard library's sources), ``tokenizer`` a local
+    directory (by default bytes are the tokens). With ``device_memory`` a rank runs out of memory where it
+    holds more bytes, as on a device of that size. On GPUs a collective may take three times the longest layer
+    of the plan where that is more than the cluster's ``timeout``; it is printed then.
+
+    A run that is stopped (``Started.stop``, the button of ``lab.show.live()``) returns what it measured until
+    then; one that is interrupted raises KeyboardInterrupt, and one that fails its error, each with that as
+    ``kept``.
+
+    Raises:
+        LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        RankOutOfMemory: which rank, in what, and the cheapest rung that would have fit.
+        DivergedError: the loss of a step is not finite.
+        RankError: a rank failed; the text names it and holds its traceback.
+    """
+    training, _, _ = checked(
+        model,
+        recipe,
+        ranks=cluster.ranks,
+        tokens=tokens,
+        steps=steps,
+        rows=rows,
+        text=text,
+        tokenizer=tokenizer,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        seed=seed,
+    )
+
+    title = title_of(model, recipe, cluster.ranks, training.tokens)
+    collected = Collected(title, training)
+    tell = watch or _nobody
+
+    def on_record(rank: int, record: object) -> None:
+        if isinstance(record, Progress):
+            collected.add(record)
+            tell(record)
+
+    def ended(how: str) -> Run | None:
+        kept = collected.run(how)
+        if kept is not None:
+            tell(kept)
+        return kept
+
+    tell(Started(cluster.interrupt))
+    limit = None if device_memory is None else parse_bytes(device_memory)
+    try:
+        timeout = on_cluster(training, cluster)
+        results = cluster.apply(_train, training, limit, on_record=on_record, timeout=timeout)
+    except Stopped:
+        kept = ended("stopped")
+        if kept is None:
+            raise
+        return kept
+    except RankError as error:
+        error.kept = ended("failed")
+        if isinstance(error.cause, OutOfMemory):
+            raise RankOutOfMemory(error, error.cause, training, cluster.ranks) from error
+        if isinstance(error.cause, DivergedError):
+            error.cause.kept = error.kept
+            raise error.cause from error
+        raise
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(ended("interrupted")) from interrupt
+    losses, seconds = results[0].losses, results[0].seconds
+    finished = Run(
+        title,
+        training,
+        losses,
+        seconds,
+        tuple(result.timeline for result in results),
+        allocated=tuple(result.allocated for result in results if result.allocated is not None),
+    )
+    tell(finished)
+    return finished
+
+
+class Interrupted(KeyboardInterrupt):
+    """The notebook's kernel was interrupted; ``kept`` is the run up to then, None where none had begun."""
+
+    def __init__(self, kept: Run | None) -> None:
+        where = f": {kept.title}" if kept is not None else ""
+        super().__init__(f"the run was interrupted, and the error's .kept is what it measured{where}")
+        self.kept = kept
+
+
+def _nobody(_: object) -> None:
+    """Watch nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """What one rank brings back; ``allocated`` is CUDA's peak in bytes, None on CPU."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    timeline: Timeline
+    allocated: int | None
+
+
+def _train(training: Training, limit: int | None) -> _Trained:
+    """Runs on every rank."""
+    from cluster.live import publish
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ready = worker(training)
+    losses: list[float] = []
+    seconds: list[float] = []
+
+    def grown(rows: Timeline) -> None:
+        loss, took = (losses[-1], seconds[-1]) if seconds else (None, None)
+        publish(Progress(rank, ranks, len(seconds), training.steps, loss, rows, took))
+
+    meter = Meter(on_growth=grown, limit=limit)
+    allocated = AllocatedPeak(ready.device)
+    for step in range(training.steps):
+        start = time.perf_counter()
+        batch = ready.batch(step)
+        # The loss is read at once: kept as a tensor it would be four bytes in the next step's timeline.
+        loss = float(
+            train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
+        )
+        losses.append(finite(training, step + 1, loss))
+        seconds.append(time.perf_counter() - start)
+    return _Trained(tuple(losses), tuple(seconds), meter.timeline(), allocated.bytes())

@@ -1,0 +1,180 @@
+"""Train: steps on real ranks that outlive their processes, by checkpoints; one unbroken file of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
+from lab import models
+from lab.errors import CheckpointError, DivergedError
+from lab.recipe.ladder import title_of
+from lab.recipe.recipe import Recipe
+from lab.step.on_ranks import checked
+from lab.training.collective_time import layers_time, on_cluster
+from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
+from lab.training.train_loop import Course, Step, train_on_this_rank
+from lab.units import check_counts
+
+if TYPE_CHECKING:
+    from cluster.ranks import Cluster
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What training brings back: the steps of this call, and the folder that holds the checkpoints."""
+
+    title: str
+    steps: tuple[Step, ...]
+    checkpoint: Path
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The global mean loss of each step."""
+        return tuple(step.loss for step in self.steps)
+
+
+def train(
+    model: models.ModelLike = "tiny",
+    recipe: str | Recipe = "upipe",
+    *,
+    tokens: int | str,
+    steps: int,
+    checkpoint: str | Path,
+    cluster: Cluster | None,
+    every: int = 100,
+    keep: int = 2,
+    resume: bool = False,
+    rows: int = 1,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    seed: int = 0,
+    timeout: float | None = None,
+    watch: Callable[[Step], None] | None = None,
+    **knobs: Any,
+) -> Trained:
+    """Train up to step ``steps`` on all ranks of a cluster, with a checkpoint each ``every`` and at the end.
+
+    A cluster that is not started is for this call alone, once all that can be checked is. Without a cluster
+    this process is one rank of the process group that it has joined, as under torchrun; ``watch`` is then
+    called on rank 0 alone. ``checkpoint`` is a folder that all ranks share: the newest
+    ``keep`` checkpoints, and ``losses.jsonl`` with one line a step. With ``resume`` training goes on from the
+    newest: on as many ranks with the losses that it would have had unbroken, bit for bit (on CPU; CUDA's
+    attention sums its gradients in no fixed order), on other ranks or with another recipe up to rounding.
+
+    A collective may take ``timeout`` seconds. By default it is the cluster's or torchrun's own; on GPUs it is
+    three times the longest layer of the plan where that is more, which is printed then.
+
+    Raises:
+        LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        ClusterError: a timeout that is none.
+        CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
+            written, which leaves the ones before it as they are.
+        DivergedError: the loss of a step, or what a checkpoint would hold, is not finite; the text names the
+            last good checkpoint, which stays.
+        RankError: a rank failed; the text names it and holds its traceback.
+    """
+    check_counts({"every": every, "keep": keep})
+    check_timeout(timeout)
+    ranks = cluster.ranks if cluster is not None else dist.get_world_size()
+    training, config, source = checked(
+        model,
+        recipe,
+        ranks=ranks,
+        tokens=tokens,
+        steps=steps,
+        rows=rows,
+        text=text,
+        tokenizer=tokenizer,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        seed=seed,
+        **knobs,
+    )
+    manifest = Manifest(
+        config=config_document(config),
+        text=digest(source),
+        tokens=training.tokens,
+        rows=rows,
+        seed=seed,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        recipe=training.recipe.to_json(),
+        ranks=ranks,
+    )
+    folder = Path(checkpoint).expanduser().absolute()
+    start, done = None, 0
+    if resume:
+        start, done = _start(folder, manifest, steps)
+    else:
+        _check_unused(folder)
+    course = Course(training, folder, every, keep, replace(manifest, step=done), start)
+    made = _on_this_rank(course, timeout, watch) if cluster is None else _on(cluster, course, timeout, watch)
+    return Trained(title_of(model, recipe, ranks, training.tokens), made, folder)
+
+
+def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
+    """The checkpoint to go on from, and the steps it has behind it."""
+    start, earlier = newest(folder)
+    manifest.check_continues(earlier, start)
+    if earlier.step >= steps:
+        raise CheckpointError(
+            f"{start} has {earlier.step} of {steps} steps already: give more steps to go on"
+        )
+    return start, earlier.step
+
+
+def _check_unused(folder: Path) -> None:
+    """Refuse a folder whose checkpoints would be overwritten; make it where there is none."""
+    found = checkpoints_in(folder)
+    if found:
+        raise CheckpointError(
+            f"{folder} holds checkpoints up to {found[-1].name}: go on with --resume, or give another folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
+
+
+def _on_this_rank(
+    course: Course, timeout: float | None, watch: Callable[[Step], None] | None
+) -> tuple[Step, ...]:
+    if timeout is None and torch.cuda.is_available():
+        ranks, device = dist.get_world_size(), torch.cuda.get_device_name()
+        default = DEFAULT_SECONDS["cuda"]  # torchrun's ranks join with torch's own, which is the same
+        timeout = layers_time(course.training, ranks, device, default, tells=dist.get_rank() == 0)
+    if timeout is not None:
+        set_timeout(timeout)
+    return train_on_this_rank(course, watch)
+
+
+def _on(
+    cluster: Cluster, course: Course, timeout: float | None, watch: Callable[[Step], None] | None
+) -> tuple[Step, ...]:
+    from cluster.errors import RankError
+
+    def on_record(_: int, record: object) -> None:
+        if watch is not None and isinstance(record, Step):
+            watch(record)
+
+    try:
+        with nullcontext() if cluster.started else cluster:
+            seconds = on_cluster(course.training, cluster) if timeout is None else timeout
+            results = cluster.apply(train_on_this_rank, course, on_record=on_record, timeout=seconds)
+            steps: tuple[Step, ...] = results[0]
+            return steps
+    except RankError as error:
+        if error.kind == CheckpointError.__name__:
+            raise CheckpointError(error.message) from error
+        if isinstance(error.cause, DivergedError):
+            raise error.cause from error
+        raise

@@ -1,1 +1,0 @@
-"""What the lab does for you, one verb a file."""
