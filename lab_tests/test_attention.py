@@ -13,9 +13,9 @@ from lab.bench.attention import kernel_of
 from lab.bench.reference import FAMILIES, build, config, error, exact_rotary, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.techniques.attention import flash
+from lab.techniques.attention import matrix_products as exact_attention
 from lab.techniques.attention.flash import attention, flash_backward, flash_forward
-from lab.techniques.attention.flash import flash as flash
-from lab.techniques.attention.flash import matrix_products as exact_attention
 from lab.techniques.attention.hf_attention import NAME, apply_attention
 from lab_tests.reference import tokens, truth
 

@@ -19,7 +19,8 @@ from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.recipe.recipe import KERNEL_NAMES, Recipe
 from lab.step.compose import apply_recipe
-from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward, kernels
+from lab.techniques.attention import kernels
+from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.attention.kernels import (
     FASTEST_FIRST,
     KERNELS,

@@ -24,8 +24,8 @@ from cluster.profiles.parsing import parse_fields
 from cluster.profiles.showing import describe
 from cluster.ranks import Cluster
 from lab.commands.cli import main
+from lab.jupyter import security as exposure
 from lab.jupyter.serving import arguments
-from lab.jupyter.serving import security as exposure
 
 NINE_PORTS = "7300-7308"
 
