@@ -16,7 +16,7 @@ from lab.bench.reference import build, config
 from lab.decoder import Patch
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.techniques import host_transfer as host_road
+from lab.techniques import host_transfer
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.loss import apply_loss
@@ -185,8 +185,8 @@ class Pins(TorchDispatchMode):
 @pytest.fixture
 def pinned(monkeypatch):
     """Books of their own, in place of the process's."""
-    books = host_road.Pinned()
-    monkeypatch.setattr(host_road, "PINNED", books)
+    books = host_transfer.Pinned()
+    monkeypatch.setattr(host_transfer, "PINNED", books)
     return books
 
 
@@ -292,7 +292,7 @@ def test_refusals():
         apply_offload(model, attention=True)
     before = list(model.state_dict())
     inner = model.model.layers[1].self_attn.forward
-    model.model.layers[1].self_attn.forward = Patch(lambda *a, lab_keep=None, **k: inner(*a, **k), inner)
+    model.model.layers[1].self_attn.forward = Patch(lambda *a, lab_cache=None, **k: inner(*a, **k), inner)
     assert list(offloaded(model).state_dict()) == before
     with pytest.raises(RecipeError, match="hands no keywords on to its attention"):
         step(model)

@@ -11,7 +11,7 @@ from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.host_pieces import piece_sizes
-from lab.techniques.host_transfer import Parcel, Road
+from lab.techniques.host_transfer import HostCopier, HostTensor
 from lab.techniques.offload import apply_offload
 from lab_tests.test_checkpointing import (
     BATCH,
@@ -202,11 +202,11 @@ def test_a_tensor_comes_back_as_it_was(dtype):
     x = torch.randn(11, 7, 613).to(dtype)
     dense = [x, x.transpose(0, 2), x[3:], x[:, None], x[0, 0, 0]]
     for sent in (*dense, x[:, 2:5], x[:, :, :1], x[:1].expand(4, 7, 613), x[:0]):
-        road = Road()
-        parcel = Parcel(road, sent)
-        assert sum(piece.nbytes for piece in parcel._host) - sent.nbytes in range(4096)
-        road.depart()
-        back = parcel.open()
+        copier = HostCopier()
+        host_tensor = HostTensor(copier, sent)
+        assert sum(piece.nbytes for piece in host_tensor._host) - sent.nbytes in range(4096)
+        copier.wait_until_sent()
+        back = host_tensor.get()
         assert (back.shape, back.dtype) == (sent.shape, dtype)
         assert torch.equal(back, sent)
         assert any(sent is each for each in dense) <= (back.stride() == sent.stride())

@@ -1,8 +1,8 @@
-"""The road to the host: the only crossing between device and host memory, and parcels that take it.
+"""Copies between device and host memory. No other file of the lab makes any.
 
-It leads through one pair of operators, ``lab::to_host`` and ``lab::from_host``. On CPU both sides are the
-same memory, and the copies are made all the same: a meter that counts what ``lab::to_host`` returns in the
-host's lane sees a CPU rank, or a plan on fake tensors, move bytes just as a GPU does.
+Every copy is one of two operators, ``lab::to_host`` and ``lab::from_host``. On CPU both sides are the same
+memory, and the copies are made all the same: a meter that counts the results of ``lab::to_host`` as host
+memory measures the same bytes on a CPU rank, in a plan on fake tensors, and on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_host(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:
     """Copy x's bytes to new host memory, in the pieces of ``piece_sizes``, each pinned or not.
 
     From CUDA: in order of the current stream; a piece that is pinned is not waited for. The bytes are in the
-    order in which x lies in memory, so that nothing is turned round on the way.
+    order in which x lies in memory, so that no copy transposes x.
     """
     flat, pieces = _flat(x if _is_packed(x) else _empty_packed(x, x.device).copy_(x)), []
     for size, pin in zip(piece_sizes(x.nbytes), pins, strict=True):
@@ -85,74 +85,74 @@ def _flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-class Parcel:
-    """One tensor, sent off: on the host, on its way back, or kept on the device where it ``stays``."""
+class HostTensor:
+    """A tensor that waits in host memory until it is needed again; with ``stays``, on the device."""
 
-    def __init__(self, road: Road, x: Tensor, *, stays: bool = False) -> None:
-        self._road, self._stays, self._to = road, stays, x.device
-        # Detached: what is kept would otherwise hold the graph that made it.
+    def __init__(self, copier: HostCopier, x: Tensor, *, stays: bool = False) -> None:
+        self._copier, self._stays, self._to = copier, stays, x.device
+        # Detached: the tensor would otherwise keep the graph that computed it alive.
         self._device: Tensor | None = x.detach() if stays else None
         self._shape, self._strides, self._dtype = x.shape, _packed(x), x.dtype
-        self._host: list[Tensor] | None = None if stays else road.send(x.detach())
+        self._host: list[Tensor] | None = None if stays else copier.send(x.detach())
         self._arrival: torch.cuda.Event | None = None
 
-    def fetch(self) -> None:
-        """Begin the way back; nothing waits for it yet."""
+    def prefetch(self) -> None:
+        """Start the copy back to the device, and do not wait for it."""
         if self._device is None:
             assert self._host is not None
             out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._to)
-            self._device, self._arrival = self._road.bring(self._host, out)
+            self._device, self._arrival = self._copier.fetch(self._host, out)
 
-    def open(self) -> Tensor:
-        """The tensor, on the device, once it is there."""
-        self.fetch()
+    def get(self) -> Tensor:
+        """The tensor on the device. The current stream waits for the copy."""
+        self.prefetch()
         if self._arrival is not None:
             torch.cuda.current_stream(self._to).wait_event(self._arrival)
         x = self._device
         assert x is not None
         if not self._stays:
-            # The caller has it now; a second backward over a retained graph fetches it again.
+            # The caller owns it now; a second backward over a retained graph copies it again.
             self._device = self._arrival = None
         return x
 
 
-class Road:
-    """Between device and host: CUDA copies travel on one stream beside the one that computes.
+class HostCopier:
+    """Copies between device and host; on CUDA, on a stream of its own.
 
-    A buffer belongs to the computing stream, which waits for the copy before it lets go of the buffer; so
-    torch's allocator may hand it out again at once, and needs to be told of no second stream. ``pinned`` is
+    Every device buffer belongs to the computing stream, which waits for the copy before the buffer is freed;
+    so torch's allocator may reuse it at once, and ``Tensor.record_stream`` is not needed. ``pinned`` is
     how many bytes may be pinned in this process; None is half of this machine's memory, shared by its GPUs.
     """
 
     def __init__(self, pinned: int | None = None) -> None:
         self._limit = _half_of_the_machine() if pinned is None else pinned
-        self._leaving: list[Tensor] = []
-        self._departure: torch.cuda.Event | None = None
+        self._sending: list[Tensor] = []
+        self._sent: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def send(self, x: Tensor) -> list[Tensor]:
-        """Begin x's way to the host, in pieces; it is held until ``depart``."""
-        with torch.no_grad(), self._beside(x):
+        """Start the copy of x to the host, in pieces; x is kept alive until ``wait_until_sent``."""
+        with torch.no_grad(), self._on_copy_stream(x):
             host = PINNED.to_host(x, self._limit)
-            self._departure = self._mark(x)
-        self._leaving.append(x)
+            self._sent = self._mark(x)
+        self._sending.append(x)
         return host
 
-    def depart(self) -> None:
-        """Let go of what was sent: the computing stream waits until all of it has left."""
-        if self._departure is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._departure)
-        self._departure = None
-        self._leaving.clear()
+    def wait_until_sent(self) -> None:
+        """Make the computing stream wait for all copies to the host, and release what was copied."""
+        if self._sent is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._sent)
+        self._sent = None
+        self._sending.clear()
 
-    def bring(self, host: list[Tensor], out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin the way back into ``out``; also returns when it has arrived."""
-        with torch.no_grad(), self._beside(out):
+    def fetch(self, host: list[Tensor], out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start the copy back into ``out``; also return the event that marks its end."""
+        with torch.no_grad(), self._on_copy_stream(out):
             torch.ops.lab.from_host(host, out)
             return out, self._mark(out)
 
     @contextmanager
-    def _beside(self, x: Tensor) -> Iterator[None]:
+    def _on_copy_stream(self, x: Tensor) -> Iterator[None]:
         if not x.is_cuda:
             yield
             return
@@ -168,11 +168,11 @@ class Road:
 
 
 class Pinned:
-    """The books of torch's caching host allocator, and copies to the host by them.
+    """An account of torch's caching host allocator, and copies to the host within a limit.
 
     The allocator keeps a block pinned when its tensor dies, for the next of that size, and never gives it
-    back. So steps that are alike pin in the first alone; what finds no room is copied to ordinary memory, and
-    the copy is waited for. ``taken`` is how many bytes are pinned.
+    back. So steps that are alike pin in the first alone; what exceeds the limit is copied to pageable memory,
+    and the host waits for the copy. ``taken`` is how many bytes are pinned.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Pinned:
 
 
 PINNED = Pinned()
-"""Of this process, as the allocator is: what one model's steps have pinned, the next model's find."""
+"""The account of this process, as the allocator is: a later model reuses what an earlier one has pinned."""
 
 
 def _half_of_the_machine() -> int:

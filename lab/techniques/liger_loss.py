@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from lab.decoder import decoder_of, effective_weight
 from lab.errors import RecipeError
 from lab.techniques.loss import IGNORED, apply_head_loss
-from lab.techniques.precision import wider
+from lab.techniques.precision import accumulation_dtype
 
 MODULE = "liger_kernel.transformers.functional"
 
@@ -49,7 +49,7 @@ def apply_liger_loss(model: nn.Module, *, fused: Fused) -> None:
             bias=bias,
             ignore_index=IGNORED,
             reduction="sum",
-            accum_dtype=wider(hidden.dtype),
+            accum_dtype=accumulation_dtype(hidden.dtype),
         )
 
     apply_head_loss(model, summed)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lab.decoder import Patch, check_hooks, decoder_of
-from lab.techniques.precision import wider
+from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
 from lab.techniques.tiling import check_tile, tiled
 
@@ -45,7 +45,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, **_: A
 
     What a transformers model calls as its ``loss_function``; its further arguments are about means.
     """
-    wide = logits.to(wider(logits.dtype)).view(-1, vocab_size)
+    wide = logits.to(accumulation_dtype(logits.dtype)).view(-1, vocab_size)
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
@@ -118,7 +118,7 @@ class _TokenLoss(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         rows, classes = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        losses = rows.new_empty(rows.shape[0], dtype=wider(rows.dtype))
+        losses = rows.new_empty(rows.shape[0], dtype=accumulation_dtype(rows.dtype))
         scale = torch.empty_like(losses)
         for start, length in _blocks(rows):
             block, (kept, index) = rows.narrow(0, start, length), _targets(classes.narrow(0, start, length))

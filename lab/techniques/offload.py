@@ -1,6 +1,6 @@
-"""Offload: what a checkpointed layer keeps waits for backward in host memory.
+"""Offload: the tensors that a checkpointed layer saves for backward wait in host memory.
 
-Its input; and, if asked for, what its attention made, which then is not computed a second time.
+They are its input and, if asked for, its attention's results, which are then not computed a second time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.saved_results import Results
-from lab.techniques.host_transfer import Parcel, Road
+from lab.techniques.host_transfer import HostCopier, HostTensor
 
 
 def apply_offload(
@@ -68,82 +68,84 @@ def apply_offload(
             )
     if attention:
         apply_attention(model)
-    trip = _Trip(Road(pinned), prefetch, attention)
+    state = _OffloadState(HostCopier(pinned), prefetch, attention)
     for i, layer in enumerate(layers):
-        layer.forward = _offloaded(layer.forward, trip, first=i == 0, last=i == len(layers) - 1)
+        layer.forward = _with_offload(layer.forward, state, first=i == 0, last=i == len(layers) - 1)
 
 
-class _Trip:
-    """What the layers of a model share: the road, how it is taken, and the luggage sent last."""
+class _OffloadState:
+    """What the layers of a model share: the copier, the settings, and the tensors sent last."""
 
-    def __init__(self, road: Road, prefetch: bool, attention: bool) -> None:
-        self.road, self.prefetch, self.attention = road, prefetch, attention
-        self.newest: _Luggage | None = None
+    def __init__(self, copier: HostCopier, prefetch: bool, attention: bool) -> None:
+        self.copier, self.prefetch, self.attention = copier, prefetch, attention
+        self.newest: _LayerTensors | None = None
 
 
-class _Luggage:
-    """What one layer keeps of one forward pass: its input, and its attention's results if they are sent.
+class _LayerTensors:
+    """What one layer saves in one forward pass: its input, and its attention's results if they are sent.
 
-    ``before`` is that of the layer before it in the same pass, so passes may interleave.
+    ``previous`` belongs to the previous layer in the same pass; so several passes may interleave.
     """
 
-    def __init__(self, trip: _Trip, before: _Luggage | None, x: Tensor, *, stays: bool) -> None:
-        self._trip, self._before = trip, before
-        self._input = Parcel(trip.road, x, stays=stays)
-        self.attention: tuple[Parcel, ...] = ()
+    def __init__(
+        self, state: _OffloadState, previous: _LayerTensors | None, x: Tensor, *, stays: bool
+    ) -> None:
+        self._state, self._previous = state, previous
+        self._input = HostTensor(state.copier, x, stays=stays)
+        self.attention: tuple[HostTensor, ...] = ()
 
-    def fetch(self) -> None:
-        """Begin the way back of all of it."""
-        for parcel in (self._input, *self.attention):
-            parcel.fetch()
+    def prefetch(self) -> None:
+        """Start the copies back to the device."""
+        for tensor in (self._input, *self.attention):
+            tensor.prefetch()
 
-    def open(self) -> Tensor:
-        """The input, on the device; with prefetch the rest sets out, and the luggage before it."""
-        x = self._input.open()
-        if self._trip.prefetch:
-            for parcel in self.attention:
-                parcel.fetch()
-            if self._before is not None:
-                self._before.fetch()
+    def get_input(self) -> Tensor:
+        """The input on the device. With prefetch, also start the copies that are needed next."""
+        x = self._input.get()
+        if self._state.prefetch:
+            for tensor in self.attention:
+                tensor.prefetch()
+            if self._previous is not None:
+                self._previous.prefetch()
         return x
 
-    def keep(self, making: Callable[[], Results]) -> Results:
-        """The layer's ``Keep``: the first time results are made and sent, after that they come back."""
+    def attention_results(self, compute: Callable[[], Results]) -> Results:
+        """The layer's ``ResultCache``: compute the results and send them; after that, copy them back."""
         if self.attention:
-            return tuple(parcel.open() for parcel in self.attention)
-        made = making()
-        self.attention = tuple(Parcel(self._trip.road, x) for x in made)
-        return made
+            return tuple(tensor.get() for tensor in self.attention)
+        results = compute()
+        self.attention = tuple(HostTensor(self._state.copier, x) for x in results)
+        return results
 
 
-def _offloaded(inner: Callable[..., Any], trip: _Trip, *, first: bool, last: bool) -> Patch:
-    """Wrap the forward of a checkpointed layer so that the tensor it saves is luggage."""
+def _with_offload(inner: Callable[..., Any], state: _OffloadState, *, first: bool, last: bool) -> Patch:
+    """Wrap the forward of a checkpointed layer so that the input it saves lies in host memory."""
 
     def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(hidden_states, *args, **rest)
-        luggage = _Luggage(trip, None if first else trip.newest, hidden_states, stays=last)
-        trip.newest = None if last else luggage
-        # Not the tensor itself: autograd keeps the hooks as long as the luggage, and they would keep it.
-        wanted = id(hidden_states)
+        tensors = _LayerTensors(state, None if first else state.newest, hidden_states, stays=last)
+        state.newest = None if last else tensors
+        # Only its id: autograd keeps the hooks alive until backward, and they would keep the tensor alive.
+        input_id = id(hidden_states)
 
-        def pack(tensor: Tensor) -> Tensor | _Luggage:
+        def pack(tensor: Tensor) -> Tensor | _LayerTensors:
             # Checkpoint saves the layer's input (and in older releases an empty tensor).
-            return luggage if id(tensor) == wanted else tensor
+            return tensors if id(tensor) == input_id else tensor
 
-        def unpack(saved: Tensor | _Luggage) -> Tensor:
-            return saved.open() if isinstance(saved, _Luggage) else saved
+        def unpack(saved: Tensor | _LayerTensors) -> Tensor:
+            return saved.get_input() if isinstance(saved, _LayerTensors) else saved
 
-        if trip.attention:
-            rest["lab_keep"] = luggage.keep
+        if state.attention:
+            rest["lab_cache"] = tensors.attention_results
         try:
-            # Inside the layer checkpoint's own hooks stand before these: they see its input, nothing else.
+            # Inside the layer, checkpoint's own hooks take precedence: these see only the layer's input.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = inner(hidden_states, *args, **rest)
         finally:
-            # The caller drops the input after this, and its memory may be written again.
-            trip.road.depart()
-        if trip.attention and not luggage.attention:
+            # The caller drops the input after this, and its memory may be reused.
+            state.copier.wait_until_sent()
+        if state.attention and not tensors.attention:
             raise RecipeError(
                 "offload='attention' with a decoder layer that hands no keywords on to its attention; use "
                 "offload='inputs' with this one"

@@ -1,12 +1,12 @@
-"""In what sums are kept."""
+"""The dtype in which sums are accumulated."""
 
 import torch
 
 
-def wider(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or the dtype itself where it is wider.
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or ``dtype`` itself where it is accumulation_dtype.
 
-    A sum of tiles or stages that is kept in bf16 is rounded at each of them, and drifts; kept wide, it is
-    rounded once, at its end.
+    A sum over tiles or stages in bf16 is rounded after each of them, and the errors add up. In this dtype it
+    is rounded once, at its end.
     """
     return torch.promote_types(dtype, torch.float32)

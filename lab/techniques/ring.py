@@ -14,7 +14,7 @@ from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, Kernel
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import Shift, size_of
-from lab.techniques.precision import wider
+from lab.techniques.precision import accumulation_dtype
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
@@ -114,7 +114,7 @@ def ring_forward(
         ValueError: not causal.
     """
     _check(causal)
-    wide = wider(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     travelling = torch.stack((k, v))
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(size_of(group)):
@@ -156,7 +156,7 @@ def ring_backward(
         ValueError: not causal.
     """
     _check(causal)
-    wide = wider(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     travelling = torch.stack((k, v))
     sums, dq = torch.empty(0), torch.empty(0)
     coming: Shift | None = None

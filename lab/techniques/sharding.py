@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.exchange import settled
-from lab.techniques.precision import wider
+from lab.techniques.precision import accumulation_dtype
 
 
 def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
@@ -46,7 +46,7 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
-        reduce_dtype=wider(compute_dtype or next(model.parameters()).dtype),
+        reduce_dtype=accumulation_dtype(compute_dtype or next(model.parameters()).dtype),
     )
     layers = [layer.module for layer in decoder_of(model).layers]
     _check_dtypes(model, layers)
@@ -135,7 +135,9 @@ def apply_replication(
     _refuse_changed_requires_grad(model)
 
     def summed(gradient: Tensor) -> Tensor:
-        total = gradient.to(wider(gradient.dtype), copy=True, memory_format=torch.contiguous_format)
+        total = gradient.to(
+            accumulation_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format
+        )
         with settled(total):
             dist.all_reduce(total, group=group)
         return total.to(gradient.dtype)

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
-from lab.techniques.parameter_aliases import standing_in
-from lab.techniques.precision import wider
+from lab.techniques.parameter_aliases import parameter_aliases
+from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
 
 
@@ -124,8 +124,8 @@ class _Tiled(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, *beside = ctx.keep.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
-        with standing_in(ctx.module) as parameters:
-            sums = [torch.zeros_like(p, dtype=wider(p.dtype)) for p in parameters]
+        with parameter_aliases(ctx.module) as parameters:
+            sums = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in parameters]
             uses = [False] * len(parameters)
             for start, length in slices(x.shape[1], ctx.tile):
                 x_tile, dout_tile, *beside_tile = (a.narrow(1, start, length) for a in (x, dout, *beside))

@@ -1,4 +1,4 @@
-"""The hook in transformers: one entry in its registry of attentions, and one in its registry of masks."""
+"""The attention function and the mask function that the lab registers in transformers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, attention
-from lab.techniques.attention.saved_results import Keep, kept, make
+from lab.techniques.attention.saved_results import ResultCache, no_cache, with_cache
 
 NAME = "lab"
 """What ``config._attn_implementation`` is called in transformers' two registries."""
 
 
-def attention_of_module(
+def hf_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -29,14 +29,14 @@ def attention_of_module(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    lab_keep: Keep = make,
+    lab_cache: ResultCache = no_cache,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for ``"lab"``: [b, H, s, D] and twice [b, K, s, D] -> [b, s, H, D].
 
-    The attention module's own ``lab_attention`` (an exchange of sequence for heads) and ``lab_kernel`` (a
-    ring) stand around and in it where a technique has set them; else it is local and causal. What the kernel
-    makes goes by ``lab_keep``.
+    Attention is local and causal, unless a technique has set an attribute of the module: ``lab_attention``
+    exchanges sequence for heads around the kernel, and ``lab_kernel`` replaces the kernel (a ring does).
+    ``lab_cache`` stores the kernel's results for a recomputation.
 
     Raises:
         RecipeError: a mask, dropout, a window or attention to the future, none of which this attention has;
@@ -53,13 +53,13 @@ def attention_of_module(
             f"attention of {query.shape[2]} new tokens to a cache of keys: pass use_cache=False"
         )
     attend = getattr(module, "lab_attention", attention)
-    kernel = kept(getattr(module, "lab_kernel", FLASH), lab_keep)
+    kernel = with_cache(getattr(module, "lab_kernel", FLASH), lab_cache)
     out = attend(query, key, value, scale=scaling, kernel=kernel)
     return out.transpose(1, 2), None
 
 
 def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    """The mask function that belongs to it: causality is the kernel's, so no [s, S] mask is ever made.
+    """The mask function for ``"lab"``: it makes no [s, S] mask, because the kernel is causal.
 
     Raises:
         RecipeError: there is an ``attention_mask``.
@@ -71,12 +71,12 @@ def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
         )
 
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, attention_of_module)
+ALL_ATTENTION_FUNCTIONS.register(NAME, hf_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 
 
 def apply_attention(model: nn.Module) -> None:
-    """Let every attention of ``model`` run through ``attention``; other models are untouched.
+    """Make every attention of ``model`` call ``hf_attention_forward``; other models do not change.
 
     The model's configs are copied before they are changed, for a config may be shared between models. The
     key/value cache is switched off in the copies: it serves generation, and would hold a second copy of k and

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.techniques.precision import wider
+from lab.techniques.precision import accumulation_dtype
 
 BLOCK = 256
 """Queries whose scores are held at once."""
@@ -23,7 +23,7 @@ def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
     times slower than a flash kernel.
     """
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:3], dtype=wider(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for rows, keys in _blocks(q, k, causal):
         scores = _scores(q, k, rows, keys, causal, scale)
         block = scores.logsumexp(-1, keepdim=True)
@@ -74,7 +74,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]
 
 def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, causal: bool, scale: float) -> Tensor:
     """Scores of a block, [b, h/G, G*rows, keys], minus infinity where a key comes after its query."""
-    wide = wider(q.dtype)
+    wide = accumulation_dtype(q.dtype)
     scores = _together(q[:, :, rows].to(wide) * scale, k) @ k[:, :, keys].to(wide).mT
     if causal:
         size = rows.stop - rows.start

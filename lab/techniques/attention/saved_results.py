@@ -1,4 +1,4 @@
-"""Keeping: an attention forward that runs once, and whose results come back when its layer runs again."""
+"""Attention results that are computed once and used again when a checkpointed layer is recomputed."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from torch import Tensor
 from lab.techniques.attention.flash import Kernel
 
 Results = tuple[Tensor, ...]
-"""What attention makes and its backward needs: the output, and one LSE or several."""
+"""What an attention forward computes and its backward needs: the output, and one LSE or several."""
 
-Keep = Callable[[Callable[[], Results]], Results]
-"""Belongs to one forward pass of one layer, and is given what makes the results. It makes them the first
-time, and has them brought back each time after. It travels to the attention as the keyword ``lab_keep``, in
-the arguments with which the checkpointed layer runs again: so each recomputation meets its own forward's.
+ResultCache = Callable[[Callable[[], Results]], Results]
+"""Returns the attention results of one forward pass of one layer. It takes the function that computes them:
+it calls it the first time, and returns the stored results each time after. The attention receives it as the
+keyword ``lab_cache``, one of the arguments with which a checkpointed layer is recomputed; so a recomputation
+finds the results of its own forward pass.
 """
 
 
-def make(making: Callable[[], Results]) -> Results:
-    """The ``Keep`` that keeps nothing: results are made each time."""
-    return making()
+def no_cache(compute: Callable[[], Results]) -> Results:
+    """The ``ResultCache`` that stores nothing: it computes the results each time."""
+    return compute()
 
 
-def kept(kernel: Kernel, keep: Keep) -> Kernel:
-    """A kernel whose forward goes by ``keep``; its backward is the kernel's, from the same out and LSE."""
-    if keep is make:
+def with_cache(kernel: Kernel, cache: ResultCache) -> Kernel:
+    """A kernel whose forward takes its results from ``cache``; its backward is that of ``kernel``."""
+    if cache is no_cache:
         return kernel
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = keep(lambda: kernel.forward(q, k, v, causal=causal, scale=scale))
+        out, lse = cache(lambda: kernel.forward(q, k, v, causal=causal, scale=scale))
         return out, lse
 
     return kernel._replace(forward=forward)

@@ -1,4 +1,4 @@
-"""UPipe: attention a few heads at a time, every stage in the memory of the one before."""
+"""UPipe: attention a few heads at a time; every stage uses the buffers of the one before."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lab.decoder import Patch, check_hooks, decoder_of, effective_weight
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH
 from lab.techniques.attention.hf_attention import apply_attention
-from lab.techniques.attention.saved_results import Keep, Results, make
+from lab.techniques.attention.saved_results import ResultCache, Results, no_cache
 from lab.techniques.exchange import size_of
-from lab.techniques.upipe.passes import Backward, Inputs, Job, forward_pass
+from lab.techniques.upipe.passes import Backward, Inputs, LayerSettings, forward_pass
 from lab.techniques.upipe.schedule import Schedule, schedule
 
 
@@ -90,12 +90,12 @@ def upipe_forward(
     plan: Schedule,
     group: dist.ProcessGroup | None,
     overlap: bool = False,
-    lab_keep: Keep = make,
+    lab_cache: ResultCache = no_cache,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What an attention module's ``forward`` is after ``apply_upipe``: x [b, s, E] -> [b, s, E].
 
-    The heads' outputs and the LSEs go by ``lab_keep``, so that of a kept forward o_proj alone runs again.
+    ``lab_cache`` stores the heads' outputs and the LSEs, so that a recomputation runs only o_proj again.
 
     Raises:
         RecipeError: a mask or a key/value cache; hooks on what it does not call; quantized weights.
@@ -106,7 +106,7 @@ def upipe_forward(
     kernel = getattr(module, "lab_kernel", FLASH)
     # A group of one exchanges nothing.
     overlap = overlap and plan.ranks > 1
-    job = Job(plan, group, kernel, module.scaling, module.head_dim, norms, overlap)
+    settings = LayerSettings(plan, group, kernel, module.scaling, module.head_dim, norms, overlap)
     weights, biases = zip(
         *(effective_weight(p, "UPipe") for p in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)),
         strict=True,
@@ -116,8 +116,8 @@ def upipe_forward(
             check_hooks(norm, "UPipe")
     cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
     out = _UPipe.apply(  # type: ignore[no-untyped-call]
-        job,
-        lab_keep,
+        settings,
+        lab_cache,
         hidden_states,
         cos,
         sin,
@@ -130,17 +130,19 @@ def upipe_forward(
 
 class _UPipe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, job: Job, keep: Keep, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        given = Inputs(*tensors[:10])  # type: ignore[arg-type]
+    def forward(
+        ctx: Any, settings: LayerSettings, cache: ResultCache, x: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        inputs = Inputs(*tensors[:10])  # type: ignore[arg-type]
 
-        def making() -> Results:
-            out, lses = forward_pass(job, x, given)
+        def compute() -> Results:
+            out, lses = forward_pass(settings, x, inputs)
             return out, *lses
 
-        out, *lses = keep(making)
-        ctx.job, ctx.spent = job, False
+        out, *lses = cache(compute)
+        ctx.settings, ctx.spent = settings, False
         ctx.save_for_backward(x, out, *tensors[:10], *lses)
-        return linear(out, given.wo, given.bo)
+        return linear(out, inputs.wo, inputs.bo)
 
     @staticmethod
     @once_differentiable
@@ -153,5 +155,5 @@ class _UPipe(torch.autograd.Function):
         ctx.spent = True
         x, out, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        given, dout = Inputs(*rest[:10]), grads[0].contiguous()
-        return None, None, *Backward(ctx.job, x, out, given, rest[10:], dout, needed).run()
+        inputs, dout = Inputs(*rest[:10]), grads[0].contiguous()
+        return None, None, *Backward(ctx.settings, x, out, inputs, rest[10:], dout, needed).run()

@@ -1,4 +1,7 @@
-"""The two passes of a UPipe layer: forward stage by stage, and backward from the output and the LSEs."""
+"""The two passes of a UPipe layer: forward stage by stage, and backward from the output and the LSEs.
+
+An LSE is the log-sum-exp of a row of attention scores, which a flash kernel's backward takes.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.techniques.attention.flash import Kernel
-from lab.techniques.parameter_aliases import standing_in
-from lab.techniques.precision import wider
+from lab.techniques.parameter_aliases import parameter_aliases
+from lab.techniques.precision import accumulation_dtype
 from lab.techniques.rope import rotate_
-from lab.techniques.upipe.buffers import ALL, KEYS_AND_VALUES, QUERIES, Bench, Landing
-from lab.techniques.upipe.schedule import Run, Schedule, Stage
+from lab.techniques.upipe.buffers import ALL, KEYS_AND_VALUES, QUERIES, Arrival, StageBuffers
+from lab.techniques.upipe.schedule import HeadRange, Schedule, Stage
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a layer's passes need besides tensors; ``norms`` are q_norm and k_norm, if there are any."""
+class LayerSettings:
+    """What a layer's passes need besides tensors.
+
+    ``norms`` are q_norm and k_norm, or None. ``overlap`` sends a stage's inputs during the stage before it.
+    """
 
     plan: Schedule
     group: dist.ProcessGroup | None
@@ -34,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What q, k and v are made from, and made again: weights as ``nn.Linear`` has them, [out, in]."""
+    """What q, k and v are computed from, in forward and again in backward. Weights are [out, in]."""
 
     cos: Tensor
     sin: Tensor
@@ -48,68 +54,86 @@ class Inputs:
     bo: Tensor | None
 
 
-def forward_pass(job: Job, x: Tensor, given: Inputs) -> tuple[Tensor, list[Tensor]]:
-    """x [b, s, E] -> the heads' outputs in model order [b, s, H*D], and an LSE [b, n, S] for each run."""
-    bench, lses = Bench(job.plan, job.group, x, job.head_dim), []
-    out = x.new_empty(*x.shape[:2], job.plan.heads * job.head_dim)
-    for stage, _ in _arriving(job, lambda stage, ahead: [_of_stage(bench, job, given, stage, ahead)]):
-        for i, (run, part) in enumerate(zip(stage, bench.runs(bench.q, stage), strict=True)):
-            if i and run.opens:
-                land = _made(bench, job, given, None, run.slots)
-                land()
-            bench.clear()
-            attended, lse = job.kernel.forward(part, bench.keys, bench.values, scale=job.scale)
-            part.copy_(attended)
+def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
+    """x [b, s, E] -> the heads' outputs in the model's order [b, s, H*D]; the head ranges' LSEs [b, n, S]."""
+    buffers, lses = StageBuffers(settings.plan, settings.group, x, settings.head_dim), []
+    out = x.new_empty(*x.shape[:2], settings.plan.heads * settings.head_dim)
+
+    def send(stage: Stage, ahead: bool) -> list[Arrival]:
+        return [_send_stage(buffers, settings, inputs, stage, ahead)]
+
+    for stage, _ in _stages_with_inputs(settings, send):
+        views = buffers.split_by_range(buffers.q, stage)
+        for i, (heads, queries) in enumerate(zip(stage, views, strict=True)):
+            if i and heads.opens:
+                arrive = _project_and_send(buffers, settings, inputs, None, heads.slots)
+                arrive()
+            buffers.free()
+            attended, lse = settings.kernel.forward(
+                queries, buffers.keys, buffers.values, scale=settings.scale
+            )
+            queries.copy_(attended)
             del attended
             lses.append(lse)
-        with bench.home(QUERIES) as ((heads,), _):
-            bench.heads.write_columns(out, stage, heads)
-    bench.close()
+        with buffers.send_back(QUERIES) as ((outputs,), _):
+            buffers.heads.write_columns(out, stage, outputs)
+    buffers.close()
     return out, lses
 
 
-def _arriving(
-    job: Job, send: Callable[[Stage, bool], Iterable[Landing]]
+def _stages_with_inputs(
+    settings: LayerSettings, send: Callable[[Stage, bool], Iterable[Arrival]]
 ) -> Iterator[tuple[Stage, list[Tensor]]]:
-    """Every stage, with what ``send`` sent for it; with overlap, the next stage's is under way by then.
+    """Yield every stage with its inputs, which ``send`` has sent for it.
 
-    Without, each thing is sent when its stage begins, and has landed before the next is made.
+    With overlap, the inputs of the next stage are already being sent while this one is computed. Without it,
+    each input is sent when its stage begins, and has arrived before the next one is made.
     """
-    stages, ahead = job.plan.stages, list[Landing]()
+    stages, ahead = settings.plan.stages, list[Arrival]()
     for i, stage in enumerate(stages):
-        there = [land() for land in ahead or send(stage, False)]
-        ahead = list(send(stages[i + 1], True)) if job.overlap and i + 1 < len(stages) else []
-        # Should the stage fail, what is under way keeps its buffers by itself until it has arrived.
-        yield stage, there
+        arrived = [arrive() for arrive in ahead or send(stage, False)]
+        ahead = list(send(stages[i + 1], True)) if settings.overlap and i + 1 < len(stages) else []
+        # If the stage fails, transfers that have not arrived keep their buffers alive themselves.
+        yield stage, arrived
 
 
-def _of_stage(bench: Bench, job: Job, given: Inputs, stage: Stage, ahead: bool) -> Landing:
-    """A stage's queries; and keys and values, if it begins with new ones."""
-    return _made(bench, job, given, stage, stage[0].slots if stage[0].opens else None, ahead=ahead)
+def _send_stage(
+    buffers: StageBuffers, settings: LayerSettings, inputs: Inputs, stage: Stage, ahead: bool
+) -> Arrival:
+    """Project and send a stage's queries, and its keys and values if it begins with new ones."""
+    return _project_and_send(
+        buffers, settings, inputs, stage, stage[0].slots if stage[0].opens else None, ahead=ahead
+    )
 
 
-def _made(
-    bench: Bench, job: Job, given: Inputs, stage: Stage | None, slots: range | None, *, ahead: bool = False
-) -> Landing:
-    """Queries of ``stage``, keys and values of ``slots``: projected, normed, rotated, sent."""
-    load = bench.load(_which(stage, slots), ahead=ahead)
-    targets, rotated = bench.targets(load), []
+def _project_and_send(
+    buffers: StageBuffers,
+    settings: LayerSettings,
+    inputs: Inputs,
+    stage: Stage | None,
+    slots: range | None,
+    *,
+    ahead: bool = False,
+) -> Arrival:
+    """Project, normalize, rotate and send the queries of ``stage``, and the keys and values of ``slots``."""
+    transfer = buffers.prepare(_sent_parts(stage, slots), ahead=ahead)
+    targets, rotated = buffers.targets(transfer), []
     if stage is not None:
         rotated.append(targets.pop(0))
-        bench.heads.project_queries(stage, given.wq, given.bq, rotated[0])
-        _norm(job.norms[0], rotated[0])
+        buffers.heads.project_queries(stage, inputs.wq, inputs.bq, rotated[0])
+        _norm(settings.norms[0], rotated[0])
     if slots is not None:
         k, v = targets
-        bench.heads.project_slots(slots, given.wk, given.bk, k)
-        bench.heads.project_slots(slots, given.wv, given.bv, v)
-        _norm(job.norms[1], k)
+        buffers.heads.project_slots(slots, inputs.wk, inputs.bk, k)
+        buffers.heads.project_slots(slots, inputs.wv, inputs.bv, v)
+        _norm(settings.norms[1], k)
         rotated.append(k)
     for heads in rotated:
-        rotate_(heads, given.cos, given.sin, scratch=load.received)
-    return bench.send(load)
+        rotate_(heads, inputs.cos, inputs.sin, scratch=transfer.received)
+    return buffers.send(transfer)
 
 
-def _which(stage: Stage | None, slots: range | None) -> slice:
+def _sent_parts(stage: Stage | None, slots: range | None) -> slice:
     if stage is None:
         return KEYS_AND_VALUES
     return QUERIES if slots is None else ALL
@@ -121,7 +145,9 @@ def _norm(norm: nn.Module | None, heads: Tensor) -> None:
 
 
 class Backward:
-    """One backward pass of a layer. ``out`` becomes dq, a stage's columns as soon as they have been read.
+    """One backward pass of a layer.
+
+    It writes dq into ``out``: a stage's columns of ``out`` are overwritten as soon as they have been read.
 
     ``needed`` says for x, cos, sin, the four weights, the four biases and the norms' parameters which
     gradients are asked for.
@@ -129,36 +155,36 @@ class Backward:
 
     def __init__(
         self,
-        job: Job,
+        settings: LayerSettings,
         x: Tensor,
         out: Tensor,
-        given: Inputs,
+        inputs: Inputs,
         lses: list[Tensor],
         grad: Tensor,
         needed: tuple[bool, ...],
     ) -> None:
-        self.job, self.x, self.out, self.given, self.grad = job, x, out, given, grad
+        self.settings, self.x, self.out, self.inputs, self.grad = settings, x, out, inputs, grad
         self.lses = iter(lses)
         self.needed = needed
-        self.wide = wider(x.dtype)
+        self.sum_dtype = accumulation_dtype(x.dtype)
         self.norm_sums = [
-            [torch.zeros_like(p, dtype=self.wide) for p in norm.parameters() if p.requires_grad]
+            [torch.zeros_like(p, dtype=self.sum_dtype) for p in norm.parameters() if p.requires_grad]
             if norm is not None
             else []
-            for norm in job.norms
+            for norm in settings.norms
         ]
         self.sums: list[Tensor] = []
-        # At home, of each group of heads [b, s, m, C/replicas, D], in the order of the model's heads.
+        # For this rank's tokens: one tensor [b, s, m, C/replicas, D] a group of heads, in the model's order.
         self.dk: list[Tensor] = []
         self.dv: list[Tensor] = []
 
     def run(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, (cos, sin), the four weights, the four biases, the norms' parameters.
 
-        None for those that are not needed: of a frozen weight no product is run, and where the output's
-        weight and bias alone are needed, no stage.
+        A gradient that is not needed is None: no product is computed for a frozen weight, and no stage is run
+        if only the output projection's gradients are needed.
         """
-        given = self.given
+        inputs = self.inputs
         of_x, _, _, *of_w = self.needed[:7]
         of_b, of_norms = self.needed[7:11], self.needed[11:]
         grad, out, x = (t.flatten(0, 1) for t in (self.grad, self.out, self.x))
@@ -172,103 +198,110 @@ class Backward:
         db = [g.sum(0) if wanted else None for g, wanted in zip(grads, of_b[:3], strict=True)]
         dx = None
         if of_x:
-            dx = grads[0] @ given.wq
-            dx = dx.addmm_(grads[1], given.wk).addmm_(grads[2], given.wv).view_as(self.x)
+            dx = grads[0] @ inputs.wq
+            dx = dx.addmm_(grads[1], inputs.wk).addmm_(grads[2], inputs.wv).view_as(self.x)
         return dx, None, None, *dw, dwo, *db, dbo, *self._norm_grads()
 
     def _norm_grads(self) -> Iterator[Tensor | None]:
-        """The sums for the norms' parameters, rounded once."""
-        for norm, sums in zip(self.job.norms, self.norm_sums, strict=True):
+        """The gradients of the norms' parameters, each sum rounded once."""
+        for norm, sums in zip(self.settings.norms, self.norm_sums, strict=True):
             totals = iter(sums)
             for parameter in norm.parameters() if norm is not None else ():
                 yield next(totals).to(parameter.dtype) if parameter.requires_grad else None
 
     def _stages(self) -> None:
-        bench = Bench(self.job.plan, self.job.group, self.x, self.job.head_dim)
-        for stage, (_, dout, out) in _arriving(self.job, partial(self._send, bench)):
-            for i, run in enumerate(stage):
-                if i and run.opens:
-                    land = _made(bench, self.job, self.given, None, run.slots)
-                    land()
-                self._attend(bench, run, *(bench.runs(t, stage)[i] for t in (bench.q, dout, out)))
-                if run.closes and i < len(stage) - 1:
-                    self._bring_home(bench, None, run.slots)
-            bench.give(dout, out)
+        buffers = StageBuffers(self.settings.plan, self.settings.group, self.x, self.settings.head_dim)
+        for stage, (_, dout, out) in _stages_with_inputs(self.settings, partial(self._send, buffers)):
+            for i, heads in enumerate(stage):
+                if i and heads.opens:
+                    arrive = _project_and_send(buffers, self.settings, self.inputs, None, heads.slots)
+                    arrive()
+                views = (buffers.split_by_range(t, stage)[i] for t in (buffers.q, dout, out))
+                self._attend(buffers, heads, *views)
+                if heads.closes and i < len(stage) - 1:
+                    self._send_gradients_back(buffers, None, heads.slots)
+            buffers.release(dout, out)
             last = stage[-1]
-            self._bring_home(bench, stage, last.slots if last.closes else None)
-        bench.close()
+            self._send_gradients_back(buffers, stage, last.slots if last.closes else None)
+        buffers.close()
 
-    def _send(self, bench: Bench, stage: Stage, ahead: bool) -> Iterator[Landing]:
-        """What a stage works with: q, k and v; dout, made from dy; out."""
-        yield _of_stage(bench, self.job, self.given, stage, ahead)
-        dout = bench.take()
-        bench.heads.project_grad(stage, self.grad, self.given.wo, bench.by_sequence(dout))
-        yield bench.to_heads(dout, ahead=ahead)
-        out = bench.take()
-        bench.heads.read_columns(self.out, stage, bench.by_sequence(out))
-        yield bench.to_heads(out, ahead=ahead)
+    def _send(self, buffers: StageBuffers, stage: Stage, ahead: bool) -> Iterator[Arrival]:
+        """Send what a stage's backward needs: q, k and v; dout, computed from dy; out."""
+        yield _send_stage(buffers, self.settings, self.inputs, stage, ahead)
+        dout = buffers.acquire()
+        buffers.heads.project_grad(stage, self.grad, self.inputs.wo, buffers.by_sequence(dout))
+        yield buffers.to_heads(dout, ahead=ahead)
+        out = buffers.acquire()
+        buffers.heads.read_columns(self.out, stage, buffers.by_sequence(out))
+        yield buffers.to_heads(out, ahead=ahead)
 
-    def _attend(self, bench: Bench, run: Run, q: Tensor, dout: Tensor, out: Tensor) -> None:
-        """One run's attention backward, [b, heads, S, D]; q becomes dq, dk and dv join their group's."""
-        bench.clear()
-        dq, *dk_dv = self.job.kernel.backward(
-            dout, q, bench.keys, bench.values, out, next(self.lses), scale=self.job.scale
+    def _attend(self, buffers: StageBuffers, heads: HeadRange, q: Tensor, dout: Tensor, out: Tensor) -> None:
+        """Run attention's backward for one head range, [b, heads, S, D].
+
+        ``q`` is overwritten with dq; dk and dv are added to the sums of their group.
+        """
+        buffers.free()
+        dq, *dk_dv = self.settings.kernel.backward(
+            dout, q, buffers.keys, buffers.values, out, next(self.lses), scale=self.settings.scale
         )
         q.copy_(dq)
         del dq
-        if run.opens:
-            # A group's sum over its stages is wide; a run that is a whole group needs no sum.
-            self.sums = [g if run.closes else g.to(self.wide) for g in dk_dv]
+        if heads.opens:
+            # A group's sum over its stages is kept in the accumulation dtype; a range that is a whole
+            # group needs no sum.
+            self.sums = [g if heads.closes else g.to(self.sum_dtype) for g in dk_dv]
         else:
             for total, more in zip(self.sums, dk_dv, strict=True):
                 total.add_(more)
 
-    def _bring_home(self, bench: Bench, stage: Stage | None, slots: range | None) -> None:
-        """Send home dq of ``stage``, and the sums of dk and dv of ``slots``; put them where they belong."""
-        given, job = self.given, self.job
-        bench.clear()  # what is sent home now is not to stand beside the stage's own buffers
-        with self._sent_home(bench, stage, slots) as (parts, scratch):
+    def _send_gradients_back(self, buffers: StageBuffers, stage: Stage | None, slots: range | None) -> None:
+        """Send dq of ``stage`` and the sums of dk and dv of ``slots`` back to their tokens' ranks."""
+        inputs, settings = self.inputs, self.settings
+        buffers.free()  # so that the memory of this transfer does not add to that of the stage's buffers
+        with self._sending_back(buffers, stage, slots) as (parts, scratch):
             if stage is not None:
                 dq = parts.pop(0)
-                rotate_(dq, given.cos, given.sin, transposed=True, scratch=scratch)
-                if job.norms[0] is not None:
-                    raw = bench.by_sequence(scratch[: dq.numel()])
-                    bench.heads.project_queries(stage, given.wq, given.bq, raw)
+                rotate_(dq, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+                if settings.norms[0] is not None:
+                    raw = buffers.by_sequence(scratch[: dq.numel()])
+                    buffers.heads.project_queries(stage, inputs.wq, inputs.bq, raw)
                     dq.copy_(self._norm_backward(0, raw, dq))
-                bench.heads.write_columns(self.out, stage, dq)
+                buffers.heads.write_columns(self.out, stage, dq)
             if slots is not None:
-                raw = bench.by_sequence(scratch[: parts[0].numel()])
-                dk, dv = (bench.heads.sum_replicas(t) for t in parts)
-                rotate_(dk, given.cos, given.sin, transposed=True, scratch=scratch)
-                if job.norms[1] is not None:
-                    bench.heads.project_slots(slots, given.wk, given.bk, raw)
-                    dk.copy_(self._norm_backward(1, bench.heads.first_replicas(raw), dk))
-                for arrived, grad in ((self.dk, dk), (self.dv, dv)):
-                    arrived.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
+                raw = buffers.by_sequence(scratch[: parts[0].numel()])
+                dk, dv = (buffers.heads.sum_replicas(t) for t in parts)
+                rotate_(dk, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+                if settings.norms[1] is not None:
+                    buffers.heads.project_slots(slots, inputs.wk, inputs.bk, raw)
+                    dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
+                for parts_of_layer, grad in ((self.dk, dk), (self.dv, dv)):
+                    parts_of_layer.append(
+                        grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format)
+                    )
 
-    def _sent_home(
-        self, bench: Bench, stage: Stage | None, slots: range | None
+    def _sending_back(
+        self, buffers: StageBuffers, stage: Stage | None, slots: range | None
     ) -> AbstractContextManager[tuple[list[Tensor], Tensor]]:
-        """``bench.home``, which is the only one to hold the sums from now on."""
+        """Call ``send_back`` so that it holds the only references to the sums."""
         sums: list[Tensor] = []
         if slots is not None:
             sums, self.sums = self.sums, sums
-        return bench.home(_which(stage, slots), *sums)
+        return buffers.send_back(_sent_parts(stage, slots), *sums)
 
     def _norm_backward(self, which: int, raw: Tensor, grad: Tensor) -> Tensor:
-        """Run the module's own norm again, with gradients; its parameters' are summed wide."""
-        norm = self.job.norms[which]
+        """Run the module's own norm again with gradients; add its parameters' gradients to their sums."""
+        norm = self.settings.norms[which]
         assert norm is not None
-        with torch.enable_grad(), standing_in(norm) as wanted:
+        with torch.enable_grad(), parameter_aliases(norm) as aliases:
             leaf = raw.detach().requires_grad_()
-            found = torch.autograd.grad(norm(leaf), (leaf, *wanted), grad)
-        for total, more in zip(self.norm_sums[which], found[1:], strict=True):
+            grads = torch.autograd.grad(norm(leaf), (leaf, *aliases), grad)
+        for total, more in zip(self.norm_sums[which], grads[1:], strict=True):
             total.add_(more)
-        return found[0]
+        return grads[0]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """[b, s, m, C/replicas, D] of each group of heads -> [b*s, K*D]; lets go of the parts."""
+    """[b, s, m, C/replicas, D] of each group of heads -> [b*s, K*D]; clears the list of parts."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     parts.clear()
     return whole.flatten(2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Where a stage's heads lie in the weights and in the model's order: projected, read, written, summed."""
+"""A stage's heads in the weights and in the model's order: projecting, reading, writing and summing them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from lab.techniques.upipe.schedule import Schedule, Stage
 
 
-class Heads:
-    """The heads of a layer's x [b, s, E] as a ``plan`` walks them, by sequence: [C, b, s, heads, D].
+class HeadProjections:
+    """The heads of a layer's x [b, s, E] in the order of ``plan``, by sequence: [C, b, s, heads, D].
 
     Letters: b rows, s local tokens, n query heads a rank and stage, m slots in flight.
     """
@@ -67,23 +67,25 @@ class Heads:
 
     def write_columns(self, full: Tensor, stage: Stage, heads: Tensor) -> None:
         """Copy a stage's ``heads`` [C, b, s, n, D] to where the model has them in ``full``."""
-        for theirs, ours in self._columns(full, stage, heads):
-            theirs.copy_(ours)
+        for in_model, in_stage in self._columns(full, stage, heads):
+            in_model.copy_(in_stage)
 
     def read_columns(self, full: Tensor, stage: Stage, heads: Tensor) -> None:
         """Copy them from there to ``heads``."""
-        for theirs, ours in self._columns(full, stage, heads):
-            ours.copy_(theirs)
+        for in_model, in_stage in self._columns(full, stage, heads):
+            in_stage.copy_(in_model)
 
     def _columns(self, full: Tensor, stage: Stage, heads: Tensor) -> list[tuple[Tensor, Tensor]]:
         by_slot = self._by_slot(full, 2)
-        found, first = [], 0
-        for run in stage:
-            for slot in run.slots:
-                theirs = by_slot[:, :, slot, :, run.queries.start : run.queries.stop].permute(2, 0, 1, 3, 4)
-                found.append((theirs, heads[..., first : first + len(run.queries), :]))
-                first += len(run.queries)
-        return found
+        pieces, first = [], 0
+        for heads_range in stage:
+            for slot in heads_range.slots:
+                in_model = by_slot[
+                    :, :, slot, :, heads_range.queries.start : heads_range.queries.stop
+                ].permute(2, 0, 1, 3, 4)
+                pieces.append((in_model, heads[..., first : first + len(heads_range.queries), :]))
+                first += len(heads_range.queries)
+        return pieces
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """A model's H heads as [slots, C, G, D]: rank r's part of slot g are heads (g*C + r)*G to +G."""
@@ -96,15 +98,19 @@ class Heads:
     def _pieces(self, stage: Stage, target: Tensor) -> list[tuple[int, slice, Tensor]]:
         """For each slot of the stage: its number, queries, and part of ``target`` as [C, b*s, heads*D]."""
         rows = target.view(self.plan.ranks, self.x.shape[0], -1)
-        found, first = [], 0
-        for run in stage:
-            width = len(run.queries) * self.head_dim
-            for slot in run.slots:
-                found.append(
-                    (slot, slice(run.queries.start, run.queries.stop), rows[..., first : first + width])
+        pieces, first = [], 0
+        for heads_range in stage:
+            width = len(heads_range.queries) * self.head_dim
+            for slot in heads_range.slots:
+                pieces.append(
+                    (
+                        slot,
+                        slice(heads_range.queries.start, heads_range.queries.stop),
+                        rows[..., first : first + width],
+                    )
                 )
                 first += width
-        return found
+        return pieces
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

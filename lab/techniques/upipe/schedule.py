@@ -9,12 +9,16 @@ from lab.techniques.exchange import check_degree
 
 
 @dataclass(frozen=True)
-class Run:
+class HeadRange:
     """A part of a stage in which all query heads attend to key/value heads that were sent together.
 
-    Slot g is one key/value head on each rank, g*C + r on rank r. ``slots`` are the run's, ``queries`` which
-    of the query heads of each of them; ``opens`` says that the slots are sent before it, ``closes`` that
-    nothing after it wants them.
+    Slot g is one key/value head on each rank: head g*C + r on rank r.
+
+    Attributes:
+        slots: the slots of this range.
+        queries: which of the query heads of each slot it takes.
+        opens: whether the slots are sent before this range.
+        closes: whether no later range uses the slots.
     """
 
     slots: range
@@ -23,8 +27,8 @@ class Run:
     closes: bool
 
 
-Stage = tuple[Run, ...]
-"""What a rank attends with at once, U/C query heads."""
+Stage = tuple[HeadRange, ...]
+"""The query heads with which a rank attends at once: U/C of them."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +64,26 @@ class Schedule:
     @property
     def slots_in_flight(self) -> int:
         """Slots held at once; C times as many key/value heads are in flight, the U_kv of the formulas."""
-        return max(len(run.slots) for stage in self.stages for run in stage)
+        return max(len(part.slots) for stage in self.stages for part in stage)
 
     def query_heads(self, stage: int, rank: int) -> list[int]:
         """The model's query heads that this rank attends with in this stage, in the order they are sent."""
         return [
             (slot * self.ranks + rank) * self.group + query
-            for run in self.stages[stage]
-            for slot in run.slots
-            for query in run.queries
+            for part in self.stages[stage]
+            for slot in part.slots
+            for query in part.queries
         ]
 
     def kv_heads_of(self, stage: int, rank: int) -> list[int]:
         """The model's key/value heads that they attend to, one for each slot of the stage."""
         return [
-            (slot * self.ranks + rank) // self.replicas for run in self.stages[stage] for slot in run.slots
+            (slot * self.ranks + rank) // self.replicas for part in self.stages[stage] for slot in part.slots
         ]
 
     def sends(self, stage: int) -> int:
         """How many times keys (and as often values) are sent in this stage."""
-        return sum(run.opens for run in self.stages[stage])
+        return sum(part.opens for part in self.stages[stage])
 
 
 def schedule(heads: int, kv_heads: int, ranks: int, chunk: int) -> Schedule:
@@ -87,8 +91,8 @@ def schedule(heads: int, kv_heads: int, ranks: int, chunk: int) -> Schedule:
 
     Walk a rank's query heads key/value head by key/value head and take the next n = U/C. So no key/value
     head is sent twice, and none is held longer than its query heads last. Where n is a multiple of the G
-    query heads of a slot, a stage takes whole slots and is one run; where n divides G, a stage is one run of
-    a part of a slot; where neither divides, a stage is cut into runs at the slots' boundaries.
+    query heads of a slot, a stage takes whole slots and is one range; where n divides G, a stage is one
+    range of a part of a slot; where neither divides, a stage is cut into ranges at the slots' boundaries.
 
     Source: "Untied Ulysses" (arXiv 2602.21196), its schedule for GQA, which is this with U = C and K >= C.
 
@@ -107,19 +111,19 @@ def schedule(heads: int, kv_heads: int, ranks: int, chunk: int) -> Schedule:
     group = heads // max(kv_heads, ranks)
     per_rank = chunk // ranks
     stages = tuple(
-        tuple(_runs(first, first + per_rank, group)) for first in range(0, heads // ranks, per_rank)
+        tuple(_head_ranges(first, first + per_rank, group)) for first in range(0, heads // ranks, per_rank)
     )
     return Schedule(heads, kv_heads, ranks, chunk, stages)
 
 
-def _runs(first: int, end: int, group: int) -> list[Run]:
-    """Query heads ``first`` to ``end`` of a rank's walk, cut where slots of ``group`` end."""
+def _head_ranges(first: int, end: int, group: int) -> list[HeadRange]:
+    """Cut query heads ``first`` to ``end`` of a rank into ranges, at the ends of slots of ``group`` heads."""
     if (end - first) % group == 0:
-        return [Run(range(first // group, end // group), range(group), True, True)]
-    runs = []
+        return [HeadRange(range(first // group, end // group), range(group), True, True)]
+    ranges = []
     while first < end:
         slot, query = divmod(first, group)
         stop = min(query + end - first, group)
-        runs.append(Run(range(slot, slot + 1), range(query, stop), query == 0, stop == group))
+        ranges.append(HeadRange(range(slot, slot + 1), range(query, stop), query == 0, stop == group))
         first += stop - query
-    return runs
+    return ranges
