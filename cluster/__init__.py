@@ -1,4 +1,4 @@
-"""Ranks of one process group, as ipyparallel engines; knows nothing of what runs on them."""
+"""The ranks of one process group, as engines of ipyparallel. This package imports nothing of `lab`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,14 @@ __all__ = ["Cluster", "ClusterError", "RankError", "publish"]
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Called by `%load_ext cluster`: gives a notebook the `%%ranks` cell."""
+    """Register the `%%ranks` cell magic. IPython calls this function for `%load_ext cluster`."""
     from cluster.magic import load
 
     load(shell)
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Cluster`, and torch and ipyparallel with it, when it is first asked for."""
+    """Import `Cluster` when it is first used, because torch and ipyparallel are imported with it."""
     if name == "Cluster":
         from cluster.ranks import Cluster
 

@@ -1,7 +1,7 @@
-"""An asyncio loop in a thread of its own: ipyparallel's launchers need one that outlives each call.
+"""An asyncio loop in a thread of its own, for ipyparallel's launchers.
 
-A notebook's main thread already runs a loop, and a loop made for one call would be closed before the
-launchers' threads report to it that a process has ended.
+The launchers need a loop that lives longer than one call. The main thread of a notebook already runs a loop.
+A loop for one call would be closed before the launchers' threads can report to it that a process has ended.
 """
 
 import asyncio
@@ -21,7 +21,15 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Return the coroutine's result, or raise its error; TimeoutError after `timeout` seconds."""
+        """Run a coroutine, and wait for its result.
+
+        Args:
+            coroutine: The coroutine. An error that it raises is raised here.
+            timeout: The longest time to wait, in seconds.
+
+        Raises:
+            TimeoutError: The coroutine took longer than `timeout`.
+        """
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One call on the ranks, from the sending to the last answer: who failed first, who is stuck."""
+"""One call on the ranks, from sending it to the last answer. Finds who failed first and who is stuck."""
 
 import secrets
 import signal
@@ -10,41 +10,50 @@ from cluster.engines import Engines
 from cluster.errors import PROCESS_DIED, ClusterError, Failure, RankError, Stopped, name_ranks
 from cluster.hangs import HangWatch
 from cluster.stacks import ASK
-from cluster.waiting import OnRecord, Run
+from cluster.waiting import Call, OnRecord
 
-# A call's failure is told within two seconds once its rank has left: the others have one to answer, and half
-# of one to say where they are.
+# A failure is reported at most two seconds after its rank has left the process group. The other ranks have
+# one second to answer, and half a second to report where they are.
 GRACE_SECONDS = 1.0
-TELL_SECONDS = 0.5
-# To leave its process group takes a rank some tenths of a second, more on a busy machine.
+REPORT_SECONDS = 0.5
+# A rank takes some tenths of a second to leave its process group, and more on a busy machine.
 LEAVE_SECONDS = 5.0
-# An import, which an interrupt waits for, takes seconds.
+# An interrupt waits for the end of an import, which takes seconds.
 INTERRUPT_SECONDS = 8.0
 AGAIN_SECONDS = 0.25
 
 
 class Caller:
-    """Runs payloads on the ranks of `engines`, one call at a time.
+    """Runs payloads on the ranks, one call at a time.
 
-    `recover` is what an error offers to its reader. `broken` says why no call can be served, `stopped`
-    whether that is since a call was interrupted, `left` whether ranks have left their process group in an
-    error. `kernels_wait` says that ranks wait for their peers in kernels, as NCCL's do: they do not come back
-    when one of them fails, and the next call restarts them.
+    Attributes:
+        broken: Why no call can be served, None where one can.
+        stopped: Whether the last call was interrupted.
+        left_group: Whether ranks have left their process group after an error, so that they have to join
+            again.
+        kernels_wait: Whether ranks wait for their peers in kernels, as with NCCL. Such ranks do not come back
+            when one of them fails, and the next call restarts them.
     """
 
     def __init__(self, engines: Engines, recover: Callable[[], None]) -> None:
+        """Make a caller for the ranks of `engines`.
+
+        Args:
+            engines: The processes of the ranks.
+            recover: The function that a `RankError` offers to its reader.
+        """
         self.broken: str | None = None
         self.stopped = False
-        self.left = False
+        self.left_group = False
         self.kernels_wait = False
         self._engines, self._recover = engines, recover
-        self._current: Run | None = None
+        self._current: Call | None = None
         self._interrupted: float | None = None
 
     @property
     def restarts(self) -> bool:
-        """Whether the next call restarts ranks that are stuck or gone, and nobody has to ask for it."""
-        # Whoever stopped a call wants the next one, and has read no error that offers a recover.
+        """Whether the next call restarts ranks that are stuck or gone, without a call of `recover`."""
+        # A user who stopped a call wants the next one to run, and has read no error that offers recover().
         return self.stopped or self.kernels_wait
 
     def run(
@@ -53,109 +62,122 @@ class Caller:
         on_record: OnRecord | None,
         timeout: float,
         answer_timeout: float | None = None,
-    ) -> Run:
-        """Run one payload a rank; return when each has answered, or raise for the first failure.
+    ) -> Call:
+        """Run one payload on each rank, and return when every rank has answered.
 
-        `timeout` is that of the ranks' collectives, `answer_timeout` that of the whole call, in seconds.
+        Args:
+            payloads: The cloudpickled function and arguments, by rank.
+            on_record: Called for each record, or None.
+            timeout: The timeout of each collective, in seconds.
+            answer_timeout: The timeout of the whole call, in seconds. None sets no limit.
+
+        Returns:
+            The call, with an answer of every rank.
+
+        Raises:
+            RankError: A rank failed, or all ranks hang.
+            ClusterError: The call took longer than `answer_timeout`, or the controller is gone.
+            Stopped: `interrupt` ended the call.
         """
         inbox = self._engines.inbox
-        self._current = run = Run(secrets.token_hex(8), list(payloads), on_record)
+        self._current = call = Call(secrets.token_hex(8), list(payloads), on_record)
         self._interrupted = None
-        hangs = HangWatch(run, timeout, self._signal)
+        hangs = HangWatch(call, timeout, self._signal)
         try:
             for rank, payload in payloads.items():
-                self._engines.client.send(rank, payload, run.id)
-            answered = run.wait(
+                self._engines.client.send(rank, payload, call.id)
+            in_time = call.wait(
                 inbox,
-                lambda: bool(run.failures or run.leaving) or not run.waiting,
+                lambda: bool(call.failures or call.leaving) or not call.waiting,
                 answer_timeout,
                 lambda: self._check(hangs),
             )
-            if run.failures or run.leaving:
-                raise self._failed(run)
-            if not answered:
-                late = name_ranks(run.waiting)
+            if call.failures or call.leaving:
+                raise self._error_of(call)
+            if not in_time:
+                late = name_ranks(call.waiting)
                 raise ClusterError(
                     f"no answer within {answer_timeout:g} s from {late}; cluster.recover() restarts them"
                 )
         except BaseException as error:
-            self._settle(run, error)
+            self._settle(call, error)
             raise
         finally:
             self._current = None
-        return run
+        return call
 
     def interrupt(self) -> None:
-        """End the call that is running, from another thread."""
+        """End the call that is running. Another thread calls this method."""
         if self._current is not None:
             self._interrupted = time.monotonic()
             self._signal(self._current.waiting, signal.SIGINT)
 
-    def wait_for_records(self, run: Run, seconds: float) -> bool:
-        """Whether all that the ranks published arrived within `seconds`."""
-        return run.wait(self._engines.inbox, lambda: not run.unrecorded, seconds)
+    def wait_for_records(self, call: Call, seconds: float) -> bool:
+        """Wait until all records of `call` have arrived, and return whether they did within `seconds`."""
+        return call.wait(self._engines.inbox, lambda: not call.unrecorded, seconds)
 
     def _check(self, hangs: HangWatch) -> None:
         self._engines.check_controller()
         if self._interrupted is not None:
-            raise self._failed(hangs.run)
-        stuck = hangs.look()
-        if stuck is not None:
-            run = hangs.run
-            others = {rank: run.whereabouts.get(rank) for rank in run.waiting if rank != stuck.rank}
-            raise RankError([stuck], others, self._recover, self.restarts)
+            raise self._error_of(hangs.call)
+        hang = hangs.look()
+        if hang is not None:
+            call = hangs.call
+            others = {rank: call.stacks.get(rank) for rank in call.waiting if rank != hang.rank}
+            raise RankError([hang], others, self._recover, self.restarts)
 
-    def _failed(self, run: Run) -> Exception:
-        """Hear the others out, and say who failed first and where the rest is."""
+    def _error_of(self, call: Call) -> Exception:
+        """Wait for the other ranks for a moment, and return the error to raise."""
         if self._interrupted is not None:
-            self._chase(run)
+            self._interrupt_again(call)
             return Stopped("the call was stopped")
         inbox = self._engines.inbox
-        # First those that failed have left: only then are their peers free to answer.
-        run.wait(inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
-        if not run.wait(inbox, lambda: not run.silent, GRACE_SECONDS):
-            self._signal(run.silent, ASK)
-            run.wait(inbox, lambda: run.whereabouts.keys() >= set(run.silent), TELL_SECONDS)
-        run.wait(inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
-        stuck = {rank: run.whereabouts.get(rank) for rank in run.silent}
-        failures = {**run.leaving, **run.failures}.values()
-        explained = [self._explained(failure) for failure in failures]
-        return RankError(explained, stuck, self._recover, self.restarts)
+        # The ranks that failed must leave first: only then can their peers answer.
+        call.wait(inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
+        if not call.wait(inbox, lambda: not call.silent, GRACE_SECONDS):
+            self._signal(call.silent, ASK)
+            call.wait(inbox, lambda: call.stacks.keys() >= set(call.silent), REPORT_SECONDS)
+        call.wait(inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
+        stuck = {rank: call.stacks.get(rank) for rank in call.silent}
+        failures = {**call.leaving, **call.failures}.values()
+        return RankError(
+            [self._with_exit_code(failure) for failure in failures], stuck, self._recover, self.restarts
+        )
 
-    def _explained(self, failure: Failure) -> Failure:
+    def _with_exit_code(self, failure: Failure) -> Failure:
         code = self._engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
         if code is None:
             return failure
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return replace(failure, message=f"{failure.message} ({how})")
 
-    def _chase(self, run: Run) -> None:
-        """Interrupt what still runs, again and again: an interrupt within a destructor is lost."""
+    def _interrupt_again(self, call: Call) -> None:
+        """Interrupt the ranks that still run, repeatedly: Python drops an interrupt inside a destructor."""
         deadline = (self._interrupted or time.monotonic()) + INTERRUPT_SECONDS
-        while run.silent and time.monotonic() < deadline:
-            self._signal(run.silent, signal.SIGINT)
-            run.wait(self._engines.inbox, lambda: not run.silent, AGAIN_SECONDS)
-        run.wait(self._engines.inbox, lambda: run.waiting == run.silent, LEAVE_SECONDS)
+        while call.silent and time.monotonic() < deadline:
+            self._signal(call.silent, signal.SIGINT)
+            call.wait(self._engines.inbox, lambda: not call.silent, AGAIN_SECONDS)
+        call.wait(self._engines.inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
         for rank in set(ranks) - set(self._engines.missing()):
             self._engines.client.signal(rank, number)
 
-    def _settle(self, run: Run, error: BaseException) -> None:
-        """After a call that failed or was interrupted: see whether the ranks can serve another."""
-        # Said first, so that it stands if this wait is interrupted too.
-        self.broken = f"{name_ranks(run.waiting or run.ranks)} did not come back from a call"
-        self.left = True
+    def _settle(self, call: Call, error: BaseException) -> None:
+        """Find out whether the ranks can serve another call, after this one failed or was interrupted."""
+        # Set before the wait, so that it stands if the wait is interrupted too.
+        self.broken = f"{name_ranks(call.waiting or call.ranks)} did not come back from a call"
+        self.left_group = True
         self.stopped = isinstance(error, Stopped | KeyboardInterrupt)
         if isinstance(error, KeyboardInterrupt):
-            self._chase(run)
+            self._interrupt_again(call)
         elif not isinstance(error, RankError | Stopped):
-            run.on_record = None  # whose error it may be
-            run.wait(self._engines.inbox, lambda: not run.waiting, GRACE_SECONDS)
-        if run.on_record is not None:
-            self.wait_for_records(run, TELL_SECONDS)
-        dead = [rank for rank, failure in run.failures.items() if failure.kind == PROCESS_DIED]
+            call.on_record = None  # it may have raised the error
+            call.wait(self._engines.inbox, lambda: not call.waiting, GRACE_SECONDS)
+        if call.on_record is not None:
+            self.wait_for_records(call, REPORT_SECONDS)
+        dead = [rank for rank, failure in call.failures.items() if failure.kind == PROCESS_DIED]
         if dead:
             self.broken = f"the process of {name_ranks(dead)} ended"
-        elif not run.waiting:
+        elif not call.waiting:
             self.broken = None

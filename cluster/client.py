@@ -1,4 +1,4 @@
-"""The ipyparallel client, with everything the ranks say put into one queue for the thread that waits."""
+"""The ipyparallel client. It puts every message of the ranks into one queue, for the thread that waits."""
 
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -12,28 +12,38 @@ from cluster.remote import run
 
 
 @dataclass(frozen=True)
-class Published:
-    """A record or end marker from a rank, still pickled."""
+class RecordMessage:
+    """A record or an end marker from a rank.
+
+    Attributes:
+        data: The pickled pair of stamp and record.
+    """
 
     data: bytes
 
 
 @dataclass(frozen=True)
-class Returned:
-    """A rank's call has come to its end: `call` holds a cluster.remote.Answer or raises."""
+class AnswerMessage:
+    """The end of a call on one rank.
 
-    run: str
+    Attributes:
+        call_id: The id of the call.
+        rank: The rank that ended it.
+        result: The future of ipyparallel. It holds a `cluster.remote.Answer`, or raises an error.
+    """
+
+    call_id: str
     rank: int
-    call: Any
+    result: Any
 
 
 class RankClient(ipyparallel.Client):  # type: ignore[misc]
-    """A client whose io thread does nothing but fill `inbox`."""
+    """A client whose thread for input and output does nothing but fill `inbox`."""
 
-    inbox: SimpleQueue[Published | Returned]
+    inbox: SimpleQueue[RecordMessage | AnswerMessage]
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> Any:
-        """Listen to what a message's task publishes from before the message is sent."""
+        """Make the futures of a message, and listen for records before the message is sent."""
         futures = super().create_message_futures(*args, **kwargs)
         futures[0].iopub_callbacks.append(self._on_iopub)
         return futures
@@ -42,18 +52,18 @@ class RankClient(ipyparallel.Client):  # type: ignore[misc]
         if message["header"]["msg_type"] == "data_message":
             data, _ = deserialize_object(message["buffers"])
             if DATA_KEY in data:
-                self.inbox.put(Published(data[DATA_KEY]))
+                self.inbox.put(RecordMessage(data[DATA_KEY]))
 
     def forget(self, rank: int) -> None:
-        """Have the controller take `rank`, whose process is gone, off its list."""
+        """Ask the controller to remove `rank`, whose process is gone, from its list."""
         self._send(self._query_stream, "unregistration_request", content={"id": rank})
 
-    def send(self, rank: int, payload: bytes, run_id: str) -> None:
-        """Have `rank` run a payload of cluster.remote.run; what comes of it arrives in `inbox`."""
-        call = self[rank].apply_async(run, payload, run_id, rank)
-        call.add_done_callback(lambda done: self.inbox.put(Returned(run_id, rank, done)))
+    def send(self, rank: int, payload: bytes, call_id: str) -> None:
+        """Send a payload of `cluster.remote.run` to `rank`. Its records and its answer arrive in `inbox`."""
+        future = self[rank].apply_async(run, payload, call_id, rank)
+        future.add_done_callback(lambda result: self.inbox.put(AnswerMessage(call_id, rank, result)))
 
     def signal(self, rank: int, number: int) -> None:
-        """Have the nanny of `rank` send it a signal, on whatever machine it is; no answer is waited for."""
+        """Ask the nanny of `rank`, on any host, to send it a signal. Does not wait for an answer."""
         (ident,), _ = self._build_targets(rank)
         self._send(self._control_stream, "signal_request", content={"sig": int(number)}, ident=ident)

@@ -1,4 +1,4 @@
-"""What is wrong with this machine's GPUs, said in a line before anything is made on them."""
+"""Checks of this machine's GPUs, made before torch uses them."""
 
 import os
 import time
@@ -11,37 +11,47 @@ from cluster.host import ask_gpus
 
 GIB = 2**30
 
-# Of a device's memory: what others may hold before it is refused. A desktop takes some percent.
-TAKEN_SHARE = 0.1
-# This process's CUDA context, which the device counts and torch does not: under 1 GiB on all GPUs so far.
+# The share of a device's memory that other processes may use. A desktop uses some percent.
+OTHERS_SHARE = 0.1
+# The memory of this process's CUDA context, which torch does not count. It was under 1 GiB on every GPU so
+# far.
 CONTEXT = GIB
-# Until the driver has freed the memory of a process that was killed.
+# How long the driver may take to free the memory of a process that was killed.
 FREE_SECONDS = 10.0
 POLL_SECONDS = 0.5
 
 
 def check_driver() -> None:
-    """Raise ClusterError where there are GPUs and torch cannot use them, as with a driver that is too old."""
+    """Check that torch can use the GPUs of this machine, if it has any.
+
+    Raises:
+        ClusterError: torch cannot use them, for example because the driver is too old.
+    """
     count = torch.cuda.device_count()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what the error says
+        warnings.simplefilter("ignore")  # the error has the same text
         if not count or torch.cuda.is_available():
             return
         try:
             torch.cuda.init()
-            said = "it does not say why"
+            reason = "torch gives no reason"
         except (RuntimeError, AssertionError) as error:
-            said = str(error).splitlines()[0].split(". ")[0]
+            reason = str(error).splitlines()[0].split(". ")[0]
     raise ClusterError(
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {count} GPUs here: "
-        f"{said}; a newer driver would work, or the CPU with CUDA_VISIBLE_DEVICES set to nothing"
+        f"{reason}; a newer driver would work, or the CPU with CUDA_VISIBLE_DEVICES set to an empty text"
     )
 
 
-def check_whole(ranks: int, devices: list[str]) -> None:
-    """Raise ClusterError where several ranks are to share out GPUs of which some are cut into MIG slices.
+def check_mig(ranks: int, devices: list[str]) -> None:
+    """Check that several ranks use whole GPUs. NCCL cannot join MIG slices.
 
-    `devices` are the visible ones, by the names that CUDA_VISIBLE_DEVICES has for them.
+    Args:
+        ranks: The number of ranks.
+        devices: The visible devices, by their names in CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        ClusterError: There are several ranks, and a device is a MIG slice or is divided into slices.
     """
     slices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name[:4] == "MIG-"]
     for index, uuid, mode in ask_gpus("index", "uuid", "mig.mode.current"):
@@ -49,23 +59,30 @@ def check_whole(ranks: int, devices: list[str]) -> None:
             slices.append(f"GPU {index}")
     if ranks > 1 and slices:
         raise ClusterError(
-            f"ranks={ranks}: {slices[0]} is a MIG slice or cut into such, and NCCL joins whole GPUs only; "
-            "ranks=1 would work, or MIG switched off (nvidia-smi -mig 0)"
+            f"ranks={ranks}: {slices[0]} is a MIG slice or is divided into slices, and NCCL joins whole GPUs "
+            "only; ranks=1 would work, or MIG switched off by nvidia-smi -mig 0"
         )
 
 
 def check_free(wait: float = 0.0) -> None:
-    """Raise ClusterError where other processes fill the current CUDA device, also after `wait` seconds."""
+    """Check that other processes do not fill the current CUDA device.
+
+    Args:
+        wait: How long to wait for the others to free their memory, in seconds.
+
+    Raises:
+        ClusterError: They use more than a tenth of its memory.
+    """
     deadline = time.monotonic() + wait
     while True:
         free, total = torch.cuda.mem_get_info()
-        taken = total - free - torch.cuda.memory_reserved()
-        if taken <= TAKEN_SHARE * total + CONTEXT:
+        used = total - free - torch.cuda.memory_reserved()
+        if used <= OTHERS_SHARE * total + CONTEXT:
             return
         if time.monotonic() >= deadline:
             break
         time.sleep(POLL_SECONDS)
     raise ClusterError(
-        f"{torch.cuda.get_device_name()}: {taken / GIB:.1f} of its {total / GIB:.1f} GiB are taken by other "
-        "processes; end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+        f"{torch.cuda.get_device_name()}: other processes use {used / GIB:.1f} of its {total / GIB:.1f} "
+        "GiB; end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
     )

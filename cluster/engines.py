@@ -1,4 +1,4 @@
-"""The processes behind a cluster: one controller, one engine a rank, and the client that talks to them."""
+"""The processes of a cluster: one controller, one engine for each rank, and the client that talks to them."""
 
 import errno
 import logging
@@ -14,10 +14,10 @@ from traitlets.config import Config
 
 from cluster import registry
 from cluster.background import BackgroundLoop
-from cluster.client import Published, RankClient, Returned
+from cluster.client import AnswerMessage, RankClient, RecordMessage
 from cluster.errors import ClusterError, name_ranks
 from cluster.launchers import LAUNCHERS, ControllerLauncher
-from cluster.logs import telling_line
+from cluster.logs import last_error
 from cluster.network import LOOPBACK
 from cluster.permissions import check_private, new_directory
 from cluster.processes import end, family
@@ -28,32 +28,47 @@ NOT_STARTED = "the cluster is not started; cluster.start() starts it"
 POLL_SECONDS = 0.05
 END_PATIENCE_SECONDS = 1.0
 
-# The client sees an engine after its second heartbeat, hence the short period. Deaths are told by nannies,
-# so a machine too busy to answer for a minute need not lose an engine.
+# The client sees an engine after its second heartbeat, hence the short period. Nannies report deaths, so an
+# engine on a machine that is too busy to answer for a minute need not be lost.
 CONTROLLER_ARGS = [
     "--IPController.use_threads=True",
     "--HeartMonitor.period=500",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
 
-# What ipyparallel says of starts and stops; the processes' own logs are in the cluster's directory.
+# Silences ipyparallel's messages about starts and stops. The processes have logs in the cluster's directory.
 _quiet = logging.getLogger(__name__)
 _quiet.setLevel(logging.CRITICAL + 1)
 
 
 class Engines:
-    """`ranks` engines with the ids 0 to ranks-1, launched as `profile` says.
+    """The engines of one cluster. Their ids are 0 to ranks - 1.
 
-    Start and restart take `timeout` seconds at most, or raise ClusterError; `directory` then keeps the logs.
-    Raises ClusterError where the controller cannot listen as the profile asks, or the logs have no room.
+    Attributes:
+        ranks: The number of ranks.
+        profile: The profile that says how they are launched.
+        timeout: How long a start or a restart may take, in seconds.
+        inbox: The messages of the ranks.
+        directory: The directory of the connection files and the logs.
     """
 
     def __init__(self, ranks: int, profile: Profile, timeout: float) -> None:
+        """Prepare the launch.
+
+        Args:
+            ranks: The number of ranks.
+            profile: The profile that says how they are launched.
+            timeout: How long a start or a restart may take, in seconds.
+
+        Raises:
+            ClusterError: The controller cannot listen at the profile's address, or the disk has no space for
+                logs.
+        """
         address = profile.controller_address()
         self.ranks = ranks
         self.profile = profile
         self.timeout = timeout
-        self.inbox: SimpleQueue[Published | Returned] = SimpleQueue()
+        self.inbox: SimpleQueue[RecordMessage | AnswerMessage] = SimpleQueue()
         self.directory = new_directory(profile.log_folder())
         self._processes: set[psutil.Process] = set()
         self._client: RankClient | None = None
@@ -68,7 +83,7 @@ class Engines:
             controller_location=address,
             controller_args=[
                 *CONTROLLER_ARGS,
-                # Only what the engines need leaves loopback.
+                # Only the ports for the engines are open outside loopback.
                 f"--IPController.engine_ip={address}",
                 f"--IPController.client_ip={LOOPBACK}",
                 f"--IPController.monitor_ip={LOOPBACK}",
@@ -85,13 +100,21 @@ class Engines:
 
     @property
     def client(self) -> RankClient:
-        """The connected client. Raises ClusterError before the start and after the stop."""
+        """The connected client.
+
+        Raises:
+            ClusterError: The engines are not started, or have been stopped.
+        """
         if self._client is None:
             raise ClusterError(NOT_STARTED)
         return self._client
 
     def start(self) -> None:
-        """Launch the controller and the engines, and return when all of them answer to their ids."""
+        """Launch the controller and the engines, and return when every engine has registered.
+
+        Raises:
+            ClusterError: The controller or an engine does not start in time.
+        """
         deadline = time.monotonic() + self.timeout
         try:
             self._background.run(self._cluster.start_controller(), self.timeout)
@@ -108,14 +131,19 @@ class Engines:
                 f"the ranks did not start: {error}; logs are in {self.directory}/log"
             ) from error
         self._note_processes()
-        # It is this host's, whose list of its own addresses ipyparallel keeps from when it first looked.
+        # The controller is on this host. ipyparallel might not know the address as one of this host's,
+        # because it looks up those addresses only once.
         client = {**info["client"], "location": LOOPBACK}
         self._client = RankClient(client, cluster_id=self._cluster.cluster_id)
         self._client.inbox = self.inbox
         self._wait_for_ids(list(range(self.ranks)), deadline)
 
     def restart(self) -> None:
-        """End the engines, whatever they are doing, and launch others with the same ids."""
+        """End the engines, also those that are stuck, and launch new ones with the same ids.
+
+        Raises:
+            ClusterError: An engine does not end or start in time.
+        """
         deadline = time.monotonic() + self.timeout
         ranks = self._cluster.engine_set
         ranks.kill()
@@ -130,7 +158,11 @@ class Engines:
         self._wait_for_ids(list(range(self.ranks)), deadline)
 
     def stop(self, *, keep_logs: bool) -> None:
-        """End every process of the cluster, in whatever state, and remove its directory or leave the logs."""
+        """End every process of the cluster, also those that are stuck.
+
+        Args:
+            keep_logs: Whether the directory with the logs stays.
+        """
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
@@ -146,23 +178,29 @@ class Engines:
                 shutil.rmtree(self.directory, ignore_errors=True)
 
     def missing(self) -> list[int]:
-        """Return the ranks that have no engine any more."""
+        """Return the ranks whose engine is gone."""
         present = self.client.ids
         return [rank for rank in range(self.ranks) if rank not in present]
 
     def check_controller(self) -> None:
-        """Raise ClusterError if the controller is gone, or all ranks at once: then nothing more arrives."""
-        ended = self._cluster.engine_set.ended_as_a_whole() if self._cluster.engine_set else None
+        """Check that messages can still arrive.
+
+        Raises:
+            ClusterError: The controller has ended, or all ranks have ended at once.
+        """
+        ended = self._cluster.engine_set.why_all_ended() if self._cluster.engine_set else None
         if ended is not None:
-            raise ClusterError(f"the ranks have ended: {ended}; cluster.recover() starts others")
+            raise ClusterError(f"the ranks have ended: {ended}; cluster.recover() starts new ones")
         for pid in self._controller_pids():
             with suppress(psutil.NoSuchProcess):
                 if is_alive(psutil.Process(pid)):
                     return
-        raise ClusterError("the cluster's controller has ended; cluster.recover() starts everything anew")
+        raise ClusterError(
+            "the cluster's controller has ended; cluster.recover() starts a new one and new ranks"
+        )
 
     def exit_code(self, rank: int) -> int | None:
-        """Return how the engine of `rank` ended, negative for a signal; None where that is not known."""
+        """Return the exit code of the engine of `rank`, negative for a signal, None where it is not known."""
         ended = (self._cluster.engine_set.stop_data or {}).get("engines", {})
         code = ended.get(str(rank), {}).get("exit_code")
         return None if code is None else int(code)
@@ -172,7 +210,7 @@ class Engines:
             return f"no space is left in {self.directory}"
         controller = self._cluster.controller
         log = Path(controller.output_file).name if controller else ""
-        return f"{telling_line(self.directory, log)}; logs are in {self.directory}/log"
+        return f"{last_error(self.directory, log)}; logs are in {self.directory}/log"
 
     def _controller_pids(self) -> list[int]:
         return [self._cluster.controller.pid] if self._cluster.controller else []
@@ -188,8 +226,8 @@ class Engines:
             if time.monotonic() > deadline:
                 present = name_ranks(self.client.ids) if self.client.ids else "no rank"
                 raise ClusterError(
-                    f"{present} answered within {self.timeout:g} s where {len(ids)} were waited for; "
-                    f"{self._cluster.engine_set.waits_for()}logs are in {self.directory}/log"
+                    f"{present} answered within {self.timeout:g} s and {len(ids)} were expected; "
+                    f"{self._cluster.engine_set.waiting_reason()}logs are in {self.directory}/log"
                 )
             time.sleep(POLL_SECONDS)
         self._note_processes()

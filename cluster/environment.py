@@ -1,11 +1,11 @@
-"""What one rank finds in its environment, each variable with its reason; worked out on its own host."""
+"""The environment variables of one rank, each with its reason. They are computed on the rank's own host."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from cluster.errors import ClusterError
 from cluster.network import ADDRESS_VARIABLE, LOOPBACK, interface_of
-from cluster.places import Place
+from cluster.placement import Placement
 
 
 class Variable(NamedTuple):
@@ -16,53 +16,74 @@ class Variable(NamedTuple):
     why: str
 
 
-def share_of_cores(place: Place, cores: Sequence[Set[int]]) -> int:
-    """Return how many threads a rank gets, of the cores each local rank may use: `cores[local_rank]`."""
-    own = cores[place.local_rank]
+def share_of_cores(placement: Placement, cores: Sequence[Set[int]]) -> int:
+    """Return how many threads a rank gets.
+
+    Args:
+        placement: The rank.
+        cores: The cores that each rank of the host may use, by local rank. Ranks with the same cores share
+            them.
+    """
+    own = cores[placement.local_rank]
     return max(1, len(own) // sum(other == own for other in cores))
 
 
-def device_of(place: Place, devices: Sequence[str]) -> str | None:
-    """Return the device of a rank among the host's visible `devices`, None where there are none.
+def device_of(placement: Placement, devices: Sequence[str]) -> str | None:
+    """Return the device of a rank, None where the host has no devices.
 
-    Raises ClusterError where there are fewer devices than ranks.
+    Args:
+        placement: The rank.
+        devices: The visible devices of its host.
+
+    Raises:
+        ClusterError: The host has fewer devices than ranks.
     """
     if not devices:
         return None
     if len(devices) == 1:
-        # A scheduler that binds GPUs to tasks shows each rank its own one only; two ranks cannot share one
-        # by mistake, for NCCL refuses that by name.
+        # A scheduler that binds GPUs to tasks shows to each rank only its own one. Two ranks cannot share a
+        # GPU by mistake, because NCCL refuses that with an error that says so.
         return devices[0]
-    if place.local_rank >= len(devices):
+    if placement.local_rank >= len(devices):
         raise ClusterError(
-            f"rank {place.rank} is number {place.local_rank + 1} of {place.local_ranks} on its host and sees "
-            f"{len(devices)} GPUs; {len(devices)} ranks on a host would work"
+            f"rank {placement.rank} is number {placement.local_rank + 1} of {placement.local_ranks} on its "
+            f"host and sees {len(devices)} GPUs; {len(devices)} ranks on a host would work"
         )
-    return devices[place.local_rank]
+    return devices[placement.local_rank]
 
 
 def rank_environment(
-    place: Place,
+    placement: Placement,
     devices: Sequence[str],
     cores: Sequence[Set[int]],
     address: str,
     extra: Mapping[str, str],
 ) -> list[Variable]:
-    """Return the variables of the rank at `place`, on a host with these GPUs, whose own address is `address`.
+    """Return the environment variables of a rank.
 
-    `extra` comes last and wins.
+    Args:
+        placement: The rank.
+        devices: The visible devices of its host.
+        cores: The cores that each rank of the host may use, by local rank.
+        address: The address at which the other ranks reach this one.
+        extra: Variables of the profile. They override the others.
+
+    Raises:
+        ClusterError: The host has fewer devices than ranks.
     """
-    threads = str(share_of_cores(place, cores))
-    shared = f"the cores it may use, over the ranks of its host: {place.local_ranks}"
-    found = [Variable("OMP_NUM_THREADS", threads, shared), Variable("MKL_NUM_THREADS", threads, shared)]
-    device = device_of(place, devices)
+    threads = str(share_of_cores(placement, cores))
+    share = f"its share of the cores of its host, which has this many ranks: {placement.local_ranks}"
+    variables = [Variable("OMP_NUM_THREADS", threads, share), Variable("MKL_NUM_THREADS", threads, share)]
+    device = device_of(placement, devices)
     if device is not None:
-        found.append(Variable("CUDA_VISIBLE_DEVICES", device, "its own GPU only, which it knows as cuda:0"))
-    found.append(Variable(ADDRESS_VARIABLE, address, "where the other ranks reach it"))
+        variables.append(
+            Variable("CUDA_VISIBLE_DEVICES", device, "its own GPU only, which it sees as cuda:0")
+        )
+    variables.append(Variable(ADDRESS_VARIABLE, address, "the address at which the other ranks reach it"))
     interface = interface_of(address)
     if interface:
-        # Without it gloo binds what the host's name resolves to, which a laptop may not reach.
-        loopback = "loopback: nothing leaves this host"
-        why = loopback if address == LOOPBACK else "the way to the controller, and so to the other ranks"
-        found += [Variable(f"{library}_SOCKET_IFNAME", interface, why) for library in ("GLOO", "NCCL")]
-    return found + [Variable(name, value, "set by the profile") for name, value in extra.items()]
+        # Without it gloo binds to the address of the host's name, which a laptop may not reach.
+        loopback = "the loopback interface: nothing leaves this host"
+        why = loopback if address == LOOPBACK else "the interface towards the controller and the other ranks"
+        variables += [Variable(f"{library}_SOCKET_IFNAME", interface, why) for library in ("GLOO", "NCCL")]
+    return variables + [Variable(name, value, "set by the profile") for name, value in extra.items()]

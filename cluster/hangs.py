@@ -1,52 +1,74 @@
-"""Hangs that no collective's own timeout ends: every rank in a collective, and none of them moving."""
+"""Hangs that no timeout of a collective ends: every rank is in a collective, and no rank makes progress."""
 
 import signal
 import time
 from collections.abc import Callable, Iterable
 
 from cluster.errors import HANG, Failure
-from cluster.stacks import ASK, Whereabouts
-from cluster.waiting import Run
+from cluster.stacks import ASK, StackReport
+from cluster.waiting import Call
 
-# The timeouts of collectives come first: they leave the ranks usable, this needs a restart. Groups made by
-# torch's new_group have half an hour, and nccl has none that raises.
+# A hang is reported after this multiple of the timeout. The timeouts of the collectives themselves come
+# first, because they leave the ranks usable, and a hang that is found here needs a restart. Groups made by
+# torch's new_group have a timeout of half an hour, and no timeout of NCCL raises an error.
 LATER = 1.25
+# How often the ranks are asked for their stacks within that time.
 LOOKS = 5
 
-# Of processor time, between two looks: more than to say where it is takes.
+# Seconds of processor time between two stack reports. To send a report takes less.
 MOVED_SECONDS = 0.05
 
 
 class HangWatch:
-    """Looks at the ranks of a run from time to time; `ask(ranks, ASK)` has them say where they are."""
+    """Looks for a hang while a call runs.
+
+    Attributes:
+        call: The call that is watched.
+    """
 
     def __init__(
-        self, run: Run, timeout: float, ask: Callable[[Iterable[int], signal.Signals], None]
+        self, call: Call, timeout: float, ask: Callable[[Iterable[int], signal.Signals], None]
     ) -> None:
-        self.run, self._timeout, self._ask = run, timeout, ask
+        """Start to watch `call`.
+
+        Args:
+            call: The call.
+            timeout: The timeout of its collectives, in seconds.
+            ask: Called as `ask(ranks, ASK)`, to have these ranks send a stack report.
+        """
+        self.call, self._timeout, self._ask = call, timeout, ask
         self._asked = self._since = time.monotonic()
-        self._seen: dict[int, Whereabouts] = {}
+        self._seen: dict[int, StackReport] = {}
 
     def look(self) -> Failure | None:
-        """Return what to say of a hang: all ranks where they were a timeout ago, each in a collective."""
-        run, now = self.run, time.monotonic()
+        """Ask for new stack reports when they are due, and compare the last ones.
+
+        Returns:
+            A failure where all ranks have been in the same collectives for longer than the timeout, else
+            None.
+        """
+        call, now = self.call, time.monotonic()
         if now - self._asked < LATER * self._timeout / LOOKS:
             return None
-        found = {rank: run.whereabouts[rank] for rank in run.waiting if rank in run.whereabouts}
-        stuck = found.keys() == set(run.waiting) and all(where.collective for where in found.values())
-        if not stuck or not self._as_before(found):
-            self._seen, self._since = found, now
+        reports = {rank: call.stacks[rank] for rank in call.waiting if rank in call.stacks}
+        stuck = reports.keys() == set(call.waiting) and all(report.collective for report in reports.values())
+        if not stuck or self._moved(reports):
+            self._seen, self._since = reports, now
         elif now - self._since > LATER * self._timeout:
-            rank, where = min(found.items())
+            rank, report = min(reports.items())
             message = f"{HANG} for {self._timeout:g} s"
-            return Failure(rank, "Hang", message, where.stack, time.time(), where.doing)
+            return Failure(rank, "Hang", message, report.stack, time.time(), report.position)
         self._asked = now
-        self._ask(run.waiting, ASK)
+        self._ask(call.waiting, ASK)
         return None
 
-    def _as_before(self, found: dict[int, Whereabouts]) -> bool:
-        """Whether no rank has moved: one that waits takes no processor time, one that comes by again does."""
-        return found.keys() == self._seen.keys() and all(
-            where.doing == self._seen[rank].doing and where.busy - self._seen[rank].busy < MOVED_SECONDS
-            for rank, where in found.items()
+    def _moved(self, reports: dict[int, StackReport]) -> bool:
+        """Whether a rank has made progress since the reports before.
+
+        A rank that waits takes no processor time. A rank that came to the same line again has taken some.
+        """
+        return reports.keys() != self._seen.keys() or any(
+            report.position != self._seen[rank].position
+            or report.busy - self._seen[rank].busy >= MOVED_SECONDS
+            for rank, report in reports.items()
         )

@@ -1,7 +1,8 @@
-"""Records a running rank publishes, for the one who waits for its result.
+"""Records that a rank publishes during a call, for the process that waits for the call's results.
 
-A record is stamped with the run it belongs to. A thread started during a run belongs to that run: what it
-publishes after the run's end is dropped, not credited to the next. An end marker follows a run's last record.
+A record carries a stamp: the call and the rank that it belongs to. A thread that was started during a call
+belongs to that call. What such a thread publishes after the end of its call is dropped, so that it is not
+taken for a record of the next call. An end marker follows the last record of a call.
 """
 
 import threading
@@ -15,9 +16,15 @@ DATA_KEY = "cluster"
 
 @dataclass(frozen=True)
 class Stamp:
-    """Whose record it is: the run's id, the rank, and whether it is the run's end marker."""
+    """Where a record comes from.
 
-    run: str
+    Attributes:
+        call_id: The id of the call.
+        rank: The rank that published the record.
+        end: Whether this is the call's end marker instead of a record.
+    """
+
+    call_id: str
     rank: int
     end: bool = False
 
@@ -28,10 +35,13 @@ _lock = threading.Lock()
 
 
 def publish(record: object) -> None:
-    """Send `record` (anything cloudpickle takes) to the caller of `Cluster.apply`.
+    """Send a record to the caller of `Cluster.apply`.
 
-    Does nothing outside a run, so that the same function can be called on no cluster at all. May be called
-    from any thread that the run started.
+    Any thread that the call started may publish. Outside a call nothing is sent, so that the same function
+    also runs without a cluster.
+
+    Args:
+        record: Any object that cloudpickle can pickle.
     """
     with _lock:
         if _current is not None and threading.current_thread() not in _overdue:
@@ -39,22 +49,28 @@ def publish(record: object) -> None:
 
 
 @contextmanager
-def recording(run: str, rank: int) -> Iterator[None]:
-    """Let `publish` credit its records to `run` on this rank, and mark their end."""
+def recording(call_id: str, rank: int) -> Iterator[None]:
+    """Stamp the records that are published inside the `with` block, and send the end marker after it.
+
+    Args:
+        call_id: The id of the call that runs inside the block.
+        rank: The rank of this process.
+    """
     global _current
     earlier = set(threading.enumerate())
-    _current = Stamp(run, rank)
+    _current = Stamp(call_id, rank)
     try:
         yield
     finally:
         with _lock:
             _current = None
-            _overdue.update(thread for thread in threading.enumerate() if _belongs_to_run(thread, earlier))
-            _send(Stamp(run, rank, end=True), None)
+            _overdue.update(thread for thread in threading.enumerate() if _belongs_to_call(thread, earlier))
+            _send(Stamp(call_id, rank, end=True), None)
 
 
-def _belongs_to_run(thread: threading.Thread, earlier: set[threading.Thread]) -> bool:
-    # Threads not started by Python, such as autograd's, are first seen during a run but serve later ones too.
+def _belongs_to_call(thread: threading.Thread, earlier: set[threading.Thread]) -> bool:
+    # Threads that Python did not start, such as autograd's, first appear during a call but serve later ones
+    # too.
     return thread not in earlier and not isinstance(thread, threading._DummyThread)
 
 

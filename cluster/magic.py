@@ -1,8 +1,8 @@
-"""`%%ranks`: a notebook's cell on all ranks, what they print told apart, the cause of a failure first.
+"""The cell magic `%%ranks`, which runs a cell of a notebook on all ranks.
 
-`%load_ext cluster`, then `%%ranks` runs a cell on the cluster that is called `cluster` in the notebook, and
-`%%ranks other` on the one called `other`. Names that a cell sets stay on each rank for the cells that follow;
-`rank`, `ranks`, `torch` and `dist` are there from the beginning.
+After `%load_ext cluster`, `%%ranks` runs a cell on the cluster whose variable in the notebook is `cluster`,
+and `%%ranks other` on the cluster in the variable `other`. A cell's variables stay on each rank for later
+cells. The variables `rank`, `ranks`, `torch` and `dist` are set from the beginning.
 """
 
 import ast
@@ -24,85 +24,99 @@ from cluster.ranks import Cluster
 
 FILE = "<ranks>"
 
-# Of one rank's process: what its cells have set.
-_names: dict[str, Any] = {}
+# The variables of the cells, in the process of one rank.
+_variables: dict[str, Any] = {}
 
 
 def run_cell(source: str) -> None:
-    """Run a cell on this rank; publish what it prints, a line at a time, and the value of its last line."""
-    if not _names:
-        _names.update(__name__="__main__", torch=torch, dist=dist)
-    _names.update(rank=dist.get_rank(), ranks=dist.get_world_size())
-    # So that a traceback shows the cell's lines.
+    """Run a cell on this rank. Publishes the lines that it prints, and the value of its last expression."""
+    if not _variables:
+        _variables.update(__name__="__main__", torch=torch, dist=dist)
+    _variables.update(rank=dist.get_rank(), ranks=dist.get_world_size())
+    # A traceback shows the lines of the cell from this cache.
     linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
     body = ast.parse(source, FILE)
     last = body.body.pop() if body.body and isinstance(body.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(_Lines()) as out:
-        exec(compile(body, FILE, "exec"), _names)
+        exec(compile(body, FILE, "exec"), _variables)
         if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), FILE, "eval"), _names)
+            value = eval(compile(ast.Expression(last.value), FILE, "eval"), _variables)
             if value is not None:
                 print(repr(value))
         out.flush()
 
 
 class _Lines(io.TextIOBase):
-    """Publishes whole lines, for ranks that print at once to be told apart."""
+    """Publishes whole lines, so that the output of several ranks can be merged by lines."""
 
     def __init__(self) -> None:
-        self._begun = ""
+        self._rest = ""
 
     def write(self, text: str) -> int:
-        """Take text, publish the lines that are complete."""
-        *lines, self._begun = (self._begun + text).split("\n")
+        """Add `text`, and publish the lines that are complete."""
+        *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             publish(line)
         return len(text)
 
     def flush(self) -> None:
-        """Publish the line that was begun, if one was."""
-        if self._begun:
-            publish(self._begun)
-        self._begun = ""
+        """Publish the last line, where it is not complete."""
+        if self._rest:
+            publish(self._rest)
+        self._rest = ""
 
 
-def told_apart(printed: Mapping[int, list[str]], ranks: int) -> Iterator[str]:
-    """What the ranks printed: line by line, the same from several ranks once, with whose it is."""
-    for number in range(max(map(len, printed.values()), default=0)):
-        said: dict[str, list[int]] = {}
-        for rank, lines in sorted(printed.items()):
+def merge_output(output: Mapping[int, list[str]], ranks: int) -> Iterator[str]:
+    """Yield the lines of all ranks, each with the ranks that printed it.
+
+    A line that several ranks printed at the same place is yielded once.
+
+    Args:
+        output: The lines that each rank printed.
+        ranks: The number of ranks.
+    """
+    for number in range(max(map(len, output.values()), default=0)):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, lines in sorted(output.items()):
             if number < len(lines):
-                said.setdefault(lines[number], []).append(rank)
-        for line, same in said.items():
+                ranks_of.setdefault(lines[number], []).append(rank)
+        for line, same in ranks_of.items():
             yield f"{'all ranks' if len(same) == ranks > 1 else name_ranks(same)}: {line}"
 
 
 @magics_class
 class RanksMagic(Magics):
-    """Holds the magic for `%load_ext cluster`."""
+    """The magics that `%load_ext cluster` registers."""
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
-        """Run the cell on all ranks of the cluster whose name is on the line, `cluster` where none is.
+        """Run a cell on all ranks of a cluster.
+
+        Args:
+            line: The name of the cluster's variable. An empty line stands for `cluster`.
+            cell: The source of the cell.
 
         Raises:
-            ClusterError: there is no such cluster.
-            SyntaxError: the cell is not Python.
-            RankError: the cell failed on a rank; what was printed until then is shown before.
+            ClusterError: The variable does not hold a cluster.
+            SyntaxError: The cell is not valid Python.
+            RankError: The cell failed on a rank. The output up to the failure is printed first.
         """
         name = line.strip() or "cluster"
-        found = (self.shell.user_ns if self.shell else {}).get(name)
-        if not isinstance(found, Cluster):
-            raise ClusterError(f"%%ranks: {name!r} is no cluster here; {name} = lab.Cluster(ranks=4).start()")
-        ast.parse(cell, FILE)  # a cell that is no Python fails here, not on the ranks
-        printed: dict[int, list[str]] = {rank: [] for rank in range(found.ranks)}
+        target = (self.shell.user_ns if self.shell else {}).get(name)
+        if not isinstance(target, Cluster):
+            raise ClusterError(
+                f"%%ranks: the variable {name!r} holds no cluster; "
+                f"{name} = lab.Cluster(ranks=4).start() would work"
+            )
+        ast.parse(cell, FILE)  # a syntax error is raised here, not on the ranks
+        output: dict[int, list[str]] = {rank: [] for rank in range(target.ranks)}
         try:
-            found.apply(run_cell, cell, on_record=lambda rank, text: printed[rank].append(str(text)))
+            target.apply(run_cell, cell, on_record=lambda rank, text: output[rank].append(str(text)))
         finally:
-            for text in told_apart(printed, found.ranks):
+            for text in merge_output(output, target.ranks):
                 sys.stdout.write(text + "\n")
 
 
 def load(shell: InteractiveShell) -> None:
-    """Make `%%ranks` known to a notebook."""
+    """Register `%%ranks` with the shell of a notebook."""
     shell.register_magics(RanksMagic)

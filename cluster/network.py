@@ -1,4 +1,4 @@
-"""Addresses and interfaces: where this process is reached, and which way leads to another host."""
+"""Addresses, interfaces and ports of this host."""
 
 import os
 import socket
@@ -13,8 +13,9 @@ LOOPBACK = "127.0.0.1"
 # An engine's own address, set in its environment by cluster/engine.py.
 ADDRESS_VARIABLE = "CLUSTER_ADDRESS"
 
-# Reserved for documentation (RFC 5737): the way to it is the way outward, and nothing is sent.
-_FAR_AWAY = "198.51.100.1"
+# An address that is reserved for documentation (RFC 5737). The route to it is the route to other networks.
+# Nothing is sent to it.
+_OUTSIDE = "198.51.100.1"
 
 
 def own_address() -> str:
@@ -23,50 +24,66 @@ def own_address() -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """Return this host's address on the way to `host`, None where there is no way. Sends nothing."""
+    """Return the address of this host on the route to `host`, None where there is no route. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        # Connecting a datagram socket only chooses a route; any port will do.
+        # To connect a datagram socket only chooses a route. The port has no meaning.
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
     return None
 
 
 def outward_address() -> str:
-    """Return this host's address on the way outward. Raises ClusterError where nothing leads outward."""
-    found = address_towards(_FAR_AWAY)
-    if found is None:
-        raise ClusterError(f"no network leads outward from here; address=... would work, {_ours()}")
-    return found
+    """Return the address of this host on the route to other networks.
+
+    Raises:
+        ClusterError: No route leads to other networks.
+    """
+    address = address_towards(_OUTSIDE)
+    if address is None:
+        raise ClusterError(
+            f"no route leads from this machine to other networks; address=... would work, {_own_addresses()}"
+        )
+    return address
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has `address`, None where none shows it."""
-    return next((name for name, has in _addresses() if has == address), None)
+    """Return the name of the interface that has `address`, None where no interface has it."""
+    return next((name for name, own in _addresses() if own == address), None)
 
 
-def check_free(address: str, ports: list[int]) -> None:
-    """Raise ClusterError unless a server can listen at `address`, on each of `ports`."""
+def check_ports(address: str, ports: list[int]) -> None:
+    """Check that a server can listen at an address.
+
+    Args:
+        address: The address.
+        ports: The ports to listen on. An empty list stands for any port.
+
+    Raises:
+        ClusterError: The address is not this machine's, or a port is in use or not allowed.
+    """
     for port in ports or [0]:
         with socket.socket() as probe:
-            # As the controller binds: a port that only lingers after a closed connection is free.
+            # The controller binds in the same way. A port in TIME_WAIT, after a closed connection, counts as
+            # free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
             except PermissionError:
                 raise ClusterError(
-                    f"ports: {port} is not for ordinary users; ports from 1024 on would work"
+                    f"ports: only root can listen on {port}; ports from 1024 on would work"
                 ) from None
             except OSError as error:
                 if interface_of(address) is None:
                     raise ClusterError(
-                        f"address={address!r} is not this machine's ({error.strerror}); {_ours()}"
+                        f"address={address!r} is not an address of this machine ({error.strerror}); "
+                        f"{_own_addresses()}"
                     ) from None
                 raise ClusterError(
-                    f"ports: {port} of {address} is in use; other ports, or none for any, would work"
+                    f"ports: {port} of {address} is in use; other ports would work, or no ports= at all"
                 ) from None
 
 
-def _ours() -> str:
+def _own_addresses() -> str:
     return f"this machine has {', '.join(sorted(address for _, address in _addresses())) or 'none'}"
 
 

@@ -1,4 +1,4 @@
-"""Files that only their owner may read: connection files and keys, and the directory they lie in."""
+"""Files that only their owner may read: connection files, keys, and the directory of a cluster."""
 
 import shutil
 import stat
@@ -10,30 +10,38 @@ from cluster.errors import ClusterError
 
 PREFIX = "cluster-"
 
-# The connection files and some minutes of logs, in bytes.
-LOG_ROOM = 16 * 2**20
+# The size of the connection files and of some minutes of logs, in bytes.
+LOG_BYTES = 16 * 2**20
 
 
 def new_directory(folder: str | None) -> Path:
-    """Return a new directory in `folder` (the system's temporary one for None), its owner's alone.
+    """Make a new directory that only its owner can read.
 
-    Raises ClusterError where none can be made, or the disk has not LOG_ROOM bytes for logs.
+    Args:
+        folder: Where to make it. None stands for the system's folder for temporary files.
+
+    Raises:
+        ClusterError: It cannot be made, or the disk has less than LOG_BYTES bytes free.
     """
-    place = folder or tempfile.gettempdir()
+    parent = folder or tempfile.gettempdir()
     try:
-        free = shutil.disk_usage(place).free
-        if free < LOG_ROOM:
+        free = shutil.disk_usage(parent).free
+        if free < LOG_BYTES:
             raise ClusterError(
-                f"{place} has {free // 2**20} MiB free and a cluster's logs need {LOG_ROOM // 2**20}; "
+                f"{parent} has {free // 2**20} MiB free and a cluster's logs need {LOG_BYTES // 2**20}; "
                 "TMPDIR set to another disk would work"
             )
-        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     except OSError as error:
-        raise ClusterError(f"no directory for logs can be made in {place}: {error.strerror}") from None
+        raise ClusterError(f"no directory for logs can be made in {parent}: {error.strerror}") from None
 
 
 def check_private(path: str | Path) -> None:
-    """Raise ClusterError if others than the owner can read the file at `path`, or replace it."""
+    """Check that only its owner can read the file at `path`, or replace it.
+
+    Raises:
+        ClusterError: Other users can read the file or its folder.
+    """
     folder, file = mode(Path(path).parent), mode(path)
     if file & 0o077 or folder & 0o077:
         raise ClusterError(
@@ -48,13 +56,13 @@ def mode(path: str | Path) -> int:
 
 
 def readable_by_others(paths: list[Path]) -> Iterator[Path]:
-    """Yield those of `paths` that others than the owner can read, through every folder on the way."""
+    """Yield those of `paths` that other users can read, because every folder above them lets them through."""
     for path in paths:
         try:
-            open_to_all = mode(path) & 0o044 and all(mode(parent) & 0o011 for parent in path.parents)
+            readable = mode(path) & 0o044 and all(mode(parent) & 0o011 for parent in path.parents)
         except OSError:
             continue
-        if open_to_all:
+        if readable:
             yield path
 
 
@@ -66,5 +74,5 @@ def connection_files() -> list[Path]:
 
 
 def private_keys() -> list[Path]:
-    """Return the private keys in ssh's own folder."""
+    """Return the private keys in the folder of ssh."""
     return [key.with_suffix("") for key in Path.home().glob(".ssh/*.pub") if key.with_suffix("").exists()]

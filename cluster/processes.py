@@ -1,4 +1,4 @@
-"""The processes of one cluster: found as descendants of those it started, ended by their id."""
+"""The processes of one cluster. They are descendants of those it started, and are ended by their ids."""
 
 import contextlib
 import time
@@ -12,39 +12,52 @@ POLL_SECONDS = 0.02
 
 
 def family(pids: Iterable[int]) -> set[psutil.Process]:
-    """Return the processes `pids` and all their descendants that live now."""
-    found = set()
+    """Return the processes with these ids and all their descendants that run now."""
+    processes = set()
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
-            found |= {root, *root.children(recursive=True)}
-    return found
+            processes |= {root, *root.children(recursive=True)}
+    return processes
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Send SIGKILL to each; one that is gone, even where its id has a new bearer, is left alone."""
+    """Send SIGKILL to each process. A process that is gone is skipped, also where its id is in use again."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def end(processes: Iterable[psutil.Process], patience: float) -> None:
-    """Ask each to end, kill those still there after `patience` seconds, and return when all are gone."""
-    asked = list(processes)
-    for process in asked:
+    """End processes: terminate each, then kill those that still run.
+
+    Args:
+        processes: The processes.
+        patience: How long to wait after each of the two signals, in seconds.
+    """
+    running = list(processes)
+    for process in running:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    left = outlive(asked, patience)
-    kill(left)
-    outlive(left, patience)
+    remaining = wait_for_end(running, patience)
+    kill(remaining)
+    wait_for_end(remaining, patience)
 
 
-def outlive(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Return those of `processes` that still run after `seconds`, or nothing as soon as all have ended."""
-    # psutil.wait_procs would wait for those that are dead but not reaped, which only their parent can change.
+def wait_for_end(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until all processes have ended.
+
+    Args:
+        processes: The processes.
+        seconds: The longest time to wait.
+
+    Returns:
+        The processes that still run, which is none where all ended in time.
+    """
+    # psutil.wait_procs would also wait for processes that have ended but whose parent has not reaped them.
     deadline = time.monotonic() + seconds
-    left = [process for process in processes if is_alive(process)]
-    while left and time.monotonic() < deadline:
+    remaining = [process for process in processes if is_alive(process)]
+    while remaining and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        left = [process for process in left if is_alive(process)]
-    return left
+        remaining = [process for process in remaining if is_alive(process)]
+    return remaining

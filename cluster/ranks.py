@@ -1,4 +1,4 @@
-"""A cluster: ranks of one process group, each in an engine of its own, that run a function together."""
+"""A cluster: the ranks of one process group, each in an engine of its own, that run a function together."""
 
 import atexit
 import threading
@@ -24,15 +24,15 @@ FIRST_RECORD_SECONDS = 0.25
 
 
 class Cluster:
-    """`ranks` engines joined in one process group: gloo on CPUs, nccl beside it where there are GPUs.
+    """Engines that form one process group: gloo on CPUs, and NCCL as well where there are GPUs.
 
-    `profile` says where they run (cluster/profiles); further keyword arguments override its fields.
-    `timeout`, in seconds, bounds every collective: one whose peers do not come fails after it, and a call in
-    whose collectives nothing moves is given up. By default it is 60 s with gloo and 600 s with nccl, whose
-    collectives are enqueued long before they run. `start_timeout` bounds the start and each restart.
-    Raises ClusterError, before anything is launched, where the ranks do not fit, the profile is not known or
-    a collective could not take so long.
-    Used in a `with` statement, or between `start()` and `stop()`.
+    A cluster is used in a `with` statement, or between `start()` and `stop()`.
+
+    Attributes:
+        ranks: The number of ranks.
+        profile: The profile that says where they run.
+        start_timeout: How long the start and each restart may take, in seconds.
+        device_type: The type of the device that the ranks work on, `cuda` or `cpu`.
     """
 
     def __init__(
@@ -43,6 +43,22 @@ class Cluster:
         start_timeout: float = 60.0,
         **overrides: Any,
     ) -> None:
+        """Describe a cluster. Nothing is started.
+
+        Args:
+            ranks: The number of ranks.
+            profile: The name of a profile. It says where the ranks run, see `cluster.profiles`.
+            timeout: How long one collective may take, in seconds. A collective whose peers do not join it
+                fails after this time. A call is given up when none of its ranks has moved for a little
+                longer. The default is 60 s with gloo. It is 600 s with NCCL, whose collectives are enqueued
+                long before they run.
+            start_timeout: How long the start and each restart may take, in seconds.
+            **overrides: Values for fields of the profile.
+
+        Raises:
+            ClusterError: The ranks do not fit on this machine, the profile is not known, or the timeout is no
+                positive number.
+        """
         self.profile = find_profile(profile, **overrides)
         self.profile.check(ranks)
         check_timeout(timeout)
@@ -56,23 +72,30 @@ class Cluster:
 
     @property
     def timeout(self) -> float:
-        """The seconds that a collective may take in a call that says nothing else."""
+        """The timeout of a collective, in seconds, in a call that sets no timeout of its own."""
         return DEFAULT_SECONDS[self.device_type] if self._timeout is None else self._timeout
 
     @property
     def started(self) -> bool:
-        """Whether there are ranks: from `start()` to `stop()`."""
+        """Whether the cluster has been started and not stopped since."""
         return self._engines is not None
 
     @property
     def broken(self) -> bool:
-        """Whether some rank is stuck or gone, so that the ranks have to be restarted: see `apply`."""
+        """Whether a rank is stuck or gone, so that the ranks have to be restarted. See `apply`."""
         return self._caller is not None and self._caller.broken is not None
 
     def start(self) -> Self:
-        """Launch the ranks and join them in a process group. Raises ClusterError if one does not come up."""
+        """Launch the ranks and join them in a process group.
+
+        Returns:
+            This cluster.
+
+        Raises:
+            ClusterError: The cluster is started already, or a rank does not start.
+        """
         if self._engines is not None:
-            raise ClusterError("the cluster is started already")
+            raise ClusterError("the cluster is started already; cluster.stop() ends it")
         self._engines = Engines(self.ranks, self.profile, self.start_timeout)
         self._caller = Caller(self._engines, self.recover)
         atexit.register(self.stop)
@@ -85,21 +108,26 @@ class Cluster:
         return self
 
     def stop(self) -> None:
-        """End every process of the cluster, stuck ones too. Does nothing on one that is not started."""
+        """End every process of the cluster, also those that are stuck. Does nothing before the start."""
         self._end(keep_logs=False)
 
     def recover(self) -> None:
-        """Join the ranks in a new process group; first restart them, with the same numbers, if one is stuck
-        or gone.
+        """Join the ranks in a new process group.
+
+        Where a rank is stuck or gone, all ranks are restarted first, with the same numbers.
+
+        Raises:
+            ClusterError: The cluster is not started, is busy with a call, or a rank does not start.
         """
         engines, caller = self._started()
-        with self._alone():
+        with self._one_call():
             self._restart(engines, caller)
 
     def interrupt(self) -> None:
-        """End the call that is running, from another thread: `apply` then raises Stopped.
+        """End the call that is running. Another thread calls this method.
 
-        Its ranks raise KeyboardInterrupt where they are. Does nothing where no call is running.
+        Each rank raises KeyboardInterrupt where it is, and `apply` raises `Stopped`. Does nothing while no
+        call is running.
         """
         if self._caller is not None:
             self._caller.interrupt()
@@ -121,27 +149,37 @@ class Cluster:
         answer_timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on all ranks and return their results in rank order.
+        """Run `fn(*args, **kwargs)` on all ranks.
 
-        While it waits, `on_record(rank, record)` is called in this thread for each record a rank published;
-        the last one before this returns.
+        After an error, every rank that answered has left its process group, and the next call joins the ranks
+        again. A rank that did not answer, or is gone, leaves the cluster broken. With gloo it stays broken
+        until `recover()` is called. With NCCL the next call restarts the ranks, because the peers of a rank
+        that fails always wait in a kernel.
 
-        `timeout`, in seconds, is that of this call's collectives, in the process groups that it makes too;
-        None stands for the cluster's. With `answer_timeout` the whole call may take so many seconds; None
-        waits as long as the ranks work.
+        Args:
+            fn: The function. It is sent to the ranks by cloudpickle.
+            *args: Its arguments.
+            on_record: Called as `on_record(rank, record)` in this thread, for each record that a rank
+                publishes. The last record arrives before this method returns.
+            timeout: The timeout of this call's collectives, in seconds, also in process groups that the call
+                makes. None stands for the timeout of the cluster.
+            answer_timeout: The timeout of the whole call, in seconds. None sets no limit.
+            **kwargs: Its keyword arguments.
 
-        Raises RankError naming the rank that failed first, two seconds at most after it failed, Stopped after
-        `interrupt`, and ClusterError when the cluster is broken, is busy with another call, or did not answer
-        in time. After an error all ranks that answered have left their process group, and the next call joins
-        them again; a rank that did not, or is gone, leaves the cluster broken. With gloo it stays so until
-        `recover()`. With nccl, where the peers of a rank that fails wait in a kernel, the next call restarts
-        the ranks.
+        Returns:
+            The results of the ranks, in the order of the ranks.
+
+        Raises:
+            RankError: A rank failed. The error names the rank that failed first, at most two seconds after it
+                failed.
+            Stopped: `interrupt` ended the call.
+            ClusterError: The cluster is broken, is busy with another call, or did not answer in time.
         """
         engines, caller = self._started()
         check_timeout(timeout)
         seconds = self.timeout if timeout is None else timeout
-        payload = cloudpickle.dumps((remote.within, (seconds, fn, args, kwargs), {}))
-        with self._alone():
+        payload = cloudpickle.dumps((remote.run_with_timeout, (seconds, fn, args, kwargs), {}))
+        with self._one_call():
             if caller.broken is None and engines.missing():
                 caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
             if caller.broken is not None and caller.restarts:
@@ -151,13 +189,13 @@ class Cluster:
                 raise ClusterError(
                     f"the cluster is broken: {caller.broken}; cluster.recover() restarts the ranks"
                 )
-            if caller.left:
+            if caller.left_group:
                 self._join()
-            run = caller.run(dict.fromkeys(range(self.ranks), payload), on_record, seconds, answer_timeout)
-            if on_record is not None and not caller.wait_for_records(run, RECORDS_SECONDS):
-                lost = f"not all records of {name_ranks(run.unrecorded)} arrived"
-                warnings.warn(lost, RuntimeWarning, stacklevel=2)
-        return [cloudpickle.loads(run.answers[rank]) for rank in run.ranks]
+            call = caller.run(dict.fromkeys(range(self.ranks), payload), on_record, seconds, answer_timeout)
+            if on_record is not None and not caller.wait_for_records(call, RECORDS_SECONDS):
+                message = f"not all records of {name_ranks(call.unrecorded)} arrived"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return [cloudpickle.loads(call.answers[rank]) for rank in call.ranks]
 
     def _started(self) -> tuple[Engines, Caller]:
         if self._engines is None or self._caller is None:
@@ -165,9 +203,9 @@ class Cluster:
         return self._engines, self._caller
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _one_call(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise ClusterError("the cluster is busy with another call; wait for that one")
+            raise ClusterError("the cluster is busy with another call; wait for the end of that call")
         try:
             yield
         finally:
@@ -190,7 +228,7 @@ class Cluster:
             self.start()
 
     def _join(self) -> None:
-        """Join the ranks in a process group, and see that what they publish arrives."""
+        """Join the ranks in a process group, and wait until their records arrive."""
         _, caller = self._started()
         opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.start_timeout), {}))
         limits = self.timeout, self.start_timeout
@@ -200,20 +238,23 @@ class Cluster:
             for rank in range(self.ranks)
         }
         try:
-            run = caller.run(joining, None, *limits)
+            call = caller.run(joining, None, *limits)
         except RankError as error:
-            # What only a rank's own host can know.
+            # Only the rank's own host can find such an error.
             if error.kind != ClusterError.__name__:
                 raise
             raise ClusterError(f"rank {error.rank}: {error.message}") from None
-        # Known by the ranks: a login node may have no GPU where their hosts have.
-        self.device_type = cloudpickle.loads(run.answers[0])
+        # The ranks report it, because a login node may have no GPU although their hosts have GPUs.
+        self.device_type = cloudpickle.loads(call.answers[0])
         caller.kernels_wait = self.device_type == "cuda"
-        nothing = cloudpickle.dumps((remote.nothing, (), {}))
-        # A channel that is only being opened loses what is sent on it.
+        nothing = cloudpickle.dumps((remote.do_nothing, (), {}))
+        # A channel loses the messages that are sent while it is being opened.
         for _ in range(int(self.start_timeout / FIRST_RECORD_SECONDS)):
-            if caller.wait_for_records(run, FIRST_RECORD_SECONDS):
-                caller.broken, caller.left = None, False
+            if caller.wait_for_records(call, FIRST_RECORD_SECONDS):
+                caller.broken, caller.left_group = None, False
                 return
-            run = caller.run(dict.fromkeys(range(self.ranks), nothing), None, *limits)
-        raise ClusterError(f"nothing that {name_ranks(run.unrecorded)} published arrived")
+            call = caller.run(dict.fromkeys(range(self.ranks), nothing), None, *limits)
+        raise ClusterError(
+            f"no record of {name_ranks(call.unrecorded)} arrived within {self.start_timeout:g} s; "
+            "a longer start_timeout may work"
+        )

@@ -1,4 +1,4 @@
-"""What clusters this user has on this machine, a file each: what was orphaned can be found and ended."""
+"""The clusters of this user on this machine, one file for each, so that orphaned processes can be ended."""
 
 import json
 import os
@@ -21,19 +21,24 @@ PATIENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A process: its id and when it was created, for an id alone may have a new bearer."""
+class ProcessId:
+    """A process. Its id alone does not identify it, because the system uses ids again.
+
+    Attributes:
+        pid: Its id.
+        created: Its creation time, in seconds since the epoch.
+    """
 
     pid: int
     created: float
 
     @classmethod
-    def of(cls, process: psutil.Process) -> "Mark":
-        """The mark of a process that lives."""
+    def of(cls, process: psutil.Process) -> "ProcessId":
+        """Return the identity of a process that runs."""
         return cls(process.pid, process.create_time())
 
-    def living(self) -> psutil.Process | None:
-        """The process, if it still runs."""
+    def process(self) -> psutil.Process | None:
+        """Return the process, None where it has ended."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created) < CREATED_TOLERANCE_SECONDS
@@ -44,55 +49,72 @@ class Mark:
 
 @dataclass(frozen=True)
 class Entry:
-    """One cluster: whose it is, what runs for it on this machine, where its logs are."""
+    """One cluster.
+
+    Attributes:
+        name: The name of its directory.
+        profile: The name of its profile.
+        ranks: The number of its ranks.
+        host: The name of the host that it was started on.
+        started: When it was started, in seconds since the epoch.
+        owner: The process that started it.
+        processes: Its processes on this machine.
+        directory: The directory of its connection files and logs.
+    """
 
     name: str
     profile: str
     ranks: int
     host: str
     started: float
-    owner: Mark
-    processes: tuple[Mark, ...]
+    owner: ProcessId
+    processes: tuple[ProcessId, ...]
     directory: str
 
     @property
     def orphaned(self) -> bool:
-        """Whether the process that started it is gone."""
-        return self.owner.living() is None
+        """Whether the process that started the cluster is gone."""
+        return self.owner.process() is None
 
-    def living(self) -> list[psutil.Process]:
-        """Its processes that still run."""
-        return [found for mark in self.processes if (found := mark.living()) is not None]
+    def running(self) -> list[psutil.Process]:
+        """Return the processes of the cluster that still run."""
+        return [process for one in self.processes if (process := one.process()) is not None]
 
 
 def folder() -> Path:
-    """Where the entries are, for this user only."""
+    """Return the folder of the entries. It belongs to this user alone."""
     return platformdirs.user_state_path("longcontext-lab") / "clusters"
 
 
 def record(profile: str, ranks: int, processes: set[psutil.Process], directory: Path) -> None:
-    """Write the entry of a cluster that this process owns, or write it anew.
+    """Write the entry of a cluster that this process owns. An earlier entry is replaced.
+
+    Args:
+        profile: The name of the cluster's profile.
+        ranks: The number of its ranks.
+        processes: Its processes on this machine.
+        directory: Its directory.
 
     Raises:
-        ClusterError: the folder cannot be written, which a full disk does.
+        ClusterError: The folder cannot be written, for example because the disk is full.
     """
-    marks = []
+    identities = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            marks.append(Mark.of(process))
+            identities.append(ProcessId.of(process))
     entry = Entry(
         name=directory.name,
         profile=profile,
         ranks=ranks,
         host=socket.gethostname(),
         started=time.time(),
-        owner=Mark.of(psutil.Process()),
-        processes=tuple(marks),
+        owner=ProcessId.of(psutil.Process()),
+        processes=tuple(identities),
         directory=str(directory),
     )
     try:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Under another name first: whoever reads the folder finds whole files only.
+        # Under another name first, so that the folder never has an entry that is half written.
         part = _path(entry.name).with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(asdict(entry)))
         part.replace(_path(entry.name))
@@ -101,39 +123,43 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
 
 
 def forget(directory: Path) -> None:
-    """Remove the entry of the cluster that had this directory."""
+    """Remove the entry of the cluster with this directory."""
     _path(directory.name).unlink(missing_ok=True)
 
 
 def entries() -> list[Entry]:
-    """Every cluster that was recorded on this machine and not stopped, the oldest first."""
+    """Return the clusters that were started on this machine and not stopped, the oldest first."""
     return sorted(_read(), key=lambda entry: entry.started)
 
 
 def clean() -> list[tuple[Entry, int]]:
-    """End what is left of clusters whose owner is gone, and of no other; say how many processes each had."""
+    """End the processes of clusters whose owner is gone, and of no other cluster.
+
+    Returns:
+        The entry of each such cluster, and how many of its processes still ran.
+    """
     cleaned = []
     for entry in entries():
         if entry.orphaned:
-            living = entry.living()
-            end(living, PATIENCE_SECONDS)
+            processes = entry.running()
+            end(processes, PATIENCE_SECONDS)
             shutil.rmtree(entry.directory, ignore_errors=True)
             _path(entry.name).unlink(missing_ok=True)
-            cleaned.append((entry, len(living)))
+            cleaned.append((entry, len(processes)))
     return cleaned
 
 
 def status_text() -> str:
-    """One line a cluster."""
-    found = entries()
+    """Return a text with one line for each cluster."""
+    clusters = entries()
     lines = [
         f"{entry.name}  {entry.profile}, {entry.ranks} ranks, {_since(entry.started)}, "
         f"owner {entry.owner.pid} {'gone' if entry.orphaned else 'alive'}, "
-        f"{len(entry.living())} of {len(entry.processes)} processes alive"
-        for entry in found
+        f"{len(entry.running())} of {len(entry.processes)} processes alive"
+        for entry in clusters
     ]
-    if any(entry.orphaned for entry in found):
-        lines.append("lab cluster clean ends what has no owner")
+    if any(entry.orphaned for entry in clusters):
+        lines.append("lab cluster clean ends the clusters whose owner is gone")
     return "\n".join(lines) or "no cluster is running"
 
 
@@ -143,11 +169,14 @@ def _path(name: str) -> Path:
 
 def _read() -> Iterator[Entry]:
     for path in folder().glob("*.json"):
-        # One that another process has just removed, or was cut short by a full disk, is none.
+        # Another process may have removed the file in the meantime, or a full disk may have cut it short.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            facts = json.loads(path.read_text())
-            owner, processes = Mark(**facts.pop("owner")), tuple(Mark(**m) for m in facts.pop("processes"))
-            entry = Entry(owner=owner, processes=processes, **facts)
+            values = json.loads(path.read_text())
+            owner, processes = (
+                ProcessId(**values.pop("owner")),
+                tuple(ProcessId(**one) for one in values.pop("processes")),
+            )
+            entry = Entry(owner=owner, processes=processes, **values)
             if entry.host == socket.gethostname():
                 yield entry
 

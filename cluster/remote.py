@@ -1,12 +1,10 @@
-"""What runs on a rank: joining the process group, and running one function with its outcome noted."""
+"""What runs on a rank: joining the process group, and running one function and reporting its outcome."""
 
-import functools
 import gc
 import importlib
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,46 +17,59 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from cluster import stacks, torch_private, torch_state
 from cluster.devices import FREE_SECONDS, check_driver, check_free
 from cluster.errors import Failure
 from cluster.live import publish, recording
 from cluster.network import own_address
-from cluster.stacks import whereabouts
 from cluster.timeouts import set_timeout
-from cluster.torch_state import end_modes
 
-OURS = os.path.dirname(__file__)
+PACKAGE = os.path.dirname(__file__)
 SAME_INTERRUPT_SECONDS = 0.2
 
-# Held here because the rendezvous is served for as long as it is referenced.
+# The rendezvous is served for as long as something refers to it.
 _store: Any = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's outcome: the cloudpickled result, or why there is none."""
+    """The outcome of a call on one rank.
+
+    Attributes:
+        result: The cloudpickled result, empty where the call failed.
+        failure: Why there is no result, None where there is one.
+    """
 
     result: bytes = b""
     failure: Failure | None = None
 
 
-def run(payload: bytes, run_id: str, rank: int) -> Answer:
-    """Call the cloudpickled (function, arguments, keyword arguments) and note the outcome."""
-    # Here and not once and for all: before each message ipykernel sets a handler of its own.
-    signal.signal(signal.SIGINT, _interrupts)
+def run(payload: bytes, call_id: str, rank: int) -> Answer:
+    """Call a function on this rank.
+
+    Args:
+        payload: The cloudpickled triple (function, arguments, keyword arguments).
+        call_id: The id of the call, for its records.
+        rank: The rank of this process.
+
+    Returns:
+        The function's result, or its failure.
+    """
+    # For each call anew: before each message ipykernel sets a handler of its own.
+    signal.signal(signal.SIGINT, _on_interrupt)
     _end_groups_of_earlier_calls()
-    with recording(run_id, rank):
+    with recording(call_id, rank):
         try:
-            _interrupts.wanted = True
+            _on_interrupt.enabled = True
             answer = Answer(result=_call(payload))
-            _interrupts.wanted = False
+            _on_interrupt.enabled = False
             return answer
         except BaseException as error:
-            _interrupts.wanted = False
-            end_modes()
+            _on_interrupt.enabled = False
+            torch_state.reset()
             failure = _describe(error, rank, time.time())
-        publish(failure)  # at once: to leave takes its time
-        # Only now, when the exception is gone, and with its frames what held the groups.
+        publish(failure)  # at once, because leaving takes time
+        # Outside the except block: the exception is gone, and with it the frames that refer to the groups.
         leave(failed=True)
         return Answer(failure=failure)
 
@@ -67,42 +78,46 @@ def _call(payload: bytes) -> bytes:
     function, args, kwargs = cloudpickle.loads(payload)
     result = function(*args, **kwargs)
     if dist.is_initialized() and torch.cuda.is_available():
-        # A kernel that hangs or fails is this function's failure, not the next one's.
+        # A kernel that hangs or fails is the failure of this function, not of the next one.
         torch.cuda.synchronize()
     answer: bytes = cloudpickle.dumps(result)
     return answer
 
 
-def within(
+def run_with_timeout(
     seconds: float, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return `function(*args, **kwargs)`, whose collectives may take `seconds` each."""
+    """Return `function(*args, **kwargs)`; each of its collectives may take `seconds`."""
     set_timeout(seconds)
     return function(*args, **kwargs)
 
 
-class _Interrupts:
-    """SIGINT ends the function that runs, and nothing else of the engine.
+class _OnInterrupt:
+    """Handles SIGINT: it ends the function that runs, and leaves the rest of the engine alone.
 
-    It is sent again and again, for Python drops an exception that is raised in a destructor; what comes soon
-    after one that was raised is the same one, and must not hit whoever handles it. Neither an import nor the
-    beginning or end of a `with` block is ended in its middle: what is left half done would fail the calls to
-    come.
+    The signal is sent repeatedly, because Python drops an exception that is raised in a destructor. A signal
+    that follows shortly after a KeyboardInterrupt is therefore a repetition, and must not hit the code that
+    handles the exception. An import and the beginning or end of a `with` block are not interrupted, because
+    the half of their work would make later calls fail.
+
+    Attributes:
+        enabled: Whether a function of the caller runs, which may be interrupted.
     """
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.enabled = False
         self._raised = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
-        handled = time.monotonic() - self._raised < SAME_INTERRUPT_SECONDS
-        if self.wanted and not handled and not _half_done(frame):
+        repeated = time.monotonic() - self._raised < SAME_INTERRUPT_SECONDS
+        if self.enabled and not repeated and not _must_complete(frame):
             self._raised = time.monotonic()
             raise KeyboardInterrupt
 
 
-def _half_done(frame: FrameType | None) -> bool:
+def _must_complete(frame: FrameType | None) -> bool:
+    """Whether an import, or the beginning or end of a `with` block, is on the stack."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == "<frozen importlib._bootstrap>" or code.co_name in ("__enter__", "__exit__"):
@@ -111,78 +126,77 @@ def _half_done(frame: FrameType | None) -> bool:
     return False
 
 
-_interrupts = _Interrupts()
+_on_interrupt = _OnInterrupt()
 
 
 def leave(*, failed: bool = False) -> None:
     """Leave every process group, so that ranks that wait for this one in a collective learn it at once.
 
-    gloo closes its connections and the peers' collectives fail within milliseconds instead of after their
-    timeout; the ranks need no restart then, only a new group. Connections close when nothing holds the group.
+    gloo closes its connections when nothing refers to the group any more. The collectives of the peers then
+    fail within milliseconds instead of after their timeout. Those ranks need no restart, only a new group.
 
-    NCCL's communicators are aborted where this rank has `failed`: to destroy one waits for its collectives,
-    and so for peers that will never come. Those wait on in their kernels, and need a restart.
+    NCCL's communicators are aborted where this rank has failed. To destroy a communicator waits for its
+    collectives, and so for peers that never join them. The peers go on waiting in their kernels and need a
+    restart.
+
+    Args:
+        failed: Whether this rank has failed.
     """
     if dist.is_initialized():
         if failed and "nccl" in dist.get_backend_config():
-            dist.distributed_c10d._abort_process_group()
+            torch_private.abort_process_groups()
         else:
             dist.destroy_process_group()
-    if "torch.distributed.tensor" in sys.modules:
-        # DTensor remembers what it worked out by mesh, and a mesh holds its groups.
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        sys.modules["torch.distributed.tensor._redistribute"].clear_redistribute_planner_cache()
-        _clear_caches_of_torch()
+    torch_private.clear_mesh_caches()
     gc.collect()
 
 
-def _clear_caches_of_torch() -> None:
-    # A function of its own: the loop's variable keeps the last object, which may be a part of a model.
-    for found in gc.get_objects():
-        if isinstance(found, functools._lru_cache_wrapper) and _is_of_torch(found):
-            found.cache_clear()
-
-
-def _is_of_torch(cache: object) -> bool:
-    return (getattr(cache, "__module__", None) or "").startswith("torch.distributed.")
-
-
 def _end_groups_of_earlier_calls() -> None:
-    """Process groups live as long as the call that made them; what is joined here stays.
+    """Destroy the process groups that earlier calls made. The default group stays.
 
-    A gloo group polls from three threads of its own for ever: a hundred forgotten ones keep a core busy. They
-    end now and not with their own call, for by now every rank has answered that one.
+    A gloo group polls from three threads for as long as it lives. A hundred groups that nobody uses would
+    keep a core busy. Groups do not end with their own call but before the next one, because by then every
+    rank has answered the call that made them.
     """
     if not dist.is_initialized():
         return
-    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in made:
+    groups = [group for group in torch_private.process_groups() if group is not dist.group.WORLD]
+    for group in groups:
         dist.destroy_process_group(group)
-    if made:
-        # Models hold their groups in reference cycles.
+    if groups:
+        # Models refer to their groups in reference cycles.
         gc.collect()
 
 
 def _describe(error: BaseException, rank: int, when: float) -> Failure:
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(OURS):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(PACKAGE):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
-    doing = whereabouts(traceback.extract_tb(error.__traceback__)).doing
+    position = stacks.report(traceback.extract_tb(error.__traceback__)).position
     try:
-        travels = cloudpickle.dumps(error.with_traceback(None))
-    except Exception:  # an exception of the caller's own may hold anything
-        travels = b""
-    return Failure(rank, type(error).__name__, str(error), text, when, doing, travels)
+        pickled = cloudpickle.dumps(error.with_traceback(None))
+    except Exception:  # an exception of the caller's own may refer to anything
+        pickled = b""
+    return Failure(rank, type(error).__name__, str(error), text, when, position, pickled)
 
 
 def open_store(ranks: int, timeout: float) -> tuple[str, int]:
-    """Open the rendezvous of `ranks` on this rank and return its address and port, chosen by the system."""
+    """Open the rendezvous of the process group on this rank.
+
+    Args:
+        ranks: How many ranks will meet.
+        timeout: How long one rank may wait for the others, in seconds.
+
+    Returns:
+        The address and the port of the rendezvous. The system chooses the port.
+    """
     global _store
     address = own_address()
     listening = socket.create_server((address, 0))
     port = int(listening.getsockname()[1])
-    # The store takes over a socket that already listens: no port to lose, no interface but that one.
+    # The store takes over a socket that already listens. The port cannot be lost to another process, and no
+    # other interface is open.
     _store = dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,
@@ -196,11 +210,22 @@ def open_store(ranks: int, timeout: float) -> tuple[str, int]:
 
 
 def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) -> str:
-    """Join this process, as `rank` of `ranks`, to the default process group, which replaces any other.
+    """Join the default process group. This process leaves every earlier group.
 
-    The meeting takes half of `start_timeout` seconds at most, so that what a rank says of it arrives; how
-    long collectives take each call says. Returns the type of the device it works on. Raises ClusterError
-    for a GPU that torch cannot use, or that other processes fill.
+    The rendezvous takes at most half of `start_timeout`, so that an error of it arrives in time. Each call
+    sets the timeout of its collectives.
+
+    Args:
+        rank: The rank of this process.
+        ranks: The number of ranks.
+        store: The address and the port of the rendezvous.
+        start_timeout: The timeout of the cluster's start, in seconds.
+
+    Returns:
+        The type of the device that this rank works on, `cuda` or `cpu`.
+
+    Raises:
+        ClusterError: torch cannot use the GPU, or other processes fill it.
     """
     global _store
     patience = timedelta(seconds=start_timeout / 2)
@@ -216,7 +241,8 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
         torch.cuda.set_device(device)
         check_free(FREE_SECONDS)
-    # Its functions take the world group as a default: imported later, they would keep the first for ever.
+    # The functions of this module have the world group as a default argument. If they were imported later,
+    # they would keep the first world group for ever.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(
         backend, store=_store, rank=rank, world_size=ranks, timeout=patience, device_id=device
@@ -224,5 +250,5 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
     return device.type if device else "cpu"
 
 
-def nothing() -> None:
-    """Do nothing: what comes back shows that a rank is free and its records arrive."""
+def do_nothing() -> None:
+    """Return at once. The answer shows that a rank is free and that its records arrive."""

@@ -1,21 +1,21 @@
-"""What a call that ended in its middle left switched in this thread, switched back."""
+"""Torch's state that belongs to a thread: modes, hooks, autocast, and whether gradients are recorded."""
 
 import torch
-from torch.utils import _python_dispatch
+
+from cluster.torch_private import pop_dispatch_modes, pop_function_modes, pop_saved_tensors_hooks
 
 
-def end_modes() -> None:
-    """Switch off torch's modes in this thread: gradients are recorded, and nothing stands in between.
+def reset() -> None:
+    """Reset torch's thread-local modes after an interrupted call.
 
-    A `with` block undoes what it did also when an exception passes through it; an interrupt can come while it
-    does. Left off, gradients would be missing in the next call, far from their cause.
+    A `with` block normally undoes its mode when an exception passes through it. An interrupt can arrive while
+    the block is being left, and then the mode stays on. Without the reset the next call would run in that
+    mode, for example without gradients.
     """
-    while _python_dispatch._get_current_dispatch_mode_stack():
-        _python_dispatch._pop_mode()
-    while torch._C._len_torch_function_stack():
-        torch._C._pop_torch_function_stack()
-    torch.set_grad_enabled(True)  # not before: a function mode sees it
-    while torch._C._autograd._top_saved_tensors_default_hooks(False):
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    pop_dispatch_modes()
+    pop_function_modes()
+    # After the function modes: they would intercept this call.
+    torch.set_grad_enabled(True)
+    pop_saved_tensors_hooks()
     for device in ("cpu", "cuda"):
         torch.set_autocast_enabled(device, False)

@@ -1,4 +1,4 @@
-"""A process group of processes that torchrun started, or anything that sets the variables torchrun sets."""
+"""The process group of processes that torchrun started, or any launcher that sets the same variables."""
 
 import os
 from collections.abc import Iterator
@@ -13,27 +13,43 @@ from cluster.network import LOOPBACK, interface_of
 
 
 def launched() -> bool:
-    """Whether the environment names this process's rank, how many there are, and where they meet."""
+    """Return whether torchrun started this process.
+
+    The environment then has the rank, the number of ranks, and the address and the port of the rendezvous.
+    """
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def check_ranks(ranks: int | None) -> None:
-    """Refuse a number of ranks that is not the one torchrun started. Raises ClusterError."""
+    """Check the number of ranks that a user asked for.
+
+    Args:
+        ranks: The number, None where the user named none.
+
+    Raises:
+        ClusterError: torchrun started another number of ranks.
+    """
     started = int(os.environ["WORLD_SIZE"])
     if ranks not in (None, started):
-        raise ClusterError(f"{ranks} ranks asked for and {started} started by torchrun: leave --ranks out")
+        raise ClusterError(
+            f"--ranks {ranks}: torchrun started {started}; --ranks {started} would work, or no --ranks"
+        )
 
 
 @contextmanager
-def joined() -> Iterator[int]:
-    """Join the process group, with the device of this process's LOCAL_RANK, and give its rank.
+def process_group() -> Iterator[int]:
+    """Join the process group for the length of a `with` block, on the device of this process's LOCAL_RANK.
 
-    Raises ClusterError where there is no such device, torch cannot use it, or other processes fill it.
+    Yields:
+        The rank of this process.
+
+    Raises:
+        ClusterError: There is no such device, torch cannot use it, or other processes fill it.
     """
     one_node = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     loopback = interface_of(LOOPBACK)
     if one_node and loopback:
-        # Without it gloo binds what the host's name resolves to, which a laptop may not reach.
+        # Without it gloo binds to the address of the host's name, which a laptop may not reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     backend, device = "gloo", None
     check_driver()
@@ -49,5 +65,5 @@ def joined() -> Iterator[int]:
         check_free()
     dist.init_process_group(backend, device_id=device)
     yield dist.get_rank()
-    # Not after a failure: peers may be waiting in a collective, and the process ends anyway.
+    # Not after a failure: peers may wait in a collective, and the process ends in any case.
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Waiting for the ranks of one run: their records as they come, then their answers or failures."""
+"""The state of one call, and waiting for it: records as they arrive, then answers or failures."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,37 +8,43 @@ from typing import Any
 import cloudpickle
 from ipyparallel.error import RemoteError
 
-from cluster.client import Published, Returned
+from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import PROCESS_DIED, Failure
 from cluster.live import Stamp
-from cluster.stacks import Whereabouts
+from cluster.stacks import StackReport
 
 OnRecord = Callable[[int, Any], None]
 
 TICK_SECONDS = 0.5
 
-# A process's death is seen up to 150 ms after it, by when its peers' collectives have failed; so a death
-# counts as that much earlier, with room to spare.
+# The end of a process is noticed up to 150 ms later. By then the collectives of its peers have failed. The
+# time of a death is therefore set this much earlier, with a margin.
 DEATH_LAG_SECONDS = 0.5
 
 
-class Run:
-    """What is known of one run on `ranks`.
+class Call:
+    """What is known of one call.
 
-    `answers` holds the cloudpickled results by rank, `failures` what failed by rank, `leaving` what failed on
-    a rank that has yet to leave its process group, `ended` the ranks whose records have all been delivered,
-    `whereabouts` where a rank said it was. `on_record(rank, record)` is called by the thread that waits.
+    Attributes:
+        id: The id of the call, which its messages carry.
+        ranks: The ranks that run it.
+        on_record: Called as `on_record(rank, record)` in the thread that waits. None ignores the records.
+        answers: The cloudpickled results, by rank.
+        failures: The failures, by rank.
+        leaving: The failures of ranks that have not left their process group yet, by rank.
+        ended: The ranks whose records have all arrived.
+        stacks: The last stack report of each rank that sent one.
     """
 
-    def __init__(self, run_id: str, ranks: Sequence[int], on_record: OnRecord | None) -> None:
-        self.id = run_id
+    def __init__(self, call_id: str, ranks: Sequence[int], on_record: OnRecord | None) -> None:
+        self.id = call_id
         self.ranks = tuple(ranks)
         self.on_record = on_record
         self.answers: dict[int, bytes] = {}
         self.failures: dict[int, Failure] = {}
         self.leaving: dict[int, Failure] = {}
         self.ended: set[int] = set()
-        self.whereabouts: dict[int, Whereabouts] = {}
+        self.stacks: dict[int, StackReport] = {}
 
     @property
     def waiting(self) -> list[int]:
@@ -47,49 +53,56 @@ class Run:
 
     @property
     def silent(self) -> list[int]:
-        """Those of them that have not said either that they failed."""
+        """The ranks that have neither answered nor reported a failure."""
         return [rank for rank in self.waiting if rank not in self.leaving]
 
     @property
     def unrecorded(self) -> list[int]:
-        """The ranks that answered, but whose records may not all have arrived."""
+        """The ranks that have answered, but whose records may not all have arrived."""
         failed = [rank for rank, failure in self.failures.items() if failure.kind != PROCESS_DIED]
         return [rank for rank in (*self.answers, *failed) if rank not in self.ended]
 
     def wait(
         self,
-        inbox: SimpleQueue[Published | Returned],
+        inbox: SimpleQueue[RecordMessage | AnswerMessage],
         done: Callable[[], bool],
         seconds: float | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Take in what arrives until `done()`; return False if that takes longer than `seconds`.
+        """Take messages from `inbox` until `done()` is true.
 
-        `check` is called every half second or so, and may raise.
+        Args:
+            inbox: The messages of the ranks.
+            done: Says whether the wait is over.
+            seconds: The longest time to wait. None waits without a limit.
+            check: Called about every half second. An error that it raises ends the wait.
+
+        Returns:
+            False where `seconds` passed before `done()` was true.
         """
         deadline = float("inf") if seconds is None else time.monotonic() + seconds
-        checked = time.monotonic()
+        last_check = time.monotonic()
         while not done():
             now = time.monotonic()
             if now >= deadline:
                 return False
-            if now - checked >= TICK_SECONDS:
+            if now - last_check >= TICK_SECONDS:
                 check()
-                checked = now
+                last_check = now
             try:
-                event = inbox.get(timeout=min(TICK_SECONDS, deadline - now))
+                message = inbox.get(timeout=min(TICK_SECONDS, deadline - now))
             except Empty:
                 continue
-            self._take(event)
+            self._take(message)
         return True
 
-    def _take(self, event: Published | Returned) -> None:
-        if isinstance(event, Returned):
-            if event.run == self.id:
-                self._take_answer(event)
+    def _take(self, message: RecordMessage | AnswerMessage) -> None:
+        if isinstance(message, AnswerMessage):
+            if message.call_id == self.id:
+                self._take_answer(message)
             return
-        stamp, record = cloudpickle.loads(event.data)
-        if stamp.run == self.id:
+        stamp, record = cloudpickle.loads(message.data)
+        if stamp.call_id == self.id:
             self._take_record(stamp, record)
 
     def _take_record(self, stamp: Stamp, record: Any) -> None:
@@ -97,15 +110,15 @@ class Run:
             self.ended.add(stamp.rank)
         elif isinstance(record, Failure):
             self.leaving[stamp.rank] = record
-        elif isinstance(record, Whereabouts):
-            self.whereabouts[stamp.rank] = record
+        elif isinstance(record, StackReport):
+            self.stacks[stamp.rank] = record
         elif self.on_record is not None:
             self.on_record(stamp.rank, record)
 
-    def _take_answer(self, event: Returned) -> None:
-        rank = event.rank
+    def _take_answer(self, message: AnswerMessage) -> None:
+        rank = message.rank
         try:
-            answer = event.call.get(timeout=0)
+            answer = message.result.get(timeout=0)
         except RemoteError as error:
             if error.ename == "EngineError":
                 died = time.time() - DEATH_LAG_SECONDS

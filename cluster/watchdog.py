@@ -1,8 +1,9 @@
-"""Every process of a cluster ends when its owner, the process that started the cluster, is gone.
+"""End every process of a cluster when its owner, the process that started the cluster, is gone.
 
-`python -m cluster.watchdog PID CREATED MODULE ARGS...` runs MODULE as `python -m` would, beside a thread that
-looks for the owner. An interpreter killed by SIGKILL cannot tell its engines, and they would keep their GPUs.
-An engine on another host cannot see the owner: it looks for the controller, which ends with the owner.
+`python -m cluster.watchdog PID CREATED MODULE ARGS...` runs MODULE as `python -m` does, with a thread that
+watches the owner. An owner that is killed by SIGKILL cannot tell its engines, and without the thread they
+would keep their GPUs. An engine on another host cannot see the owner. It watches the controller, which ends
+with the owner.
 """
 
 import contextlib
@@ -18,27 +19,32 @@ import psutil
 
 POLL_SECONDS = 2.0
 
-# One look may fail on a busy host. Three make 6 s where the port is closed, 12 s where no answer comes.
+# One attempt to connect may fail on a busy host. Three take 6 s where the port is closed, and 12 s where no
+# answer comes.
 MISSES = 3
 
-# An owner's creation time, read by two processes, differs by what the clock was corrected between.
+# Two processes may read different creation times of the owner, where the clock was corrected in between.
 CREATED_TOLERANCE_SECONDS = 5.0
 
 
 def watched(module: str) -> list[str]:
-    """Return the command line that runs `module` for as long as the calling process lives."""
+    """Return the command line that runs `module` for as long as the calling process lives.
+
+    Args:
+        module: The name of the module.
+    """
     pid, created = this_process()
     return [sys.executable, "-m", "cluster.watchdog", str(pid), repr(created), module]
 
 
 def this_process() -> tuple[int, float]:
-    """Return the id of this process and when it was created, in seconds since the epoch."""
+    """Return the id of this process and its creation time, in seconds since the epoch."""
     owner = psutil.Process()
     return owner.pid, owner.create_time()
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Tell whether `process` still runs; one that only waits to be reaped does not."""
+    """Return whether `process` still runs. A process that has ended but was not reaped does not run."""
     try:
         return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -46,18 +52,28 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_for_owner(pid: int, created: float) -> None:
-    """Return when process `pid`, created at `created` seconds since the epoch, is gone."""
+    """Wait until a process is gone.
+
+    Args:
+        pid: Its id.
+        created: Its creation time, in seconds since the epoch.
+    """
     try:
         owner = psutil.Process(pid)
-        ours = abs(owner.create_time() - created) < CREATED_TOLERANCE_SECONDS
+        same = abs(owner.create_time() - created) < CREATED_TOLERANCE_SECONDS
     except psutil.NoSuchProcess:
-        ours = False
-    while ours and is_alive(owner):
+        same = False
+    while same and is_alive(owner):
         time.sleep(POLL_SECONDS)
 
 
 def wait_for_port(address: str, port: int) -> None:
-    """Return when nothing has answered at `address` and `port` for MISSES looks in a row."""
+    """Wait until MISSES attempts in a row to connect to a port have failed.
+
+    Args:
+        address: The address of the host.
+        port: The port.
+    """
     misses = 0
     while misses < MISSES:
         time.sleep(POLL_SECONDS)
@@ -69,16 +85,18 @@ def wait_for_port(address: str, port: int) -> None:
 
 
 def wait_for_input_end() -> None:
-    """Return when this process's standard input is closed by the other side."""
+    """Wait until the other side closes the standard input of this process."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
 
 
 def end_after(wait: Callable[[], None], clean_up: Callable[[], None] = lambda: None) -> None:
-    """Once `wait()` returns, in a thread of its own: `clean_up()`, then end this process and its children.
+    """End this process and its children once `wait()` has returned. A separate thread waits.
 
-    The processes started by this one, a nanny or a scheduler, are ended first.
+    Args:
+        wait: Returns when the process has to end.
+        clean_up: Called before the process ends.
     """
 
     def end() -> None:
@@ -93,7 +111,7 @@ def end_after(wait: Callable[[], None], clean_up: Callable[[], None] = lambda: N
 
 
 def main() -> None:
-    """Run the module named on the command line under the watch."""
+    """Run the module that the command line names, and end it with its owner."""
     pid, created = int(sys.argv[1]), float(sys.argv[2])
     sys.argv = sys.argv[3:]
     end_after(lambda: wait_for_owner(pid, created))

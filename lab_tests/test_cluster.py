@@ -24,11 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster import capacity, host, remote, watchdog
-from cluster.client import Published, Returned
+from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import ClusterError, Failure, RankError, Stopped
 from cluster.live import Stamp, publish
 from cluster.ranks import Cluster
-from cluster.waiting import Run
+from cluster.waiting import Call
 
 
 def identity() -> dict[str, Any]:
@@ -206,14 +206,14 @@ def test_a_record_is_not_credited_to_the_next_run(ranks4: Cluster) -> None:
 
 def test_what_an_earlier_run_sent_is_ignored() -> None:
     got: list[str] = []
-    run = Run("now", [3], lambda rank, record: got.append(record))
-    inbox: SimpleQueue[Published | Returned] = SimpleQueue()
+    run = Call("now", [3], lambda rank, record: got.append(record))
+    inbox: SimpleQueue[RecordMessage | AnswerMessage] = SimpleQueue()
     for stamp, record in [
         (Stamp("then", 3), "old"),
         (Stamp("then", 3, end=True), None),
         (Stamp("now", 3), "new"),
     ]:
-        inbox.put(Published(cloudpickle.dumps((stamp, record))))
+        inbox.put(RecordMessage(cloudpickle.dumps((stamp, record))))
     assert not run.wait(inbox, lambda: bool(run.ended), 0.2)
     assert got == ["new"]
 

@@ -57,7 +57,7 @@ def rehearse():
 
 
 def join():
-    with torchrun.joined():
+    with torchrun.process_group():
         pass
 
 
@@ -68,7 +68,7 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
     assert set(said) == {
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the 8 GPUs here: The "
         "NVIDIA driver on your system is too old (found version 12020); a newer driver would work, or the "
-        "CPU with CUDA_VISIBLE_DEVICES set to nothing"
+        "CPU with CUDA_VISIBLE_DEVICES set to an empty text"
     }
     run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
     assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")
@@ -83,7 +83,7 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
     as_torchruns(monkeypatch, 0, 1)
     said = {refused(run) for run in (rehearse, join, devices.check_free)}
     assert said == {
-        "NVIDIA H100 80GB HBM3: 61.5 of its 80.0 GiB are taken by other processes; end them (nvidia-smi "
+        "NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB; end them (nvidia-smi "
         "lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
     }
     # What this process holds is its own, and so is a context.
@@ -116,8 +116,8 @@ def test_mig_slices(monkeypatch, visible, rows, named):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert refused(lambda: Cluster(ranks=2)) == (
-        f"ranks=2: {named} is a MIG slice or cut into such, and NCCL joins whole GPUs only; ranks=1 would "
-        "work, or MIG switched off (nvidia-smi -mig 0)"
+        f"ranks=2: {named} is a MIG slice or is divided into slices, and NCCL joins whole GPUs only; ranks=1 "
+        "would work, or MIG switched off by nvidia-smi -mig 0"
     )
     Cluster(ranks=1)
 
@@ -144,7 +144,7 @@ def test_eight_ranks_on_seven_gpus(monkeypatch):
 def join_beside_another(rank, *told):
     """Stands in for `remote.join` on a host whose second GPU is in use."""
     if rank == 1:
-        raise ClusterError("NVIDIA H100 80GB HBM3: 61.5 of its 80.0 GiB are taken by other processes")
+        raise ClusterError("NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB")
     return remote.join(rank, *told)
 
 
@@ -152,5 +152,5 @@ def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
     monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
     cluster = Cluster(ranks=2, start_timeout=20)
     said = refused(cluster.start)
-    assert said == "rank 1: NVIDIA H100 80GB HBM3: 61.5 of its 80.0 GiB are taken by other processes"
+    assert said == "rank 1: NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB"
     assert not cluster.started

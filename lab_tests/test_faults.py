@@ -216,7 +216,7 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         registry.record("local", 3, {psutil.Process(orphan.pid)}, theirs)
         path = registry.folder() / "cluster-theirs.json"
         facts = json.loads(path.read_text())
-        facts["owner"] = vars(registry.Mark.of(psutil.Process(gone.pid)))
+        facts["owner"] = vars(registry.ProcessId.of(psutil.Process(gone.pid)))
         # An id that has a new bearer: created at another time, it is another process.
         facts["processes"].append({"pid": bystander.pid, "created": facts["started"] - 900})
         path.write_text(json.dumps(facts))
@@ -226,7 +226,7 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         lines = registry.status_text().splitlines()
         assert any("cluster-ours" in line and "2 ranks" in line and "alive, 1 of 1" in line for line in lines)
         assert any("cluster-theirs" in line and "gone, 1 of 2" in line for line in lines)
-        assert lines[-1] == "lab cluster clean ends what has no owner"
+        assert lines[-1] == "lab cluster clean ends the clusters whose owner is gone"
 
         ((entry, ended),) = registry.clean()
         assert (entry.name, ended) == ("cluster-theirs", 1)
@@ -247,7 +247,7 @@ def test_two_labs_at_once(state: Path) -> None:
     with Cluster(ranks=1) as one, Cluster(ranks=1) as other:
         names = {entry.name for entry in registry.entries()}
         assert len(names) == 2
-        assert all(len(entry.living()) >= 3 for entry in registry.entries()), (
+        assert all(len(entry.running()) >= 3 for entry in registry.entries()), (
             "a controller, an engine, a nanny"
         )
         assert registry.clean() == []
@@ -264,7 +264,9 @@ def test_the_commands_say_it(state: Path) -> None:
     try:
         registry.record("local", 3, {psutil.Process(orphan.pid)}, state / "cluster-a")
         path = registry.folder() / "cluster-a.json"
-        facts = json.loads(path.read_text()) | {"owner": vars(registry.Mark.of(psutil.Process(gone.pid)))}
+        facts = json.loads(path.read_text()) | {
+            "owner": vars(registry.ProcessId.of(psutil.Process(gone.pid)))
+        }
         path.write_text(json.dumps(facts))
         gone.kill()
         gone.wait()

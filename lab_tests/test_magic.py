@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from cluster import load_ipython_extension
 from cluster.errors import ClusterError, RankError
-from cluster.magic import told_apart
+from cluster.magic import merge_output
 from cluster.ranks import Cluster
 
 pytestmark = pytest.mark.usefixtures("_fresh_ranks")
@@ -55,7 +55,7 @@ def test_a_failure_names_the_rank_and_the_cells_line_after_what_was_printed(
 
 
 def test_what_cannot_run_is_refused_here(shell: InteractiveShell) -> None:
-    with pytest.raises(ClusterError, match=r"'other' is no cluster here; other = lab\.Cluster"):
+    with pytest.raises(ClusterError, match=r"'other' holds no cluster; other = lab\.Cluster"):
         shell.run_cell_magic("ranks", "other", "1")
     with pytest.raises(SyntaxError):
         shell.run_cell_magic("ranks", "", "rank =")
@@ -63,9 +63,9 @@ def test_what_cannot_run_is_refused_here(shell: InteractiveShell) -> None:
 
 def test_lines_of_unequal_number() -> None:
     printed = {0: ["a", "b"], 1: ["a"], 2: ["c", "b", "d"]}
-    assert list(told_apart(printed, 3)) == ["ranks 0, 1: a", "rank 2: c", "ranks 0, 2: b", "rank 2: d"]
-    assert list(told_apart({0: ["one"]}, 1)) == ["rank 0: one"]
-    assert list(told_apart({0: []}, 1)) == []
+    assert list(merge_output(printed, 3)) == ["ranks 0, 1: a", "rank 2: c", "ranks 0, 2: b", "rank 2: d"]
+    assert list(merge_output({0: ["one"]}, 1)) == ["rank 0: one"]
+    assert list(merge_output({0: []}, 1)) == []
 
 
 def test_under_papermill(tmp_path: Path) -> None:

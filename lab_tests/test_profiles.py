@@ -18,7 +18,7 @@ from cluster import permissions as private
 from cluster.environment import device_of, rank_environment, share_of_cores
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
-from cluster.places import Place, Start, launched_place, tasks_per_node
+from cluster.placement import Placement, Start, launcher_placement, tasks_per_node
 from cluster.profiles import PROFILES, find_profile
 from cluster.profiles.parsing import parse_fields
 from cluster.profiles.showing import describe
@@ -48,13 +48,15 @@ def test_bad_input_is_one_line_that_says_what_would_work(
     refused("'local' has no hosts; it has: numa, variables", hosts=("a",))
     refused(r"hosts='node1': a tuple is needed; hosts=\('node1',\)", profile="ssh", hosts="node1")
     refused(r"ranks=9: .*one node of 8; ranks=8 would work", ranks=9, profile="node8")
-    refused(r"ranks=3: hosts=.* give 2; hosts=\('node1\*3',\)", ranks=3, profile="ssh", hosts=("a", "b"))
+    refused(
+        r"ranks=3: hosts=.* have 2 slots; hosts=\('node1\*3',\)", ranks=3, profile="ssh", hosts=("a", "b")
+    )
     for wrong in ("-oProxyCommand=x", "a*0", "a:b", "a b", ""):
         refused("names no host; 'user@host:22", profile="ssh", hosts=(wrong,))
     refused("key='.*': No such file", profile="ssh", hosts=("a*2",), key=str(tmp_path / "none"))
     refused(r"ranks=3: 2 node\(s\) of 2 ranks give 4; ranks=4", ranks=3, profile="slurm", nodes=2)
     refused("gpus_per_node=2: 4 ranks on a node", ranks=8, profile="slurm", nodes=2, gpus_per_node=2)
-    refused("no folder here", profile="slurm", folder=str(tmp_path / "none"))
+    refused("there is no such folder", profile="slurm", folder=str(tmp_path / "none"))
     refused("hostfile=.*: No such file", profile="mpi", hostfile=str(tmp_path / "none"))
     (tmp_path / "hosts").write_text("# two\nnode1 slots=2\nnode2\n")
     refused(
@@ -77,7 +79,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
 def test_an_address_or_a_port_that_cannot_be_had_is_refused() -> None:
     mpi = find_profile("mpi", address="198.51.100.7")
     with pytest.raises(
-        ClusterError, match=r"198\.51\.100\.7' is not this machine's .*this machine has .*127\.0"
+        ClusterError, match=r"198\.51\.100\.7' is not an address of this machine .*this machine has .*127\.0"
     ):
         mpi.controller_address()
     for wrong in ("7300-7307", "many", "0-20"):
@@ -137,15 +139,21 @@ def test_a_connection_file_that_others_can_read_is_refused(tmp_path: Path) -> No
 def test_the_line_that_says_why(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "a.log").write_text(text)
-    assert logs.telling_line(tmp_path, "a.log") == said
-    assert "cannot be read" in logs.telling_line(tmp_path, "b.log")
+    assert logs.last_error(tmp_path, "a.log") == said
+    assert "cannot be read" in logs.last_error(tmp_path, "b.log")
 
 
 def test_ranks_over_ssh_take_the_slots_in_order() -> None:
     ssh = find_profile("ssh", hosts=("a*2", "me@b:2200*3", "a"), python="/opt/bin/python")
-    places = [ssh.start(5, rank, (1, 2.0)).place for rank in range(5)]
-    assert places == [Place(0, 0, 2), Place(1, 1, 2), Place(2, 0, 3), Place(3, 1, 3), Place(4, 2, 3)]
-    assert ssh.start(6, 5, (1, 2.0)).place == Place(5, 2, 3)
+    places = [ssh.start(5, rank, (1, 2.0)).placement for rank in range(5)]
+    assert places == [
+        Placement(0, 0, 2),
+        Placement(1, 1, 2),
+        Placement(2, 0, 3),
+        Placement(3, 1, 3),
+        Placement(4, 2, 3),
+    ]
+    assert ssh.start(6, 5, (1, 2.0)).placement == Placement(5, 2, 3)
     assert ssh.start(6, 0, (1, 2.0)).owner is None, "another host sees no process of this one"
     command = ssh.command(5, 3, ["/opt/bin/python", "it's"])
     assert command[-4:] == ["-p", "2200", "me@b", """/opt/bin/python 'it'"'"'s'"""]
@@ -154,7 +162,7 @@ def test_ranks_over_ssh_take_the_slots_in_order() -> None:
 
 def test_a_start_survives_the_command_line() -> None:
     for start in (
-        Start(Place(3, 1, 2), (77, 1.25), variables={"A": "b c"}),
+        Start(Placement(3, 1, 2), (77, 1.25), variables={"A": "b c"}),
         Start(stdin=True, numa=True),
     ):
         command = start.command("python")
@@ -165,17 +173,17 @@ def test_a_start_survives_the_command_line() -> None:
     ("variables", "place"),
     [
         ("OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=4 SLURM_PROCID=0",
-         Place(5, 1, 4)),
-        ("PMI_RANK=6 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=3", Place(6, 2, 3)),
+         Placement(5, 1, 4)),
+        ("PMI_RANK=6 MPI_LOCALRANKID=2 MPI_LOCALNRANKS=3", Placement(6, 2, 3)),
         ("PMI_RANK=9 SLURM_PROCID=7 SLURM_LOCALID=0 SLURM_NODEID=3 SLURM_STEP_TASKS_PER_NODE=2(x3),1",
-         Place(7, 0, 1)),
-        ("SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3(x2)", Place(4, 1, 3)),
+         Placement(7, 0, 1)),
+        ("SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3(x2)", Placement(4, 1, 3)),
     ],
 )  # fmt: skip
-def test_what_the_launcher_says(variables: str, place: Place) -> None:
-    assert launched_place(dict(part.split("=", 1) for part in variables.split())) == place
+def test_what_the_launcher_says(variables: str, place: Placement) -> None:
+    assert launcher_placement(dict(part.split("=", 1) for part in variables.split())) == place
     with pytest.raises(ClusterError, match="neither mpiexec nor srun"):
-        launched_place({})
+        launcher_placement({})
 
 
 def test_tasks_per_node() -> None:
@@ -185,28 +193,28 @@ def test_tasks_per_node() -> None:
 
 def test_each_rank_of_a_host_sees_one_gpu() -> None:
     devices = ["5", "GPU-7a", "2"]
-    assert [device_of(Place(10 + k, k, 3), devices) for k in range(3)] == devices
-    assert device_of(Place(3, 1, 2), []) is None
-    assert device_of(Place(3, 1, 2), ["4"]) == "4", "a scheduler that binds shows each its own"
+    assert [device_of(Placement(10 + k, k, 3), devices) for k in range(3)] == devices
+    assert device_of(Placement(3, 1, 2), []) is None
+    assert device_of(Placement(3, 1, 2), ["4"]) == "4", "a scheduler that binds shows each its own"
     with pytest.raises(ClusterError, match="rank 12 is number 4 of 4 on its host and sees 3 GPUs; 3 ranks"):
-        device_of(Place(12, 3, 4), devices)
+        device_of(Placement(12, 3, 4), devices)
 
 
 def test_the_variables_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "interface_of", {"10.1.2.3": "eth7", LOOPBACK: "lo0"}.get)
     cores = [{0, 1, 2, 3, 4, 5}] * 2 + [{6, 7, 8}]
-    made = rank_environment(Place(4, 1, 3), ["0", "3", "6"], cores, "10.1.2.3", {"NCCL_DEBUG": "INFO"})
+    made = rank_environment(Placement(4, 1, 3), ["0", "3", "6"], cores, "10.1.2.3", {"NCCL_DEBUG": "INFO"})
     assert {v.name: v.value for v in made} == {
         "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "3",
         "CLUSTER_ADDRESS": "10.1.2.3", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7",
         "NCCL_DEBUG": "INFO",
     }  # fmt: skip
     assert all(v.why for v in made)
-    assert share_of_cores(Place(5, 2, 3), cores) == 3
-    assert share_of_cores(Place(0, 0, 5), [{1, 2}] * 5) == 1
-    local = rank_environment(Place(0, 0, 1), [], [{1}], LOOPBACK, {})
+    assert share_of_cores(Placement(5, 2, 3), cores) == 3
+    assert share_of_cores(Placement(0, 0, 5), [{1, 2}] * 5) == 1
+    local = rank_environment(Placement(0, 0, 1), [], [{1}], LOOPBACK, {})
     assert {v.value for v in local if "SOCKET" in v.name} == {"lo0"}
-    last = rank_environment(Place(0, 0, 1), [], [{1}], LOOPBACK, {"GLOO_SOCKET_IFNAME": "ib0"})
+    last = rank_environment(Placement(0, 0, 1), [], [{1}], LOOPBACK, {"GLOO_SOCKET_IFNAME": "ib0"})
     assert {v.name: v.value for v in last}["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
@@ -269,7 +277,7 @@ def test_a_profile_is_shown_with_its_reasons(name: str, monkeypatch: pytest.Monk
         assert f"  {variable} " in text
     assert all(profile.reasons().get(variable) for variable in profile.settings())
     assert ("nothing would run: ranks=2: hosts=()" if name == "ssh" else "-m cluster.engine") in text
-    assert max(map(len, text.partition("what would run")[0].splitlines())) <= 110
+    assert max(map(len, text.partition("the command that would run")[0].splitlines())) <= 110
 
 
 def test_show_from_the_command_line() -> None:
@@ -384,5 +392,5 @@ def test_node8_gives_each_of_eight_ranks_its_settings() -> None:
     for rank, f in enumerate(found):
         assert profile.settings().items() <= f["variables"].items()
         assert f["variables"]["NCCL_DEBUG"] == "INFO"
-        assert f["variables"]["OMP_NUM_THREADS"] == str(share_of_cores(Place(rank, rank, 8), cores))
+        assert f["variables"]["OMP_NUM_THREADS"] == str(share_of_cores(Placement(rank, rank, 8), cores))
         assert f["variables"]["GLOO_SOCKET_IFNAME"] == interface_of(LOOPBACK)

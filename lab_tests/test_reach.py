@@ -340,11 +340,11 @@ def test_a_full_disk_is_told_before_anything_starts(
 @pytest.mark.usefixtures("_slurm")
 def test_slurm_says_why_a_job_does_not_start(hosts: Hosts, tmp_path: Path) -> None:
     settings = {"ranks": 2, "address": hosts.address, "start_timeout": 15.0} | as_a_job(hosts, tmp_path)
-    with pytest.raises(ClusterError, match=r"Slurm took no job: .*Invalid partition") as caught:
+    with pytest.raises(ClusterError, match=r"Slurm refused the job: .*Invalid partition") as caught:
         Cluster(**settings, partition="none").start()
     assert "\n" not in str(caught.value)
     waits = settings | {"start_timeout": 4.0, "options": ("--begin=now+1hour",)}
-    starts(waits, r"no rank answered within 4 s where 2 were waited for; job \d+ is PENDING \(BeginTime\)")
+    starts(waits, r"no rank answered within 4 s and 2 were expected; job \d+ is PENDING \(BeginTime\)")
     assert jobs() == []
 
 

@@ -153,7 +153,7 @@ def test_a_number_of_ranks_that_torchrun_did_not_start(monkeypatch, tmp_path):
     words = ["train", "tiny", "--tokens", "40", "--steps", "2", "--checkpoint", str(tmp_path), "--ranks", "3"]
     run = CliRunner().invoke(main, words)
     assert run.exit_code == 2
-    assert run.stderr == "lab: 3 ranks asked for and 1 started by torchrun: leave --ranks out\n"
+    assert run.stderr == "lab: --ranks 3: torchrun started 1; --ranks 1 would work, or no --ranks\n"
 
 
 def test_export_refuses_in_one_line(tmp_path):

@@ -1,11 +1,11 @@
-"""ipyparallel launchers for which rank == engine id == device, also after a restart of the engines."""
+"""Launchers for ipyparallel. Rank k is the engine with the id k, also after a restart of the engines."""
 
 from cluster.launchers.batch import SlurmSetLauncher
 from cluster.launchers.local import ControllerLauncher, RankSetLauncher
 from cluster.launchers.mpi import MpiSetLauncher
 from cluster.launchers.remote_shell import SshSetLauncher
 
-# By the profile's name.
+# The launcher of each profile, by the name of the profile.
 LAUNCHERS = {
     "local": RankSetLauncher,
     "node8": RankSetLauncher,

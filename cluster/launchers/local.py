@@ -1,8 +1,12 @@
-"""The controller and the ranks of this machine, as its processes.
+"""Launch the controller, and ranks as processes of this machine.
 
-A set of ranks, whatever launches it, has `pids()` (the processes here that carry ranks), `kill()` (end the
-ranks, whatever they do), `why_ended()` (None while all of them may still come up) and `LEAVE_SECONDS`: how
-long after `kill()` the controller may take to hear of it; a rank that does not tell is taken off its list.
+Every launcher of a set of ranks has these members:
+
+- `pids()` returns the processes of this machine that start or contain ranks.
+- `kill()` ends the ranks, also those that are stuck.
+- `why_ended()` returns why ranks have ended, None while all of them may still start.
+- `LEAVE_SECONDS` is how long the controller may take to learn of a `kill()`. A rank whose end was not
+  reported by then is removed from the controller's list.
 """
 
 import secrets
@@ -14,37 +18,41 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLau
 from traitlets import Any
 
 from cluster.errors import name_ranks
-from cluster.logs import telling_line
-from cluster.places import import_path
+from cluster.logs import last_error
+from cluster.placement import import_path
 from cluster.watchdog import this_process, watched
 
 
-class Launches:
-    """What all launchers share. Logs stay where they are: a start that failed is explained there."""
+class LauncherBase:
+    """What all launchers share."""
 
     def get_output(self, remove: bool = False) -> str:
-        """Return nothing, and remove nothing; the cluster's directory goes as a whole."""
+        """Return nothing, and remove nothing.
+
+        The logs explain a start that failed. They are removed with the directory of the cluster.
+        """
         return ""
 
     def get_env(self) -> dict[str, str]:
-        """Return the variables added to this process's own."""
+        """Return the environment variables that are added to those of this process."""
         return {**super().get_env(), "PYTHONPATH": import_path()}  # type: ignore[misc]
 
-    def waits_for(self) -> str:
-        """Return what the ranks are waiting for, where it is known, with a semicolon after it."""
+    def waiting_reason(self) -> str:
+        """Return what the ranks wait for, followed by a semicolon, or nothing where it is not known."""
         return ""
 
-    def ended_as_a_whole(self) -> str | None:
-        """Return why all ranks ended at once and cannot tell, None where each death is told."""
+    def why_all_ended(self) -> str | None:
+        """Return why all ranks ended at once, None where the end of each rank is reported by itself."""
         return None
 
 
-class ControllerLauncher(Launches, LocalControllerLauncher):  # type: ignore[misc]
-    """Start the controller under the watchdog."""
+class ControllerLauncher(LauncherBase, LocalControllerLauncher):  # type: ignore[misc]
+    """Starts the controller under the watchdog."""
 
     def get_env(self) -> dict[str, str]:
-        """Return the variables added to this process's own."""
-        # With CURVE on, ipyparallel would leave messages unsigned, and warn of that in the notebook.
+        """Return the environment variables that are added to those of this process."""
+        # Without a key, ipyparallel with CURVE would not sign messages, and would show a warning in the
+        # notebook.
         return {**super().get_env(), "IPP_SESSION_KEY": secrets.token_hex(32)}
 
     def find_args(self) -> list[str]:
@@ -52,8 +60,8 @@ class ControllerLauncher(Launches, LocalControllerLauncher):  # type: ignore[mis
         return [*watched("ipyparallel.controller"), *self.cluster_args, *self.controller_args]
 
 
-class RankLauncher(Launches, LocalEngineLauncher):  # type: ignore[misc]
-    """Start one rank; its place in the set, which names it, is its number."""
+class RankLauncher(LauncherBase, LocalEngineLauncher):  # type: ignore[misc]
+    """Starts one rank. Its identifier in the set is its rank."""
 
     def find_args(self) -> list[str]:
         """Return the command line."""
@@ -62,29 +70,29 @@ class RankLauncher(Launches, LocalEngineLauncher):  # type: ignore[misc]
         return list(profile.command(ranks, rank, start.command(profile.interpreter())))
 
 
-class RankSetLauncher(Launches, LocalEngineSetLauncher):  # type: ignore[misc]
-    """Start the ranks of one cluster, each by a process of its own."""
+class RankSetLauncher(LauncherBase, LocalEngineSetLauncher):  # type: ignore[misc]
+    """Starts the ranks of one cluster, each as a process of its own."""
 
     LEAVE_SECONDS = 5.0
 
     launcher_class = RankLauncher
-    profile = Any(config=True, help="the cluster.profiles.Profile that says how")
+    profile = Any(config=True, help="the cluster.profiles.Profile of the ranks")
     delay = 0.0
 
     def pids(self) -> list[int]:
-        """Return the ranks' processes."""
+        """Return the process ids of the ranks."""
         return [launcher.pid for launcher in self.launchers.values()]
 
     def kill(self) -> None:
-        """End the ranks; their nannies stay for the moment, for they tell the controller."""
+        """End the ranks. Their nannies stay for the moment, because they tell the controller."""
         for pid in self.pids():
             with suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).send_signal(signal.SIGKILL)
 
     def why_ended(self) -> str | None:
-        """Return which ranks ended, and the line of the first one's log that says why."""
+        """Return which ranks ended, and the last error in the log of the first of them."""
         gone = [rank for rank in range(self.n) if str(rank) not in self.launchers]
         if not gone:
             return None
         log = f"ipengine-{self.cluster_id}-{self.engine_set_id}-{gone[0]}.log"
-        return f"{name_ranks(gone)} ended: {telling_line(self.profile_dir, log)}"
+        return f"{name_ranks(gone)} ended: {last_error(self.profile_dir, log)}"

@@ -1,24 +1,24 @@
-"""Ranks that one mpiexec starts."""
+"""Launch ranks by one mpiexec."""
 
 import psutil
 from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 from traitlets import Any
 
-from cluster.launchers.local import Launches
-from cluster.logs import telling_line
-from cluster.processes import outlive
+from cluster.launchers.local import LauncherBase
+from cluster.logs import last_error
+from cluster.processes import wait_for_end
 from cluster.watchdog import is_alive, this_process
 
 KILL_SECONDS = 10.0
 
 
-class MpiSetLauncher(Launches, MPIEngineSetLauncher):  # type: ignore[misc]
-    """Start the ranks of one cluster by mpiexec; without ipyparallel's --mpi, which wants mpi4py."""
+class MpiSetLauncher(LauncherBase, MPIEngineSetLauncher):  # type: ignore[misc]
+    """Starts the ranks of one cluster by mpiexec, without ipyparallel's `--mpi`, which needs mpi4py."""
 
-    # A rank's nanny outlives it and tells the controller.
+    # A rank's nanny lives longer than the rank and tells the controller.
     LEAVE_SECONDS = 5.0
 
-    profile = Any(config=True, help="the cluster.profiles.Profile that says how")
+    profile = Any(config=True, help="the cluster.profiles.Profile of the ranks")
 
     def find_args(self) -> list[str]:
         """Return the command line."""
@@ -26,21 +26,21 @@ class MpiSetLauncher(Launches, MPIEngineSetLauncher):  # type: ignore[misc]
         return list(self.profile.command(self.n, 0, start.command(self.profile.interpreter())))
 
     def pids(self) -> list[int]:
-        """Return mpiexec's process."""
+        """Return the process id of mpiexec, or nothing before the start."""
         return [self.pid] if self.process else []
 
     def kill(self) -> None:
-        """Have mpiexec end its ranks, on all hosts, and return when it has."""
+        """Ask mpiexec to end its ranks on all hosts, and wait until it has ended."""
         if self.process and is_alive(self.process):
             self.process.terminate()
-            # Asked or killed a second time before it is through, it would leave ranks behind.
-            outlive([self.process], KILL_SECONDS)
+            # A second signal before it has finished would leave ranks behind.
+            wait_for_end([self.process], KILL_SECONDS)
 
     def why_ended(self) -> str | None:
-        """Return the line of mpiexec's log that says why it ended."""
+        """Return the last error in the log of mpiexec, None while mpiexec runs."""
         try:
             if is_alive(psutil.Process(self.pid)):
                 return None
         except psutil.NoSuchProcess:
             pass
-        return f"mpiexec ended: {telling_line(self.profile_dir, f'{self.identifier}.log')}"
+        return f"mpiexec ended: {last_error(self.profile_dir, f'{self.identifier}.log')}"

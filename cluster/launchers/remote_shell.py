@@ -1,4 +1,4 @@
-"""Ranks over ssh: one connection a rank, which carries the controller's address in and the rank's log out."""
+"""Launch ranks over ssh. Each rank has one connection, for the controller's address and the rank's log."""
 
 from contextlib import suppress
 from subprocess import PIPE, STDOUT, Popen
@@ -7,46 +7,46 @@ import psutil
 
 from cluster.launchers.local import RankLauncher, RankSetLauncher
 
-# How ssh says that it failed itself, or that the program was ended by a signal.
+# The exit code of ssh where ssh itself failed, or where a signal ended the program.
 SSH_FAILED = 255
 
 
 class SshRankLauncher(RankLauncher):
-    """Start one rank on the other host, and hold its standard input: when that closes, the rank ends."""
+    """Starts one rank on another host, and keeps its standard input open. Closing that ends the rank."""
 
     def start(self) -> int:
-        """Start ssh and hand over the connection."""
+        """Start ssh and send the connection to the controller."""
         with open(self.output_file, "ab") as log:
-            started = Popen(self.args, stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True)
-        self._popen_process = started
-        assert started.stdin is not None
-        self._input = started.stdin
+            process = Popen(self.args, stdin=PIPE, stdout=log, stderr=STDOUT, start_new_session=True)
+        self._popen_process = process
+        assert process.stdin is not None
+        self._input = process.stdin
         with suppress(BrokenPipeError):
             self._input.write(self.environment["IPP_CONNECTION_INFO"].encode() + b"\n")
             self._input.flush()
-        self.pid = started.pid
-        self.process = psutil.Process(started.pid)
+        self.pid = process.pid
+        self.process = psutil.Process(process.pid)
         self.on_stop(lambda data: self.close_input())
         self.notify_start(self.pid)
         self._start_waiting()
         return self.pid
 
     def close_input(self) -> None:
-        """End the rank, wherever it is."""
+        """End the rank by closing its standard input."""
         with suppress(BrokenPipeError):
             self._input.close()
 
 
 class SshSetLauncher(RankSetLauncher):
-    """Start the ranks of one cluster over ssh."""
+    """Starts the ranks of one cluster over ssh."""
 
-    # Its nanny ends with a rank, and tells nobody.
+    # A rank's nanny ends with the rank and does not tell the controller.
     LEAVE_SECONDS = 0.5
 
     launcher_class = SshRankLauncher
 
     def kill(self) -> None:
-        """End the ranks."""
+        """End the ranks by closing their standard inputs."""
         for launcher in list(self.launchers.values()):
             launcher.close_input()
 

@@ -1,4 +1,4 @@
-"""The places ranks can run, by name.
+"""The profiles by name. A profile says where ranks run.
 
 where you are                          profile   first command
 -------------------------------------  --------  ---------------------------------------------------------
@@ -9,15 +9,18 @@ hosts where mpiexec starts programs    mpi       Cluster(ranks=16, profile="mpi"
 a login node of a Slurm cluster        slurm     Cluster(ranks=16, profile="slurm", gpus_per_node=8,
                                                          start_timeout=600)
 
-`lab cluster show NAME` prints a profile: its fields, each with its default and why, what rank 0 finds in its
-environment, and the command or batch script that would run. Every field is a keyword argument of `Cluster`.
+`lab cluster show NAME` prints a profile: each field with its default and the reason for it, the environment
+variables of rank 0, and the command or the batch script that would run. Every field is a keyword argument of
+`Cluster`.
 
-local and node8 stay on loopback. The others open the controller to the ranks' hosts at `address`, with CURVE
-encryption; its key travels over ssh's standard input, by mpiexec or by Slurm, never on a command line.
-What the ranks say to each other over gloo or NCCL is not encrypted by anyone: use networks that you trust.
-The hosts need the lab installed, at the same path unless `python=` (ssh) names another. Where a firewall
-stands between, `ports="7000-7008"` says which ports the controller takes; ranks choose their own among
-themselves. When the process that started a cluster is gone, so are its ranks, within 20 seconds, anywhere.
+local and node8 use the loopback interface only. With the other profiles the controller listens at `address`
+for the hosts of the ranks, and encrypts with CURVE. Its key is sent over the standard input of ssh, by
+mpiexec or by Slurm, and never stands on a command line. gloo and NCCL do not encrypt what the ranks send to
+each other: use networks that you trust.
+
+The lab must be installed on every host, at the same path as here unless `python=` (ssh) names another one.
+Behind a firewall, `ports="7000-7008"` sets the ports of the controller. The ranks choose the ports between
+themselves. When the process that started a cluster is gone, its ranks end within 20 seconds on every host.
 """
 
 from dataclasses import fields, replace
@@ -37,9 +40,14 @@ PROFILES: dict[str, Profile] = {
 
 
 def find_profile(name: str, **overrides: Any) -> Profile:
-    """Return the profile called `name`, with these fields in place of its own.
+    """Return a profile.
 
-    Raises ClusterError that lists the known profiles, or the profile's fields.
+    Args:
+        name: The name of the profile.
+        **overrides: Values for its fields, in place of the defaults.
+
+    Raises:
+        ClusterError: The profile or a field is not known, or a text is set where a tuple is needed.
     """
     if name not in PROFILES:
         raise ClusterError(f"profile {name!r} is not known; known are: {', '.join(sorted(PROFILES))}")

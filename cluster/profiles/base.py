@@ -1,4 +1,4 @@
-"""What a profile is: where ranks run, how each is started, and what each finds in its environment."""
+"""The base of a profile: where ranks run, how they are started, and their environment variables."""
 
 import shutil
 import sys
@@ -8,15 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cluster.errors import ClusterError
-from cluster.network import LOOPBACK, check_free, outward_address
-from cluster.places import Start
+from cluster.network import LOOPBACK, check_ports, outward_address
+from cluster.placement import Start
 
-# The ports at which ipyparallel's controller serves engines.
+# How many ports ipyparallel's controller opens for engines.
 ENGINE_PORTS = 9
 
 
 def option(default: Any, why: str) -> Any:
-    """A profile's field, with what it does and why its default is what it is."""
+    """Declare a field of a profile.
+
+    Args:
+        default: The default of the field.
+        why: What the field does, and the reason for the default.
+    """
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"why": why})
     return field(default=default, metadata={"why": why})
@@ -24,10 +29,15 @@ def option(default: Any, why: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(ABC):
-    """A place for ranks. Its fields are what `Cluster(..., profile=NAME, field=value)` overrides.
+    """Where ranks run. `Cluster(..., profile=NAME, field=value)` sets the fields.
 
-    `name` is what it is called, `where` says in a line where it belongs, `program` what it needs installed
-    and `package` where Debian has that.
+    Attributes:
+        name: The name of the profile.
+        where: Where it is to be used, in one line.
+        program: The program that must be installed, None where none is needed.
+        package: The Debian package of that program.
+        variables: Environment variables for every rank.
+        numa: Whether each rank is bound to the cores of its GPU's NUMA node.
     """
 
     name: ClassVar[str]
@@ -35,23 +45,38 @@ class Profile(ABC):
     program: ClassVar[str | None] = None
     package: ClassVar[str | None] = None
 
-    variables: Mapping[str, str] = option({}, "environment variables for every rank, over the lab's own")
-    numa: bool = option(False, "bind each rank to the cores of its GPU's NUMA node; most hosts have only one")
+    variables: Mapping[str, str] = option(
+        {}, "environment variables for every rank; they override those of the lab"
+    )
+    numa: bool = option(
+        False, "bind each rank to the cores of its GPU's NUMA node; most hosts have only one node"
+    )
 
     @abstractmethod
     def check_ranks(self, ranks: int) -> None:
-        """Raise ClusterError unless the profile can give so many."""
+        """Check that the profile can start so many ranks.
+
+        Raises:
+            ClusterError: It cannot.
+        """
 
     @abstractmethod
     def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
-        """Return the command line, run here, by which `engine` becomes rank `rank`.
+        """Return the command line that starts a rank. It runs on this machine.
 
-        Where mpiexec or srun starts them all, it becomes every rank.
+        Args:
+            ranks: The number of ranks.
+            rank: The rank. Where mpiexec or srun starts all ranks, the command line is that of all ranks.
+            engine: The command line of the rank itself.
         """
 
     def check(self, ranks: int) -> None:
-        """Raise ClusterError, before anything is launched, for what would not come up."""
-        check_whole(ranks)
+        """Check that the ranks can start, before any of them is launched.
+
+        Raises:
+            ClusterError: They cannot.
+        """
+        check_rank_count(ranks)
         if self.program is not None and shutil.which(self.program) is None:
             raise ClusterError(
                 f"profile {self.name!r} needs {self.program}, which is not installed here; "
@@ -60,59 +85,75 @@ class Profile(ABC):
         self.check_ranks(ranks)
 
     def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
-        """Return what rank `rank` is told; `owner` is the process whose end is its end."""
+        """Return what a rank has to know at its start.
+
+        Args:
+            ranks: The number of ranks.
+            rank: The rank.
+            owner: The id and the creation time of the process that it ends with.
+        """
         return Start(owner=owner, numa=self.numa, variables=self.settings())
 
     def interpreter(self) -> str:
-        """Return the Python that the ranks run under."""
+        """Return the path of the Python that runs the ranks."""
         return sys.executable
 
     def settings(self) -> dict[str, str]:
-        """Return the variables that every rank gets from this profile."""
+        """Return the environment variables that this profile sets for every rank."""
         return dict(self.variables)
 
     def reasons(self) -> dict[str, str]:
-        """Return why the profile sets a variable, for those it sets itself."""
+        """Return the reason for each variable that the profile itself sets."""
         return {}
 
     def controller_address(self) -> str:
-        """Return the address at which the controller serves the engines. Raises ClusterError if it cannot."""
+        """Return the address at which the controller listens for engines.
+
+        Raises:
+            ClusterError: It cannot listen there.
+        """
         return LOOPBACK
 
     def controller_arguments(self) -> list[str]:
-        """Return what the controller is told besides its address."""
-        # Loopback is not encrypted: who can listen there can read this process's memory as well.
+        """Return further arguments of the controller."""
+        # Loopback is not encrypted: whoever can read its traffic can read the memory of this process too.
         return []
 
     def log_folder(self) -> str | None:
-        """Return the folder for the cluster's directory and logs, None for the system's temporary one."""
+        """Return the folder for the cluster's directory, None for the system's folder for temporary files."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReachingProfile(Profile):
-    """A profile whose ranks are on other hosts: the controller leaves loopback, and is encrypted there."""
+class RemoteProfile(Profile):
+    """A profile whose ranks run on other hosts. The controller listens outside loopback, with encryption.
+
+    Attributes:
+        address: The address at which the controller listens. None chooses one.
+        ports: The ports of the controller. None chooses free ones.
+    """
 
     address: str | None = option(
-        None, "where the controller serves engines; default: this host's address on the way outward"
+        None,
+        "where the controller listens; default: this host's address on the route to other networks",
     )
     ports: str | None = option(
         None,
-        f"{ENGINE_PORTS} of them for the controller, as 7000-7008, for firewalls; default: any",
+        f"{ENGINE_PORTS} ports for the controller, such as 7000-7008, for a firewall; default: any",
     )
 
     def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
-        """Return what rank `rank` is told: on another host the owner's process id means nothing."""
+        """Return what a rank has to know at its start, without the owner, which another host cannot see."""
         return Start(numa=self.numa, variables=self.settings())
 
     def controller_address(self) -> str:
-        """Return the address at which the controller serves the engines."""
+        """Return the address at which the controller listens for engines, after a check of its ports."""
         address = self.address or outward_address()
-        check_free(address, self.port_list())
+        check_ports(address, self.port_list())
         return address
 
     def controller_arguments(self) -> list[str]:
-        """Return what the controller is told besides its address: CURVE on, and the ports."""
+        """Return further arguments of the controller: encryption by CURVE, and the ports."""
         curve = ["--IPController.enable_curve=True"]
         return [*curve, f"--IPController.engine_ports={self.ports}"] if self.ports else curve
 
@@ -121,22 +162,30 @@ class ReachingProfile(Profile):
         return ranks
 
     def port_list(self) -> list[int]:
-        """Return the ports asked for. Raises ClusterError where they are no such list, or too few."""
-        found: list[int] = []
+        """Return the ports of the controller, an empty list for any.
+
+        Raises:
+            ClusterError: `ports` is not a list of ports, or has too few.
+        """
+        ports: list[int] = []
         try:
             for part in (self.ports or "").split(",") if self.ports else []:
                 first, _, last = part.partition("-")
-                found += range(int(first), int(last or first) + 1)
+                ports += range(int(first), int(last or first) + 1)
         except ValueError:
-            found = []
-        if self.ports and (len(set(found)) < ENGINE_PORTS or not all(0 < port < 2**16 for port in found)):
+            ports = []
+        if self.ports and (len(set(ports)) < ENGINE_PORTS or not all(0 < port < 2**16 for port in ports)):
             raise ClusterError(
                 f"ports={self.ports!r}: {ENGINE_PORTS} ports are needed; '7000-7008' would work"
             )
-        return found
+        return ports
 
 
-def check_whole(ranks: int) -> None:
-    """Raise ClusterError unless `ranks` is a whole number of ranks."""
+def check_rank_count(ranks: int) -> None:
+    """Check that `ranks` is a whole number, at least 1.
+
+    Raises:
+        ClusterError: It is not.
+    """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ClusterError(f"ranks={ranks!r}: a whole number of ranks is needed, at least 1")

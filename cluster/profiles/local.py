@@ -1,28 +1,32 @@
-"""All ranks on this machine: the cores shared out, one GPU a rank where there are GPUs, loopback only."""
+"""All ranks on this machine. They share the cores; where there are GPUs, each rank has one of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.capacity import check_capacity
-from cluster.places import Place, Start
+from cluster.placement import Placement, Start
 from cluster.profiles.base import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Profile):
-    """Ranks as processes of this machine."""
+    """Runs the ranks as processes of this machine, on the loopback interface."""
 
     name = "local"
     where = "a laptop, or a machine with GPUs or none"
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ClusterError unless this machine has the memory, or the GPUs."""
+        """Check that this machine has enough memory, or enough GPUs.
+
+        Raises:
+            ClusterError: It has not.
+        """
         check_capacity(ranks)
 
     def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
-        """Return the command line of rank `rank`."""
+        """Return the command line of a rank, which is that of its engine."""
         return list(engine)
 
     def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
-        """Return what rank `rank` is told."""
-        return replace(super().start(ranks, rank, owner), place=Place(rank, rank, ranks))
+        """Return what a rank has to know at its start, with its placement."""
+        return replace(super().start(ranks, rank, owner), placement=Placement(rank, rank, ranks))

@@ -1,27 +1,38 @@
-"""Ranks started by Open MPI's mpiexec, on this host or on those of a host file."""
+"""Ranks that Open MPI's mpiexec starts, on this host or on the hosts of a host file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.profiles.base import ReachingProfile, option
+from cluster.profiles.base import RemoteProfile, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mpi(ReachingProfile):
-    """One mpiexec starts all ranks. They do not speak MPI: it only starts and ends them."""
+class Mpi(RemoteProfile):
+    """Starts and ends all ranks by one mpiexec. The ranks themselves do not use MPI.
+
+    Attributes:
+        hostfile: The path of the host file.
+        options: Further arguments of mpiexec.
+    """
 
     name = "mpi"
     where = "hosts on which mpiexec already starts programs"
     program = "mpiexec"
     package = "openmpi-bin"
 
-    hostfile: str | None = option(None, "a line a host, as `node1 slots=8`; default: this host alone")
+    hostfile: str | None = option(
+        None, "a file with a line for each host, such as `node1 slots=8`; default: this host alone"
+    )
     options: tuple[str, ...] = option((), "further arguments of mpiexec, such as --allow-run-as-root")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ClusterError where the host file is missing or has too few slots."""
+        """Check that the host file has enough slots.
+
+        Raises:
+            ClusterError: It is missing, or has too few slots.
+        """
         if self.hostfile is None:
             return
         try:
@@ -42,11 +53,11 @@ class Mpi(ReachingProfile):
         return [
             *("mpiexec", "-n", str(ranks)),
             *(["--hostfile", self.hostfile] if self.hostfile else ["--oversubscribe"]),
-            # The ranks share out the cores themselves; bound to one core each, they would find only that.
+            # The ranks share the cores themselves. mpiexec would bind each rank to one core.
             *("--bind-to", "none"),
-            # A rank that ends is named by the lab, and leaves the others to say what they saw.
+            # The lab reports a rank that ends. mpiexec would end the other ranks before they report.
             *("--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"),
-            # By name: values on a command line can be read by everyone on the host.
+            # By name, because everyone on the host can read the values on a command line.
             *("-x", "IPP_CONNECTION_INFO", "-x", "PYTHONPATH"),
             *self.options,
             *engine,

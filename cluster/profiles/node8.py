@@ -1,4 +1,4 @@
-"""The eight GPUs of one node: a rank each, near its GPU's NUMA node, with allocator and NCCL set for them."""
+"""The eight GPUs of one node, with one rank for each, and settings of the allocator and NCCL for them."""
 
 from dataclasses import dataclass
 
@@ -11,28 +11,42 @@ NODE_RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Node8(Local):
-    """Up to eight ranks of one node, a GPU each; without GPUs, CPU ranks with the same settings."""
+    """Runs up to eight ranks on one node, each with a GPU. Without GPUs, CPU ranks have the same settings.
+
+    Attributes:
+        numa: Whether each rank is bound to the cores of its GPU's NUMA node.
+        allocator: The settings of torch's allocator.
+        nvls: Whether NCCL uses NVLink SHARP.
+        infiniband: Whether NCCL uses InfiniBand.
+    """
 
     name = "node8"
     where = "one node of 8 GPUs, which you are logged in to"
 
-    numa: bool = option(True, "bind each rank to the cores of its GPU's NUMA node: offload crosses no socket")
+    numa: bool = option(
+        True, "bind each rank to the cores of its GPU's NUMA node, so that offload crosses no socket"
+    )
     allocator: str = option(
         "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8",
-        "PYTORCH_ALLOC_CONF: segments that grow, as tiles of many sizes fragment fixed ones; host "
-        "memory that eight threads a rank touch before it is pinned, for all ranks pin in the first step",
+        "PYTORCH_ALLOC_CONF: segments that grow, because tiles of many sizes fragment fixed segments; and "
+        "eight threads a rank that pin host memory, because all ranks pin it in the first step",
     )
     nvls: bool = option(
         False,
         "NCCL_NVLS_ENABLE: NVLink SHARP speeds up all-reduces, which long contexts hardly use, "
-        "and takes device memory outside torch's view for each group",
+        "and takes device memory for each group that torch does not see",
     )
     infiniband: bool = option(
-        False, "NCCL_IB_DISABLE=1 when off: on one node everything goes over NVLink, no adapter is asked"
+        False,
+        "NCCL_IB_DISABLE=1 when false: on one node all traffic goes over NVLink, without a network adapter",
     )
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ClusterError unless the node has room for so many."""
+        """Check that one node has enough GPUs.
+
+        Raises:
+            ClusterError: There are more ranks than a node has GPUs, or than this machine can run.
+        """
         if ranks > NODE_RANKS:
             raise ClusterError(
                 f"ranks={ranks}: profile {self.name!r} is one node of {NODE_RANKS}; ranks={NODE_RANKS} would "
@@ -41,7 +55,7 @@ class Node8(Local):
         super().check_ranks(ranks)
 
     def settings(self) -> dict[str, str]:
-        """Return the variables that every rank gets."""
+        """Return the environment variables of every rank."""
         return {
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "PYTORCH_ALLOC_CONF": self.allocator,
@@ -51,11 +65,11 @@ class Node8(Local):
         }
 
     def reasons(self) -> dict[str, str]:
-        """Return why each of them is set."""
+        """Return the reason for each variable."""
         return {
-            "CUDA_DEVICE_ORDER": "device numbers are nvidia-smi's, by which NUMA nodes are looked up",
-            "PYTORCH_ALLOC_CONF": "segments that grow, as tiles of many sizes fragment fixed ones; "
-            "and threads that pin host memory, for all ranks pin in the first step",
-            "NCCL_NVLS_ENABLE": "NVLink SHARP would take device memory outside torch's view",
+            "CUDA_DEVICE_ORDER": "the device numbers of nvidia-smi, by which the NUMA nodes are looked up",
+            "PYTORCH_ALLOC_CONF": "segments that grow, because tiles of many sizes fragment fixed ones; "
+            "and threads that pin host memory, because all ranks pin it in the first step",
+            "NCCL_NVLS_ENABLE": "NVLink SHARP would take device memory that torch does not see",
             "NCCL_IB_DISABLE": "one node needs no network adapter",
         }

@@ -1,4 +1,4 @@
-"""A profile's fields as texts, as a command line has them."""
+"""The fields of a profile from texts of the form FIELD=VALUE, for the command line."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,23 +8,28 @@ from cluster.profiles import find_profile
 
 
 def parse_fields(name: str, texts: Iterable[str]) -> dict[str, Any]:
-    """Return the values of `FIELD=VALUE` texts for the profile called `name`.
+    """Return the values of fields, by the name of the field. `find_profile` checks the names.
 
-    Raises ClusterError for what is no such text; the fields themselves are checked where they are used.
+    Args:
+        name: The name of the profile. The defaults of its fields decide the types of the values.
+        texts: The fields, as `FIELD=VALUE`.
+
+    Raises:
+        ClusterError: The profile is not known, or a text has another form.
     """
     profile = find_profile(name)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ClusterError(f"{text!r}: FIELD=VALUE is needed")
+            raise ClusterError(f"{text!r}: FIELD=VALUE is needed, such as numa=true")
         default = getattr(profile, key, None)
         if isinstance(default, tuple):
-            found[key] = tuple(value.split(","))
+            values[key] = tuple(value.split(","))
         elif isinstance(default, bool):
-            found[key] = value.lower() in ("true", "1", "yes", "on")
+            values[key] = value.lower() in ("true", "1", "yes", "on")
         elif isinstance(default, dict):
-            found[key] = dict(part.split(":", 1) for part in value.split(",") if ":" in part)
+            values[key] = dict(part.split(":", 1) for part in value.split(",") if ":" in part)
         else:
-            found[key] = int(value) if value.isdigit() else value
-    return found
+            values[key] = int(value) if value.isdigit() else value
+    return values

@@ -1,4 +1,4 @@
-"""Ranks as one Slurm job: sbatch asks for the nodes, srun starts the ranks on them."""
+"""Ranks as one Slurm job. sbatch requests the nodes, and srun starts the ranks on them."""
 
 import shlex
 from collections.abc import Sequence
@@ -6,14 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.profiles.base import ReachingProfile, option
+from cluster.profiles.base import RemoteProfile, option
 
 NODE_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slurm(ReachingProfile):
-    """A batch job with one task a rank. The start waits in the queue, for `timeout` seconds at most."""
+class Slurm(RemoteProfile):
+    """Starts a batch job with one task for each rank. The time in the queue counts as time of the start.
+
+    Attributes:
+        partition: The queue.
+        account: The account.
+        time: The longest time of the job.
+        nodes: The number of nodes.
+        ranks_per_node: The ranks on each node.
+        gpus_per_node: The GPUs that are requested on each node.
+        options: Further options of sbatch.
+        folder: The folder of the job's log.
+    """
 
     name = "slurm"
     where = "a cluster with Slurm, from a login node or inside a job"
@@ -21,20 +32,27 @@ class Slurm(ReachingProfile):
     package = "slurm-client"
 
     partition: str | None = option(None, "the queue; default: the site's own default")
-    account: str | None = option(None, "whom the hours are charged to; default: yours")
-    time: str = option("01:00:00", "the job ends after it, hours:minutes:seconds; short jobs start sooner")
-    nodes: int | None = option(None, "default: as few as hold the ranks")
-    ranks_per_node: int | None = option(
-        None, f"default: the ranks over `nodes`, or up to {NODE_RANKS}, for most nodes have as many GPUs"
+    account: str | None = option(None, "the account that the hours are charged to; default: yours")
+    time: str = option(
+        "01:00:00", "the job ends after this time, hours:minutes:seconds; short jobs start sooner"
     )
-    gpus_per_node: int | None = option(None, "GPUs asked for on each node; default: none is asked for")
-    options: tuple[str, ...] = option((), "further lines of the job, such as '--exclusive'")
+    nodes: int | None = option(None, "the number of nodes; default: as few as the ranks need")
+    ranks_per_node: int | None = option(
+        None,
+        f"default: the ranks over `nodes`, or up to {NODE_RANKS}, because most nodes have {NODE_RANKS} GPUs",
+    )
+    gpus_per_node: int | None = option(None, "GPUs to request on each node; default: none")
+    options: tuple[str, ...] = option((), "further options of sbatch, such as '--exclusive'")
     folder: str = option(
-        "~", "where the job's log goes; every node must see it, which a home directory mostly fulfils"
+        "~", "the folder of the job's log; every node must see it, and most see the home directory"
     )
 
     def layout(self, ranks: int) -> tuple[int, int]:
-        """Return the nodes and the ranks on each. Raises ClusterError where they do not come out even."""
+        """Return the number of nodes, and the number of ranks on each.
+
+        Raises:
+            ClusterError: The ranks cannot be spread evenly over the nodes.
+        """
         per_node = self.ranks_per_node or (-(-ranks // self.nodes) if self.nodes else min(ranks, NODE_RANKS))
         nodes = self.nodes or -(-ranks // per_node)
         if ranks != nodes * per_node:
@@ -46,7 +64,12 @@ class Slurm(ReachingProfile):
         return nodes, per_node
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ClusterError where the ranks do not come out even, or need more GPUs than are asked for."""
+        """Check the number of nodes and GPUs, and the folder.
+
+        Raises:
+            ClusterError: The ranks cannot be spread evenly, need more GPUs than are requested, or there is no
+                such folder.
+        """
         _, per_node = self.layout(ranks)
         if self.gpus_per_node is not None and self.gpus_per_node < per_node:
             raise ClusterError(
@@ -54,15 +77,17 @@ class Slurm(ReachingProfile):
                 f"gpus_per_node={per_node} would work"
             )
         if not Path(self.log_folder()).is_dir():
-            raise ClusterError(f"folder={self.folder!r} is no folder here; one that all nodes see would work")
+            raise ClusterError(
+                f"folder={self.folder!r}: there is no such folder; one that all nodes see would work"
+            )
 
     def ranks_on_first_host(self, ranks: int) -> int:
         """Return how many of `ranks` share rank 0's host."""
         return self.layout(ranks)[1]
 
     def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
-        """Return the command that all nodes' tasks are started with, inside the job."""
-        # The ranks share out the cores themselves; one that ends leaves the others to say what they saw.
+        """Return the command line that starts the ranks inside the job."""
+        # The ranks share the cores themselves. srun must not end the other ranks when one ends: they report.
         return [
             "srun",
             "--cpu-bind=none",
@@ -73,11 +98,18 @@ class Slurm(ReachingProfile):
         ]
 
     def script(self, ranks: int, engine: Sequence[str], log: str, name: str = "ranks") -> str:
-        """Return the batch script of the job."""
+        """Return the batch script of the job.
+
+        Args:
+            ranks: The number of ranks.
+            engine: The command line of a rank.
+            log: The path of the job's log.
+            name: The name of the job.
+        """
         nodes, per_node = self.layout(ranks)
-        asked = {
+        options = {
             "job-name": name,
-            # The connection reaches the ranks in their environment, which no other user can read.
+            # The ranks read the connection from their environment, which no other user can read.
             "export": "ALL",
             "output": log,
             "open-mode": "append",
@@ -89,10 +121,10 @@ class Slurm(ReachingProfile):
             "account": self.account,
             "gpus-per-node": self.gpus_per_node,
         }
-        lines = [f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None]
+        lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
         lines += [f"#SBATCH {line}" for line in self.options]
         return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(self.command(ranks, 0, engine))}", ""])
 
     def log_folder(self) -> str:
-        """Return the folder that the nodes see too."""
+        """Return the folder, which every node must see."""
         return str(Path(self.folder).expanduser())

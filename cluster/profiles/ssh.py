@@ -1,4 +1,4 @@
-"""Ranks over ssh, one connection each, on hosts that let you log in with a key."""
+"""Ranks over ssh, with one connection for each, on hosts that accept a key."""
 
 import re
 import shlex
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.places import Place, Start, import_path
-from cluster.profiles.base import ReachingProfile, option
+from cluster.placement import Placement, Start, import_path
+from cluster.profiles.base import RemoteProfile, option
 
 _HOST = re.compile(
     r"(?P<host>(?:[^@:*\s-][^@:*\s]*@)?[^@:*\s-][^@:*\s]*)(?::(?P<port>\d+))?(?:\*(?P<slots>[1-9]\d*))?"
@@ -19,47 +19,67 @@ _HOST = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ssh(ReachingProfile):
-    """Rank k on the k-th slot. The connection's secrets travel inside ssh and never reach the other disk."""
+class Ssh(RemoteProfile):
+    """Starts rank k on the k-th slot of the hosts.
+
+    The keys of the connection are sent through ssh and are not written to the disks of the hosts.
+
+    Attributes:
+        hosts: The hosts, as `user@host:port*slots`.
+        python: The path of the Python on those hosts.
+        key: The path of the private key.
+        options: Further arguments of ssh.
+    """
 
     name = "ssh"
     where = "a few hosts that ssh logs in to with a key"
     program = "ssh"
     package = "openssh-client"
 
-    hosts: tuple[str, ...] = option((), "`user@host:port*slots`; user, port and slots (one) may be left out")
-    python: str | None = option(
-        None, "a Python with the lab on those hosts; default: this one's path, for hosts that share the disk"
+    hosts: tuple[str, ...] = option(
+        (), "`user@host:port*slots` each; user, port and slots may be left out, and slots is then 1"
     )
-    key: str | None = option(None, "the private key's file; default: ssh's own choice")
+    python: str | None = option(
+        None,
+        "a Python with the lab on those hosts; default: the path of this one, for hosts that share the disk",
+    )
+    key: str | None = option(None, "the file of the private key; default: ssh chooses")
     options: tuple[str, ...] = option((), "further arguments of ssh, such as '-J', 'gateway'")
 
     def slots(self) -> list[tuple[str, str | None]]:
-        """Return the (user@host, port) of each rank in turn. Raises ClusterError for what names no host."""
-        found: list[tuple[str, str | None]] = []
+        """Return the pair (user@host, port) of each slot.
+
+        Raises:
+            ClusterError: An entry of `hosts` does not name a host.
+        """
+        slots: list[tuple[str, str | None]] = []
         for entry in self.hosts:
             parts = _HOST.fullmatch(entry)
             if parts is None:
                 raise ClusterError(f"hosts: {entry!r} names no host; 'user@host:22*8' would work")
-            found += [(parts["host"], parts["port"])] * int(parts["slots"] or 1)
-        return found
+            slots += [(parts["host"], parts["port"])] * int(parts["slots"] or 1)
+        return slots
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ClusterError where the hosts have too few slots, or the key is open to others."""
+        """Check the number of slots, and the key.
+
+        Raises:
+            ClusterError: The hosts have too few slots, or other users can read the key.
+        """
         slots = len(self.slots())
         if ranks > slots:
             raise ClusterError(
-                f"ranks={ranks}: hosts={self.hosts!r} give {slots}; hosts=('node1*{ranks}',) would be enough"
+                f"ranks={ranks}: hosts={self.hosts!r} have {slots} slots; hosts=('node1*{ranks}',) would work"
             )
         if self.key is not None:
             check_key(Path(self.key).expanduser())
 
     def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
-        """Return what rank `rank` is told."""
+        """Return what a rank has to know at its start, with its placement."""
         slots = self.slots()[:ranks]
         before = Counter(slots[:rank])[slots[rank]]
-        place = Place(rank, before, Counter(slots)[slots[rank]])
-        return replace(super().start(ranks, rank, owner), place=place, stdin=True)
+        placement = Placement(rank, before, Counter(slots)[slots[rank]])
+        return replace(super().start(ranks, rank, owner), placement=placement, stdin=True)
 
     def ranks_on_first_host(self, ranks: int) -> int:
         """Return how many of `ranks` share rank 0's host."""
@@ -67,13 +87,14 @@ class Ssh(ReachingProfile):
         return Counter(self.slots()[:ranks])[self.slots()[0]]
 
     def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
-        """Return the command line of rank `rank`."""
+        """Return the command line of ssh for a rank."""
         host, port = self.slots()[rank]
-        # Another Python has its own libraries; this one's may find those of this project on a shared disk.
+        # Another Python has libraries of its own. The same Python finds those of this process on a shared
+        # disk.
         shared = [] if self.python else ["env", f"PYTHONPATH={import_path()}"]
         return [
             *("ssh", "-T", "-x"),
-            # Nobody is there to type a password: without a key that works, say so at once.
+            # Nobody can type a password. Without a valid key, ssh must fail at once.
             *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
             *(["-i", str(Path(self.key).expanduser()), "-o", "IdentitiesOnly=yes"] if self.key else []),
             *(["-p", port] if port else []),
@@ -83,12 +104,16 @@ class Ssh(ReachingProfile):
         ]
 
     def interpreter(self) -> str:
-        """Return the Python that the ranks run under."""
+        """Return the path of the Python that runs the ranks."""
         return self.python or sys.executable
 
 
 def check_key(path: Path) -> None:
-    """Raise ClusterError unless the private key at `path` is there and only its owner can read it."""
+    """Check that there is a private key at `path`, and that only its owner can read it.
+
+    Raises:
+        ClusterError: There is none, or other users can read it.
+    """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:

@@ -83,7 +83,7 @@ def _as_a_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> No
     from lab.errors import LabError
 
     torchrun.check_ranks(ranks)
-    with torchrun.joined() as rank:
+    with torchrun.process_group() as rank:
         try:
             _train(None, as_json, settings, tells=rank == 0)
         except LabError as error:

@@ -1,0 +1,188 @@
+"""Each function of `cluster.torch_private` does with the installed torch what its docstring says."""
+
+import functools
+import gc
+import importlib
+import sys
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cluster import torch_private, torch_state
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """This process as the only rank of a default group, and torch's default timeout restored afterwards."""
+    c10d: Any = dist.distributed_c10d
+    defaults = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = defaults
+
+
+def timeout_of(group: Any) -> timedelta:
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
+
+
+@pytest.mark.usefixtures("group")
+def test_the_default_timeout_is_that_of_the_default_group_and_of_later_groups() -> None:
+    limit = timedelta(seconds=123.5)
+    assert timeout_of(dist.group.WORLD) != limit
+    torch_private.set_default_timeout(limit)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
+    assert timeout_of(dist.group.WORLD) == limit
+    assert timeout_of(dist.new_group([0])) == limit
+    assert timeout_of(mesh.get_group("rows")) == limit
+    assert dist.distributed_c10d.default_pg_nccl_timeout == limit
+
+
+@pytest.mark.usefixtures("group")
+def test_process_groups_lists_the_default_group_and_those_made_later() -> None:
+    assert torch_private.process_groups() == [dist.group.WORLD]
+    later = dist.new_group([0])
+    assert torch_private.process_groups() == [dist.group.WORLD, later]
+    dist.destroy_process_group(later)
+    assert torch_private.process_groups() == [dist.group.WORLD]
+
+
+@pytest.mark.usefixtures("group")
+def test_abort_leaves_every_group() -> None:
+    """gloo has nothing to abort; that NCCL's communicators are aborted needs GPUs."""
+    dist.new_group([0])
+    torch_private.abort_process_groups()
+    assert not dist.is_initialized()
+
+
+class Mesh:
+    """Stands for a mesh that a cache holds."""
+
+
+def test_the_caches_hold_no_mesh_after_they_are_cleared() -> None:
+    importlib.import_module("torch.distributed.tensor")
+
+    @functools.lru_cache
+    def of_torch(mesh: Mesh) -> int:
+        return id(mesh)
+
+    @functools.lru_cache
+    def of_the_caller(number: int) -> int:
+        return number
+
+    of_torch.__module__ = "torch.distributed.tensor._utils"
+    mesh = Mesh()
+    reference = weakref.ref(mesh)
+    of_torch(mesh)
+    of_the_caller(7)
+    del mesh
+    assert reference() is not None
+    torch_private.clear_mesh_caches()
+    gc.collect()
+    assert reference() is None
+    assert of_the_caller.cache_info().currsize == 1, "only torch's own caches are cleared"
+
+
+@pytest.mark.usefixtures("group")
+def test_dtensors_own_caches_are_emptied() -> None:
+    tensor = importlib.import_module("torch.distributed.tensor")
+    redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
+    cleared: list[None] = []
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = tensor.distribute_tensor(torch.ones(6, 4), mesh, [tensor.Shard(0)])
+    assert float((sharded + sharded).sum().full_tensor()) == 48
+    with pytest.MonkeyPatch.context() as patch:
+        clear = redistribute.clear_redistribute_planner_cache
+        patch.setattr(
+            redistribute, "clear_redistribute_planner_cache", lambda: (clear(), cleared.append(None))
+        )
+        torch_private.clear_mesh_caches()
+    assert cleared == [None]
+    assert float((sharded + sharded).sum().full_tensor()) == 48, "the caches are filled again"
+
+
+def test_without_dtensor_there_is_nothing_to_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("looked for caches"))
+    torch_private.clear_mesh_caches()
+
+
+class RefusingDispatch(TorchDispatchMode):
+    """Refuses every operator."""
+
+    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("an operator reached the mode")
+
+
+class RefusingFunction(TorchFunctionMode):
+    """Refuses every function."""
+
+    def __torch_function__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a function reached the mode")
+
+
+def refuse(_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a saved tensor reached the hook")
+
+
+def gradient() -> list[float]:
+    x = torch.full((3,), 2.0, requires_grad=True)
+    (x * x).sum().backward()
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def test_dispatch_modes_are_left() -> None:
+    for _ in range(2):
+        RefusingDispatch().__enter__()
+    try:
+        with pytest.raises(AssertionError, match="an operator reached the mode"):
+            torch.ones(2) + 1
+    finally:
+        torch_private.pop_dispatch_modes()
+    assert gradient() == [4.0] * 3
+
+
+def test_function_modes_are_left() -> None:
+    for _ in range(2):
+        RefusingFunction().__enter__()
+    try:
+        with pytest.raises(AssertionError, match="a function reached the mode"):
+            torch.ones(2)
+    finally:
+        torch_private.pop_function_modes()
+    assert gradient() == [4.0] * 3
+
+
+def test_hooks_of_saved_tensors_are_removed() -> None:
+    for _ in range(2):
+        torch.autograd.graph.saved_tensors_hooks(refuse, refuse).__enter__()
+    try:
+        with pytest.raises(AssertionError, match="a saved tensor reached the hook"):
+            gradient()
+    finally:
+        torch_private.pop_saved_tensors_hooks()
+    assert gradient() == [4.0] * 3
+
+
+def test_reset_undoes_all_of_them_at_once() -> None:
+    torch.no_grad().__enter__()
+    torch.set_autocast_enabled("cpu", True)
+    torch.autograd.graph.saved_tensors_hooks(refuse, refuse).__enter__()
+    RefusingDispatch().__enter__()
+    RefusingFunction().__enter__()
+    torch_state.reset()
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert gradient() == [4.0] * 3
