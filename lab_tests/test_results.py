@@ -1,4 +1,4 @@
-"""The table of what GPUs measured, made of the files in notebooks/results: in the README and notebook 90."""
+"""The table of GPU results, made from notebooks/results, in lab/bench/README.md and in notebook 90."""
 
 import json
 from pathlib import Path
@@ -55,11 +55,10 @@ def test_a_line_that_was_cut_off_is_a_gap_and_noted(tmp_path):
     assert len(notes) == 1
 
 
-def test_the_readme_and_notebook_90_have_the_table_of_the_files():
+def test_the_page_of_results_and_notebook_90_have_the_table_of_the_files():
     text = results_text(pytest.fail)
-    assert f"```text\n{text}\n```" in (ROOT / "README.md").read_text(), (
-        f"the README's table should be\n{text}"
-    )
+    page = (ROOT / "lab" / "bench" / "README.md").read_text()
+    assert f"```text\n{text}\n```" in page, f"the table in lab/bench/README.md should be\n{text}"
     cells = json.loads((ROOT / "notebooks" / "90_reproduce_paper.ipynb").read_text())["cells"]
     [cell] = [cell for cell in cells if "results_text(" in "".join(cell["source"])]
     assert "".join(cell["outputs"][0]["text"]) == text + "\n", "execute the cell of notebook 90 again"
