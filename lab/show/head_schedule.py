@@ -20,7 +20,7 @@ _SIDE_BY_SIDE = 16
 
 @dataclass(frozen=True)
 class Pair:
-    """A query head and the key/value head it attends to; ``sent``: in this stage, not held from before."""
+    """A query head and the key/value head it attends to; ``sent``: whether this stage sends that head."""
 
     query: int
     kv: int
@@ -40,10 +40,10 @@ def pairs(plan: Schedule, stage: int, rank: int) -> list[Pair]:
 
 
 def in_model_order(plan: Schedule, stage: int, rank: int) -> list[Pair]:
-    """The same keys, met by query heads that were never gathered: stage t gets heads t*U to (t+1)*U.
+    """Pair the same keys with query heads in the model's order: stage t gets the heads t*U to (t+1)*U.
 
-    The well-known mistake. The output is put back as if the heads had been gathered, so the model computed
-    is another one: that whose query heads stand in another order.
+    This is the well-known mistake. The output is put back as if the query heads had been reordered, so the
+    result is that of another model, whose query heads stand in another order.
     """
     first = stage * plan.chunk + rank * plan.heads_per_rank
     return [Pair(first + place, pair.kv, pair.sent) for place, pair in enumerate(pairs(plan, stage, rank))]
@@ -52,8 +52,9 @@ def in_model_order(plan: Schedule, stage: int, rank: int) -> list[Pair]:
 def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
     """Draw the stages of a UPipe layer for H, K, C and U heads, and the pairing that goes wrong beside them.
 
-    One row a stage, one column a rank: above, its query heads by number; below, the key/value head that they
-    attend to, dark where it is sent in this stage. A query head that meets another's keys is orange.
+    Each row is a stage and each column a rank. A cell has the numbers of the rank's query heads, and below
+    them the key/value heads that they attend to: filled where this stage sends them, outlined where an
+    earlier stage has sent them. A query head that meets another head's keys is orange.
 
     Raises:
         RecipeError: a U or a C that the heads do not allow; the message holds those that work.
@@ -78,7 +79,7 @@ def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
             "query head": Patch(color=RIGHT),
             "with another's keys": Patch(color=WRONG),
             "K, V sent": Patch(color=KEYS),
-            "held": Patch(color=KEYS, alpha=0.35),
+            "K, V of an earlier stage": Patch(facecolor="none", edgecolor=TEXT),
         }
         head(figure, title, list(marks.values()), list(marks))
     sends = [stage for stage in range(len(plan.stages)) if plan.sends(stage)]
@@ -136,8 +137,9 @@ def _draw_keys(axes: Axes, stage: int, rank: int, found: list[Pair], one: float,
     starts = [place for place, pair in enumerate(found) if not place or pair.kv != found[place - 1].kv]
     for first, end in zip(starts, [*starts[1:], len(found)], strict=True):
         pair, left, width = found[first], rank + 0.03 + first * one, (end - first) * one - one * 0.05
-        band = Rectangle((left, stage + 0.57), width, 0.3, color=KEYS, linewidth=0)
-        band.set_alpha(1.0 if pair.sent else 0.35)
+        # An outline and not a paler green: on a dark page the paler one would be the darker one.
+        fill, edge = (KEYS, KEYS) if pair.sent else ("none", TEXT)
+        band = Rectangle((left, stage + 0.57), width, 0.3, facecolor=fill, edgecolor=edge, linewidth=0.8)
         axes.add_patch(band)
         long = f"kv {pair.kv}"
         name = long if width * cell * 72 > 6 * len(long) * 0.6 else str(pair.kv)

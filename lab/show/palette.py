@@ -16,11 +16,11 @@ COLOURS = {
 CATEGORY_COLOURS = tuple(COLOURS[category] for category in CATEGORIES)
 """The categories' colours in stacking order."""
 
-SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Colours of lines that are not kinds of bytes, in the order in which they are given."""
-
 TEXT = "#767676"
 """Text and axes of static pictures: the grey that reads equally well on white and on black."""
+
+SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", TEXT)
+"""Colours of lines that are not kinds of bytes, in the order of use: one for each rung of the ladder."""
 
 PHASE_TINTS = {"forward": 0.07, "backward": 0.14, "optimizer": 0.21}
 """Opacity of the grey band behind a phase. Every other phase has none."""
