@@ -17,7 +17,7 @@ from lab.errors import CheckpointError, DivergedError
 from lab.recipe.ladder import title_of
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import checked
-from lab.training.collective_time import layers_time, on_cluster
+from lab.training.collective_time import on_cluster, on_this_rank
 from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.training.train_loop import Course, Step, train_on_this_rank
 from lab.units import check_counts
@@ -149,9 +149,7 @@ def _on_this_rank(
     course: Course, timeout: float | None, watch: Callable[[Step], None] | None
 ) -> tuple[Step, ...]:
     if timeout is None and torch.cuda.is_available():
-        ranks, device = dist.get_world_size(), torch.cuda.get_device_name()
-        default = DEFAULT_SECONDS["cuda"]  # torchrun's ranks join with torch's own, which is the same
-        timeout = layers_time(course.training, ranks, device, default, tells=dist.get_rank() == 0)
+        timeout = on_this_rank(course.training, DEFAULT_SECONDS["cuda"])
     if timeout is not None:
         set_timeout(timeout)
     return train_on_this_rank(course, watch)
