@@ -55,6 +55,7 @@ def rank_environment(
     threads = str(share_of_cores(place, cores))
     shared = f"the cores it may use, over the ranks of its host: {place.local_ranks}"
     found = [Variable("OMP_NUM_THREADS", threads, shared), Variable("MKL_NUM_THREADS", threads, shared)]
+    found.append(Variable("LOCAL_WORLD_SIZE", str(place.local_ranks), "the ranks that share its host"))
     device = device_of(place, devices)
     if device is not None:
         found.append(Variable("CUDA_VISIBLE_DEVICES", device, "its own GPU only, which it knows as cuda:0"))
