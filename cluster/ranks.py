@@ -4,7 +4,7 @@ import atexit
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -133,9 +133,9 @@ class Cluster:
         Raises RankError naming the rank that failed first, two seconds at most after it failed, Stopped after
         `interrupt`, and ClusterError when the cluster is broken, is busy with another call, or did not answer
         in time. After an error all ranks that answered have left their process group, and the next call joins
-        them again; a rank that did not, or is gone, leaves the cluster broken. With gloo it stays so until
-        `recover()`. With nccl, where the peers of a rank that fails wait in a kernel, the next call restarts
-        the ranks.
+        them again; a rank that did not, is gone, or cannot join again leaves the cluster broken. With gloo it
+        stays so until `recover()`. With nccl, where the peers of a rank that fails wait in a kernel, the next
+        call restarts the ranks.
         """
         engines, caller = self._started()
         check_timeout(timeout)
@@ -144,6 +144,9 @@ class Cluster:
         with self._alone():
             if caller.broken is None and engines.missing():
                 caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
+            if caller.broken is None and caller.left:
+                with suppress(RankError):  # the cluster is broken then
+                    self._join()
             if caller.broken is not None and caller.restarts:
                 self._restart(engines, caller)
                 engines, caller = self._started()
@@ -151,8 +154,6 @@ class Cluster:
                 raise ClusterError(
                     f"the cluster is broken: {caller.broken}; cluster.recover() restarts the ranks"
                 )
-            if caller.left:
-                self._join()
             run = caller.run(dict.fromkeys(range(self.ranks), payload), on_record, seconds, answer_timeout)
             if on_record is not None and not caller.wait_for_records(run, RECORDS_SECONDS):
                 lost = f"not all records of {name_ranks(run.unrecorded)} arrived"
@@ -182,8 +183,11 @@ class Cluster:
     def _restart(self, engines: Engines, caller: Caller) -> None:
         try:
             engines.check_controller()
-            if caller.broken is not None or engines.missing():
-                engines.restart()
+            if caller.broken is None and not engines.missing():
+                with suppress(RankError):  # the cluster is broken then
+                    self._join()
+                    return
+            engines.restart()
             self._join()
         except ClusterError:
             self.stop()
@@ -204,6 +208,9 @@ class Cluster:
         except RankError as error:
             # What only a rank's own host can know.
             if error.kind != ClusterError.__name__:
+                # After an error in a CUDA kernel, nothing but a new process can use the GPU again.
+                why = f"{error.kind}: {error.message}".splitlines()[0]
+                caller.broken = f"rank {error.rank} cannot join the others again: {why}"
                 raise
             raise ClusterError(f"rank {error.rank}: {error.message}") from None
         # Known by the ranks: a login node may have no GPU where their hosts have.
