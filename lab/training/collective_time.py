@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from cluster.places import import_path
 from cluster.watchdog import watched
 from lab.errors import LabError
 from lab.planning.hardware import nearest
 from lab.planning.plan import plan
+from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import Training
+from lab.techniques.attention.kernels import Machine, machine_of
 from lab.units import format_seconds
 
 if TYPE_CHECKING:
@@ -25,6 +28,20 @@ if TYPE_CHECKING:
 
 LAYERS = 3
 """NCCL counts from when a collective was enqueued, and the host runs about one layer ahead of the device."""
+
+
+def check_kernel_on_cluster(training: Training, config: PretrainedConfig, cluster: Cluster) -> None:
+    """Refuse, before anything is planned or made, what torch's attention kernel on GPUs would refuse.
+
+    Raises:
+        RecipeError: see ``check_kernel``.
+    """
+
+    def machine() -> Machine:
+        machines: list[Machine] = cluster.apply(machine_of, torch.device("cuda"))
+        return machines[0]
+
+    check_kernel(training.recipe, config, training.tokens, cluster.device_type, machine)
 
 
 def on_cluster(training: Training, cluster: Cluster) -> float | None:
