@@ -33,8 +33,9 @@ def check_driver() -> None:
         except (RuntimeError, AssertionError) as error:
             said = str(error).splitlines()[0].split(". ")[0]
     raise ClusterError(
-        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {count} GPUs here: "
-        f"{said}; a newer driver would work, or the CPU with CUDA_VISIBLE_DEVICES set to nothing"
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {count} "
+        f"GPU{'s' * (count > 1)} here: {said}; a newer driver would work, or the CPU with "
+        "CUDA_VISIBLE_DEVICES set to nothing"
     )
 
 

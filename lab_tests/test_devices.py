@@ -83,6 +83,8 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
     }
     run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
     assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")
+    gpus(monkeypatch, 1, usable=False)
+    assert "cannot use the 1 GPU here: " in refused(devices.check_driver)
     gpus(monkeypatch, 8)
     devices.check_driver()
     gpus(monkeypatch, 0, usable=False)

@@ -14,11 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from lab.bench import gpu, gpu_row
+from lab.bench import gpu, gpu_row, software
 from lab.bench.gpu import ITEMS, Item, measure_gpu, row_text
 from lab.bench.lines import read_lines
 from lab.commands.cli import main
 from lab.errors import LabError
+from lab.planning.plan_cache import sources_hash
 
 FEW = (
     Item("copies", 1, knobs=(("gib", 1),)),
@@ -224,6 +225,16 @@ def test_a_row_has_the_allocators_setting_of_its_item(monkeypatch, expandable):
     monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
     found = gpu._in_a_process(Item("copies", 1, expandable=expandable), "cpu", 60)
     assert found == {"conf": ["expandable_segments:True" if expandable else None, None]}
+
+
+def test_a_row_names_the_driver_and_the_lab(monkeypatch):
+    """With a stand-in for what nvidia-smi answers on a host of two GPUs."""
+    monkeypatch.setattr(software, "ask_gpus", lambda *fields: [["570.86.15"]] * 2)
+    monkeypatch.setitem(gpu_row._MEASURES, "copies", lambda *_: {})
+    versions = gpu_row.figures(FEW[0], "cpu")["versions"]
+    assert versions.endswith(f", driver 570.86.15, lab {sources_hash()[:12]}")
+    monkeypatch.setattr(software, "ask_gpus", lambda *fields: [])
+    assert "driver" not in software.versions()
 
 
 def test_an_error_in_a_row_is_its_text(monkeypatch):

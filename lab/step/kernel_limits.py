@@ -52,7 +52,8 @@ def check_kernel(
     if device_type != "cuda":
         return
     shape = shape_of(config)
-    dtype = attention_dtype(recipe, config.dtype or torch.float32)
+    model_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    dtype = attention_dtype(recipe, model_dtype)
     refusal = torch_refusal(recipe, shape, tokens) if runs_flash(dtype, shape.D) else None
     if refusal is None or recipe.kernel not in ("auto", "torch"):
         return

@@ -126,7 +126,7 @@ def main() -> None:
     """Read the pickled arguments of ``layers_time`` from stdin; print its answer as a line of JSON."""
     arguments = cloudpickle.loads(sys.stdin.buffer.read())
     try:
-        answer = {"seconds": layers_time(*arguments)}
+        answer: dict[str, Any] = {"seconds": layers_time(*arguments)}
     except LabError as error:
         answer = {"error": str(error)}
     print("\n" + json.dumps(answer), flush=True)

@@ -102,6 +102,9 @@ def train(
         seed=seed,
         **knobs,
     )
+    if cluster is None and torch.cuda.is_available():
+        device = torch.device("cuda")
+        check_kernel(training.recipe, config, training.tokens, device.type, lambda: machine_of(device))
     manifest = Manifest(
         config=config_document(config),
         text=digest(source),
@@ -119,10 +122,6 @@ def train(
         start, done = _start(folder, manifest, steps)
     else:
         _check_unused(folder)
-    if cluster is None and torch.cuda.is_available():
-        check_kernel(
-            training.recipe, config, training.tokens, "cuda", lambda: machine_of(torch.device("cuda"))
-        )
     course = Course(training, folder, every, keep, replace(manifest, step=done), start)
     made = (
         _on_this_rank(course, timeout, watch)
