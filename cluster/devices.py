@@ -38,8 +38,9 @@ def check_driver() -> None:
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0].split(". ")[0]
     raise ClusterError(
-        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {count} GPUs here: "
-        f"{reason}; a newer driver would work, or the CPU with CUDA_VISIBLE_DEVICES set to an empty text"
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the {count} "
+        f"GPU{'s' * (count > 1)} here: {reason}; a newer driver would work, or the CPU with "
+        "CUDA_VISIBLE_DEVICES set to an empty text"
     )
 
 

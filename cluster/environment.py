@@ -73,7 +73,11 @@ def rank_environment(
     """
     threads = str(share_of_cores(placement, cores))
     share = f"its share of the cores of its host, which has this many ranks: {placement.local_ranks}"
-    variables = [Variable("OMP_NUM_THREADS", threads, share), Variable("MKL_NUM_THREADS", threads, share)]
+    variables = [
+        Variable("OMP_NUM_THREADS", threads, share),
+        Variable("MKL_NUM_THREADS", threads, share),
+        Variable("LOCAL_WORLD_SIZE", str(placement.local_ranks), "the number of ranks on its host"),
+    ]
     device = device_of(placement, devices)
     if device is not None:
         variables.append(

@@ -4,7 +4,7 @@ import atexit
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -182,6 +182,9 @@ class Cluster:
         with self._one_call():
             if caller.broken is None and engines.missing():
                 caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
+            if caller.broken is None and caller.left_group:
+                with suppress(RankError):  # the cluster is broken then
+                    self._join()
             if caller.broken is not None and caller.restarts:
                 self._restart(engines, caller)
                 engines, caller = self._started()
@@ -189,8 +192,6 @@ class Cluster:
                 raise ClusterError(
                     f"the cluster is broken: {caller.broken}; cluster.recover() restarts the ranks"
                 )
-            if caller.left_group:
-                self._join()
             call = caller.run(dict.fromkeys(range(self.ranks), payload), on_record, seconds, answer_timeout)
             if on_record is not None and not caller.wait_for_records(call, RECORDS_SECONDS):
                 message = f"not all records of {name_ranks(call.unrecorded)} arrived"
@@ -220,8 +221,11 @@ class Cluster:
     def _restart(self, engines: Engines, caller: Caller) -> None:
         try:
             engines.check_controller()
-            if caller.broken is not None or engines.missing():
-                engines.restart()
+            if caller.broken is None and not engines.missing():
+                with suppress(RankError):  # the cluster is broken then
+                    self._join()
+                    return
+            engines.restart()
             self._join()
         except ClusterError:
             self.stop()
@@ -242,6 +246,9 @@ class Cluster:
         except RankError as error:
             # Only the rank's own host can find such an error.
             if error.kind != ClusterError.__name__:
+                # After an error in a CUDA kernel, nothing but a new process can use the GPU again.
+                why = f"{error.kind}: {error.message}".splitlines()[0]
+                caller.broken = f"rank {error.rank} cannot join the others again: {why}"
                 raise
             raise ClusterError(f"rank {error.rank}: {error.message}") from None
         # The ranks report it, because a login node may have no GPU although their hosts have GPUs.

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from cluster.devices import check_driver, check_free
+from cluster.devices import FREE_SECONDS, check_driver, check_free
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
+from cluster.timeouts import DEFAULT_SECONDS, set_timeout
 
 
 def launched() -> bool:
@@ -40,6 +41,8 @@ def check_ranks(ranks: int | None) -> None:
 def process_group() -> Iterator[int]:
     """Join the process group for the length of a `with` block, on the device of this process's LOCAL_RANK.
 
+    A collective may take as long as in a Cluster: DEFAULT_SECONDS.
+
     Yields:
         The rank of this process.
 
@@ -62,8 +65,11 @@ def process_group() -> Iterator[int]:
             )
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
         torch.cuda.set_device(device)
-        check_free()
+        check_free(FREE_SECONDS)
+    # Torch's own is half an hour for two backends together, 10 minutes for NCCL alone.
+    seconds = DEFAULT_SECONDS[device.type if device else "cpu"]
     dist.init_process_group(backend, device_id=device)
+    set_timeout(seconds)
     yield dist.get_rank()
     # Not after a failure: peers may wait in a collective, and the process ends in any case.
     dist.destroy_process_group()

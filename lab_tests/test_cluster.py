@@ -568,6 +568,42 @@ def test_peers_that_wait_in_kernels_are_restarted_by_the_next_call(monkeypatch: 
         assert not cluster.broken
 
 
+def lose_the_device() -> None:
+    """Stands in for an error in a CUDA kernel: from then on each call of CUDA fails in this process."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    torch.set_num_threads = fail  # which a rank calls when it joins
+    fail()
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_ranks_that_all_lost_their_devices_are_restarted(
+    monkeypatch: pytest.MonkeyPatch, device_type: str
+) -> None:
+    if device_type == "cuda":
+        monkeypatch.setattr("cluster.ranks.remote.join", join_as_with_gpus)
+    with Cluster(ranks=2) as cluster:
+        before = {found["pid"] for found in cluster.apply(identity)}
+        with pytest.raises(RankError, match="illegal memory access") as caught:
+            cluster.apply(lose_the_device)
+        assert caught.value.waiting == ()
+        if device_type == "cpu":
+            with pytest.raises(
+                ClusterError, match=r"again: RuntimeError: CUDA error: .*; cluster.recover\(\)"
+            ):
+                cluster.apply(identity)
+            assert cluster.broken
+            cluster.recover()
+        assert not before & {found["pid"] for found in cluster.apply(identity)}
+        assert not cluster.broken
+        with pytest.raises(RankError, match="illegal memory access"):
+            cluster.apply(lose_the_device)
+        cluster.recover()
+        assert len(cluster.apply(identity)) == 2
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_rank_that_failed_aborts_nccls_communicators(
     alone: None, monkeypatch: pytest.MonkeyPatch, failed: bool

@@ -233,7 +233,7 @@ def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatc
     with capped(40 * GiB, absent=3 * GiB):
         assert card.fractions == [pytest.approx((40 - 0.75 - 3) / 79)]
     assert card.fractions[1:] == [1.0]
-    said = r"^device_memory=3.50 GiB: 3.75 GiB of it are outside torch"
+    said = r"^device_memory=3.50 GiB: outside torch's allocator 3.75 GiB are taken"
     with pytest.raises(LabError, match=said) as caught, capped(7 * GiB // 2, absent=3 * GiB):
         pass
     assert "\n" not in str(caught.value)

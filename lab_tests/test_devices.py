@@ -12,6 +12,7 @@ from cluster import capacity, devices, remote, torchrun
 from cluster.errors import ClusterError
 from cluster.ranks import Cluster
 from lab.commands.cli import main
+from lab.rehearsing.rehearse import machine_for
 
 GIB = 2**30
 TOO_OLD = (
@@ -61,6 +62,16 @@ def join():
         pass
 
 
+def joined_group(patch):
+    """Stands in for the process group; the timeouts that are set for it, in seconds."""
+    limits = []
+    patch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    patch.setattr(dist, "destroy_process_group", lambda: None)
+    patch.setattr(dist, "get_rank", lambda: 0)
+    patch.setattr(torchrun, "set_timeout", limits.append)
+    return limits
+
+
 def test_a_driver_older_than_torchs_cuda(monkeypatch):
     gpus(monkeypatch, 8, usable=False)
     as_torchruns(monkeypatch, 0, 8)
@@ -72,6 +83,8 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
     }
     run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
     assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")
+    gpus(monkeypatch, 1, usable=False)
+    assert "cannot use the 1 GPU here: " in refused(devices.check_driver)
     gpus(monkeypatch, 8)
     devices.check_driver()
     gpus(monkeypatch, 0, usable=False)
@@ -79,6 +92,8 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
 
 
 def test_a_gpu_that_another_process_fills(monkeypatch):
+    for module in ("cluster.torchrun", "lab.rehearsing.rehearse"):
+        monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
     gpus(monkeypatch, 1, taken=61 * GIB + GIB // 2)
     as_torchruns(monkeypatch, 0, 1)
     said = {refused(run) for run in (rehearse, join, devices.check_free)}
@@ -101,6 +116,30 @@ def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
     devices.check_free(wait=10)
     assert time.monotonic() - began < 5
     assert next(asked, None) is None
+
+
+@pytest.mark.parametrize("run", [join, lambda: machine_for(None)], ids=["torchrun", "rehearse"])
+def test_a_rank_and_a_rehearsal_wait_for_it(monkeypatch, run):
+    gpus(monkeypatch, 1)
+    as_torchruns(monkeypatch, 0, 1)
+    limits = joined_group(monkeypatch)
+    asked = iter([GIB, 79 * GIB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GIB))
+    run()
+    assert next(asked, None) is None
+    assert limits == ([600] if run is join else [])
+
+
+def test_a_rank_of_torchruns_has_a_clusters_timeout(monkeypatch):
+    """As its two backends, gloo and NCCL, have half an hour by default."""
+    gpus(monkeypatch, 1)
+    as_torchruns(monkeypatch, 0, 1)
+    on_gpus = joined_group(monkeypatch)
+    join()
+    gpus(monkeypatch, 0, usable=False)
+    on_cpus = joined_group(monkeypatch)
+    join()
+    assert (on_gpus, on_cpus) == ([600], [60])
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from click.testing import CliRunner
 
-from lab.bench import gpu, gpu_row
+from lab.bench import gpu, gpu_row, software
 from lab.bench.gpu import ITEMS, Item, measure_gpu, row_text
 from lab.bench.lines import read_lines
 from lab.commands.cli import main
+from lab.errors import LabError
+from lab.planning.plan_cache import sources_hash
 
 FEW = (
     Item("copies", 1, knobs=(("gib", 1),)),
@@ -24,6 +27,7 @@ FEW = (
 )
 RUN = """
 from pathlib import Path
+from types import SimpleNamespace
 from lab.bench.gpu import measure_gpu
 from lab_tests.test_gpu_bench import FEW
 for row in measure_gpu(Path({out!r}), 5, print, print, machine="cpu", items=FEW):
@@ -102,6 +106,7 @@ def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, 
     items = [Item("rehearse", seconds, recipe=name) for name, seconds in (("a", 50), ("b", 500), ("c", 70))]
     rows, notes = noted(tmp_path, minutes=200 / 60, items=items)
     assert [row["recipe"] for row in rows] == ["a", "c"]
+    # Three times the seconds, at least two minutes, and no more than what is left.
     assert [limit for _, limit in instantly] == [150, 140]
     assert notes == ["1 of 3 are not measured yet and take about 8 min: the same command goes on with them"]
     assert [row["recipe"] for row in noted(tmp_path, items=items, minutes=9)[0]] == ["b"]
@@ -113,10 +118,43 @@ def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypa
     rows, notes = noted(tmp_path, minutes=40 / 60, items=items)
     assert rows == []
     assert notes[0].startswith("1 of 1 are not measured yet")
-    # With the time for it, one that takes too long is a row.
+
+
+def test_a_row_that_takes_too_long_is_tried_twice(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(Item, "small", lambda item: item)
+    monkeypatch.setattr(gpu, "_in_a_process", lambda item, where, limit: limits.append(limit))
     items = [Item("rehearse", 10, recipe="a")]
-    [row] = noted(tmp_path, items=items)[0]
-    assert row["failed"] == "it took more than 30 s, 3 times what was expected"
+    [row], notes = noted(tmp_path, items=items)
+    assert row["failed"] == "it took more than 120 s, where 10 s were expected"
+    assert notes[0].startswith("1 of 1 are not measured yet")
+    [row], notes = noted(tmp_path, items=items)
+    assert notes == []
+    assert noted(tmp_path, items=items) == ([], [])
+    assert limits == [120, 120]
+
+
+def test_a_gpu_that_is_in_use_is_no_row(tmp_path, monkeypatch):
+    taken = {"failed": "NVIDIA X: 61.5 of its 80.0 GiB are taken", "error": "ClusterError"}
+    answers = iter([taken, {"failed": None}])
+    monkeypatch.setattr(gpu, "_in_a_process", lambda *_: next(answers))
+    rows, notes = noted(tmp_path)
+    assert [row["name"] for row in rows] == [FEW[1].name]
+    assert notes[0] == f"{FEW[0].name} stays missing: NVIDIA X: 61.5 of its 80.0 GiB are taken"
+    assert notes[1].startswith("1 of 2 are not measured yet")
+    assert [row["name"] for row in read_lines(tmp_path / "cpu.jsonl", pytest.fail)] == [FEW[1].name]
+
+
+def test_this_process_asks_cuda_nothing(tmp_path, monkeypatch):
+    """Torch's first answer takes a context of GPU memory, for as long as the process lives."""
+    for name in ("is_available", "device_count", "mem_get_info", "current_device", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked"))
+    with pytest.raises(LabError, match="machine='cuda', and torch sees no GPU here"):
+        noted(tmp_path, machine="cuda")
+    answer = json.dumps({"where": "cuda", "name": "NVIDIA X"})
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"seen\n{answer}\n"))
+    monkeypatch.setattr(gpu, "_in_a_process", lambda *_: {"failed": None})
+    assert {row["machine"] for row in noted(tmp_path, machine="cuda")[0]} == {"NVIDIA X"}
 
 
 def test_results_of_another_machine_are_not_this_ones(tmp_path, instantly):
@@ -170,13 +208,33 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.parametrize(("end", "how"), [("0", None), ("3", "it ended with code 3")])
+def test_figures_stand_whatever_follows_them(monkeypatch, end, how):
+    code = f"import sys; print('{{\"seconds\": 7}}'); print('[1]'); print('bye {{'); sys.exit({end})"
+    monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
+    found = gpu._in_a_process(FEW[0], "cpu", 60)
+    assert (found["seconds"], found.get("process")) == (7, how)
+
+
 @pytest.mark.parametrize("expandable", [True, False])
 def test_a_row_has_the_allocators_setting_of_its_item(monkeypatch, expandable):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:7")
-    code = "import os, json; print(json.dumps({'conf': os.environ.get('PYTORCH_ALLOC_CONF')}))"
+    names = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
+    for name in names:
+        monkeypatch.setenv(name, "max_split_size_mb:7")
+    code = f"import os, json; print(json.dumps({{'conf': [os.environ.get(name) for name in {names}]}}))"
     monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
     found = gpu._in_a_process(Item("copies", 1, expandable=expandable), "cpu", 60)
-    assert found == {"conf": "expandable_segments:True" if expandable else None}
+    assert found == {"conf": ["expandable_segments:True" if expandable else None, None]}
+
+
+def test_a_row_names_the_driver_and_the_lab(monkeypatch):
+    """With a stand-in for what nvidia-smi answers on a host of two GPUs."""
+    monkeypatch.setattr(software, "ask_gpus", lambda *fields: [["570.86.15"]] * 2)
+    monkeypatch.setitem(gpu_row._MEASURES, "copies", lambda *_: {})
+    versions = gpu_row.figures(FEW[0], "cpu")["versions"]
+    assert versions.endswith(f", driver 570.86.15, lab {sources_hash()[:12]}")
+    monkeypatch.setattr(software, "ask_gpus", lambda *fields: [])
+    assert "driver" not in software.versions()
 
 
 def test_an_error_in_a_row_is_its_text(monkeypatch):
@@ -196,10 +254,26 @@ def test_an_error_in_a_row_is_its_text(monkeypatch):
 def test_a_rehearsal_and_its_recipe():
     item = Item("rehearse", 1, "tiny", 64, 1, "upipe", (("overlap", True),), steps=0)
     found = gpu_row.figures(item, "cpu")
+    assert row_text(found | {"name": "x"}).endswith(" in a first step")
     assert found["failed"] is None
     assert (found["recipe"], found["recipe_knobs"]["overlap"], found["ranks"]) == ("upipe", True, 8)
     assert (found["timed_steps"], found["plan_over_measured"]) == (0, 1)
     assert "machine" not in found
+
+
+def test_compiling_is_measured_where_the_row_is(monkeypatch):
+    """On a machine that has a GPU too, by a stand-in."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    devices = []
+
+    def compiled(*_, device, **__):
+        devices.append(device)
+        return [{"tile of": "norm", "compiled / not": 0.5}]
+
+    monkeypatch.setattr("lab.bench.compiled.compiled", compiled)
+    for where in ("cpu", "cuda"):
+        assert gpu_row.figures(Item("compile", 1), where)["norm compiled / not"] == 0.5
+    assert devices == ["cpu", "cuda"]
 
 
 def test_no_technique_changes_a_gradient():

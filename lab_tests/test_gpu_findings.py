@@ -10,6 +10,9 @@ import torch
 import lab
 from cluster import host
 from lab.commands import doctor, gpu_findings
+from lab.techniques import host_memory
+from lab.techniques.host_memory import local_ranks, pinnable
+from lab.techniques.host_transfer import PINNED, Road
 from lab.units import Mi, parse_tokens
 from lab_tests.test_devices import TOO_OLD, gpus
 
@@ -43,9 +46,15 @@ def machine(patch, tmp_path, *, available=2048 * GIB, copied=(51e9, 50e9)):
     """Stands in for the host's memory and for the copies."""
     memory = psutil.virtual_memory()._replace(total=2304 * GIB, available=available)
     patch.setattr(psutil, "virtual_memory", lambda: memory)
-    patch.setattr(gpu_findings, "CGROUP", tmp_path)
+    patch.setattr(host_memory, "CGROUP", tmp_path)
     patch.setattr(gpu_findings, "copy_rates", lambda: copied)
     patch.setattr(torch.cuda, "get_device_name", lambda *_: H100)
+
+
+def one_of_eight(patch):
+    """Stands in for a rank of eight on this host, which sees its own GPU only."""
+    patch.setenv("LOCAL_WORLD_SIZE", "8")
+    patch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 def test_a_node_with_nvlink(monkeypatch, tmp_path):
@@ -97,11 +106,39 @@ def test_what_a_container_leaves_can_be_pinned(monkeypatch, tmp_path):
     machine(monkeypatch, tmp_path, available=64 * GIB)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
-    assert gpu_findings.pinnable() == 64 * GIB
+    assert pinnable() == 64 * GIB
     (tmp_path / "memory.max").write_text(f"{40 * GIB}\n")
-    assert gpu_findings.pinnable() == 37 * GIB
-    (tmp_path / "memory.current").write_text(f"{41 * GIB}\n")
-    assert gpu_findings.pinnable() == 0
+    assert pinnable() == 32 * GIB
+    (tmp_path / "memory.current").write_text(f"{13 * GIB}\n")
+    assert pinnable() == 27 * GIB
+    # The page cache is given up when memory is asked for.
+    (tmp_path / "memory.stat").write_text(f"active_file 5\ninactive_file {3 * GIB}\n")
+    assert pinnable() == 30 * GIB
+    assert pinnable(ranks=2, pinned=GIB) == 16 * GIB
+    assert pinnable(ranks=5, pinned=GIB // 8) == 6 * GIB + GIB // 8
+    (tmp_path / "memory.current").write_text(f"{44 * GIB}\n")
+    assert pinnable() == 0
+
+
+def test_the_ranks_of_a_host_share_what_can_be_pinned(monkeypatch, tmp_path):
+    machine(monkeypatch, tmp_path, available=2200 * GIB)
+    assert local_ranks() == 1
+    one_of_eight(monkeypatch)
+    assert local_ranks() == 8
+    share = Road()._limit
+    assert share == pinnable(ranks=8) == int(0.8 * 2304 * GIB) // 8
+    # 5M tokens of Llama3-8B take 1.21 TiB a node.
+    assert 8 * share > 1.21 * 1024 * GIB
+    # What this process has pinned before is part of its share.
+    machine(monkeypatch, tmp_path, available=800 * GIB)
+    monkeypatch.setattr(PINNED, "taken", 30 * GIB)
+    assert Road()._limit == 130 * GIB
+
+
+def test_a_gpu_that_is_not_in_the_table_has_no_rate(monkeypatch, tmp_path):
+    machine(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA B200")
+    assert gpu_findings._copies() == "51.0 GB/s to the device, 50.0 GB/s to pinned memory, GPU 0 alone"
 
 
 def test_the_rate_is_that_of_the_bytes_copied():

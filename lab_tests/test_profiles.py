@@ -205,7 +205,7 @@ def test_the_variables_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = [{0, 1, 2, 3, 4, 5}] * 2 + [{6, 7, 8}]
     made = rank_environment(Placement(4, 1, 3), ["0", "3", "6"], cores, "10.1.2.3", {"NCCL_DEBUG": "INFO"})
     assert {v.name: v.value for v in made} == {
-        "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "3",
+        "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": "3",
         "CLUSTER_ADDRESS": "10.1.2.3", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7",
         "NCCL_DEBUG": "INFO",
     }  # fmt: skip

@@ -278,7 +278,7 @@ def test_no_timed_step_times_the_metered_one() -> None:
     assert found.timed_steps == found.to_json()["timed_steps"] == 0
     assert list(found.seconds) == ["forward", "backward", "optimizer"]
     assert found.plan_over_measured == 1
-    assert "with what the meter takes: forward" in CliRunner().invoke(main, asked).output
+    assert "the first one, with pinning and the meter: forward" in CliRunner().invoke(main, asked).output
 
 
 class Refusing:

@@ -17,7 +17,7 @@ from lab import models
 from lab.commands import report
 from lab.errors import LabError, ModelError
 from lab.memory.meter import Meter
-from lab.models.first_values import PIECES
+from lab.models.first_values import piece_elements
 from lab.planning.fake_step import Question
 from lab.planning.plan import fake_model
 from lab.planning.start import start_of
@@ -38,7 +38,7 @@ MODELS = {
     "biases": small(Qwen2Config),
     "norms of heads": small(Qwen3Config),
 }
-SCRATCH = 33 * PIECES["cpu"]
+SCRATCH = 33 * piece_elements("cpu")
 
 
 def shards(model):

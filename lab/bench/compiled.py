@@ -18,9 +18,12 @@ from lab.techniques.compiling import apply_compiled
 REPEATS = 9
 
 
-def measure_compiled(say: Say) -> list[Row]:
-    """``compiled`` of a tile: 16K tokens of Llama3-8B in bf16 on a GPU, on CPU less."""
-    if torch.cuda.is_available():
+def measure_compiled(say: Say, where: str | None = None) -> list[Row]:
+    """``compiled`` of a tile: 16K tokens of Llama3-8B in bf16 on a GPU, on CPU less.
+
+    ``where`` is "cuda" or "cpu"; None is CUDA where there is any.
+    """
+    if where == "cuda" or (where is None and torch.cuda.is_available()):
         return compiled("llama3-8b", say, tile=16384, dtype=torch.bfloat16, device="cuda")
     return compiled("llama3.2-1b", say, tile=512, dtype=torch.float32, device="cpu")
 

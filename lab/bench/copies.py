@@ -1,4 +1,4 @@
-"""The road to the host: what pinning costs, and how fast copies are, alone and beside products."""
+"""Copies between device and host: what pinning costs, and how fast they are, alone and during products."""
 
 from __future__ import annotations
 

@@ -9,24 +9,40 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from cluster.errors import ClusterError
 from cluster.watchdog import watched
 from lab.bench.lines import Note, appending, read_lines
 from lab.bench.table import Say
 from lab.errors import LabError
-from lab.rehearsing.rehearse import Machine, machine_for
 from lab.units import Ki, Mi, format_tokens
+
+if TYPE_CHECKING:
+    from lab.rehearsing.rehearse import Machine
 
 Kind = Literal["attention", "copies", "compile", "gradients", "rehearse"]
 
 PATIENCE = 3
 """A row is ended when it takes so many times the seconds that it was expected to take."""
+
+LEAST_SECONDS = 120.0
+"""No row is ended before, unless there is no more time: a slow disk may take that long to import torch."""
+
+TRIES = 2
+"""So many times a row is begun that was ended each time, for something else may have slowed the machine."""
+
+START_SECONDS = 20
+"""What a rehearsal takes beside its steps, to import torch and to plan."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Torch reads its allocator's settings from the first, and from the second where the first is not set."""
 
 SMALL_SECONDS = 30.0
 """What a row of ``tiny`` is expected to take on two busy cores."""
@@ -37,8 +53,9 @@ class Item:
     """One thing to measure, in a process of its own that takes about ``seconds`` on an H100.
 
     A "rehearse" is a rehearsal of ``recipe`` with ``knobs``, as one rank of 8, of the first ``layers`` layers
-    (None: all). ``steps`` are timed after one under the meter; with 0 that one is timed. Of an "attention"
-    the knobs are the kernel and its heads, and ``steps`` the repeats. Of "copies" the knob is their size.
+    (None: all). ``steps`` are timed after one under the meter; with 0 that one is timed, and its seconds
+    include the pinning of host memory, the first call of each kernel, and the meter. Of an "attention" the
+    knobs are the kernel and its heads, and ``steps`` the repeats. Of "copies" the knob is their size.
     ``expandable`` is whether the allocator's segments can grow.
     """
 
@@ -85,7 +102,7 @@ def _rehearse(seconds: float, tokens: int, layers: int | None, recipe: str, **mo
     settings = {name: more.pop(name) for name in ("model", "steps", "expandable") if name in more}
     return Item(
         "rehearse",
-        seconds,
+        seconds + START_SECONDS,
         tokens=tokens,
         layers=layers,
         recipe=recipe,
@@ -95,7 +112,7 @@ def _rehearse(seconds: float, tokens: int, layers: int | None, recipe: str, **mo
 
 
 ITEMS = (
-    # The road to the host, the kernels, and that no technique changes a gradient.
+    # Copies between device and host, the kernels, and that no technique changes a gradient.
     Item("copies", 20, knobs=(("gib", 4),)),
     _attention(15, "cudnn", 4, 1, 64 * Ki, 5),
     _attention(15, "torch", 4, 1, 64 * Ki, 5),
@@ -124,7 +141,7 @@ ITEMS = (
     _rehearse(220, 5 * Mi, 1, "fast", steps=0),
     _rehearse(260, 5 * Mi, 1, "tiling", steps=0),
     # All layers: is what two of them are extrapolated to right? And what compiling is worth.
-    _rehearse(130, 512 * Ki, None, "upipe", steps=0),
+    _rehearse(210, 512 * Ki, None, "upipe"),
     _rehearse(90, 256 * Ki, None, "upipe"),
     _rehearse(80, 256 * Ki, None, "fast"),
     _rehearse(120, 256 * Ki, None, "upipe", compile="tiles"),
@@ -150,9 +167,12 @@ def measure_gpu(
 
     A row goes to ``out``/gpu.jsonl, or ``out``/cpu.jsonl: the item's name, the machine, versions, the recipe,
     and figures; or "failed", with what went wrong. A row that failed is not tried again until its line is
-    removed. No item is begun that is not expected to end within ``minutes``; one that the end of the time
-    finds running is ended, and stays missing. With ``machine="cpu"`` the same list runs at the size of
-    ``tiny``. ``note`` is told what was found cut off, and what is missing at the end.
+    removed, but for two kinds. One that was ended because it took too long is tried once more. One for which
+    the GPU could not be used, as when another process fills it, is noted and stays missing.
+
+    No item is begun that is not expected to end within ``minutes``; one that the end of the time finds
+    running is ended, and stays missing. With ``machine="cpu"`` the same list runs at the size of ``tiny``.
+    ``note`` is told what was found cut off, and what is missing at the end.
 
     Raises:
         LabError: no time, no GPU where none but CPU is asked for, or a folder that cannot be written, or that
@@ -161,7 +181,7 @@ def measure_gpu(
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
     deadline = time.monotonic() + 60 * minutes
-    where = machine_for(machine)
+    where, named = _machine(machine)
     if machine is None and where == "cpu":
         raise LabError("torch sees no GPU here: --machine cpu runs the same list at the size of tiny")
     if where == "cpu" and out.absolute().parts[-2:] == ("notebooks", "results"):
@@ -170,30 +190,39 @@ def measure_gpu(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"{out} cannot be made: {error.strerror}") from error
-    named = _named(where)
     with appending(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         found = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
-        done = {row.get("name") for row in found if row.get("machine") == named}
+        own = [row for row in found if row.get("machine") == named]
+        done = {row.get("name") for row in own if not row.get("ended")}
+        ended = Counter(row.get("name") for row in own if row.get("ended"))
+        done |= {name for name, times in ended.items() if times >= TRIES}
         for item in items:
             sized = item if where == "cuda" else item.small()
             left = deadline - time.monotonic()
             if item.name in done or sized.seconds > left:
                 continue
             say(f"{item.name}, about {sized.seconds:.0f} s; {left / 60:.1f} min left")
-            limit = PATIENCE * sized.seconds
+            limit = max(PATIENCE * sized.seconds, LEAST_SECONDS)
             begun = time.monotonic()
             figures = _in_a_process(sized, where, min(limit, left))
             took = time.monotonic() - begun
             if figures is None and left < limit:
                 break
-            figures = figures or {
-                "failed": f"it took more than {limit:.0f} s, {PATIENCE} times what was expected"
-            }
+            if figures is None:
+                figures = {
+                    "failed": f"it took more than {limit:.0f} s, where {sized.seconds:.0f} s were expected",
+                    "ended": True,
+                }
+            if figures.get("error") == ClusterError.__name__:
+                note(f"{item.name} stays missing: {figures['failed']}")
+                continue
             asked = asdict(sized) | {"name": item.name, "machine": named, "knobs": dict(sized.knobs)}
             expected = asked.pop("seconds")
             row = {**asked, "expected": expected, "took": took, **figures}
             append(row)
-            done.add(item.name)
+            ended[item.name] += bool(row.get("ended"))
+            if not row.get("ended") or ended[item.name] >= TRIES:
+                done.add(item.name)
             yield row
     missing = [item for item in items if item.name not in done]
     if missing:
@@ -210,18 +239,38 @@ def row_text(row: dict[str, Any]) -> str:
         return f"{row['name']}: failed: {row['failed']}"
     shown = ("seconds", "plan_over_measured", "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s")
     figures = (f"{name} {row[name]:.4g}" for name in shown if isinstance(row.get(name), int | float))
-    return f"{row['name']}: {', '.join(figures) or 'done'}"
+    first = " in a first step" if row.get("timed_steps") == 0 else ""
+    return f"{row['name']}: {', '.join(figures) or 'done'}{first}"
 
 
-def _named(where: Machine) -> str:
-    """The machine's name; asked for in a process of its own, for this one is to hold no GPU memory."""
-    if where == "cpu":
-        return "CPU"
-    asked = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
-    said = subprocess.run(asked, capture_output=True, text=True)
-    if said.returncode:
-        raise LabError(f"the GPU cannot be used: {(said.stderr.splitlines() or ['no reason given'])[-1]}")
-    return said.stdout.strip()
+def _machine(asked: str | None) -> tuple[Machine, str]:
+    """Return where the rows run and the machine's name.
+
+    Another process looks, because this one must hold no GPU memory: a CUDA context takes about 0.5 GiB.
+
+    Raises:
+        LabError: the machine is not there or cannot be used.
+    """
+    if asked == "cpu":
+        return "cpu", "CPU"
+    code = f"from lab.bench.gpu_row import print_machine; print_machine({asked!r})"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    answer = _last_object(process.stdout)
+    if answer is None:
+        raise LabError(f"the GPU cannot be used: {(process.stderr.splitlines() or ['no reason given'])[-1]}")
+    if "error" in answer:
+        raise LabError(answer["error"])
+    return answer["where"], answer["name"]
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """The last line of ``text`` that is a JSON object, as a dict; None where there is none."""
+    for line in reversed(text.splitlines()):
+        with suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
+    return None
 
 
 def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | None:
@@ -229,7 +278,7 @@ def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | 
 
     The process ends with this one, if this one is killed.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_ALLOC_CONF"}
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
     if item.expandable:
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     command = [*watched("lab.bench.gpu_row"), json.dumps(asdict(item)), where]
@@ -253,10 +302,10 @@ def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | 
             process.wait()
         answers.seek(0)
         errors.seek(0)
-        said = answers.read().decode(errors="replace").splitlines()
+        found = _last_object(answers.read().decode(errors="replace"))
         trace = errors.read().decode(errors="replace")
-    if code == 0 and said:
-        found: dict[str, Any] = json.loads(said[-1])
-        return found
-    how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return {"failed": f"its process was {how}" if code < 0 else f"its process {how}", "trace": trace[-2000:]}
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    if found is None:
+        return {"failed": f"its process {how}", "trace": trace[-2000:]}
+    # A process that fails after its measurement, as in CUDA's own clean-up, has measured all the same.
+    return found if code == 0 else found | {"process": f"it {how}", "trace": trace[-2000:]}

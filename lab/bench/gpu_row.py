@@ -73,8 +73,24 @@ def _gradients(item: Item, where: Machine) -> dict[str, Any]:
 def _compile(item: Item, where: Machine) -> dict[str, Any]:
     from lab.bench.compiled import measure_compiled
 
-    rows = measure_compiled(lambda _: None)
+    rows = measure_compiled(lambda _: None, where)
     return {f"{row['tile of']} compiled / not": row["compiled / not"] for row in rows}
+
+
+def print_machine(asked: str | None) -> None:
+    """Print as JSON where rows run if ``asked`` is asked for, and the machine's name; or the error."""
+    import torch
+
+    from cluster.errors import ClusterError
+    from lab.errors import LabError
+    from lab.rehearsing.rehearse import machine_for
+
+    try:
+        where = machine_for(asked)
+        answer = {"where": where, "name": torch.cuda.get_device_name() if where == "cuda" else "CPU"}
+    except (ClusterError, LabError) as error:
+        answer = {"error": str(error)}
+    print("\n" + json.dumps(answer), flush=True)
 
 
 _MEASURES = {

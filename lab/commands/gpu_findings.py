@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import torch
@@ -17,8 +16,9 @@ from cluster.host import ask_gpus
 from lab import models
 from lab.errors import LabError
 from lab.planning.closed_form import estimate
-from lab.planning.hardware import HARDWARE, nearest
+from lab.planning.hardware import HARDWARE, of_name
 from lab.recipe.ladder import recipe_for
+from lab.techniques.host_memory import pinnable
 from lab.units import Ki, Mi, MiB, format_bytes, format_tokens
 
 MODEL, RECIPE = "llama3-8b", "upipe"
@@ -28,7 +28,6 @@ LANE_RATES = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 1
 """Bytes a second of one PCIe lane, each direction, by generation: PCI Express Base Specification 5.0."""
 
 COPIED, TIMES = 256 * MiB, 3
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def findings(gpus: int) -> Iterator[tuple[str, str]]:
@@ -77,12 +76,16 @@ def _copies() -> str:
         to_device, to_host = copy_rates()
     except RuntimeError as error:
         return f"not measured: {str(error).splitlines()[0]}"
-    device = HARDWARE[nearest(torch.cuda.get_device_name(0))]
+    rates = (
+        f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s to pinned memory, GPU 0 alone"
+    )
+    device = of_name(torch.cuda.get_device_name(0))
+    if device is None:
+        return rates
     # A layer's input is 2*S*E/P bytes, its causal attention 2*S*S*E/P operations.
-    hidden = int(device.attention_forward.value / to_host)
+    hidden = int(HARDWARE[device].attention_forward.value / to_host)
     return (
-        f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s to pinned memory, GPU 0 alone: "
-        f"a layer's attention hides the offload of its input from {format_tokens(hidden)} tokens on"
+        f"{rates}: a layer's attention hides the offload of its input from {format_tokens(hidden)} tokens on"
     )
 
 
@@ -119,17 +122,3 @@ def _pinned(gpus: int) -> str:
         return f"{said}; no {RECIPE} on {gpus} ranks: {error}"
     longest = format_tokens(room * Mi // held // Ki * Ki)
     return f"{said}: {MODEL} with {RECIPE} on {gpus} ranks can offload up to {longest} tokens"
-
-
-def pinnable() -> int:
-    """Bytes of host memory that could be pinned: what is available, and what the container has left."""
-    room = psutil.virtual_memory().available
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        # No such file, or no limit: the word "max".
-        with suppress(OSError, ValueError):
-            left = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
-            room = min(room, max(left, 0))
-    return room

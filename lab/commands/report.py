@@ -187,7 +187,7 @@ def rehearsal_text(found: Rehearsal) -> str:
         f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
         f"planned       {found.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(found.step_seconds)}"
-        f"{'' if found.timed_steps else ', with what the meter takes'}: "
+        f"{'' if found.timed_steps else ', the first one, with pinning and the meter'}: "
         + ", ".join(f"{phase} {format_seconds(took)}" for phase, took in seconds.items()),
         f"a rank sends  {format_bytes(found.link_bytes)}, and would wait "
         f"{format_seconds(found.plan.costs.link_seconds)} for the links of {found.plan.device}",

@@ -188,8 +188,8 @@ def capped(limit: int, absent: int) -> Iterator[None]:
     taken = outside_torch() + absent
     if taken >= limit:
         raise LabError(
-            f"device_memory={format_bytes(limit)}: {format_bytes(taken)} of it are outside torch (CUDA's "
-            "context, NCCL, other processes); give more than that"
+            f"device_memory={format_bytes(limit)}: outside torch's allocator {format_bytes(taken)} "
+            "are taken (CUDA's context, NCCL, other processes); give more than that"
         )
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction((limit - taken) / total)

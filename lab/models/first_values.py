@@ -18,18 +18,20 @@ from transformers import PreTrainedModel
 
 from lab.errors import ModelError
 
-PIECES = {"cpu": 2**15}
-"""Elements that are made at once, 32 bytes each, by the type of the device: on a CPU what fits its cache."""
-
-PIECE = 2**20
-"""The same on a device that is not named, for which the start of a kernel takes less time than the kernel."""
-
 WORDS = 3
 """Random words of 64 bits an element, each taken as four whole numbers of 16 bits."""
 
 _STEP = 0x9E3779B97F4A7C15
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _LANES = 0x0000FFFF0000FFFF
+
+
+def piece_elements(device_type: str) -> int:
+    """Return how many elements are made at once, which take 32 bytes each while they are made.
+
+    On a CPU they fit its cache. On a GPU they are so many that a kernel takes longer than its start.
+    """
+    return 2**15 if device_type == "cpu" else 2**20
 
 
 @torch.no_grad()
@@ -79,7 +81,7 @@ def normal_(out: Tensor, *, seed: int, name: str, start: int, std: float) -> Non
     generators (OOPSLA 2014).
     """
     key = _signed(int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little"))
-    for piece in out.view(-1).split(PIECES.get(out.device.type, PIECE)):
+    for piece in out.view(-1).split(piece_elements(out.device.type)):
         # A sum is exact in fp32, and its product with this number is rounded once.
         piece.copy_(_sums(key, start, len(piece), out.device).to(torch.float32).mul_(std / 2**16))
         start += len(piece)

@@ -84,8 +84,8 @@ class Outline:
     def materialize(self, device: torch.device) -> None:
         """Give the model its parameters on ``device``, in place; of sharded ones, this rank's shards.
 
-        Beside these it holds one piece of a parameter (``lab.models.first_values.PIECES``), or one shard read
-        from the files.
+        Beside these it holds one piece of a parameter (``lab.models.first_values.piece_elements``), or one
+        shard read from the files.
 
         Raises:
             ModelError: as ``origin``.

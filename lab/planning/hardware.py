@@ -135,10 +135,12 @@ def hardware(name: str) -> Hardware:
 
 def nearest(said: str) -> str:
     """The short name of the device that torch calls ``said``; the slowest one's, where none is called so."""
-    for name in HARDWARE:
-        if name in said.lower():
-            return name
-    return min(HARDWARE, key=lambda name: HARDWARE[name].matmul.value)
+    return of_name(said) or min(HARDWARE, key=lambda name: HARDWARE[name].matmul.value)
+
+
+def of_name(torch_name: str) -> str | None:
+    """The short name of the device that torch calls ``torch_name``; None if it is not in the table."""
+    return next((name for name in HARDWARE if name in torch_name.lower()), None)
 
 
 # ---- the CUDA workspace model: what a meter at the dispatcher cannot see -----------------------------------

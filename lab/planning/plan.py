@@ -25,8 +25,8 @@ from lab.planning.plan_cache import Step, remembered
 from lab.planning.start import start_of
 from lab.recipe.ladder import ladder, recipe_for, title_of
 from lab.recipe.recipe import FIELDS, Recipe
+from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
-from lab.techniques.attention.flash import HALF, past_torch
 from lab.units import check_counts, parse_bytes, parse_tokens
 
 
@@ -230,16 +230,19 @@ def fake_model(model: models.ModelLike) -> PreTrainedModel:
 def _notes(recipe: Recipe, model: PreTrainedModel, tokens: int) -> Iterator[str]:
     """What is to be known before this recipe runs on a GPU."""
     shape = shape_of(model.config)
-    if recipe.compute_dtype is None and model.dtype not in HALF:
+    dtype = attention_dtype(recipe, model.dtype)
+    if not runs_flash(dtype, shape.D):
+        name = str(dtype).removeprefix("torch.")
+        flash = runs_flash(torch.bfloat16, shape.D)
         yield (
-            f"in {str(model.dtype).removeprefix('torch.')} attention runs as matrix products on CUDA, whose "
-            "blocks of scores are not counted; compute_dtype='bfloat16' runs a flash kernel"
+            f"in {name} with head_dim={shape.D} attention runs as matrix products on CUDA, whose blocks of "
+            "scores are not counted; "
+            + ("compute_dtype='bfloat16' runs a flash kernel" if flash else "flash kernels take at most 256")
         )
         return
     yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
     if recipe.kernel in ("auto", "torch"):
-        heads = (recipe.head_chunk or shape.H) // recipe.ulysses
-        refusal = past_torch(-(-tokens // recipe.ring), heads, shape.D)
+        refusal = torch_refusal(recipe, shape, tokens)
         if refusal is not None:
             yield refusal
 

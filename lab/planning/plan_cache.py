@@ -71,8 +71,14 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def sources_hash() -> str:
+    """Return the SHA-256 of the lab's own sources, in hexadecimal digits."""
     sources = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         sources.update(path.read_bytes())
-    return {"lab": sources.hexdigest(), **{name: version(name) for name in ("torch", "transformers")}}
+    return sources.hexdigest()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"lab": sources_hash(), **{name: version(name) for name in ("torch", "transformers")}}

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lab.memory.timeline import CATEGORIES, Moment
 from lab.memory.workspace import NO_WORKSPACE
-from lab.models.first_values import PIECE, PIECES
+from lab.models.first_values import piece_elements
 from lab.planning.fake_step import Question
 from lab.planning.hardware import cuda_workspace
 from lab.techniques import agreement
@@ -38,11 +38,11 @@ def start_of(question: Question, skeleton: PreTrainedModel) -> Moment:
     trained = sum(p.requires_grad for p in skeleton.parameters())
     moments = [("make_optimizer", held + buffers, 2 * held + 4 * trained, 0)]
     if callable(question.model) and not isinstance(question.model, PretrainedConfig):
-        compared = _CHECKED * min(agreement.PIECE, largest) if question.ranks > 1 else 0
+        compared = _CHECKED * min(agreement.CHECKSUM_ELEMENTS, largest) if question.ranks > 1 else 0
         moments.append(("check_same_model", whole + buffers, 0, compared))
     else:
         largest = -(-largest // question.ranks) if question.recipe.fsdp else largest
-        piece = PIECE if question.workspace else PIECES["cpu"]
+        piece = piece_elements("cuda" if question.workspace else "cpu")
         moments.append(("first values", held + buffers, 0, _SCRATCH * min(piece, largest)))
     op, parameters, optimizer, other = max(moments, key=lambda moment: sum(moment[1:]))
     other += workspace.fixed

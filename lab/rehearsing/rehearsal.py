@@ -20,9 +20,9 @@ class Measured:
     ``reserved_peak`` and ``outside_torch`` are bytes that torch's caching allocator holds, and that others
     hold beside it (CUDA's context, libraries); ``alloc_retries`` is how often the allocator had to give its
     cache back to get more. The three are None on CPU, where there is no such allocator. ``seconds`` are by
-    phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and the meter's
-    own time is in them. The peers' work on links is not: ``link_bytes`` is what would leave the rank in a
-    step.
+    phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and they include
+    the pinning of host memory, the first call of each kernel, and the meter's own time. The peers' work on
+    links is not in them: ``link_bytes`` is what would leave the rank in a step.
     """
 
     timeline: Timeline

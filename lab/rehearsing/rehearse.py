@@ -12,7 +12,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from cluster.devices import check_driver, check_free
+from cluster.devices import FREE_SECONDS, check_driver, check_free
 from lab import models
 from lab.errors import LabError
 from lab.memory.cuda import CudaAllocator, CudaMeter, History, capped
@@ -25,10 +25,12 @@ from lab.planning.plan import Plan, plan
 from lab.recipe.ladder import recipe_for, title_of
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
+from lab.step.kernel_limits import check_kernel
 from lab.step.loopback import bytes_sent
 from lab.step.on_ranks import Training, checked, finite, worker_on
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step
+from lab.techniques.attention.kernels import machine_of
 from lab.units import GiB, format_bytes, parse_bytes, parse_tokens
 
 Machine = Literal["cuda", "cpu"]
@@ -58,8 +60,9 @@ def rehearse(
 ) -> Rehearsal:
     """Train as one rank of ``ranks`` on this machine's GPU or, at a small size, on its CPU.
 
-    One step is measured in bytes, then ``steps`` more in seconds; with ``steps=0`` the one that is measured
-    is timed too, and its seconds include the meter's. ``layers`` takes the model's first layers alone: what
+    One step is measured in bytes, then ``steps`` more in seconds. With ``steps=0`` the one that is measured
+    is timed too: its seconds include the pinning of host memory, the first call of each kernel, and the
+    meter. ``layers`` takes the model's first layers alone: what
     is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
     ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
     the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
@@ -89,6 +92,7 @@ def rehearse(
     training, _, _ = checked(
         part, chosen, ranks=ranks, tokens=tokens, steps=1 + steps, rows=rows, text=text, tokenizer=tokenizer
     )
+    check_kernel(chosen, config, training.tokens, where, lambda: machine_of(torch.device(where)))
     settings: dict[str, Any] = {
         "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
         "device": device, "device_memory": limit, "workspace": where == "cuda",
@@ -182,7 +186,7 @@ def machine_for(asked: str | None) -> Machine:
         check_driver()
     if asked == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    check_free()
+    check_free(FREE_SECONDS)
     return "cuda"
 
 

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab import models
 from lab.decoder import check_materialized, check_untouched, decoder_of
 from lab.recipe.recipe import Recipe
+from lab.step.kernel_limits import attention_dtype
 from lab.techniques.agreement import check_same, check_same_model, refuse_together
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.hf_attention import apply_attention
@@ -130,7 +131,7 @@ def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel
         check_materialized(model)
     decoder = decoder_of(model)
     recipe.check(model.config, mesh.size())
-    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else model.dtype
+    dtype = attention_dtype(recipe, model.dtype)
     return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
 
 

@@ -21,7 +21,7 @@ from lab.techniques.exchange import size_of
 
 T = TypeVar("T")
 
-PIECE = 2**22
+CHECKSUM_ELEMENTS = 2**22
 """Elements that a checksum widens to 64 bits at once."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -124,7 +124,7 @@ def checksum(x: Tensor) -> Tensor:
     """A number that depends on every bit of ``x`` and on the order of its elements; a scalar, int64."""
     bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for piece in bits.split(PIECE):
+    for piece in bits.split(CHECKSUM_ELEMENTS):
         places = torch.arange(1, len(piece) + 1, device=x.device)
         total = total * 31 + (piece.long() * places).sum()
     return total

@@ -7,7 +7,6 @@ memory measures the same bytes on a CPU rank, in a plan on fake tensors, and on 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from lab.techniques.host_memory import local_ranks, pinnable
 from lab.techniques.host_pieces import piece_sizes
 
 
@@ -121,11 +121,11 @@ class HostCopier:
 
     Every device buffer belongs to the computing stream, which waits for the copy before the buffer is freed;
     so torch's allocator may reuse it at once, and ``Tensor.record_stream`` is not needed. ``pinned`` is
-    how many bytes may be pinned in this process; None is half of this machine's memory, shared by its GPUs.
+    how many bytes may be pinned in this process; None is what ``pinnable`` says for one of this host's ranks.
     """
 
     def __init__(self, pinned: int | None = None) -> None:
-        self._limit = _half_of_the_machine() if pinned is None else pinned
+        self._limit = pinnable(local_ranks(), PINNED.taken) if pinned is None else pinned
         self._sending: list[Tensor] = []
         self._sent: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -199,8 +199,3 @@ class Pinned:
 
 PINNED = Pinned()
 """The account of this process, as the allocator is: a later model reuses what an earlier one has pinned."""
-
-
-def _half_of_the_machine() -> int:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return memory // 2 // max(torch.cuda.device_count(), 1)

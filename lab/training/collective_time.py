@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import torch
+import torch.distributed as dist
+from cluster.placement import import_path
+from transformers import PretrainedConfig
 
+from cluster.watchdog import watched
+from lab.errors import LabError
 from lab.planning.hardware import nearest
 from lab.planning.plan import plan
+from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import Training
+from lab.techniques.attention.kernels import Machine, machine_of
 from lab.units import format_seconds
 
 if TYPE_CHECKING:
@@ -17,6 +28,20 @@ if TYPE_CHECKING:
 
 LAYERS = 3
 """NCCL counts from when a collective was enqueued, and the host runs about one layer ahead of the device."""
+
+
+def check_kernel_on_cluster(training: Training, config: PretrainedConfig, cluster: Cluster) -> None:
+    """Refuse, before anything is planned or made, what torch's attention kernel on GPUs would refuse.
+
+    Raises:
+        RecipeError: see ``check_kernel``.
+    """
+
+    def machine() -> Machine:
+        machines: list[Machine] = cluster.apply(machine_of, torch.device("cuda"))
+        return machines[0]
+
+    check_kernel(training.recipe, config, training.tokens, cluster.device_type, machine)
 
 
 def on_cluster(training: Training, cluster: Cluster) -> float | None:
@@ -30,12 +55,35 @@ def on_cluster(training: Training, cluster: Cluster) -> float | None:
     return layers_time(training, cluster.ranks, device, cluster.timeout)
 
 
-def layers_time(
-    training: Training, ranks: int, device: str, default: float, *, tells: bool = True
-) -> float | None:
-    """Seconds on GPUs of the name ``device``; None where ``default``, in seconds, is at least as much.
+def on_this_rank(training: Training, default: float) -> float | None:
+    """Return what ``layers_time`` returns for this rank's GPU; every rank of the process group calls this.
 
-    What is returned is printed on stderr, unless ``tells`` is false.
+    Rank 0 plans for all ranks. It plans in another process, because a plan joins a process group of its own
+    and this process has joined one already.
+
+    Raises:
+        LabError: the plan failed on rank 0.
+    """
+    answers: list[dict[str, Any]] = [{}]
+    if dist.get_rank() == 0:
+        asked = training, dist.get_world_size(), torch.cuda.get_device_name(), default
+        answers = [_in_a_process(*asked)]
+    dist.broadcast_object_list(answers, src=0)
+    [answer] = answers
+    if "error" in answer:
+        raise LabError(f"the plan that says how long a collective may take failed: {answer['error']}")
+    seconds: float | None = answer["seconds"]
+    return seconds
+
+
+def layers_time(training: Training, ranks: int, device: str, default: float) -> float | None:
+    """Return three times the seconds of the plan's longest layer, and print them on stderr.
+
+    Args:
+        training: What is trained.
+        ranks: The number of ranks.
+        device: The name of their GPUs.
+        default: Seconds. If they are at least as many, None is returned and nothing is printed.
     """
     planned = plan(
         training.model,
@@ -48,10 +96,41 @@ def layers_time(
     layer = planned.longest_layer
     if LAYERS * layer <= default:
         return None
-    if tells:
-        print(
-            f"a collective may take {format_seconds(LAYERS * layer)} and not {format_seconds(default)}: "
-            f"{LAYERS} times the longest layer of the plan, {format_seconds(layer)} on {planned.device}",
-            file=sys.stderr,
-        )
+    print(
+        f"a collective may take {format_seconds(LAYERS * layer)} and not {format_seconds(default)}: "
+        f"{LAYERS} times the longest layer of the plan, {format_seconds(layer)} on {planned.device}",
+        file=sys.stderr,
+    )
     return LAYERS * layer
+
+
+def _in_a_process(training: Training, ranks: int, device: str, default: float) -> dict[str, Any]:
+    """Call ``layers_time`` in another process; return its "seconds", or its "error" as a text.
+
+    The process sees no GPU, so that it takes no memory of this rank's, and ends with this one. It can import
+    what this process can, because the training may name a function that makes the model.
+    """
+    process = subprocess.run(
+        watched("lab.training.collective_time"),
+        input=cloudpickle.dumps((training, ranks, device, default)),
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if process.returncode:
+        return {"error": f"its process ended with code {process.returncode}"}
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return answer
+
+
+def main() -> None:
+    """Read the pickled arguments of ``layers_time`` from stdin; print its answer as a line of JSON."""
+    arguments = cloudpickle.loads(sys.stdin.buffer.read())
+    try:
+        answer: dict[str, Any] = {"seconds": layers_time(*arguments)}
+    except LabError as error:
+        answer = {"error": str(error)}
+    print("\n" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

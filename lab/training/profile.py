@@ -15,7 +15,7 @@ from lab.recipe.ladder import title_of
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import Training, checked, finite, worker
 from lab.step.training_step import train_step
-from lab.training.collective_time import on_cluster
+from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
@@ -74,8 +74,9 @@ def profile(
         RankError: a rank failed.
         DivergedError: the loss of a step is not finite.
     """
-    training, _, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
+    training, config, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
     try:
+        check_kernel_on_cluster(training, config, cluster)
         results = cluster.apply(_profile, training, timeout=on_cluster(training, cluster))
     except RankError as error:
         raise error.cause if isinstance(error.cause, DivergedError) else error from None

@@ -21,7 +21,7 @@ from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import Training, checked, finite, worker
 from lab.step.training_step import train_step
 from lab.training.collecting import Collected
-from lab.training.collective_time import on_cluster
+from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 from lab.training.out_of_memory import RankOutOfMemory
 from lab.training.records import Progress, Run, Started, Watch
 from lab.units import parse_bytes
@@ -66,7 +66,7 @@ def run(
         DivergedError: the loss of a step is not finite.
         RankError: a rank failed; the text names it and holds its traceback.
     """
-    training, _, _ = checked(
+    training, config, _ = checked(
         model,
         recipe,
         ranks=cluster.ranks,
@@ -98,6 +98,7 @@ def run(
     tell(Started(cluster.interrupt))
     limit = None if device_memory is None else parse_bytes(device_memory)
     try:
+        check_kernel_on_cluster(training, config, cluster)
         timeout = on_cluster(training, cluster)
         results = cluster.apply(_train, training, limit, on_record=on_record, timeout=timeout)
     except Stopped:

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
 from lab import models
 from lab.errors import CheckpointError, DivergedError
 from lab.recipe.ladder import title_of
 from lab.recipe.recipe import Recipe
+from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import checked
-from lab.training.collective_time import layers_time, on_cluster
+from lab.techniques.attention.kernels import machine_of
+from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
 from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.training.train_loop import Course, Step, train_on_this_rank
 from lab.units import check_counts
@@ -99,6 +102,9 @@ def train(
         seed=seed,
         **knobs,
     )
+    if cluster is None and torch.cuda.is_available():
+        device = torch.device("cuda")
+        check_kernel(training.recipe, config, training.tokens, device.type, lambda: machine_of(device))
     manifest = Manifest(
         config=config_document(config),
         text=digest(source),
@@ -117,7 +123,11 @@ def train(
     else:
         _check_unused(folder)
     course = Course(training, folder, every, keep, replace(manifest, step=done), start)
-    made = _on_this_rank(course, timeout, watch) if cluster is None else _on(cluster, course, timeout, watch)
+    made = (
+        _on_this_rank(course, timeout, watch)
+        if cluster is None
+        else _on(cluster, course, config, timeout, watch)
+    )
     return Trained(title_of(model, recipe, ranks, training.tokens), made, folder)
 
 
@@ -149,16 +159,18 @@ def _on_this_rank(
     course: Course, timeout: float | None, watch: Callable[[Step], None] | None
 ) -> tuple[Step, ...]:
     if timeout is None and torch.cuda.is_available():
-        ranks, device = dist.get_world_size(), torch.cuda.get_device_name()
-        default = DEFAULT_SECONDS["cuda"]  # torchrun's ranks join with torch's own, which is the same
-        timeout = layers_time(course.training, ranks, device, default, tells=dist.get_rank() == 0)
+        timeout = on_this_rank(course.training, DEFAULT_SECONDS["cuda"])
     if timeout is not None:
         set_timeout(timeout)
     return train_on_this_rank(course, watch)
 
 
 def _on(
-    cluster: Cluster, course: Course, timeout: float | None, watch: Callable[[Step], None] | None
+    cluster: Cluster,
+    course: Course,
+    config: PretrainedConfig,
+    timeout: float | None,
+    watch: Callable[[Step], None] | None,
 ) -> tuple[Step, ...]:
     from cluster.errors import RankError
 
@@ -168,6 +180,7 @@ def _on(
 
     try:
         with nullcontext() if cluster.started else cluster:
+            check_kernel_on_cluster(course.training, config, cluster)
             seconds = on_cluster(course.training, cluster) if timeout is None else timeout
             results = cluster.apply(train_on_this_rank, course, on_record=on_record, timeout=seconds)
             steps: tuple[Step, ...] = results[0]

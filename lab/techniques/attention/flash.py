@@ -16,6 +16,9 @@ _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 """What flash kernels on CUDA compute in."""
 
+MOST_HEAD_DIM = 256
+"""The largest D that they take."""
+
 TORCH_MOST = 2**31
 """From so many numbers of queries on, tokens x heads x D, a call of torch's CUDA kernel is refused.
 
@@ -137,7 +140,7 @@ def past_torch(tokens: int, heads: int, head_dim: int) -> str | None:
 
 def _flash_takes(q: Tensor) -> bool:
     """Whether torch has a flash kernel for these queries; on CPU it takes every dtype and every D."""
-    return q.device.type != "cuda" or (q.dtype in HALF and q.shape[-1] <= 256)
+    return q.device.type != "cuda" or (q.dtype in HALF and q.shape[-1] <= MOST_HEAD_DIM)
 
 
 def padded(x: Tensor) -> Tensor:
