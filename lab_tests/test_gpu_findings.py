@@ -12,7 +12,7 @@ from cluster import host
 from lab.commands import doctor, gpu_findings
 from lab.techniques import host_memory
 from lab.techniques.host_memory import local_ranks, pinnable
-from lab.techniques.host_transfer import PINNED, Road
+from lab.techniques.host_transfer import PINNED, HostCopier
 from lab.units import Mi, parse_tokens
 from lab_tests.test_devices import TOO_OLD, gpus
 
@@ -125,14 +125,14 @@ def test_the_ranks_of_a_host_share_what_can_be_pinned(monkeypatch, tmp_path):
     assert local_ranks() == 1
     one_of_eight(monkeypatch)
     assert local_ranks() == 8
-    share = Road()._limit
+    share = HostCopier()._limit
     assert share == pinnable(ranks=8) == int(0.8 * 2304 * GIB) // 8
     # 5M tokens of Llama3-8B take 1.21 TiB a node.
     assert 8 * share > 1.21 * 1024 * GIB
     # What this process has pinned before is part of its share.
     machine(monkeypatch, tmp_path, available=800 * GIB)
     monkeypatch.setattr(PINNED, "taken", 30 * GIB)
-    assert Road()._limit == 130 * GIB
+    assert HostCopier()._limit == 130 * GIB
 
 
 def test_a_gpu_that_is_not_in_the_table_has_no_rate(monkeypatch, tmp_path):

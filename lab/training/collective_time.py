@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from cluster.placement import import_path
 from transformers import PretrainedConfig
 
+from cluster.placement import import_path
 from cluster.watchdog import watched
 from lab.errors import LabError
 from lab.planning.hardware import nearest
