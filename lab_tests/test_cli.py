@@ -9,7 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from lab.commands.cli import main
+from lab.commands.report import run_text
+from lab.planning.hardware import outside_workspace
+from lab.planning.plan import plan
 from lab.recipe.ladder import RUNGS
+from lab.training.records import Run
+from lab.units import format_bytes
 
 
 def two_candidates(base, heads):
@@ -29,6 +34,7 @@ finally:
     assert said.returncode == 0, said.stderr
     for command in (
         "open",
+        "execute",
         "run",
         "plan",
         "ladder",
@@ -60,8 +66,38 @@ def test_a_port_in_use():
     assert said.stderr == (f"lab: port {port} is in use: close what runs there or give another with --port\n")
 
 
+def test_run_prints_losses_and_peaks_beside_the_plan():
+    command = "run tiny --tokens 64 --ranks 2 --steps 2 --set compute_dtype=none --json"
+    said = CliRunner().invoke(main, command.split())
+    assert said.exit_code == 0, said.output
+    answer = json.loads(said.stdout)
+    assert len(answer["losses"]) == len(answer["seconds"]) == 2
+    assert answer["losses"][1] < answer["losses"][0]
+    assert answer["device_peak"] == answer["planned_device_peak"]
+    assert answer["host_peak"] == answer["planned_host_peak"] > 0
+
+
+def test_the_text_of_a_run_leaves_out_what_cuda_takes_outside_torch():
+    planned = plan("tiny", "upipe", tokens=1024, ranks=4)
+    steps = {"losses": (8.25, 7.5), "seconds": (2.0, 1.5), "timelines": (planned.timeline,)}
+    on_cpu = run_text(Run("tiny", None, **steps), planned)
+    assert "step 1        loss 8.2500, 2 s\nstep 2        loss 7.5000, 1.5 s\n" in on_cpu
+    inside = planned.device_peak - outside_workspace(4)
+    on_gpus = run_text(Run("tiny", None, **steps, allocated=(inside, 7)), planned)
+    assert f"planned {format_bytes(inside)}" in on_gpus
+    assert "1.0000 of the measured device peak" in on_gpus
+
+
+def test_run_takes_a_model_and_names_the_command_for_a_notebook():
+    said = CliRunner().invoke(main, ["run", "00_memory_wall", "--tokens", "1K"])
+    assert said.exit_code == 2
+    assert said.stderr == (
+        "lab: 00_memory_wall is a notebook: lab execute 00_memory_wall executes it; lab run takes a model\n"
+    )
+
+
 def test_bad_input_is_one_line_and_exit_code_2():
-    said = CliRunner().invoke(main, ["run", "no_such_notebook"])
+    said = CliRunner().invoke(main, ["execute", "no_such_notebook"])
     assert said.exit_code == 2
     assert said.stderr.count("\n") == 1
     assert said.stderr.startswith("lab: unknown notebook 'no_such_notebook'")

@@ -1,4 +1,4 @@
-"""The notebooks as programs: what `lab run` does with them, and how they are stored."""
+"""The notebooks as programs: what `lab execute` does with them, and how they are stored."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def planned(tmp_path_factory):
         running = {}
         for name in PLANNING:
             said = stack.enter_context(open(folder / f"{name}.log", "w"))
-            command = [sys.executable, "-m", "lab", "run", name, "--out", str(folder)]
+            command = [sys.executable, "-m", "lab", "execute", name, "--out", str(folder)]
             running[name] = stack.enter_context(subprocess.Popen(command, stderr=said))
             stack.callback(running[name].kill)
 
@@ -192,7 +192,7 @@ with lab.Cluster(ranks=2) as cluster:
     bad = write(tmp_path / "bad.ipynb", "tokens = 7", fails)
     good = write(tmp_path / "good.ipynb", "tokens = 7", "assert tokens == 9")
     out = tmp_path / "out"
-    result = CliRunner().invoke(main, ["run", bad, good, "-p", "tokens", "9", "--out", str(out)])
+    result = CliRunner().invoke(main, ["execute", bad, good, "-p", "tokens", "9", "--out", str(out)])
     assert result.exit_code == 1
     said = " ".join(result.stderr.split())
     assert "failed bad, cell 2: RankError: rank 1 failed" in said
@@ -220,7 +220,7 @@ def test_the_originals_are_never_written_over(tmp_path):
     mine = write(tmp_path / "mine.ipynb", "a = 0")
     before = Path(mine).read_bytes()
     for name, folder in (("01_fsdp", FOLDER), (mine, tmp_path), (mine, tmp_path / "x" / "..")):
-        result = CliRunner().invoke(main, ["run", name, "--out", str(folder)])
+        result = CliRunner().invoke(main, ["execute", name, "--out", str(folder)])
         assert result.exit_code == 2
         assert f"is where {Path(name).stem}.ipynb is: name another folder" in result.stderr
     assert Path(mine).read_bytes() == before

@@ -13,7 +13,7 @@ from lab.jupyter.executing import Outcome, execute_one, find
 def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:
     """One row a notebook of ``names`` (all, when none is named): how often it failed, and its seconds.
 
-    The whole sequence is executed ``times`` times, each notebook at its stored size, as ``lab run`` does.
+    The whole sequence is executed ``times`` times, each notebook at its stored size, as ``lab execute`` does.
 
     Raises:
         NotebookError: no such notebook.

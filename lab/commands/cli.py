@@ -13,7 +13,7 @@ from lab.commands.benches import bench
 from lab.commands.clusters import cluster
 from lab.commands.planning import fit, ladder, max_context, plan
 from lab.commands.rehearsing import rehearse
-from lab.commands.training import export, train
+from lab.commands.training import export, run, train
 
 
 class _OneLine(click.Group):
@@ -56,11 +56,11 @@ def open_(no_browser: bool, port: int, ip: str) -> None:
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where the executed copies go [runs/<date>].")
 @plainly
-def run(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out: Path | None) -> None:
+def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out: Path | None) -> None:
     """Execute NOTEBOOKS (all of them when none is named) into copies, with their own ranks."""
-    from lab.jupyter.executing import execute
+    from lab.jupyter import executing
 
-    failed = execute(list(notebooks), dict(parameters), out)
+    failed = executing.execute(list(notebooks), dict(parameters), out)
     if failed:
         click.echo(f"lab: {len(failed)} failed: {', '.join(failed)}", err=True)
         sys.exit(1)
@@ -75,5 +75,5 @@ def doctor() -> None:
     click.echo(report())
 
 
-for command in (plan, ladder, max_context, fit, rehearse, train, export, cluster, bench):
+for command in (plan, ladder, max_context, fit, rehearse, run, train, export, cluster, bench):
     main.add_command(command)

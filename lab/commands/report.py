@@ -1,10 +1,11 @@
-"""What the planning commands and a rehearsal print: answers in, text for a terminal out."""
+"""What the commands print: answers in, text for a terminal out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,10 +13,12 @@ from rich.table import Table
 from lab.bench.table import printed
 from lab.errors import LabError
 from lab.planning.fit import steps_down
+from lab.planning.hardware import outside_workspace
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import Plan
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Rehearsal
+from lab.training.records import Run
 from lab.units import Mi, format_bytes, format_seconds
 
 BAR = 32
@@ -207,6 +210,41 @@ def rehearsal_text(found: Rehearsal) -> str:
         f"{found.tokens_per_second_with_links:.4g} with their time added"
     ]
     return "\n".join(lines)
+
+
+def planned_peak(run: Run, plan: Plan) -> int:
+    """The planned device peak, in bytes, less what a run does not measure: what CUDA takes outside torch."""
+    return plan.device_peak - (outside_workspace(plan.ranks) if run.allocated else 0)
+
+
+def run_text(run: Run, plan: Plan) -> str:
+    """The losses and seconds of each step, and the measured peaks beside the planned ones."""
+    planned = planned_peak(run, plan)
+    steps = enumerate(zip(run.losses, run.seconds, strict=True), 1)
+    return "\n".join(
+        [
+            run.title,
+            recipe_text(plan.recipe),
+            "",
+            *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
+            f"device peak   {format_bytes(run.device_peak)} a rank, planned {format_bytes(planned)}",
+            f"host peak     {format_bytes(run.host_peak)} a rank, planned {format_bytes(plan.host_peak)}",
+            f"planned       {planned / run.device_peak:.4f} of the measured device peak",
+        ]
+    )
+
+
+def run_json(run: Run, plan: Plan) -> dict[str, Any]:
+    """The same as values for JSON: bytes, seconds, losses."""
+    return {
+        "title": run.title,
+        "losses": list(run.losses),
+        "seconds": list(run.seconds),
+        "device_peak": run.device_peak,
+        "host_peak": run.host_peak,
+        "planned_device_peak": planned_peak(run, plan),
+        "planned_host_peak": plan.host_peak,
+    }
 
 
 def recipe_text(recipe: Recipe) -> str:

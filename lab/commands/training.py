@@ -1,4 +1,4 @@
-"""``lab train`` and ``lab export``: training without a notebook, on a cluster or under torchrun."""
+"""``lab run``, ``lab train``, ``lab export``: training without a notebook, on a cluster or under torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import RECIPE, SET, TEXT, TOKENIZER, TOKENS, plainly
+from lab.commands.base import JSON, RECIPE, SET, TEXT, TOKENIZER, TOKENS, answer, plainly, status
 
 if TYPE_CHECKING:
     from lab.training.train_loop import Step
@@ -20,6 +20,66 @@ if TYPE_CHECKING:
 
 OTHERS_SECONDS = 10
 """How long ranks other than 0 wait before they say what went wrong on them alone."""
+
+
+@click.command()
+@click.argument("model")
+@TOKENS
+@RECIPE
+@SET
+@click.option("--steps", type=int, default=3, help="Training steps. [3]")
+@click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@TEXT
+@TOKENIZER
+@click.option("--lr", "learning_rate", type=float, default=1e-3, help="Learning rate. [0.001]")
+@click.option("--clip-norm", type=float, default=1.0, help="The gradient's norm is at most this. [1]")
+@click.option("--seed", type=int, default=0, help="Of the weights, where the model has none. [0]")
+@click.option("--device-memory", help="A rank that holds more runs out of memory: 80GiB.")
+@click.option("--ranks", type=int, default=4, help="Ranks to start. [4]")
+@click.option("--profile", default="local", help="Where ranks run: lab cluster profiles. [local]")
+@click.option("--profile-set", "places", multiple=True, metavar="FIELD=VALUE", help="Override its fields.")
+@JSON
+@plainly
+def run(
+    model: str,
+    recipe: str,
+    knobs: tuple[str, ...],
+    ranks: int,
+    profile: str,
+    places: tuple[str, ...],
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Train MODEL for a few steps on ranks, and print losses and peaks beside the plan; keep nothing."""
+    from cluster.profiles.parsing import parse_fields
+    from lab.jupyter.executing import refuse_notebook
+
+    refuse_notebook(model)
+    from cluster.ranks import Cluster
+    from lab.commands.report import run_json, run_text
+    from lab.planning.plan import plan
+    from lab.recipe.ladder import recipe_for
+    from lab.recipe.recipe import parse_knobs
+    from lab.training.records import Progress
+    from lab.training.run import run
+    from lab.units import parse_tokens
+
+    cluster = Cluster(ranks, profile, **parse_fields(profile, places))
+    tokens, rows = parse_tokens(settings.pop("tokens")), settings["rows"]
+    chosen = recipe_for(recipe, model, ranks, tokens, **parse_knobs(knobs))
+    with status(f"starting {ranks} ranks") as say:
+
+        def watch(message: object) -> None:
+            if isinstance(message, Progress) and message.rank == 0:
+                loss = "" if message.loss is None else f", loss {message.loss:.4f}"
+                say(f"step {message.step + 1} of {message.steps}{loss}")
+
+        with cluster:
+            say(f"planning {model}")
+            on_gpus = cluster.device_type == "cuda"
+            planned = plan(model, chosen, tokens=tokens, rows=rows, ranks=ranks, workspace=on_gpus)
+            measured = run(model, chosen, tokens=tokens, cluster=cluster, watch=watch, **settings)
+    answer(run_json(measured, planned) if as_json else run_text(measured, planned))
 
 
 @click.command()

@@ -50,6 +50,16 @@ def find(names: list[str]) -> list[Notebook]:
     return [_read(path) for path in paths]
 
 
+def refuse_notebook(model: str) -> None:
+    """Check that the name of a model is not that of a notebook.
+
+    Raises:
+        NotebookError: it is.
+    """
+    if model.endswith(".ipynb") or model in {path.stem for path in FOLDER.glob("*.ipynb")}:
+        raise NotebookError(f"{model} is a notebook: lab execute {model} executes it; lab run takes a model")
+
+
 def with_parameters(notebook: Notebook, given: dict[str, str]) -> dict[str, Any]:
     """The given values, each read as the type of the notebook's own default.
 
