@@ -15,6 +15,7 @@ from nbval.plugin import IPyNbFile, coalesce_streams
 from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter.executing import FOLDER, execute, execute_one, find, with_parameters
+from lab.show.sources import source
 
 NAMES = [notebook.name for notebook in find([])]
 SMALL = {
@@ -170,9 +171,9 @@ def test_parameters_are_read_as_their_defaults_types(tmp_path):
 
 
 def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
-    for source in ("a = 1 + 1", "import sys", "a = b = 3"):
+    for cell in ("a = 1 + 1", "import sys", "a = b = 3"):
         with pytest.raises(NotebookError, match=r"n\.ipynb: its parameters are to be literals, .* is none"):
-            find([write(tmp_path / "n.ipynb", source)])
+            find([write(tmp_path / "n.ipynb", cell)])
     with pytest.raises(NotebookError, match=r"n\.ipynb has no cell tagged 'parameters'"):
         find([write(tmp_path / "n.ipynb", "a = 1", tags=())])
 
@@ -224,3 +225,24 @@ def test_the_originals_are_never_written_over(tmp_path):
         assert result.exit_code == 2
         assert f"is where {Path(name).stem}.ipynb is: name another folder" in result.stderr
     assert Path(mine).read_bytes() == before
+
+
+SHOWN = re.compile(r"lab\.show\.source\((.*)\)")
+IMPORT = re.compile(r"^(?:import|from) .*$", re.M)
+
+
+def shown_sources(notebook):
+    """The cells of a notebook that show source code, and the source that they would show now."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    names = {}
+    exec("\n".join(line for cell in cells for line in IMPORT.findall(cell.source)), names)
+    for cell in cells:
+        if match := SHOWN.fullmatch(cell.source):
+            yield cell, source(eval(match[1], names))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sources_that_it_shows_are_todays(name):
+    """The code is compared, and not the number of its first line, which changes with the code above it."""
+    for cell, today in shown_sources(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)):
+        assert cell.outputs[0].data["text/plain"].partition("\n")[2] == today.code
