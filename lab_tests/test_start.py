@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import lab
 from lab import models
 from lab.commands import report
 from lab.errors import LabError, ModelError
 from lab.memory.meter import Meter
+from lab.models import weight_files
 from lab.models.first_values import piece_elements
 from lab.planning.fake_step import Question
 from lab.planning.plan import fake_model
@@ -185,6 +186,46 @@ def test_weights_of_another_shape_are_refused(folder):
             ModelError, match=r"mlp.gate_proj.weight has shape \[72, 48\] there, and \[73, 48\]"
         ):
             call()
+
+
+def tied_by_config(folder, *, equal=False, without=None):
+    """Save an untied model whose config says that it is tied; return what transformers reads of it."""
+    from safetensors.torch import load_file, save_file
+
+    models.build(small(), seed=8).save_pretrained(folder)
+    place = folder / "model.safetensors"
+    weights = load_file(place)
+    if equal:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights.pop(without, None)
+    save_file(weights, place, metadata={"format": "pt"})
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "tie_word_embeddings": True}))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path):
+    theirs = tied_by_config(tmp_path)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    for call in (lambda: models.build(tmp_path), lambda: of_rank(tmp_path, 0)):
+        with pytest.raises(ModelError, match=r"ties lm_head.weight to model.embed_tokens.weight, and its "):
+            call()
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**document, "tie_word_embeddings": False}))
+    assert torch.equal(models.build(tmp_path).lm_head.weight, theirs.lm_head.weight)
+
+
+@pytest.mark.parametrize("without", [None, "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_name(
+    tmp_path, monkeypatch, without
+):
+    monkeypatch.setattr(weight_files, "COMPARED_ELEMENTS", 100)
+    theirs = tied_by_config(tmp_path, equal=True, without=without)
+    ours = models.build(tmp_path)
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+    assert torch.equal(together(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
 
 
 def test_files_by_other_names_are_refused(folder):
