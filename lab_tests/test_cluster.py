@@ -527,8 +527,8 @@ LONGEST = 30 * 24 * 3600
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), (1e20, "1e+20"), (1e-4, "0.0001"),
-        (LONGEST + 1, "2592001"), ("5", "'5'"), ([1], "[1]"), (True, "True"),
+        (0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), (1e20, "1e+20"),
+        (1e-4, "0.0001"), (LONGEST + 1, "2592001"), ("5", "'5'"), ([1], "[1]"), (True, "True"),
     ],
 )  # fmt: skip
 def test_a_timeout_that_cannot_work_is_refused(ranks4: Cluster, seconds: Any, shown: str) -> None:
