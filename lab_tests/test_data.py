@@ -96,7 +96,7 @@ def test_a_text_that_is_no_path_is_refused(path):
 
 
 def test_an_empty_text_option_is_refused():
-    words = "rehearse tiny --tokens 40 --ranks 1 --machine cpu --text".split()
+    words = ["rehearse", "tiny", "--tokens", "40", "--ranks", "1", "--machine", "cpu", "--text"]
     run = CliRunner().invoke(main, [*words, ""])
     assert run.exit_code == 2
     assert run.stderr.startswith("lab: text='': give the path")

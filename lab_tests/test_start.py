@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
@@ -122,6 +122,33 @@ def test_a_callables_model_arrives_whole(ranks4):
     assert planned.peak.phase == "start"
     assert planned.limit is None
     assert "at the peak   start: check_same_model" in report.plan_text(planned)
+
+
+def three(model, recipe):
+    """Runs on every rank of four: what the first three hold at most until the optimizer is made."""
+    gc.collect()
+    group = dist.new_group([0, 1, 2])
+    if dist.get_rank() == 3:
+        return None
+    meter = Meter()
+    with meter.measure(nn.Module()), meter.phase("start"):
+        made = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
+    with meter.measure(made), meter.phase("start"):
+        make_optimizer(made, learning_rate=1e-3)
+    return meter.timeline().device_peak
+
+
+@pytest.mark.parametrize("kind", ["a config", "a tied model", "a bf16 directory"])
+def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
+    """The vocabulary is so large that the scratch of the comparison is above the optimizer's state."""
+    model = small(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
+    if kind == "a bf16 directory":
+        models.save(models.build(model).to(torch.bfloat16), tmp_path)
+        model = tmp_path
+    planned = lab.plan(model, Recipe(), tokens=9, ranks=3, workspace=False)
+    assert planned.start.op == "check_same_model"
+    for peak in ranks4.apply(three, model, Recipe())[:3]:
+        assert planned.start.device == pytest.approx(peak, abs=1024)
 
 
 @pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
