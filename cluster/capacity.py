@@ -20,7 +20,9 @@ def visible_devices() -> list[str]:
 
     count = torch.cuda.device_count()
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = variable.split(",") if variable else [str(index) for index in range(count)]
+    names = (
+        [name.strip() for name in variable.split(",")] if variable else [str(index) for index in range(count)]
+    )
     return names[:count]
 
 

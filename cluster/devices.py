@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from cluster.errors import ClusterError
-from cluster.host import ask_gpus
+from cluster.host import ask_gpus, is_device
 
 GIB = 2**30
 
@@ -54,9 +54,10 @@ def check_mig(ranks: int, devices: list[str]) -> None:
     Raises:
         ClusterError: There are several ranks, and a device is a MIG slice or is divided into slices.
     """
-    slices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name[:4] == "MIG-"]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    slices = [name.strip() for name in variable.split(",") if name.strip().startswith("MIG-")]
     for index, uuid, mode in ask_gpus("index", "uuid", "mig.mode.current"):
-        if mode == "Enabled" and any(name == index or uuid.startswith(name) for name in devices):
+        if mode == "Enabled" and any(is_device(name, index, uuid) for name in devices):
             slices.append(f"GPU {index}")
     if ranks > 1 and slices:
         raise ClusterError(
@@ -65,25 +66,47 @@ def check_mig(ranks: int, devices: list[str]) -> None:
         )
 
 
-def check_free(wait: float = 0.0) -> None:
-    """Check that other processes do not fill the current CUDA device.
+def check_free(wait: float = 0.0, device: torch.device | None = None) -> None:
+    """Check that the current CUDA device can be used, and that other processes do not fill it.
 
     Args:
         wait: How long to wait for the others to free their memory, in seconds.
+        device: The device to make the current one first. None keeps the current device.
 
     Raises:
-        ClusterError: They use more than a tenth of its memory.
+        ClusterError: CUDA refuses the device, for example because another process holds it in exclusive mode,
+            or other processes use more than a tenth of its memory.
     """
     deadline = time.monotonic() + wait
     while True:
-        free, total = torch.cuda.mem_get_info()
-        used = total - free - torch.cuda.memory_reserved()
-        if used <= OTHERS_SHARE * total + CONTEXT:
+        problem = _find_problem(device)
+        if problem is None:
             return
         if time.monotonic() >= deadline:
-            break
+            raise ClusterError(problem)
         time.sleep(POLL_SECONDS)
-    raise ClusterError(
+
+
+def _find_problem(device: torch.device | None) -> str | None:
+    """Return why the current device cannot be used, in one line, or None."""
+    try:
+        if device is not None:
+            torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError as error:
+        return (
+            f"{device or 'the GPU'} cannot be used: {first_line(error)}; end the processes that use it "
+            "(nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+        )
+    used = total - free - torch.cuda.memory_reserved()
+    if used <= OTHERS_SHARE * total + CONTEXT:
+        return None
+    return (
         f"{torch.cuda.get_device_name()}: other processes use {used / GIB:.1f} of its {total / GIB:.1f} "
         "GiB; end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
     )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the text of `error`, or its type where it has no text."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -58,9 +58,14 @@ def _device_cores(devices: list[str]) -> dict[int, set[int]]:
         for number, name in enumerate(devices):
             # nvidia-smi writes the PCI domain with eight digits, Linux with four.
             cores = _PCI / bus.lower()[4:] / "local_cpulist"
-            if (name == index or uuid.startswith(name)) and cores.exists():
+            if is_device(name, index, uuid) and cores.exists():
                 near[number] = parse_cores(cores.read_text()) & own_cores()
     return near
+
+
+def is_device(name: str, index: str, uuid: str) -> bool:
+    """Return whether a name in CUDA_VISIBLE_DEVICES is that of the GPU with this index and this UUID."""
+    return name == index or uuid.startswith(name)
 
 
 def ask_gpus(*fields: str) -> list[list[str]]:

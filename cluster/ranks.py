@@ -56,12 +56,14 @@ class Cluster:
             **overrides: Values for fields of the profile.
 
         Raises:
-            ClusterError: The ranks do not fit on this machine, the profile is not known, or the timeout is no
-                positive number.
+            ClusterError: The ranks do not fit on this machine, the profile is not known, or a timeout is no
+                number of seconds from 0.01 to 30 days.
         """
         self.profile = find_profile(profile, **overrides)
         self.profile.check(ranks)
-        check_timeout(timeout)
+        if timeout is not None:
+            check_timeout(timeout)
+        check_timeout(start_timeout, "start_timeout")
         self.ranks = ranks
         self._timeout = timeout
         self.start_timeout = start_timeout
@@ -173,10 +175,14 @@ class Cluster:
             RankError: A rank failed. The error names the rank that failed first, at most two seconds after it
                 failed.
             Stopped: `interrupt` ended the call.
-            ClusterError: The cluster is broken, is busy with another call, or did not answer in time.
+            ClusterError: The cluster is broken, is busy with another call, or did not answer in time, or a
+                timeout is no number of seconds from 0.01 to 30 days.
         """
         engines, caller = self._started()
-        check_timeout(timeout)
+        if timeout is not None:
+            check_timeout(timeout)
+        if answer_timeout is not None:
+            check_timeout(answer_timeout, "answer_timeout")
         seconds = self.timeout if timeout is None else timeout
         payload = cloudpickle.dumps((remote.run_with_timeout, (seconds, fn, args, kwargs), {}))
         with self._one_call():

@@ -239,8 +239,7 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
     check_driver()
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
-        torch.cuda.set_device(device)
-        check_free(FREE_SECONDS)
+        check_free(FREE_SECONDS, device)
     # The functions of this module have the world group as a default argument. If they were imported later,
     # they would keep the first world group for ever.
     importlib.import_module("torch.distributed.nn.functional")

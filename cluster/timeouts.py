@@ -1,6 +1,5 @@
 """How long a collective may take: the defaults, the check of a timeout, and setting it on a rank."""
 
-import math
 from datetime import timedelta
 
 from cluster.errors import ClusterError
@@ -10,21 +9,30 @@ from cluster.torch_private import set_default_timeout
 # watchdog counts from the moment that the host enqueued the collective, and the host may run a layer's
 # kernels ahead of the device.
 DEFAULT_SECONDS = {"cpu": 60.0, "cuda": 600.0}
+# What torch, Python's locks and the polling of this package can keep to.
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.01, 30 * 24 * 3600.0
 
 
-def check_timeout(seconds: float | None) -> None:
-    """Check the timeout of a collective.
+def check_timeout(seconds: object, name: str = "timeout") -> None:
+    """Check a timeout.
 
     Args:
-        seconds: The timeout. None stands for the default and is accepted.
+        seconds: The timeout.
+        name: The name of the argument, for the error.
 
     Raises:
-        ClusterError: The timeout is not a finite number above 0.
+        ClusterError: The timeout is no number, or lies outside of SHORTEST_SECONDS and LONGEST_SECONDS.
     """
-    if seconds is not None and not 0 < seconds < math.inf:
+    # bool is a subclass of int.
+    if (
+        not isinstance(seconds, int | float)
+        or isinstance(seconds, bool)
+        or not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS
+    ):
+        shown = f"{seconds:g}" if isinstance(seconds, float) else repr(seconds)
         raise ClusterError(
-            f"timeout={seconds:g}: a collective takes a finite number of seconds above 0; "
-            f"{DEFAULT_SECONDS['cuda']:g} would work"
+            f"{name}={shown}: it takes a number of seconds from {SHORTEST_SECONDS:g} to "
+            f"{LONGEST_SECONDS:.0f}, which is 30 days; {DEFAULT_SECONDS['cuda']:g} would work"
         )
 
 

@@ -64,8 +64,7 @@ def process_group() -> Iterator[int]:
                 f"torchrun --nproc-per-node {devices} would work"
             )
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        check_free(FREE_SECONDS)
+        check_free(FREE_SECONDS, device)
     # Torch's own is half an hour for two backends together, 10 minutes for NCCL alone.
     seconds = DEFAULT_SECONDS[device.type if device else "cpu"]
     dist.init_process_group(backend, device_id=device)

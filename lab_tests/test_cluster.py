@@ -521,15 +521,32 @@ def test_nccls_collectives_have_more_time_by_default(monkeypatch: pytest.MonkeyP
     assert Cluster(ranks=2, timeout=7).timeout == 7
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan")])
-def test_a_timeout_that_is_none_is_refused(ranks4: Cluster, seconds: float) -> None:
-    said = f"timeout={seconds:g}: a collective takes a finite number of seconds above 0; 600 would work"
-    with pytest.raises(ClusterError) as error:
-        Cluster(ranks=2, timeout=seconds)
-    assert str(error.value) == said
-    with pytest.raises(ClusterError) as error:
-        ranks4.apply(identity, timeout=seconds)
-    assert str(error.value) == said
+LONGEST = 30 * 24 * 3600
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), (1e20, "1e+20"),
+        (1e-4, "0.0001"), (LONGEST + 1, "2592001"), ("5", "'5'"), ([1], "[1]"), (True, "True"),
+    ],
+)  # fmt: skip
+def test_a_timeout_that_cannot_work_is_refused(ranks4: Cluster, seconds: Any, shown: str) -> None:
+    said = f"={shown}: it takes a number of seconds from 0.01 to 2592000, which is 30 days; 600 would work"
+    for name, use in {
+        "timeout": lambda: Cluster(ranks=2, timeout=seconds),
+        "start_timeout": lambda: Cluster(ranks=2, start_timeout=seconds),
+        " timeout": lambda: ranks4.apply(identity, timeout=seconds),
+        "answer_timeout": lambda: ranks4.apply(identity, answer_timeout=seconds),
+    }.items():
+        with pytest.raises(ClusterError) as error:
+            use()
+        assert str(error.value) == name.strip() + said
+
+
+def test_the_shortest_and_the_longest_timeout() -> None:
+    for seconds in (0.01, LONGEST):
+        assert Cluster(ranks=2, timeout=seconds, start_timeout=seconds).timeout == seconds
 
 
 # ---- NCCL: the peers of a rank that fails wait in a kernel, which no Python code of theirs ends ------------

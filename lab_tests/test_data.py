@@ -1,6 +1,9 @@
 import pytest
 import torch
+from click.testing import CliRunner
 
+import lab
+from lab.commands.cli import main
 from lab.errors import DataError
 from lab.step import data
 
@@ -83,3 +86,17 @@ def test_a_tokenizer_from_a_directory(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
     assert data.encode("long long context x", tokenizer=tmp_path).tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("path", ["", 5, []])
+def test_a_text_that_is_no_path_is_refused(path):
+    with pytest.raises(DataError) as error:
+        lab.rehearse(text=path, tokens=40, ranks=1, machine="cpu")
+    assert str(error.value) == f"text={path!r}: give the path of a text file or of a folder of text files"
+
+
+def test_an_empty_text_option_is_refused():
+    words = ["rehearse", "tiny", "--tokens", "40", "--ranks", "1", "--machine", "cpu", "--text"]
+    run = CliRunner().invoke(main, [*words, ""])
+    assert run.exit_code == 2
+    assert run.stderr.startswith("lab: text='': give the path")

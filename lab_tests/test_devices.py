@@ -108,6 +108,27 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
     assert "10.0 of its 80.0 GiB" in refused(devices.check_free)
 
 
+@pytest.mark.parametrize("failing", ["set_device", "mem_get_info"])
+def test_a_gpu_that_cuda_refuses(monkeypatch, failing):
+    """One that is full to the last byte, or that another process holds in exclusive mode."""
+    for module in ("cluster.torchrun", "lab.rehearsing.rehearse"):
+        monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
+    gpus(monkeypatch, 1)
+    as_torchruns(monkeypatch, 0, 1)
+
+    def busy(*_):
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch")
+
+    monkeypatch.setattr(torch.cuda, failing, busy)
+    end = (
+        " cannot be used: CUDA error: CUDA-capable device(s) is/are busy or unavailable; end the processes "
+        "that use it (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
+    )
+    assert refused(join) == f"cuda:0{end}"
+    if failing == "mem_get_info":
+        assert {refused(rehearse), refused(devices.check_free)} == {f"the GPU{end}"}
+
+
 def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
     gpus(monkeypatch, 1)
     began = time.monotonic()
@@ -148,6 +169,8 @@ def test_a_rank_of_torchruns_has_a_clusters_timeout(monkeypatch):
         (None, [("0", "GPU-a1", "Disabled"), ("1", "GPU-b2", "Enabled")], "GPU 1"),
         ("GPU-b2,GPU-a1", [("0", "GPU-a1", "Enabled"), ("1", "GPU-b2", "[N/A]")], "GPU 0"),
         ("MIG-c3,MIG-d4", [], "MIG-c3"),
+        ("GPU-a1, MIG-d4", [], "MIG-d4"),
+        ("1, 0", [("0", "GPU-a1", "Enabled"), ("1", "GPU-b2", "Disabled")], "GPU 0"),
     ],
 )
 def test_mig_slices(monkeypatch, visible, rows, named):

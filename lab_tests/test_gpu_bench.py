@@ -112,6 +112,23 @@ def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, 
     assert [row["recipe"] for row in noted(tmp_path, items=items, minutes=9)[0]] == ["b"]
 
 
+def test_a_row_of_another_torch_is_measured_again(tmp_path, monkeypatch, instantly):
+    assert [row["torch"] for row in noted(tmp_path)[0]] == [torch.__version__] * 2
+    assert noted(tmp_path) == ([], [])
+    monkeypatch.setattr(torch, "__version__", "9.0")
+    assert [row["torch"] for row in noted(tmp_path)[0]] == ["9.0"] * 2
+    assert noted(tmp_path) == ([], [])
+
+
+def test_a_second_run_on_one_folder_is_refused(tmp_path, instantly):
+    first = measure_gpu(tmp_path, 5.0, quiet, quiet, machine="cpu", items=FEW)
+    next(first)
+    with pytest.raises(LabError, match=r"another process writes .*cpu.jsonl now"):
+        noted(tmp_path)
+    assert len([*first]) == 1
+    assert noted(tmp_path) == ([], [])
+
+
 def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypatch, instantly):
     monkeypatch.setattr(Item, "small", lambda item: item)
     items = [Item("rehearse", 30, recipe="a")]
@@ -159,7 +176,8 @@ def test_this_process_asks_cuda_nothing(tmp_path, monkeypatch):
 
 def test_results_of_another_machine_are_not_this_ones(tmp_path, instantly):
     (tmp_path / "gpu.jsonl").write_text(json.dumps({"name": FEW[0].name, "machine": "NVIDIA X"}) + "\n")
-    (tmp_path / "other.jsonl").write_text(json.dumps({"name": FEW[1].name, "machine": "CPU"}) + "\n")
+    done = {"name": FEW[1].name, "machine": "CPU", "torch": torch.__version__}
+    (tmp_path / "other.jsonl").write_text(json.dumps(done) + "\n")
     assert [row["name"] for row in noted(tmp_path)[0]] == [FEW[0].name]
 
 

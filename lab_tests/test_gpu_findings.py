@@ -31,11 +31,15 @@ LINKS = "0, 5, 16\n1, 5, 16\n2, 4, 8\n"
 
 
 def smi(patch, pair="NV18", links=LINKS):
-    """Stands in for nvidia-smi on a host of three GPUs."""
+    """Stands in for nvidia-smi on a host of three GPUs, all of them visible."""
+    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    patch.setattr(torch.cuda, "device_count", lambda: 3)
 
     def run(command, **_):
         if command[1:] == ["topo", "-m"]:
             return SimpleNamespace(stdout=TOPOLOGY.format(pair, pair))
+        if command[1] == "--query-gpu=index,uuid":
+            return SimpleNamespace(stdout="0, GPU-a1\n1, GPU-b2\n2, GPU-c3\n")
         assert command[1] == "--query-gpu=index,pcie.link.gen.max,pcie.link.width.max"
         return SimpleNamespace(stdout=links)
 
@@ -80,6 +84,18 @@ def test_links_that_are_no_nvlink(monkeypatch):
         "NV18 between 2 pairs, SYS between 1 pairs: without NVLink all-to-alls take longer than planned; the "
         "longest context stays the same"
     )
+
+
+@pytest.mark.parametrize("visible", ["2, 0", "GPU-c3,GPU-a1"])
+def test_two_visible_gpus_of_three(monkeypatch, visible):
+    smi(monkeypatch, pair="SYS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert gpu_findings._links(2) == "NV18 between 1 pairs: all-to-alls take NVLink, as plans assume"
+    assert list(gpu_findings._pcie()) == [
+        "generation 5 x16 of 1 GPU, at most 63.0 GB/s each way",
+        "generation 4 x8 of 1 GPU, at most 15.8 GB/s each way",
+    ]
 
 
 def test_a_machine_whose_nvidia_smi_says_nothing(monkeypatch, tmp_path):
@@ -178,3 +194,26 @@ def test_the_doctor_says_what_keeps_torch_from_the_gpus(monkeypatch):
     said = [line for line in doctor.report().splitlines() if line.startswith("gpu")]
     assert len(said) == 1
     assert TOO_OLD.split(". ")[0] in said[0]
+
+
+def test_the_doctor_of_a_gpu_that_another_process_holds(monkeypatch, tmp_path):
+    gpus(monkeypatch, 2)
+    machine(monkeypatch, tmp_path)
+    smi(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def busy(*_):
+        raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+
+    for name in ("get_device_properties", "mem_get_info", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, busy)
+    monkeypatch.setattr(gpu_findings, "copy_rates", busy)
+    report = doctor.report()
+    why = "cannot be used: CUDA error: out of memory; nvidia-smi lists the processes that use it"
+    lines = [line.split(maxsplit=1) for line in report.splitlines()]
+    for number in "01":
+        assert ["gpu", f"{number}          {why}"] in lines
+    assert ["copies", "not measured: CUDA error: out of memory"] in lines
+    assert ["attention", "the fastest kernel is not known: CUDA error: out of memory"] in lines
+    assert "\ntorch " in report
+    assert "\ncompiler " in report

@@ -66,3 +66,32 @@ def test_the_bench_of_attention_writes_its_rows(file):
     said = CliRunner().invoke(main, f"bench attention --tokens 33 --tokens 8 --json --out {file}".split())
     assert said.exit_code == 0, said.output
     assert read_lines(file, pytest.fail) == json.loads(said.stdout)
+
+
+def test_a_second_process_that_appends_is_refused(file):
+    with (
+        appending(file, pytest.fail),
+        pytest.raises(LabError, match=r"another process writes .*rows.jsonl now: wait for its end") as error,
+        appending(file, pytest.fail),
+    ):
+        pass
+    assert "\n" not in str(error.value)
+    with appending(file, pytest.fail) as append:
+        append(FIRST)
+    assert read_lines(file, pytest.fail) == [FIRST]
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ('{"name": [1], "machine": "CPU"}', "'name' is not a text"),
+        ('{"name": "a", "machine": {}}', "'machine' is not a text"),
+        ('{"name": "a", "seconds": "3"}', "'seconds' is not a number"),
+        ('{"name": "a", "device_peak": true}', "'device_peak' is not a number"),
+    ],
+)
+def test_json_that_is_no_row_is_left_out_with_a_note(file, line, wrong):
+    file.write_text(json.dumps(FIRST) + "\n" + line + "\n")
+    notes = []
+    assert read_lines(file, notes.append) == [FIRST]
+    assert notes == [f"{file}:2 is no row of results, for its {wrong}: it is left out"]

@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 import lab
 from lab import models
 from lab.commands import report
 from lab.errors import LabError, ModelError
 from lab.memory.meter import Meter
+from lab.models import weight_files
 from lab.models.first_values import piece_elements
 from lab.planning.fake_step import Question
 from lab.planning.plan import fake_model
@@ -123,6 +124,33 @@ def test_a_callables_model_arrives_whole(ranks4):
     assert "at the peak   start: check_same_model" in report.plan_text(planned)
 
 
+def three(model, recipe):
+    """Runs on every rank of four: what the first three hold at most until the optimizer is made."""
+    gc.collect()
+    group = dist.new_group([0, 1, 2])
+    if dist.get_rank() == 3:
+        return None
+    meter = Meter()
+    with meter.measure(nn.Module()), meter.phase("start"):
+        made = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
+    with meter.measure(made), meter.phase("start"):
+        make_optimizer(made, learning_rate=1e-3)
+    return meter.timeline().device_peak
+
+
+@pytest.mark.parametrize("kind", ["a config", "a tied model", "a bf16 directory"])
+def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
+    """The vocabulary is so large that the scratch of the comparison is above the optimizer's state."""
+    model = small(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
+    if kind == "a bf16 directory":
+        models.save(models.build(model).to(torch.bfloat16), tmp_path)
+        model = tmp_path
+    planned = lab.plan(model, Recipe(), tokens=9, ranks=3, workspace=False)
+    assert planned.start.op == "check_same_model"
+    for peak in ranks4.apply(three, model, Recipe())[:3]:
+        assert planned.start.device == pytest.approx(peak, abs=1024)
+
+
 @pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
 def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
     """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
@@ -185,6 +213,46 @@ def test_weights_of_another_shape_are_refused(folder):
             ModelError, match=r"mlp.gate_proj.weight has shape \[72, 48\] there, and \[73, 48\]"
         ):
             call()
+
+
+def tied_by_config(folder, *, equal=False, without=None):
+    """Save an untied model whose config says that it is tied; return what transformers reads of it."""
+    from safetensors.torch import load_file, save_file
+
+    models.build(small(), seed=8).save_pretrained(folder)
+    place = folder / "model.safetensors"
+    weights = load_file(place)
+    if equal:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights.pop(without, None)
+    save_file(weights, place, metadata={"format": "pt"})
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "tie_word_embeddings": True}))
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path):
+    theirs = tied_by_config(tmp_path)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    for call in (lambda: models.build(tmp_path), lambda: of_rank(tmp_path, 0)):
+        with pytest.raises(ModelError, match=r"ties lm_head.weight to model.embed_tokens.weight, and its "):
+            call()
+    document = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**document, "tie_word_embeddings": False}))
+    assert torch.equal(models.build(tmp_path).lm_head.weight, theirs.lm_head.weight)
+
+
+@pytest.mark.parametrize("without", [None, "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_name(
+    tmp_path, monkeypatch, without
+):
+    monkeypatch.setattr(weight_files, "COMPARED_ELEMENTS", 100)
+    theirs = tied_by_config(tmp_path, equal=True, without=without)
+    ours = models.build(tmp_path)
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+    assert torch.equal(together(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
 
 
 def test_files_by_other_names_are_refused(folder):

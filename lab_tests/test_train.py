@@ -124,7 +124,9 @@ def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monke
     [
         ("--steps 0 --checkpoint new", "steps=0: it takes a whole number, 1 or more"),
         ("--steps 2 --checkpoint new --every 0", "every=0: it takes a whole number, 1 or more"),
-        ("--steps 2 --checkpoint new --timeout 0", "timeout=0: a collective takes a finite number"),
+        ("--steps 2 --checkpoint new --timeout 0", "timeout=0: it takes a number of seconds from 0.01"),
+        ("--steps 2 --checkpoint new --timeout 1e20", "timeout=1e+20: it takes a number of seconds from"),
+        ("--steps 2 --checkpoint new --start-timeout 1e20", "start_timeout=1e+20: it takes a number of"),
         ("--steps 2 --checkpoint new --keep 0", "keep=0: it takes a whole number, 1 or more"),
         ("--steps 2", "Missing option '--checkpoint'."),
         ("--steps 2 --checkpoint new --resume", "no checkpoint in {}/new: give a folder that has one;"),

@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from cluster.errors import ClusterError
 from cluster.watchdog import watched
 from lab.bench.lines import Note, appending, read_lines
@@ -163,7 +165,9 @@ def measure_gpu(
     machine: str | None = None,
     items: Sequence[Item] = ITEMS,
 ) -> Iterator[dict[str, Any]]:
-    """Measure what ``out``/*.jsonl lack of ``items`` for this machine; yield each row when it is on the disk.
+    """Measure what ``out``/*.jsonl lack of ``items`` for this machine and this version of torch.
+
+    Each row is yielded when it is on the disk.
 
     A row goes to ``out``/gpu.jsonl, or ``out``/cpu.jsonl: the item's name, the machine, versions, the recipe,
     and figures; or "failed", with what went wrong. A row that failed is not tried again until its line is
@@ -175,8 +179,8 @@ def measure_gpu(
     ``note`` is told what was found cut off, and what is missing at the end.
 
     Raises:
-        LabError: no time, no GPU where none but CPU is asked for, or a folder that cannot be written, or that
-            is not for a CPU's figures.
+        LabError: no time, no GPU where none but CPU is asked for, or a folder that cannot be written, that
+            another process writes now, or that is not for a CPU's figures.
     """
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
@@ -192,7 +196,7 @@ def measure_gpu(
         raise LabError(f"{out} cannot be made: {error.strerror}") from error
     with appending(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         found = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
-        own = [row for row in found if row.get("machine") == named]
+        own = [row for row in found if row.get("machine") == named and row.get("torch") == torch.__version__]
         done = {row.get("name") for row in own if not row.get("ended")}
         ended = Counter(row.get("name") for row in own if row.get("ended"))
         done |= {name for name, times in ended.items() if times >= TRIES}
@@ -217,6 +221,7 @@ def measure_gpu(
                 note(f"{item.name} stays missing: {figures['failed']}")
                 continue
             asked = asdict(sized) | {"name": item.name, "machine": named, "knobs": dict(sized.knobs)}
+            asked["torch"] = torch.__version__
             expected = asked.pop("seconds")
             row = {**asked, "expected": expected, "took": took, **figures}
             append(row)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lab.errors import LabError
 
 Note = Callable[[str], None]
 """Is told what was found wrong with a file."""
 
+_TEXTS = ("name", "machine", "versions", "torch", "failed")
+_FIGURES = ("seconds", "device_peak", "plan_over_measured")
+"""What a row may have that tables are made of: texts and numbers, or null."""
+
 
 def read_lines(path: Path, note: Note) -> list[dict[str, Any]]:
-    """Return the rows of a file, one JSON object a line; what is not one is left out, and noted.
+    """Return the rows of a file, one JSON object a line.
+
+    A line that is none, or whose texts or figures are of another type, is left out, and noted.
 
     Raises:
         LabError: the file cannot be read.
@@ -28,10 +35,13 @@ def read_lines(path: Path, note: Note) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _row(line)
-        if row is not None:
-            rows.append(row)
-        elif line.strip():
+        wrong = _wrong(row or {})
+        if row is None and line.strip():
             note(f"{path}:{number} is not a whole line of JSON: it is left out")
+        elif wrong is not None:
+            note(f"{path}:{number} is no row of results, for its {wrong}: it is left out")
+        elif row is not None:
+            rows.append(row)
     return rows
 
 
@@ -39,13 +49,15 @@ def read_lines(path: Path, note: Note) -> list[dict[str, Any]]:
 def appending(path: Path, note: Note) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Open a file for more rows; yields what appends one, which is on the disk when it returns.
 
-    If the last line was cut off, it is removed, and noted: the next row would be joined to it.
+    If the last line was cut off, it is removed, and noted: the next row would be joined to it. The file is
+    locked until the end of the ``with`` block, or of this process.
 
     Raises:
-        LabError: the file cannot be written.
+        LabError: the file cannot be written, or another process appends to it.
     """
     try:
         with path.open("a+b") as file:
+            _lock(file)
             file.seek(0)
             whole, newline, last = file.read().rpartition(b"\n")
             if _row(last) is not None:
@@ -64,9 +76,29 @@ def appending(path: Path, note: Note) -> Iterator[Callable[[Mapping[str, Any]], 
         raise LabError(f"{path} cannot be written: {error.strerror}") from error
 
 
+def _lock(file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise LabError(
+            f"another process writes {file.name} now: wait for its end, or give another folder or file"
+        ) from error
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def _wrong(row: Mapping[str, Any]) -> str | None:
+    """The first thing of a row that is of another type than it should be."""
+    for name in _TEXTS:
+        if not isinstance(row.get(name), str | None):
+            return f"{name!r} is not a text"
+    for name in _FIGURES:
+        if isinstance(row.get(name), bool) or not isinstance(row.get(name), int | float | None):
+            return f"{name!r} is not a number"
+    return None

@@ -29,7 +29,8 @@ def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = I
     """Return a table a GPU of what ``folder``/*.jsonl have of ``items``, and "not measured yet" for the rest.
 
     A figure of a CPU is left out. Where a GPU has two rows of an item, the later one stands, files taken by
-    name. ``note`` is told of each line that is not whole.
+    name. Below a table are the versions that its rows were measured with; where these differ, a number behind
+    an item names its own. ``note`` is told of each line that is left out.
 
     Raises:
         LabError: a file cannot be read.
@@ -38,17 +39,30 @@ def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = I
     machines: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row.get("machine") not in (None, "CPU"):
-            machines.setdefault(row["machine"], {})[row.get("name", "")] = row
+            machines.setdefault(row["machine"], {})[row.get("name") or ""] = row
     if not machines:
         return _table({}, items)
-    return "\n\n".join(f"{name}\n{_table(found, items)}" for name, found in machines.items())
+    return "\n\n".join(f"{name}\n{_table(by_item, items)}" for name, by_item in machines.items())
 
 
-def _table(found: dict[str, dict[str, Any]], items: Sequence[Item]) -> str:
+def _table(by_item: dict[str, dict[str, Any]], items: Sequence[Item]) -> str:
     table = Table("measured on a GPU", "seconds", "peak, GiB", "planned / peak", "else", box=SIMPLE_HEAD)
+    software = {item.name: _software(by_item[item.name]) for item in items if item.name in by_item}
+    versions = list(dict.fromkeys(software.values()))
     for item in items:
-        table.add_row(item.name, *_cells(found.get(item.name)))
-    return printed(table)
+        mark = ""
+        if len(versions) > 1 and item.name in software:
+            mark = f" ({versions.index(software[item.name]) + 1})"
+        table.add_row(item.name + mark, *_cells(by_item.get(item.name)))
+    marks = [""] if len(versions) == 1 else [f"({number}) " for number in range(1, len(versions) + 1)]
+    lines = (f"  {mark}with {version}" for mark, version in zip(marks, versions, strict=True))
+    return "\n".join([printed(table), *lines])
+
+
+def _software(row: dict[str, Any]) -> str:
+    """The versions that a row was measured with; a row whose process was ended has the one of torch alone."""
+    torch = row.get("torch")
+    return row.get("versions") or (f"torch {torch}" if torch else "unknown versions")
 
 
 def _cells(row: dict[str, Any] | None) -> tuple[str, ...]:

@@ -30,8 +30,8 @@ def write(rows: Sequence[Row], *, as_json: bool) -> str:
 
 
 def printed(table: Table) -> str:
-    """A table as plain text, in a notebook too."""
-    console = Console(width=130, force_jupyter=False, color_system=None)
+    """Return a table as plain text, in a notebook too. Brackets in its cells are text, and no markup."""
+    console = Console(width=130, force_jupyter=False, color_system=None, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())

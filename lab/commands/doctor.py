@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 import torch
 
-from cluster.devices import check_driver
+from cluster.devices import check_driver, first_line
 from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
 from lab.commands.gpu_findings import findings
@@ -47,9 +47,7 @@ def _findings() -> Iterator[tuple[str, str]]:
         yield "gpu", refused
         gpus = 0
     for index in range(gpus):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        yield f"gpu {index}", f"{properties.name}, {format_bytes(total)}, {format_bytes(free)} free"
+        yield f"gpu {index}", _gpu(index)
     yield from findings(gpus) if gpus else ()
     if not gpus and refused is None:
         yield "gpu", "none: ranks run on the CPU"
@@ -71,6 +69,16 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
 
 
+def _gpu(index: int) -> str:
+    """The name and memory of a GPU; or CUDA's reason, where it is full or another process holds it alone."""
+    try:
+        name = torch.cuda.get_device_properties(index).name
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        return f"cannot be used: {first_line(error)}; nvidia-smi lists the processes that use it"
+    return f"{name}, {format_bytes(total)}, {format_bytes(free)} free"
+
+
 def _refused() -> str | None:
     """Why torch cannot use the GPUs that are here."""
     try:
@@ -82,7 +90,11 @@ def _refused() -> str | None:
 
 def _attention(device: torch.device) -> Iterator[tuple[str, str]]:
     """What kernel="auto" means here, for the head_dim of most models, and what each other kernel lacks."""
-    machine = machine_of(device)
+    try:
+        machine = machine_of(device)
+    except RuntimeError as error:
+        yield "attention", f"the fastest kernel is not known: {first_line(error)}"
+        return
     yield "attention", f"kernel={chosen('auto', machine, HEAD_DIM)!r} is the fastest here"
     for name in FASTEST_FIRST:
         yield f"  {name}", lacks(name, machine, HEAD_DIM) or "there"

@@ -6,13 +6,15 @@ import re
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 import psutil
 import torch
 
-from cluster.host import ask_gpus
+from cluster.capacity import visible_devices
+from cluster.devices import first_line
+from cluster.host import ask_gpus, is_device
 from lab import models
 from lab.errors import LabError
 from lab.planning.closed_form import estimate
@@ -40,7 +42,7 @@ def findings(gpus: int) -> Iterator[tuple[str, str]]:
 
 
 def _links(gpus: int) -> str:
-    pairs = gpu_pairs()
+    pairs = gpu_pairs(_visible())
     if len(pairs) != gpus * (gpus - 1) // 2:
         return "nvidia-smi topo -m does not say what joins the GPUs"
     kinds = ", ".join(f"{kind} between {count} pairs" for kind, count in Counter(pairs).most_common())
@@ -49,21 +51,39 @@ def _links(gpus: int) -> str:
     return f"{kinds}: without NVLink all-to-alls take longer than planned; the longest context stays the same"
 
 
-def gpu_pairs() -> list[str]:
-    """What joins each pair of GPUs, in nvidia-smi's letters (NV18, PIX, SYS); [] where it does not say."""
+def gpu_pairs(gpus: Collection[str]) -> list[str]:
+    """Return what joins each pair of these GPUs, in nvidia-smi's letters (NV18, PIX, SYS).
+
+    Args:
+        gpus: The indices of the GPUs on this host.
+
+    Returns:
+        A text for each pair. No texts where nvidia-smi does not say it.
+    """
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(
             ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=30
         ).stdout
         lines = [[part.strip() for part in line.split("\t")] for line in said.splitlines()]
-        rows = [parts[1:] for parts in lines if re.fullmatch(r"GPU\d+", parts[0])]
-        return [kind for number, row in enumerate(rows) for kind in row[number + 1 : len(rows)]]
+        rows = [parts for parts in lines if re.fullmatch(r"GPU\d+", parts[0])]
+        asked = [number for number, row in enumerate(rows) if row[0].removeprefix("GPU") in gpus]
+        # The first column is the row's own name.
+        return [rows[one][1 + other] for place, one in enumerate(asked) for other in asked[place + 1 :]]
     return []
+
+
+def _visible() -> set[str]:
+    """Return the indices on this host of the GPUs that this process may use."""
+    names = visible_devices()
+    return {
+        index for index, uuid in ask_gpus("index", "uuid") if any(is_device(n, index, uuid) for n in names)
+    }
 
 
 def _pcie() -> Iterator[str]:
     """A line for all GPUs with the same link; what it can be, for an idle GPU slows its link down."""
-    rows = ask_gpus("index", "pcie.link.gen.max", "pcie.link.width.max")
+    visible = _visible()
+    rows = [row for row in ask_gpus("index", "pcie.link.gen.max", "pcie.link.width.max") if row[0] in visible]
     for (generation, width), count in Counter((row[1], row[2]) for row in rows).items():
         if generation.isdigit() and width.isdigit():
             rate = LANE_RATES.get(int(generation), 0.0) * int(width)
@@ -75,7 +95,7 @@ def _copies() -> str:
     try:
         to_device, to_host = copy_rates()
     except RuntimeError as error:
-        return f"not measured: {str(error).splitlines()[0]}"
+        return f"not measured: {first_line(error)}"
     rates = (
         f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s to pinned memory, GPU 0 alone"
     )

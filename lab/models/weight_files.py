@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 from lab.errors import ModelError
 from lab.models.first_values import shard_of
 
+COMPARED_ELEMENTS = 2**22
+"""Elements of two tied tensors that are compared at once."""
+
 
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give every parameter memory on ``device`` without values, and move the buffers there.
@@ -75,7 +78,8 @@ class WeightFiles:
         """Read every parameter, in place; of a sharded one the rows of this rank's shard alone.
 
         Raises:
-            ModelError: a parameter that is in no file, or has another shape there.
+            ModelError: a parameter that is in no file, or has another shape there, or is tied to one that has
+                other values there.
         """
         for path, names in self._by_file(model).items():
             with safe_open(path, framework="pt") as opened, torch.no_grad():
@@ -104,19 +108,46 @@ class WeightFiles:
         return f"files {total}"
 
     def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
-        """The files, and of each the names that parameters have in it and in the model."""
+        """The files, and of each the names that parameters have in it and in the model.
+
+        A tied parameter has several names, and its files may hold it under any of them, or under all of them.
+        """
+        tied: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            tied.setdefault(parameter, []).append(name)
         files: dict[Path, list[tuple[str, str]]] = {}
         missing = []
-        for name, _ in model.named_parameters():
+        for parameter, names in tied.items():
             # Files of a model without its head leave out what all others begin with.
-            stored = name if name in self._files else name.removeprefix("model.")
-            if stored in self._files:
-                files.setdefault(self._files[stored], []).append((stored, name))
+            stored = [name if name in self._files else name.removeprefix("model.") for name in names]
+            stored = [name for name in stored if name in self._files]
+            if stored:
+                files.setdefault(self._files[stored[0]], []).append((stored[0], names[0]))
+                for other in stored[1:]:
+                    self._check_equal(stored[0], other, parameter)
             else:
-                missing.append(name)
+                missing.append(names[0])
         if missing:
             raise ModelError(f"the weights in {self.folder} lack {', '.join(sorted(missing)[:3])}")
         return files
+
+    def _check_equal(self, first: str, second: str, parameter: nn.Parameter) -> None:
+        """Compare two tensors of the files that are one parameter of the model, some rows at a time."""
+        with (
+            safe_open(self._files[first], framework="pt") as one,
+            safe_open(self._files[second], framework="pt") as other,
+        ):
+            parts = one.get_slice(first), other.get_slice(second)
+            for name, part in zip((first, second), parts, strict=True):
+                self._check_shape(part.get_shape(), name, parameter)
+            rows = max(1, COMPARED_ELEMENTS * len(parameter) // parameter.numel())
+            for start in range(0, len(parameter), rows):
+                pair = [part[start : start + rows].to(parameter.dtype) for part in parts]
+                if not torch.equal(*pair):
+                    raise ModelError(
+                        f"the config of {self.folder} ties {second} to {first}, and its files hold different "
+                        f"values for the two; set tie_word_embeddings to false in its config.json"
+                    )
 
     def _check_shape(self, stored: list[int], name: str, parameter: nn.Parameter) -> None:
         if stored != list(parameter.shape):

@@ -24,7 +24,8 @@ def start_of(question: Question, skeleton: PreTrainedModel) -> Moment:
 
     - The first values of the parameters are made: the rank's parameters, and the scratch of one piece.
     - The optimizer's state is made, for a start makes it at once: three times the rank's parameters.
-    - A callable's model, which arrives whole, is compared with that of the other ranks.
+    - The parameters are compared with those of the other ranks, where each rank holds them whole: without
+      FSDP, and of a callable's model.
     """
     whole = sum(p.nbytes for p in skeleton.parameters())
     buffers = sum(b.nbytes for b in skeleton.buffers())
@@ -37,10 +38,11 @@ def start_of(question: Question, skeleton: PreTrainedModel) -> Moment:
     largest = max(p.numel() for p in skeleton.parameters())
     trained = sum(p.requires_grad for p in skeleton.parameters())
     moments = [("make_optimizer", held + buffers, 2 * held + 4 * trained, 0)]
-    if callable(question.model) and not isinstance(question.model, PretrainedConfig):
+    from_callable = callable(question.model) and not isinstance(question.model, PretrainedConfig)
+    if from_callable or not question.recipe.fsdp:
         compared = _CHECKED * min(agreement.CHECKSUM_ELEMENTS, largest) if question.ranks > 1 else 0
         moments.append(("check_same_model", whole + buffers, 0, compared))
-    else:
+    if not from_callable:
         largest = -(-largest // question.ranks) if question.recipe.fsdp else largest
         piece = piece_elements("cuda" if question.workspace else "cpu")
         moments.append(("first values", held + buffers, 0, _SCRATCH * min(piece, largest)))

@@ -19,10 +19,12 @@ def read_text(path: str | Path | None = None) -> str:
     machine this runs on.
 
     Raises:
-        DataError: the path is missing, holds nothing, or is not text.
+        DataError: the path is empty, is missing, holds nothing, or is not text.
     """
     if path is None:
         return _standard_library()
+    if not isinstance(path, str | Path) or not str(path):
+        raise DataError(f"text={path!r}: give the path of a text file or of a folder of text files")
     root = Path(path).expanduser()
     if not root.exists():
         raise DataError(f"no text at {str(path)!r}: give a text file or a folder of text files")

@@ -78,7 +78,7 @@ def train(
 
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
-        ClusterError: a timeout that is none.
+        ClusterError: a timeout that is no number of seconds from 0.01 to 30 days.
         CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
             written, which leaves the ones before it as they are.
         DivergedError: the loss of a step, or what a checkpoint would hold, is not finite; the text names the
@@ -86,7 +86,8 @@ def train(
         RankError: a rank failed; the text names it and holds its traceback.
     """
     check_counts({"every": every, "keep": keep})
-    check_timeout(timeout)
+    if timeout is not None:
+        check_timeout(timeout)
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
     training, config, source = checked(
         model,
