@@ -138,7 +138,7 @@ def test_no_gradient_flows_through_a_collective(own: Tensor) -> None:
 
 
 def test_a_process_of_a_group_is_refused(mesh: DeviceMesh) -> None:
-    from lab.step.training_step import one_rank as module
+    from lab.step import one_rank as module
 
     # Not by waiting for its own turn: another thread's is meant by the lock.
     module._TURN.release()
