@@ -26,7 +26,7 @@ class SshRankLauncher(RankLauncher):
             self._input.flush()
         self.pid = process.pid
         self.process = psutil.Process(process.pid)
-        self.on_stop(lambda data: self.close_input())
+        self.on_stop(lambda _data: self.close_input())
         self.notify_start(self.pid)
         self._start_waiting()
         return self.pid

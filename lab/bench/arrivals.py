@@ -117,8 +117,8 @@ def trained(
     recipe: Recipe,
     mesh: DeviceMesh,
     *,
-    before: Callable[[PreTrainedModel], Any] = lambda model: None,
-    after: Callable[[PreTrainedModel], Any] = lambda model: None,
+    before: Callable[[PreTrainedModel], Any] = lambda _model: None,
+    after: Callable[[PreTrainedModel], Any] = lambda _model: None,
     around: Callable[[], Any] = nullcontext,
 ) -> float:
     """Apply the recipe to ``make()`` and train on one batch; ``before`` and ``after`` change the model."""

@@ -70,7 +70,7 @@ def _gradients(item: Item, where: Machine) -> dict[str, Any]:
     return measure_gradients(item.model, item.tokens, item.layers, RANKS, where)
 
 
-def _compile(item: Item, where: Machine) -> dict[str, Any]:
+def _compile(_item: Item, where: Machine) -> dict[str, Any]:
     from lab.bench.compiled import measure_compiled
 
     rows = measure_compiled(lambda _: None, where)

@@ -19,7 +19,7 @@ class Workspace:
 
     fixed: int = 0
     rounded: Callable[[int], int] = int
-    inside: Callable[[str, tuple[Any, ...]], int] = lambda op, args: 0
+    inside: Callable[[str, tuple[Any, ...]], int] = lambda _op, _args: 0
 
 
 NO_WORKSPACE = Workspace()

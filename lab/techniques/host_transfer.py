@@ -37,7 +37,7 @@ def to_host(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:
 
 
 @to_host.register_fake
-def _(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:
+def _(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:  # noqa: ARG001 (the names are the operator's)
     # On CUDA the results are CPU tensors; a plan runs on CPU tensors, where the two are the same.
     return [torch.empty(size, dtype=torch.uint8) for size in piece_sizes(x.nbytes)]
 
@@ -55,7 +55,7 @@ def from_host(pieces: Sequence[Tensor], out: Tensor) -> None:
 
 
 @from_host.register_fake
-def _(pieces: Sequence[Tensor], out: Tensor) -> None:
+def _(pieces: Sequence[Tensor], out: Tensor) -> None:  # noqa: ARG001
     return None
 
 

@@ -84,7 +84,7 @@ def run(
     collected = Collected(title, training)
     tell = watch or _nobody
 
-    def on_record(rank: int, record: object) -> None:
+    def on_record(_rank: int, record: object) -> None:
         if isinstance(record, Progress):
             collected.add(record)
             tell(record)

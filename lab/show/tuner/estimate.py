@@ -137,7 +137,7 @@ def _saves(state: State, peak: int) -> dict[str, int]:
 # ---- where no front end is ---------------------------------------------------------------------------------
 
 
-def table(state: State, said: Predicted | Refused) -> str:
+def table(said: Predicted | Refused) -> str:
     """The same as lines of text."""
     if isinstance(said, Refused):
         works = [f"would work: {mend.words}" for mend in said.mends]

@@ -54,7 +54,7 @@ class Tuner:
         self._moving = RLock()
         self._worker: Thread | None = None
         self.panel = Panel()
-        self.panel.on_msg(lambda panel, content, buffers: self.mend(content["mend"]))
+        self.panel.on_msg(lambda _panel, content, _buffers: self.mend(content["mend"]))
         self.knobs = Knobs(state, self.move, self._moving)
         self.plan_button = _button("Plan", "Plan this step on fake tensors, exactly", self.plan)
         self.run_button = _button(
@@ -208,7 +208,7 @@ class Tuner:
             [self.knobs.box, right], layout={"flex_flow": "row wrap", "grid_gap": "12px 24px"}
         )
         bundle: dict[str, Any] = ipywidgets.VBox([top, self.status, self.place])._repr_mimebundle_(**kwargs)
-        bundle["text/plain"] = table(self.state, self._said)
+        bundle["text/plain"] = table(self._said)
         if self.picture is not None:
             bundle["image/png"] = b64encode(self.picture.png).decode()
         return bundle
