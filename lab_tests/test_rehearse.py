@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pkgutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,15 +31,6 @@ from lab.units import GiB
 from lab_tests.test_cuda_meter import Card
 
 TOKENS = 512
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """So small a model is slower on more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def odd() -> LlamaConfig:
