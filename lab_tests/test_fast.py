@@ -8,6 +8,7 @@ from click.testing import CliRunner
 import lab
 from lab.commands.cli import main
 from lab.errors import RecipeError
+from lab.models import config_of
 from lab.planning.fit import candidates
 from lab.planning.hardware import hardware
 from lab.recipe.ladder import NAMES, RUNGS, ladder, named, recipe_for
@@ -28,9 +29,8 @@ def test_it_is_the_top_rung_with_its_attention_kept_and_no_rung():
 
 
 def test_the_command_knows_it():
-    planned = CliRunner().invoke(
-        main, ["plan", "tiny", "--recipe", "fast", "--tokens", "2K", "--ranks", "4", "--json"]
-    )
+    words = "plan tiny --recipe fast --tokens 2K --ranks 4 --set head_chunk=32 --json"
+    planned = CliRunner().invoke(main, words.split())
     assert planned.exit_code == 0, planned.output
     assert '"offload": "attention"' in planned.output
     asked = CliRunner().invoke(main, ["plan", "--help"])
@@ -54,7 +54,9 @@ def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
 
 
 def test_where_attention_takes_most_of_the_time_a_step_takes_less_of_it():
-    made = {name: lab.plan("tiny", name, tokens="1M", ranks=8) for name in ("upipe", "fast")}
+    model = config_of("tiny")
+    model.num_hidden_layers = 2
+    made = {name: lab.plan(model, name, tokens="1M", ranks=8) for name in ("upipe", "fast")}
     assert made["fast"].step_seconds < made["upipe"].step_seconds
     assert made["fast"].host_peak > made["upipe"].host_peak
 
