@@ -54,7 +54,7 @@ POINTS = [
     ("llama3-8b", "upipe", 5 * Mi, 8, {"overlap": True}),
     ("llama3-8b", "upipe", 3 * Mi, 4, {"overlap": True, "head_chunk": 16}),
     ("qwen3-32b", "upipe", 3 * Mi, 16, {"overlap": True, "head_chunk": 32}),
-    ("tiny", "upipe", 64 * Ki, 4, {"overlap": True, "ulysses": 2, "ring": 2, "rows": 2}),
+    ("tiny", "upipe", 64 * Ki, 4, {"overlap": True, "ulysses": 2, "ring": 2, "head_chunk": 8, "rows": 2}),
     ("llama3-8b", "fast", 3 * Mi, 8, {}),
     ("qwen3-8b", "fast", 512 * Ki, 4, {"head_chunk": None, "rows": 2}),
     ("tiny", "fast", 64 * Ki, 4, {"ring": 2, "head_chunk": None, "loss_tile": None}),
