@@ -70,6 +70,7 @@ def test_the_device_of_the_table_that_torch_names():
     assert nearest("NVIDIA A100-SXM4-80GB") == nearest("Tesla T4") == "a100"
 
 
+@pytest.mark.slow
 def test_three_layers_where_that_is_more(capsys, digits):
     training, _, _ = checked(small(), "upipe", ranks=2, tokens=TOKENS, text=digits, steps=1)
     layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
@@ -134,6 +135,7 @@ def train_as_a_rank(model, digits, folder, timeout=None):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, capfd):
     """This process has joined a process group, so the plan is made in another one."""
     gpu_rank(monkeypatch, default=1e-9)

@@ -37,6 +37,7 @@ def test_the_command_knows_it():
     assert "or fast" in asked.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"ring": 2, "ulysses": 2}])
 def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
     settings = {"fsdp": True, "ulysses": RANKS, "checkpoint": True, **knobs}
@@ -53,6 +54,7 @@ def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
     assert kept.host_seconds > inputs.host_seconds
 
 
+@pytest.mark.slow
 def test_where_attention_takes_most_of_the_time_a_step_takes_less_of_it():
     model = config_of("tiny")
     model.num_hidden_layers = 2

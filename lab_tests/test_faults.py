@@ -58,6 +58,7 @@ def failing_model() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     seen: list[Any] = []
     with pytest.raises(RankError, match=r"^rank 2 failed first: ArithmeticError: 7 is not 11") as caught:
@@ -88,6 +89,7 @@ class Last:
     """Stands for the last object of all."""
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Cluster) -> None:
     whole = lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=ranks4)
     limit = whole.device_peak * 2 // 3
@@ -123,6 +125,7 @@ def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Clust
     assert fits.device_peak == error.plan.device_peak <= limit
 
 
+@pytest.mark.slow
 def test_where_no_rung_fits_the_leanest_is_named(ranks4: Cluster) -> None:
     with pytest.raises(
         RankOutOfMemory, match=r"no rung fits that, the leanest is 'upipe', planned at"
@@ -170,6 +173,7 @@ def after_a_step(act: Callable[[], None]) -> Callable[[Any], None]:
     return watch
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
     stops: list[Callable[[], None]] = []
     stop_later = after_a_step(lambda: threading.Thread(target=stops[0]).start())
@@ -189,6 +193,7 @@ def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
     assert again.losses[0] == run.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     watch = after_a_step(lambda: signal.raise_signal(signal.SIGINT))
@@ -249,6 +254,7 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
             process.wait()
 
 
+@pytest.mark.slow
 def test_two_labs_at_once(state: Path) -> None:
     with Cluster(ranks=1) as one, Cluster(ranks=1) as other:
         names = {entry.name for entry in registry.entries()}

@@ -6,6 +6,8 @@ from lab.planning.fit import candidates, fit, steps_down
 from lab.planning.plan import plan
 from lab.units import MiB
 
+pytestmark = pytest.mark.slow
+
 MODEL = config_of("tiny")
 MODEL.num_hidden_layers, MODEL.num_attention_heads, MODEL.num_key_value_heads = 1, 4, 4
 MODEL.head_dim = 64

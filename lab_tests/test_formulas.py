@@ -77,6 +77,7 @@ def ratios():
     print(f"\nworst of {len(found)}: {max(found)[1]}" if found else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: "-".join(map(str, (*p[:4], *p[4]))))
 def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
     model, rung, tokens, ranks, knobs = point

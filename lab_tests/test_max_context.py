@@ -7,6 +7,8 @@ from lab.planning.plan import plan
 from lab.recipe.ladder import TILE
 from lab.units import Ki, MiB
 
+pytestmark = pytest.mark.slow
+
 MODEL = config_of("tiny")
 MODEL.num_hidden_layers = 2
 SMALL = {"ranks": 4, "workspace": False, "host_memory": "1GiB"}

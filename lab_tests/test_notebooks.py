@@ -175,6 +175,7 @@ def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
         find([write(tmp_path / "n.ipynb", "a = 1", tags=())])
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_cell_and_the_rank_and_exits_with_1(tmp_path):
     fails = """
 import lab
@@ -200,6 +201,7 @@ with lab.Cluster(ranks=2) as cluster:
     assert nbformat.read(out / "good.ipynb", as_version=4).cells[-1].execution_count
 
 
+@pytest.mark.slow
 def test_the_bench_counts_failures_and_seconds(tmp_path):
     bad = write(tmp_path / "bad.ipynb", "a = 0", "1 / a")
     good = write(tmp_path / "good.ipynb", "a = 0")

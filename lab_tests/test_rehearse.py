@@ -41,6 +41,7 @@ def odd() -> LlamaConfig:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme() -> None:
     """2K tokens on 8 ranks: the plan's bytes, and every figure that is promised."""
     result = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "2K", "--ranks", "8", "--json"])
@@ -57,6 +58,7 @@ def test_the_command_of_the_readme() -> None:
     assert 5 < found["loss"] < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_rung_is_as_planned(rung: str) -> None:
     found = lab.rehearse(odd(), rung, tokens=TOKENS, ranks=4, compute_dtype=None)
@@ -67,6 +69,7 @@ def test_every_rung_is_as_planned(rung: str) -> None:
     assert found.whole is found.plan
 
 
+@pytest.mark.slow
 def test_a_hybrid_with_a_ring_in_bf16() -> None:
     said: list[str] = []
     found = lab.rehearse(
@@ -79,6 +82,7 @@ def test_a_hybrid_with_a_ring_in_bf16() -> None:
     assert said[-1] == "step 1 of 1 by the clock"
 
 
+@pytest.mark.slow
 def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     part = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4, layers=2)
     whole = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4)
