@@ -22,6 +22,12 @@ def _own_plans_and_clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tests use one thread: models this small are slower on more, and much slower beside other processes."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Cluster]:
     with Cluster(ranks=4) as cluster:
@@ -65,10 +71,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """This process as the only rank."""
-    threads = torch.get_num_threads()
-    # So small a model is slower on more.
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    torch.set_num_threads(threads)

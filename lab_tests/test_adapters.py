@@ -33,6 +33,7 @@ def errors(recipes):
     return found
 
 
+@pytest.mark.slow
 def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
     cfg = config("qwen3")
     rungs = {name: recipe_for(name, cfg, 4, 22, config=cfg, compute_dtype=None) for name in (*RUNGS, "fast")}

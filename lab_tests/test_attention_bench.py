@@ -15,15 +15,6 @@ from lab.techniques.attention.flash import Kernel, flash_backward, flash_forward
 from lab.techniques.attention.kernels import FASTEST_FIRST, lacks, machine_of
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """So little work is slower on more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def only(monkeypatch):
     """The bench with one kernel in the place of torch's."""

@@ -179,6 +179,7 @@ def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_
     assert export(run, tmp_path / "out") == run / "step-00000001"
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_one_line(told, digits, tmp_path):
     models.build(small()).config.save_pretrained(tmp_path / "model")
     words = [

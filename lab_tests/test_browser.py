@@ -15,7 +15,10 @@ from lab.jupyter.serving import arguments
 from lab.show import palette
 from lab_tests.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
+]
 
 ROOT = Path(__file__).parents[1]
 

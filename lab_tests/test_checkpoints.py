@@ -186,6 +186,7 @@ def full(tmp_path):
     subprocess.run(["umount", str(folder)], capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, digits, tmp_path, full):
     told = {
         "tokens": TOKENS,

@@ -138,6 +138,7 @@ def test_a_planning_command_refuses_in_one_line(words, said):
     assert re.match(f"lab: {said}", run.stderr), run.stderr
 
 
+@pytest.mark.slow
 def test_planning_commands_print_json(monkeypatch):
     def asked(words):
         run = CliRunner().invoke(main, [*words.split(), "--json"])

@@ -266,6 +266,7 @@ def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster)
     assert [found["pid"] for found in ranks4.apply(identity)] == pids, "no rank needed a restart"
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_is_found_and_recover_replaces_it(ranks4: Cluster) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 2 failed first: ArithmeticError") as caught:
@@ -289,6 +290,7 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(ranks4: Cluster) -> None:
     assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_named_and_recover_replaces_it(ranks4: Cluster) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
@@ -359,6 +361,7 @@ def test_a_call_is_stopped_from_another_thread(ranks4: Cluster) -> None:
     assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
 
 
+@pytest.mark.slow
 def test_a_rank_that_no_stop_reaches_is_restarted_by_the_next_call(impatient: Cluster) -> None:
     threading.Timer(0.3, impatient.interrupt).start()
     with pytest.raises(Stopped):
@@ -377,6 +380,7 @@ def work_at_one_place(seconds: float) -> int:
     return turns
 
 
+@pytest.mark.slow
 def test_ranks_that_move_are_in_no_hang(impatient: Cluster) -> None:
     assert impatient.timeout == 2
     assert min(impatient.apply(work_at_one_place, 8.0)) > 100
@@ -476,6 +480,7 @@ def test_a_mode_that_a_failed_call_left_on_is_off_in_the_next(ranks4: Cluster, n
     assert ranks4.apply(a_gradient) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_group", [False, True], ids=["timeout of the group", "no timeout"])
 def test_a_hang_says_where_each_rank_is(impatient: Cluster, own_group: bool) -> None:
     began = time.monotonic()
@@ -568,6 +573,7 @@ def join_as_with_gpus(*args: Any) -> str:
     return "cuda"
 
 
+@pytest.mark.slow
 def test_peers_that_wait_in_kernels_are_restarted_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.ranks.remote.join", join_as_with_gpus)
     with Cluster(ranks=3) as cluster:
@@ -595,6 +601,7 @@ def lose_the_device() -> None:
     fail()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_ranks_that_all_lost_their_devices_are_restarted(
     monkeypatch: pytest.MonkeyPatch, device_type: str
@@ -674,6 +681,7 @@ def leave_with_a_stuck_rank(directories: list[Path]) -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_an_error_with_a_stuck_rank(no_process_left: None) -> None:
     directories: list[Path] = []
     with pytest.raises(ZeroDivisionError):
@@ -691,6 +699,7 @@ with Cluster(ranks=2) as cluster:
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)

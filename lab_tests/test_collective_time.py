@@ -70,9 +70,10 @@ def test_the_device_of_the_table_that_torch_names():
     assert nearest("NVIDIA A100-SXM4-80GB") == nearest("Tesla T4") == "a100"
 
 
-def test_three_layers_where_that_is_more(capsys):
-    training, _, _ = checked("tiny", "upipe", ranks=2, tokens=128, steps=1)
-    layer = lab.plan("tiny", "upipe", tokens=128, ranks=2).longest_layer
+@pytest.mark.slow
+def test_three_layers_where_that_is_more(capsys, digits):
+    training, _, _ = checked(small(), "upipe", ranks=2, tokens=TOKENS, text=digits, steps=1)
+    layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
     assert layers_time(training, 2, H100, 3 * layer) is None
     assert capsys.readouterr() == ("", "")
     assert layers_time(training, 2, H100, 2.9 * layer) == 3 * layer
@@ -85,13 +86,13 @@ def test_three_layers_where_that_is_more(capsys):
 
 @pytest.mark.parametrize("verb", ["run", "profile", "train"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_verbs_pass_it_on(monkeypatch, tmp_path, verb, device):
+def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
     cluster = GpuCluster(timeout=1e-9)
     monkeypatch.setattr(cluster, "device_type", device)
     folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
     with pytest.raises(Asked) as asked:
-        getattr(lab, verb)("tiny", "upipe", tokens=128, steps=1, cluster=cluster, **folder)
-    layer = lab.plan("tiny", "upipe", tokens=128, ranks=2).longest_layer
+        getattr(lab, verb)(small(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder)
+    layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
     assert asked.value.args == ((3 * layer,) if device == "cuda" else (None,))
 
 
@@ -134,6 +135,7 @@ def train_as_a_rank(model, digits, folder, timeout=None):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, capfd):
     """This process has joined a process group, so the plan is made in another one."""
     gpu_rank(monkeypatch, default=1e-9)

@@ -43,6 +43,7 @@ def loss_and_gradients(model):
     return value.item(), gradients(model)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_the_plain_models():
     cfg = config()
     right_value, right = loss_and_gradients(build(cfg))
@@ -104,6 +105,7 @@ def stepped(recipe):
     return found, torch._dynamo.utils.counters["frames"]["ok"] - before
 
 
+@pytest.mark.slow
 def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
     recipe = Recipe(
         fsdp=True, ulysses=2, head_chunk=8, overlap=True, checkpoint=True, offload="attention", mlp_tile=20,
@@ -117,6 +119,7 @@ def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
     assert error(fused, truth) < 1.2 * error(eager, truth) < 0.1
 
 
+@pytest.mark.slow
 def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
     plain, fused = (
         lab.rehearse("tiny", "upipe", tokens=512, ranks=4, layers=1, steps=1, compile=what)

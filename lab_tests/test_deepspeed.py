@@ -100,6 +100,7 @@ def worst(got, wanted):
     return max(((got[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "size", "checkpoint", "kept"),
     [
@@ -137,6 +138,7 @@ def refusals():
     return said
 
 
+@pytest.mark.slow
 def test_refusals(ranks4):
     for said in ranks4.apply(refusals):
         assert "ulysses_backend='lab'" in said["fake"]
@@ -166,6 +168,7 @@ for without in ("a compiler", "DeepSpeed"):
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_or_deepspeed_it_says_so(tmp_path):
     nothing = {"PATH": str(tmp_path), "CXX": "nothing", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     ran = subprocess.run(

@@ -210,6 +210,7 @@ def join_beside_another(rank, *told):
     return remote.join(rank, *told)
 
 
+@pytest.mark.slow
 def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
     monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
     cluster = Cluster(ranks=2, start_timeout=20)

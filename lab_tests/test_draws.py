@@ -18,6 +18,7 @@ def clusters(ranks4):
         yield {4: ranks4} | {n: stack.enter_context(Cluster(ranks=n)) for n in RANKS if n != 4}
 
 
+@pytest.mark.slow
 @settings(
     max_examples=30,
     derandomize=True,
@@ -38,6 +39,7 @@ def drawn(**changed):
     return Draw(**{**shape, **changed})
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_or_a_wrong_gradient_is_found(ranks4, monkeypatch):
     draw = drawn(ranks=4, knobs={"fsdp": True, "ulysses": 2, "checkpoint": True, "offload": "inputs"})
     assert examine(draw, ranks4) == "right"

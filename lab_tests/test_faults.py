@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 import lab
 from cluster import registry, remote
@@ -38,9 +38,17 @@ pytestmark = pytest.mark.usefixtures("_fresh_ranks")
 TOKENS = 2048
 
 
+def small() -> LlamaConfig:
+    """So small that a step takes a moment, at a size where each technique saves."""
+    return LlamaConfig(
+        hidden_size=64, intermediate_size=224, num_hidden_layers=3, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=4, vocab_size=1024,
+    )  # fmt: skip
+
+
 def failing_model() -> PreTrainedModel:
     """Its second layer raises on rank 2."""
-    model = models.build("tiny")
+    model = models.build(small())
 
     def refuse(*_: Any) -> None:
         if dist.get_rank() == 2:
@@ -50,6 +58,7 @@ def failing_model() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     seen: list[Any] = []
     with pytest.raises(RankError, match=r"^rank 2 failed first: ArithmeticError: 7 is not 11") as caught:
@@ -80,12 +89,13 @@ class Last:
     """Stands for the last object of all."""
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Cluster) -> None:
-    whole = lab.run("tiny", "ulysses", tokens=TOKENS, steps=1, cluster=ranks4)
+    whole = lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=ranks4)
     limit = whole.device_peak * 2 // 3
     began = time.monotonic()
     with pytest.raises(RankOutOfMemory) as caught:
-        lab.run("tiny", "ulysses", tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
+        lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
     assert time.monotonic() - began < 30
     error, text = caught.value, str(caught.value)
     moment = error.moment
@@ -106,20 +116,21 @@ def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Clust
     # The rung that would have fit does, and the ones before it do not.
     assert error.rung is not None
     assert f"the cheapest rung that fits: {error.rung!r}" in text
-    rungs = list(lab.ladder("tiny", ranks=4, tokens=TOKENS))
+    rungs = list(lab.ladder(small(), ranks=4, tokens=TOKENS))
     before = rungs[rungs.index(error.rung) - 1]
     with pytest.raises(RankOutOfMemory):
-        lab.run("tiny", before, tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
-    fits = lab.run("tiny", error.rung, tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
+        lab.run(small(), before, tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
+    fits = lab.run(small(), error.rung, tokens=TOKENS, steps=1, cluster=ranks4, device_memory=limit)
     assert error.plan is not None
     assert fits.device_peak == error.plan.device_peak <= limit
 
 
+@pytest.mark.slow
 def test_where_no_rung_fits_the_leanest_is_named(ranks4: Cluster) -> None:
     with pytest.raises(
         RankOutOfMemory, match=r"no rung fits that, the leanest is 'upipe', planned at"
     ) as caught:
-        lab.run("tiny", "upipe", tokens=TOKENS, cluster=ranks4, device_memory="1MiB")
+        lab.run(small(), "upipe", tokens=TOKENS, cluster=ranks4, device_memory="256KiB")
     assert "before the first operator" in str(caught.value)
     assert not ranks4.broken
 
@@ -162,6 +173,7 @@ def after_a_step(act: Callable[[], None]) -> Callable[[Any], None]:
     return watch
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
     stops: list[Callable[[], None]] = []
     stop_later = after_a_step(lambda: threading.Thread(target=stops[0]).start())
@@ -171,23 +183,22 @@ def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
             stops.append(message.stop)
         stop_later(message)
 
-    run = lab.run("tiny", "upipe", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
+    run = lab.run(small(), "upipe", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
     assert not run.complete
     assert 1 <= len(run.losses) == len(run.seconds) < 500
     assert f"stopped in step {len(run.losses) + 1} of 500" in run.title
     assert all(timeline.step.max() >= len(run.losses) - 1 for timeline in run.timelines)
     assert not ranks4.broken
-    again = lab.run("tiny", "upipe", tokens=TOKENS, steps=1, cluster=ranks4)
+    again = lab.run(small(), "upipe", tokens=TOKENS, steps=1, cluster=ranks4)
     assert again.losses[0] == run.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     watch = after_a_step(lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(
-        Interrupted, match=r"\.kept is what it measured: tiny .* interrupted in step"
-    ) as caught:
-        lab.run("tiny", "fsdp", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
+    with pytest.raises(Interrupted, match=r"\.kept is what it measured: .* interrupted in step") as caught:
+        lab.run(small(), "fsdp", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
     assert isinstance(caught.value, KeyboardInterrupt)
     assert caught.value.kept is not None
     assert len(caught.value.kept.losses) >= 1
@@ -243,6 +254,7 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
             process.wait()
 
 
+@pytest.mark.slow
 def test_two_labs_at_once(state: Path) -> None:
     with Cluster(ranks=1) as one, Cluster(ranks=1) as other:
         names = {entry.name for entry in registry.entries()}

@@ -63,6 +63,7 @@ def instantly(monkeypatch):
 # ---- killed and started again ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
@@ -269,6 +270,7 @@ def test_an_error_in_a_row_is_its_text(monkeypatch):
 # ---- the other kinds of rows, in this process ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rehearsal_and_its_recipe():
     item = Item("rehearse", 1, "tiny", 64, 1, "upipe", (("overlap", True),), steps=0)
     found = gpu_row.figures(item, "cpu")
@@ -294,6 +296,7 @@ def test_compiling_is_measured_where_the_row_is(monkeypatch):
     assert devices == ["cpu", "cuda"]
 
 
+@pytest.mark.slow
 def test_no_technique_changes_a_gradient():
     found = gpu_row.figures(Item("gradients", 1, "tiny", 128, 2), "cpu")
     assert found["failed"] is None

@@ -107,6 +107,7 @@ def test_a_machine_whose_nvidia_smi_says_nothing(monkeypatch, tmp_path):
     assert list(gpu_findings._pcie()) == []
 
 
+@pytest.mark.slow
 def test_the_context_whose_offload_the_host_can_hold_is_the_plans(monkeypatch, tmp_path):
     machine(monkeypatch, tmp_path, available=64 * GIB)
     said = gpu_findings._pinned(8)

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
     [
         ["-m", "ruff", "check"],
         ["-m", "ruff", "format", "--check"],
-        ["-m", "mypy"],
+        pytest.param(["-m", "mypy"], marks=pytest.mark.slow),
         ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
     ],
     ids=["ruff", "format", "mypy", "layers"],

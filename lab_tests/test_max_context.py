@@ -1,25 +1,30 @@
 import pytest
 
 from lab.errors import LabError
+from lab.models import config_of
 from lab.planning.max_context import RESOLUTION, max_context
 from lab.planning.plan import plan
 from lab.recipe.ladder import TILE
 from lab.units import Ki, MiB
 
+pytestmark = pytest.mark.slow
+
+MODEL = config_of("tiny")
+MODEL.num_hidden_layers = 2
 SMALL = {"ranks": 4, "workspace": False, "host_memory": "1GiB"}
 
 
 @pytest.fixture(scope="module")
 def found():
     tried = []
-    return max_context("tiny", "checkpoint", device_memory="96MiB", watch=tried.append, **SMALL), tried
+    return max_context(MODEL, "checkpoint", device_memory="96MiB", watch=tried.append, **SMALL), tried
 
 
 def test_the_longest_fits_and_what_follows_it_does_not(found):
     found, _ = found
     step = max(Ki, found.tokens // RESOLUTION)
-    longest = plan("tiny", "checkpoint", tokens=found.tokens, device_memory="96MiB", **SMALL)
-    beyond = plan("tiny", "checkpoint", tokens=found.tokens + step, device_memory="96MiB", **SMALL)
+    longest = plan(MODEL, "checkpoint", tokens=found.tokens, device_memory="96MiB", **SMALL)
+    beyond = plan(MODEL, "checkpoint", tokens=found.tokens + step, device_memory="96MiB", **SMALL)
     assert (longest.fits, beyond.fits) == (True, False)
     assert found.limit == beyond.limit == "device"
     assert found.plan.device_peak == longest.device_peak <= 96 * MiB
@@ -35,14 +40,14 @@ def test_every_plan_of_the_search_is_seen_and_there_are_few(found):
 
 
 def test_the_host_can_be_what_binds():
-    found = max_context("tiny", "offload", device_memory="1GiB", **{**SMALL, "host_memory": "8MiB"})
+    found = max_context(MODEL, "offload", device_memory="1GiB", **{**SMALL, "host_memory": "8MiB"})
     assert found.limit == "host"
     assert found.plan.host_peak_per_node <= 8 * MiB < found.next_plan.host_peak_per_node
 
 
 def test_a_ladders_name_gives_each_length_its_own_tiles():
     tried = []
-    max_context("tiny", "tiling", device_memory="64MiB", watch=tried.append, **SMALL)
+    max_context(MODEL, "tiling", device_memory="64MiB", watch=tried.append, **SMALL)
     assert {p.recipe.loss_tile for p in tried} == {min(TILE, p.tokens // 4 // 4) for p in tried}
 
 
@@ -50,6 +55,6 @@ def test_what_never_fits_and_what_always_does():
     with pytest.raises(
         LabError, match=r"^not even 1K tokens fit: .* of device memory needed, 8\.00 MiB given"
     ):
-        max_context("tiny", "plain", device_memory="8MiB", **SMALL)
+        max_context(MODEL, "plain", device_memory="8MiB", **SMALL)
     with pytest.raises(LabError, match=r"tokens still fit: give less memory, or another recipe$"):
-        max_context("tiny", "checkpoint", device_memory="1000TiB", **SMALL)
+        max_context(MODEL, "checkpoint", device_memory="1000TiB", **SMALL)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -182,11 +183,19 @@ def scratch_of_flash(tokens: int) -> int:
     return peak_of_events(profiler) - seen
 
 
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_two_threads")
 def test_flash_attention_keeps_a_number_a_head_and_token_and_a_mebibyte_a_thread_inside_itself():
     short, long = scratch_of_flash(1024), scratch_of_flash(3072)
     row_sums = 6 * FP32
     assert long - short == (3072 - 1024) * row_sums
-    assert 1.0 <= (short - 1024 * row_sums) / torch.get_num_threads() / 2**20 < 1.01
+    assert 1.0 <= (short - 1024 * row_sums) / 2 / 2**20 < 1.01
 
 
 def peak_of_events(profiler) -> int:

@@ -2,9 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import nbformat
@@ -12,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 from nbval.plugin import IPyNbFile, coalesce_streams
 
+from lab import models
+from lab.bench.notebooks import changed_facts
 from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter.executing import FOLDER, execute, execute_one, find, with_parameters
@@ -28,31 +27,27 @@ SMALL = {
         "ablation": "False",
         "searched": "[]",
     },
+    "08_road_to_5m": {
+        "model": "{model}",
+        "yours": "{model}",
+        "your_ranks": "8",
+        "tokens": "64K",
+        "ladder_tokens": "32K",
+        "fit_tokens": "16K",
+        "stacks": "['upipe']",
+    },
 }
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 
 
-PLANNING = ("08_road_to_5m", "90_reproduce_paper")
-"""They start no ranks, and plan on one core each."""
+LONG = ("08_road_to_5m", "90_reproduce_paper")
+"""They plan Llama3-8B for minutes: `lab bench notebooks` executes them at the stored size."""
 
 
-@pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    """Both at once, as commands: how to wait for one, and to have its copy."""
-    folder = tmp_path_factory.mktemp("planning")
-    with ExitStack() as stack:
-        running = {}
-        for name in PLANNING:
-            said = stack.enter_context(open(folder / f"{name}.log", "w"))
-            command = [sys.executable, "-m", "lab", "execute", name, "--out", str(folder)]
-            running[name] = stack.enter_context(subprocess.Popen(command, stderr=said))
-            stack.callback(running[name].kill)
-
-        def copy_of(name):
-            assert running[name].wait() == 0, (folder / f"{name}.log").read_text()
-            return folder / f"{name}.ipynb"
-
-        yield copy_of
+def of_eight_heads():
+    config = models.config_of("tiny")
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 8, 8
+    return config
 
 
 def write(path, *sources, tags=("parameters",)):
@@ -79,21 +74,20 @@ def differences(session, stored, copy):
     return found, facts
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
 def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, tmp_path, request):
     """nbval alone would execute it, and papermill once more: here papermill executes and nbval compares."""
     [notebook] = find([name])
-    if name in PLANNING:
-        copy = request.getfixturevalue("planned")(name)
-    else:
-        done = execute_one(notebook, {}, tmp_path)
-        assert done.failure is None
-        copy = done.copy
-    found, facts = differences(request.session, notebook.path, copy)
+    done = execute_one(notebook, {}, tmp_path)
+    assert done.failure is None
+    found, facts = differences(request.session, notebook.path, done.copy)
+    assert changed_facts(notebook.path, done.copy) == []
     assert not found, "\n".join(found)
     assert facts > 1
 
 
+@pytest.mark.slow
 def test_a_fact_that_changed_is_found(tmp_path, request):
     path = write(tmp_path / "n.ipynb", "a = 7", "# NBVAL_CHECK_OUTPUT\nprint(a)", "print(id(a))")
     [notebook] = find([path])
@@ -102,13 +96,17 @@ def test_a_fact_that_changed_is_found(tmp_path, request):
     assert differences(request.session, notebook.path, again) == ([], 1)
     again.write_text(again.read_text().replace('"7\\n"', '"8\\n"'))
     found, _ = differences(request.session, notebook.path, again)
+    assert changed_facts(notebook.path, again) == ["cell of code 1: '8', stored '7'"]
     assert "7" in "".join(found)
     assert "8" in "".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_notebook_runs_at_another_size(name, tmp_path):
-    assert execute([name], SMALL[name], tmp_path) == []
+    models.save(models.build(of_eight_heads()), tmp_path / "model")
+    given = {parameter: value.format(model=tmp_path / "model") for parameter, value in SMALL[name].items()}
+    assert execute([name], given, tmp_path) == []
     cells = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4).cells
     assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
 
@@ -178,6 +176,7 @@ def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
         find([write(tmp_path / "n.ipynb", "a = 1", tags=())])
 
 
+@pytest.mark.slow
 def test_a_failure_names_the_cell_and_the_rank_and_exits_with_1(tmp_path):
     fails = """
 import lab
@@ -203,6 +202,7 @@ with lab.Cluster(ranks=2) as cluster:
     assert nbformat.read(out / "good.ipynb", as_version=4).cells[-1].execution_count
 
 
+@pytest.mark.slow
 def test_the_bench_counts_failures_and_seconds(tmp_path):
     bad = write(tmp_path / "bad.ipynb", "a = 0", "1 / a")
     good = write(tmp_path / "good.ipynb", "a = 0")

@@ -29,6 +29,8 @@ from lab.bench.reference import FAMILIES, build, config, error
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.recipe.recipe import Recipe
 
+pytestmark = pytest.mark.slow
+
 PIECES = {
     "fsdp": {"fsdp": True},
     "ulysses": {"ulysses": 2},

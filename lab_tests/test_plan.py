@@ -73,7 +73,7 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, kernel="cudnn").notes
     assert note == "the workspace of attention is that of torch's kernel; kernel='cudnn' may take another"
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, compute_dtype=None).notes
-    assert note.startswith("in float32 attention runs as matrix products on CUDA")
+    assert note.startswith("in float32 with head_dim=10 attention runs as matrix products on CUDA")
     first, second = lab.plan("llama3-8b", "ulysses", tokens="5M", ranks=8).notes
     assert "kernel='auto'" in first
     assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")

@@ -7,8 +7,11 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 import lab
 from lab.memory.timeline import Timeline
+from lab.models import config_of
 from lab.recipe.ladder import NAMES, recipe_for
 from lab.recipe.recipe import Recipe
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +56,11 @@ def odd(family=LlamaConfig, **more):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_named_recipe_of_tiny(ranks4, text, name):
-    recipe = recipe_for(name, "tiny", 4, 512)
-    planned, measured = planned_and_measured(ranks4, text, "tiny", recipe, 512, steps=2)
+def test_every_named_recipe_of_two_layers_of_tiny(ranks4, text, name):
+    model = config_of("tiny")
+    model.num_hidden_layers = 2
+    recipe = recipe_for(name, model, 4, 512)
+    planned, measured = planned_and_measured(ranks4, text, model, recipe, 512, steps=2)
     assert measured == [[planned] * 2] * 4
     assert (planned["host"] > 0) == (name in ("offload", "tiling", "upipe", "fast"))
 

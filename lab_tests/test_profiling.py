@@ -12,6 +12,8 @@ from lab.memory.meter import Meter
 from lab.memory.profiling import Call, Profile, ProfilingMeter, name_of
 from lab_tests.test_meter import FP32, Two, metered_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

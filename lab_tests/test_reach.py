@@ -24,6 +24,8 @@ from cluster.errors import ClusterError, RankError
 from cluster.ranks import Cluster
 from lab_tests.hosts import SSH_PORT, Hosts, needs, network, slurm, sshd, wait_until
 
+pytestmark = pytest.mark.slow
+
 # Another process's work slows a start down; none of these waits is met on a machine that is free.
 PATIENCE = 120.0
 LEAVE_SECONDS = 20.0

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pkgutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,15 +33,6 @@ from lab_tests.test_cuda_meter import Card
 TOKENS = 512
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """So small a model is slower on more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def odd() -> LlamaConfig:
     """All axes and quotients differ; four divides each, so that shards are equal."""
     return LlamaConfig(
@@ -51,22 +41,24 @@ def odd() -> LlamaConfig:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme() -> None:
-    """16K tokens on 8 ranks: the plan's bytes, and every figure that is promised."""
-    result = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "16K", "--ranks", "8", "--json"])
+    """2K tokens on 8 ranks: the plan's bytes, and every figure that is promised."""
+    result = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "2K", "--ranks", "8", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["plan_over_measured"] == 1
     assert found["device_peak"] == found["planned_device_peak"] > 2**20
-    # The inputs of all layers but the last: [16K/8, 256] in fp32.
-    assert found["host_peak"] == 3 * 2048 * 256 * 4
+    # The inputs of all layers but the last: [2K/8, 256] in fp32.
+    assert found["host_peak"] == 3 * 256 * 256 * 4
     assert found["reserved_peak"] is None
     assert found["seconds"] == pytest.approx(sum(found["seconds_by_phase"].values()))
-    assert found["tokens_per_second"] == pytest.approx(16384 / 8 / found["seconds"])
+    assert found["tokens_per_second"] == pytest.approx(2048 / 8 / found["seconds"])
     assert found["tokens_per_second_with_links"] < found["tokens_per_second"]
     assert 5 < found["loss"] < 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_rung_is_as_planned(rung: str) -> None:
     found = lab.rehearse(odd(), rung, tokens=TOKENS, ranks=4, compute_dtype=None)
@@ -77,9 +69,12 @@ def test_every_rung_is_as_planned(rung: str) -> None:
     assert found.whole is found.plan
 
 
+@pytest.mark.slow
 def test_a_hybrid_with_a_ring_in_bf16() -> None:
     said: list[str] = []
-    found = lab.rehearse(odd(), "upipe", tokens=TOKENS, ranks=8, ring=2, rows=2, watch=said.append)
+    found = lab.rehearse(
+        odd(), "upipe", tokens=TOKENS, ranks=8, ring=2, head_chunk=6, rows=2, watch=said.append
+    )
     assert found.plan_over_measured == 1
     assert found.link_bytes == found.plan.costs.link_bytes
     assert found.recipe.ring == 2
@@ -87,6 +82,7 @@ def test_a_hybrid_with_a_ring_in_bf16() -> None:
     assert said[-1] == "step 1 of 1 by the clock"
 
 
+@pytest.mark.slow
 def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     part = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4, layers=2)
     whole = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4)

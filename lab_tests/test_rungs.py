@@ -2,11 +2,14 @@
 
 from itertools import pairwise
 
+import pytest
 from transformers import LlamaConfig
 
 import lab
 from lab.recipe.ladder import RUNGS, ladder
 from lab.training.records import Started
+
+pytestmark = pytest.mark.slow
 
 TOKENS, LAYERS, HIDDEN = 2048, 5, 64
 LOCAL = TOKENS // 4

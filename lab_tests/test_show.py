@@ -383,6 +383,7 @@ def test_a_script_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("Memory timeline of tiny · fsdp: peaks at 700.0 MiB")
 
 
+@pytest.mark.slow
 def test_an_executed_notebook_stores_a_picture_and_its_words(tmp_path: Path) -> None:
     code = f"""
 import sys

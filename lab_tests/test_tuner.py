@@ -340,6 +340,7 @@ def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
     assert shrunk(as_it_stands, 4).changes == ()
 
 
+@pytest.mark.slow
 def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -> None:
     tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4)
     tuner.run_button.click()
@@ -359,6 +360,7 @@ def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -
 # ---- without a front end -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_executed_notebook_stores_a_picture_and_a_table(tmp_path: Path) -> None:
     code = f"""
 import sys

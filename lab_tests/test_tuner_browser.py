@@ -10,7 +10,10 @@ from lab.jupyter.serving import arguments
 from lab_tests.browser import CHROMIUM, jupyter_page, run_all_cells
 from lab_tests.test_browser import ROOT, served, wait_for
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
+]
 
 TUNER = f"""
 import sys

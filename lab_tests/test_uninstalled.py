@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MISSING = (
     "__editable__", "anywidget", "cloudpickle", "deepspeed", "flash", "ipykernel", "ipyparallel",
     "ipython", "ipywidgets", "jupyter", "longcontext", "matplotlib", "nb", "notebook", "papermill",

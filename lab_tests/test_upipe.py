@@ -67,6 +67,7 @@ def errors_of(cases, dtype, rounded=None, overlap=False):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [CASES[:3], CASES[3:6], CASES[6:]], ids=["first", "second", "third"])
 def test_loss_and_gradients_are_the_plain_models(ranks4, part):
     for rank in ranks4.apply(errors_of, part, torch.float64):
@@ -75,6 +76,7 @@ def test_loss_and_gradients_are_the_plain_models(ranks4, part):
             assert gradient < 1e-9, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [CASES[1:5], CASES[5:]], ids=["first", "second"])
 def test_so_they_are_when_the_next_stage_travels_meanwhile(ranks4, part):
     for rank in ranks4.apply(errors_of, part, torch.float64, overlap=True):
@@ -284,6 +286,7 @@ BF16, FP64 = torch.bfloat16, torch.float64
 SHAPES = [(64, 16, 60, BF16), (64, 64, 250, FP64), (64, 4, 60, BF16), (48, 24, 90, BF16), (64, 8, 3, BF16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "local", "dtype"), SHAPES)
 def test_bytes_are_the_docstrings_and_grow_with_the_chunk(eight, heads, kv_heads, local, dtype, overlap):
@@ -316,6 +319,7 @@ def test_bytes_on_real_ranks_are_the_same(ranks4):
         assert found == [formula(cfg, chunk, 4, 100, torch.bfloat16, overlap)] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", ["ulysses", "upipe"])
 def test_fake_tensors_go_through_at_five_million_tokens(eight, technique):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

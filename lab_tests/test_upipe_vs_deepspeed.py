@@ -5,7 +5,7 @@ import pytest
 from lab.bench.upipe_vs_deepspeed import race
 
 # The first use of DeepSpeed compiles an operator on this machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

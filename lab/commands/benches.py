@@ -131,7 +131,7 @@ def attention(tokens: tuple[str, ...], out: Path | None, as_json: bool) -> None:
 @JSON
 @plainly
 def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
-    """The notebooks executed again and again: failures and seconds of each."""
+    """The notebooks executed again and again: failures, changed facts and seconds of each."""
     from lab.bench.notebooks import measure_notebooks
 
     _show("notebooks", partial(measure_notebooks, list(names), times), as_json)
