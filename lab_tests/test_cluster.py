@@ -285,7 +285,7 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(ranks4: Cluster) -> None:
 
     began = time.monotonic()
     caught.value.recover()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     assert [f["engine"] for f in ranks4.apply(identity)] == [0, 1, 2, 3]
     assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
 
