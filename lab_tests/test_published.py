@@ -79,5 +79,5 @@ def test_a_ratio_is_ours_as_a_share_of_the_published(ours, ratio):
 
 
 def test_it_knows_nothing_of_plans():
-    code = "import sys, lab.bench.paper_figures; assert not {'lab.planning.plan', 'torch'} & set(sys.modules)"
+    code = "import sys, lab.bench.paper_figures; assert not [m for m in sys.modules if 'planning' in m]"
     subprocess.run([sys.executable, "-c", code], check=True)
