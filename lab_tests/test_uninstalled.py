@@ -53,7 +53,9 @@ def test_its_doctor_says_what_is_missing(lab):
     assert "MISSING" not in lines["transformers"]
 
 
-@pytest.mark.parametrize("words", ["execute 01_fsdp", "open", "train tiny --tokens 64 --steps 1 --checkpoint x"])
+@pytest.mark.parametrize(
+    "words", ["execute 01_fsdp", "open", "train tiny --tokens 64 --steps 1 --checkpoint x"]
+)
 def test_what_needs_the_others_says_so_in_a_line(lab, words):
     said = lab(words)
     assert said.returncode == 2
