@@ -15,8 +15,9 @@ from cluster.ranks import Cluster
 from lab import models
 from lab.commands.cli import main
 from lab.errors import DivergedError, LabError
+from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import NAMES, recipe_for
-from lab.recipe.recipe import FIELDS, parse_knobs
+from lab.recipe.recipe import parse_knobs
 from lab.step.on_ranks import checked
 from lab.step.training_step import make_optimizer
 from lab.training import manifest, train_loop
@@ -140,12 +141,12 @@ VALUES = [
 def test_no_value_of_a_knob_ends_in_a_traceback(name):
     config = models.config_of("tiny")
     refusals = []
-    for setting in (f"{field}={value}" for field in FIELDS for value in VALUES):
+    for setting in (f"{field}={value}" for field in BY_NAME for value in VALUES):
         try:
             recipe_for(name, "tiny", 4, 64, config=config, **parse_knobs([setting]))
         except LabError as error:
             refusals.append(str(error))
-    assert len(refusals) > len(FIELDS)
+    assert len(refusals) > len(BY_NAME)
     assert not [said for said in refusals if "\n" in said]
 
 

@@ -17,7 +17,8 @@ from lab.commands import doctor
 from lab.commands.base import plainly
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.recipe.recipe import KERNEL_NAMES, Recipe
+from lab.recipe.knobs import BY_NAME
+from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe
 from lab.techniques.attention import kernels
 from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward
@@ -277,7 +278,7 @@ def test_in_full_precision_auto_is_torch_and_the_others_say_why(dtype):
 
 
 def test_the_names_are_the_recipes():
-    assert {*KERNELS, "auto"} == {*KERNEL_NAMES}
+    assert {*KERNELS, "auto"} == {*BY_NAME["kernel"].choices}
     assert {*FASTEST_FIRST} == {*KERNELS}
     assert all(lacks(name, HOPPER, 128) is None for name in KERNELS)
 

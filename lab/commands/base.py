@@ -13,12 +13,20 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from lab.recipe.knobs import BY_NAME
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 TOKENS = click.option("--tokens", required=True, help="Context: 8192, 128K, 5M (5 x 2^20).")
 RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, or fast. [upipe]")
-SET = click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="Set a knob by hand.")
+SET = click.option(
+    "--set",
+    "knobs",
+    multiple=True,
+    metavar="KNOB=VALUE",
+    help=f"Set a knob by hand: {', '.join(BY_NAME)}.",
+)
 TEXT = click.option("--text", type=click.Path(), help="File or folder. [Python's library]")
 TOKENIZER = click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="Its directory. [bytes are tokens]"

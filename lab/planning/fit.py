@@ -10,8 +10,9 @@ from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import estimate
 from lab.planning.plan import Plan, fake_model, plan
+from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import recipe_for
-from lab.recipe.recipe import OFFLOADS, Offload, Recipe
+from lab.recipe.recipe import Recipe
 from lab.units import format_bytes, format_tokens, parse_bytes, parse_tokens
 
 MARGIN = 1.1
@@ -78,7 +79,8 @@ def fit(
 def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
     """Every head chunk, without checkpointing and with each offload; the loss tiled, or all, or nothing."""
     chunks = [u for u in range(base.ulysses, heads + 1, base.ulysses) if heads % u == 0]
-    keeps: list[tuple[bool, Offload]] = [(False, "none"), *((True, offload) for offload in OFFLOADS)]
+    offloads = BY_NAME["offload"].choices
+    keeps = [(False, offloads[0]), *((True, offload) for offload in offloads)]
     tiles = (
         (None, None, None),
         (None, None, base.loss_tile),

@@ -23,8 +23,9 @@ from lab.planning.fake_step import Question, fake_step
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import Step, remembered
 from lab.planning.start import start_of
+from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder, recipe_for, title_of
-from lab.recipe.recipe import FIELDS, Recipe
+from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
 from lab.units import check_counts, parse_bytes, parse_tokens
@@ -210,7 +211,7 @@ def plan_ladder(
         LabError: as ``plan``, and as ``lab.ladder``.
     """
     length = parse_tokens(tokens)
-    knobs = {name: settings.pop(name) for name in FIELDS if name in settings}
+    knobs = {name: settings.pop(name) for name in BY_NAME if name in settings}
     rungs = ladder(model, ranks, length, config=fake_model(model).config, **knobs)
     plans = {}
     for rung, recipe in rungs.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.errors import RecipeError
-from lab.recipe.recipe import OFFLOADS
+from lab.recipe.knobs import BY_NAME
 from lab.show.tuner.state import NEUTRAL, TILES, State
 from lab.show.tuner.text import LABELS, written
 from lab.units import GiB, KiB, Mi
@@ -62,7 +62,7 @@ def mends(state: State, moved: str = "") -> list[Mend]:
 def _nearest(state: State, name: str) -> Iterable[Any]:
     """The other values of a knob, the nearest first."""
     if name == "offload":
-        return [value for value in OFFLOADS if value != state.fields[name]]
+        return [value for value in BY_NAME["offload"].choices if value != state.fields[name]]
     if name == "checkpoint":
         return [not state.fields[name]]
     here = state.ranks if name == "ranks" else state.fields[name]

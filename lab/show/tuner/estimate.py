@@ -12,7 +12,7 @@ from lab.planning.hardware import NODE, fixed_workspace
 from lab.recipe.recipe import Recipe
 from lab.show.palette import COLOURS
 from lab.show.tuner.choices import Mend, mends
-from lab.show.tuner.state import KNOBS, NEUTRAL, State, checked
+from lab.show.tuner.state import NEUTRAL, TURNED, State, checked
 from lab.show.tuner.text import LABELS
 from lab.units import format_bytes
 
@@ -124,7 +124,7 @@ def _words(state: State, verdict: Verdict, device: int, host: int, moment: str) 
 
 def _saves(state: State, peak: int) -> dict[str, int]:
     found, fields = {}, state.fields
-    for name in KNOBS:
+    for name in TURNED:
         without = fields | NEUTRAL[name]
         if without != fields:
             recipe = checked(without, state)

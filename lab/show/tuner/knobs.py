@@ -10,8 +10,8 @@ from typing import Any
 import ipywidgets
 
 from lab.models.presets import PRESETS
+from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import NAMES
-from lab.recipe.recipe import OFFLOADS
 from lab.show.tuner.choices import choices
 from lab.show.tuner.state import TILES, State
 from lab.show.tuner.text import LABELS, written
@@ -29,13 +29,7 @@ _COSTS = {
     "tokens": "The context: tokens of one sequence",
     "ranks": "GPUs in all",
     "device_memory": "What one GPU has",
-    "head_chunk": "U, the query heads of a UPipe stage: fewer hold less and take more, smaller exchanges",
-    "mlp_tile": "Tokens that an MLP sees at once: fewer hold less, in more and smaller matrices",
-    "norm_tile": "Tokens that a norm sees at once",
-    "loss_tile": "Tokens whose logits are there at once",
-    "checkpoint": "Keep only each layer's input: every forward runs a second time in backward",
-    "offload": "What waits in host memory, and crosses the host link twice: the inputs, or with them what "
-    "attention made, which then runs once forward",
+    **{knob.name: knob.cost for knob in KNOBS if knob.turned},
 }
 
 
@@ -62,7 +56,7 @@ class Knobs:
             description=LABELS["checkpoint"], tooltip=_COSTS["checkpoint"], indent=True
         )
         self.by_name["offload"] = ipywidgets.Dropdown(
-            options=OFFLOADS, description=LABELS["offload"], tooltip=_COSTS["offload"]
+            options=BY_NAME["offload"].choices, description=LABELS["offload"], tooltip=_COSTS["offload"]
         )
         self.saves = {name: ipywidgets.Label(layout={"width": "114px"}) for name in self.by_name}
         rows = []

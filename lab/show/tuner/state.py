@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.errors import LabError
 from lab.models import config_of
+from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import NAMES, RUNGS, check_name, named
 from lab.recipe.recipe import Recipe, check_fields
 from lab.units import check_counts, parse_bytes, parse_tokens
@@ -16,17 +17,16 @@ from lab.units import check_counts, parse_bytes, parse_tokens
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TILES = ("mlp_tile", "norm_tile", "loss_tile")
+TURNED = tuple(knob.name for knob in KNOBS if knob.turned)
+"""The knobs of a recipe that have a control; the rung gives the others."""
 
-KNOBS = ("head_chunk", *TILES, "checkpoint", "offload")
-"""The fields of a recipe that the reader turns; the rung gives the others."""
+TILES = tuple(name for name in TURNED if BY_NAME[name].rung == "tiling")
 
-NEUTRAL: dict[str, dict[str, Any]] = {
-    "checkpoint": {"checkpoint": False, "offload": "none"},
-    "offload": {"offload": "none"},
-    **{name: {name: None} for name in ("head_chunk", *TILES)},
-}
-"""A recipe without one of its knobs."""
+NEUTRAL: dict[str, dict[str, Any]] = {name: {name: BY_NAME[name].neutral} for name in TURNED}
+"""What switches off a knob: its neutral value."""
+
+# Without checkpointing there is nothing to offload.
+NEUTRAL["checkpoint"]["offload"] = BY_NAME["offload"].neutral
 
 READERS = {"tokens": parse_tokens, "device_memory": parse_bytes, "host_memory": parse_bytes}
 """How the sizes of a state are read, as numbers or as text."""

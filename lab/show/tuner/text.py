@@ -6,14 +6,15 @@ import json
 from shlex import join
 from typing import Any
 
+from lab.recipe.knobs import KNOBS
 from lab.show.tuner.state import TILES, State
 from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_tokens
 
-LABELS = {
-    "head_chunk": "head chunk", "mlp_tile": "MLP tile", "norm_tile": "norm tile", "loss_tile": "loss tile",
-    "checkpoint": "checkpoint", "offload": "offload", "tokens": "context", "ranks": "ranks",
+LABELS = {knob.name: knob.label for knob in KNOBS if knob.turned} | {
+    "tokens": "context",
+    "ranks": "ranks",
     "device_memory": "device memory",
-}  # fmt: skip
+}
 
 
 def written(name: str, value: Any) -> str:

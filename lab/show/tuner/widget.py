@@ -104,7 +104,7 @@ class Tuner:
     # ---- moves -------------------------------------------------------------------------------------------
 
     def move(self, name: str, value: Any) -> None:
-        """Turn one knob: a field of the state, or of ``lab.show.tuner.state.KNOBS``; everything follows."""
+        """Turn one knob: a field of the state, or of ``lab.show.tuner.state.TURNED``; everything follows."""
         with self._moving:
             self.state = self.state.moved(name, value)
             self._said = predict(self.state, name)
