@@ -27,7 +27,7 @@ from lab.errors import LabError
 from lab.units import Ki, Mi, format_tokens
 
 if TYPE_CHECKING:
-    from lab.rehearsing.rehearse import Machine
+    from lab.rehearsing.rehearse import DeviceType
 
 Kind = Literal["attention", "copies", "compile", "gradients", "rehearse"]
 
@@ -248,7 +248,7 @@ def row_text(row: dict[str, Any]) -> str:
     return f"{row['name']}: {', '.join(figures) or 'done'}{first}"
 
 
-def _machine(asked: str | None) -> tuple[Machine, str]:
+def _machine(asked: str | None) -> tuple[DeviceType, str]:
     """Return where the rows run and the machine's name.
 
     Another process looks, because this one must hold no GPU memory: a CUDA context takes about 0.5 GiB.
@@ -278,7 +278,7 @@ def _last_object(text: str) -> dict[str, Any] | None:
     return None
 
 
-def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | None:
+def _in_a_process(item: Item, where: DeviceType, limit: float) -> dict[str, Any] | None:
     """What ``lab.bench.gpu_row`` says of an item, or how its process ended; None when it had no time left.
 
     The process ends with this one, if this one is killed.

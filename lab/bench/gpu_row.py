@@ -9,12 +9,12 @@ from typing import Any
 
 from lab.bench.gpu import Item
 from lab.bench.software import versions
-from lab.rehearsing.rehearse import Machine
+from lab.rehearsing.rehearse import DeviceType
 
 RANKS = 8
 
 
-def figures(item: Item, where: Machine) -> dict[str, Any]:
+def figures(item: Item, where: DeviceType) -> dict[str, Any]:
     """What is measured of an item, with the versions of what ran; or "failed", the error's first line.
 
     Whatever goes wrong is a row: it says what, and the next is measured all the same.
@@ -27,7 +27,7 @@ def figures(item: Item, where: Machine) -> dict[str, Any]:
     return {"failed": None, **found, "versions": versions()}
 
 
-def _rehearse(item: Item, where: Machine) -> dict[str, Any]:
+def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     from lab.rehearsing.rehearse import rehearse
 
     found = rehearse(
@@ -47,7 +47,7 @@ def _rehearse(item: Item, where: Machine) -> dict[str, Any]:
     }
 
 
-def _attention(item: Item, where: Machine) -> dict[str, Any]:
+def _attention(item: Item, where: DeviceType) -> dict[str, Any]:
     import torch
 
     from lab.bench.attention import kernel_of, measured
@@ -58,19 +58,19 @@ def _attention(item: Item, where: Machine) -> dict[str, Any]:
     return measured(kernel, item.tokens, device, repeats=item.steps, **knobs)
 
 
-def _copies(item: Item, where: Machine) -> dict[str, Any]:
+def _copies(item: Item, where: DeviceType) -> dict[str, Any]:
     from lab.bench.copies import measure_copies
 
     return measure_copies(where, **dict(item.knobs))
 
 
-def _gradients(item: Item, where: Machine) -> dict[str, Any]:
+def _gradients(item: Item, where: DeviceType) -> dict[str, Any]:
     from lab.bench.gradients import measure_gradients
 
     return measure_gradients(item.model, item.tokens, item.layers, RANKS, where)
 
 
-def _compile(_item: Item, where: Machine) -> dict[str, Any]:
+def _compile(_item: Item, where: DeviceType) -> dict[str, Any]:
     from lab.bench.compiled import measure_compiled
 
     rows = measure_compiled(lambda _: None, where)
@@ -106,7 +106,7 @@ def main() -> None:
     """Measure the item that the command line gives as JSON, and print its figures as one line of JSON."""
     given = json.loads(sys.argv[1])
     item = Item(**given | {"knobs": tuple((name, value) for name, value in given["knobs"])})
-    where: Machine = "cuda" if sys.argv[2] == "cuda" else "cpu"
+    where: DeviceType = "cuda" if sys.argv[2] == "cuda" else "cpu"
     print("\n" + json.dumps(figures(item, where)), flush=True)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lab import models
 from lab.models.small_copies import first_layers
+from lab.recipe.jobs import Job, TrainSettings
 from lab.recipe.ladder import recipe_for
-from lab.step.on_ranks import Training, checked, worker_on
+from lab.step.on_ranks import make_rank_state
 from lab.step.one_rank import one_rank
 from lab.step.training_step import loss
 
@@ -48,8 +49,7 @@ def measure_gradients(
         right: dict[str, Tensor] = {}
         for name, knobs in family:
             recipe = recipe_for(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
-            training, _, _ = checked(part, recipe, ranks=ranks, tokens=tokens, steps=1)
-            gradients = _gradients(training, ranks, where)
+            gradients = _gradients(Job(part, recipe, tokens, ranks), where)
             gc.collect()
             torch.cuda.empty_cache()
             right = right or gradients
@@ -58,16 +58,16 @@ def measure_gradients(
     return {"distances": found, "worst": float(torch.tensor(list(found.values())).max())}
 
 
-def _gradients(training: Training, ranks: int, where: str) -> dict[str, Tensor]:
+def _gradients(job: Job, where: str) -> dict[str, Tensor]:
     """This rank's shards of the gradients, by parameter, in fp32 on the host."""
-    with one_rank(training.recipe, ranks, "loopback", where) as mesh:
-        ready = worker_on(training, mesh)
+    with one_rank(job.recipe, job.ranks, "loopback", where) as mesh:
+        state = make_rank_state(job, TrainSettings(steps=1), mesh)
         for _ in range(2):
-            ready.model.zero_grad()
-            loss(ready.model, ready.batch(0)).backward()
+            state.model.zero_grad()
+            loss(state.model, state.batch(0)).backward()
         return {
             name: parameter.grad.to_local().float().cpu()  # type: ignore[attr-defined]
-            for name, parameter in ready.model.named_parameters()
+            for name, parameter in state.model.named_parameters()
             if parameter.grad is not None
         }
 

@@ -18,8 +18,9 @@ from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
-from lab.step.on_ranks import Training, Worker, checked, worker
+from lab.step.on_ranks import RankState, make_rank_state
 from lab.step.training_step import NoMeter, train_step
 
 REPEATS = 9
@@ -66,9 +67,9 @@ def race(
         "UPipe, U = 2C": replace(ours, head_chunk=2 * degree),
         "UPipe, U = H": replace(ours, head_chunk=8 * degree),
     }
-    work = [checked(config, r, ranks=degree, tokens=tokens, steps=1)[0] for r in recipes.values()]
-    say(f"{len(work)} attentions on {degree} ranks, warming up")
-    measured = cluster.apply(_race, work, repeats, on_record=lambda _, record: say(str(record)))[0]
+    jobs = [make_job(config, recipe, tokens=tokens, ranks=degree) for recipe in recipes.values()]
+    say(f"{len(jobs)} attentions on {degree} ranks, warming up")
+    measured = cluster.apply(_race, jobs, repeats, on_record=lambda _, record: say(str(record)))[0]
     if isinstance(measured, str):
         raise RecipeError(f"no race without DeepSpeed's Ulysses: {measured.partition('; ')[0]}")
     rounds, peaks, threads = measured
@@ -87,36 +88,36 @@ def race(
     ]
 
 
-def _race(work: list[Training], repeats: int) -> tuple[list[list[float]], list[int], int] | str:
+def _race(jobs: list[Job], repeats: int) -> tuple[list[list[float]], list[int], int] | str:
     """On each rank: seconds by round and attention, bytes by attention, threads; or why not."""
     try:
-        workers = [worker(training) for training in work]
+        states = [make_rank_state(job, TrainSettings(steps=1)) for job in jobs]
     except RecipeError as error:
         return str(error)
-    for each in workers:
+    for each in states:
         _seconds_of_a_step(each)
     rounds = []
     for number in range(1, repeats + 1):
         if dist.get_rank() == 0:
             publish(f"round {number} of {repeats}")
-        rounds.append([_seconds_of_a_step(each) for each in workers])
-    return rounds, [_bytes_of_attention(each) for each in workers], torch.get_num_threads()
+        rounds.append([_seconds_of_a_step(each) for each in states])
+    return rounds, [_bytes_of_attention(each) for each in states], torch.get_num_threads()
 
 
-def _seconds_of_a_step(ready: Worker) -> float:
-    batch = ready.batch(0)
+def _seconds_of_a_step(state: RankState) -> float:
+    batch = state.batch(0)
     dist.barrier()
     start = time.perf_counter()
-    train_step(ready.model, ready.optimizer, batch, meter=NoMeter())
+    train_step(state.model, state.optimizer, batch, meter=NoMeter())
     dist.barrier()
     return time.perf_counter() - start
 
 
-def _bytes_of_attention(ready: Worker) -> int:
-    module: Any = ready.model.model.layers[0].self_attn
-    shape = (1, ready.training.tokens // dist.get_world_size())
-    x = torch.zeros(*shape, module.config.hidden_size, device=ready.device, requires_grad=True)
-    tables = tuple(torch.zeros(*shape, module.head_dim, device=ready.device) for _ in range(2))
+def _bytes_of_attention(state: RankState) -> int:
+    module: Any = state.model.model.layers[0].self_attn
+    shape = (1, state.job.tokens // dist.get_world_size())
+    x = torch.zeros(*shape, module.config.hidden_size, device=state.device, requires_grad=True)
+    tables = tuple(torch.zeros(*shape, module.head_dim, device=state.device) for _ in range(2))
     parameters = list(module.parameters())
     meter = Meter()
     with meter.measure(module), meter.phase("attention"):

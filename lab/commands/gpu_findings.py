@@ -19,6 +19,7 @@ from lab import models
 from lab.errors import LabError
 from lab.planning.closed_form import estimate
 from lab.planning.hardware import HARDWARE, of_name
+from lab.recipe.jobs import Job
 from lab.recipe.ladder import recipe_for
 from lab.techniques.host_memory import pinnable
 from lab.units import Ki, Mi, MiB, format_bytes, format_tokens
@@ -137,7 +138,7 @@ def _pinned(gpus: int) -> str:
     try:
         config = models.config_of(MODEL)
         recipe = recipe_for(RECIPE, MODEL, gpus, Mi, config=config)
-        held = estimate(config, recipe, tokens=Mi, ranks=gpus).host_peak * gpus
+        held = estimate(config, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
     except LabError as error:
         return f"{said}; no {RECIPE} on {gpus} ranks: {error}"
     longest = format_tokens(room * Mi // held // Ki * Ki)

@@ -32,9 +32,10 @@ def plan_text(plan: Plan) -> str:
         plan.title,
         recipe_text(plan.recipe),
         "",
-        f"device peak   {format_bytes(plan.device_peak)} a rank{_of(plan.device_peak, plan.device_memory)}",
+        f"device peak   {format_bytes(plan.device_peak)} a rank"
+        f"{_of(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
-        f"{_of(plan.host_peak_per_node, plan.host_memory)}",
+        f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
         f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
@@ -42,7 +43,7 @@ def plan_text(plan: Plan) -> str:
         f"  {category:<12}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
         for category, held in peak.by_category.items()
     ]
-    tokens = plan.rows * plan.tokens / plan.step_seconds / plan.ranks
+    tokens = plan.job.rows * plan.tokens / plan.step_seconds / plan.ranks
     lines += [
         f"a rank        {costs.flops:.3g} operations, {format_bytes(costs.link_bytes)} over links "
         f"({format_seconds(costs.link_seconds)} of waiting), {format_bytes(costs.host_bytes)} to and from "
@@ -60,11 +61,12 @@ def plan_text(plan: Plan) -> str:
 def _repeated(plan: Plan) -> list[str]:
     """A note where ranks have nothing of their own to do."""
     groups = plan.ranks // (plan.recipe.ulysses * plan.recipe.ring)
-    if groups <= plan.rows:
+    rows = plan.job.rows
+    if groups <= rows:
         return []
     return [
-        f"note          {groups} groups of ranks share {plan.rows} row(s): some repeat the work of others; "
-        f"--set ring={plan.recipe.ring * groups // plan.rows}, or more rows, would use them"
+        f"note          {groups} groups of ranks share {rows} row(s): some repeat the work of others; "
+        f"--set ring={plan.recipe.ring * groups // rows}, or more rows, would use them"
     ]
 
 
@@ -97,7 +99,7 @@ def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
     picture = stack(
         {name: plan.peak for name, plan in plans.items()},
         title=_title(first),
-        limit=first.device_memory,
+        limit=first.machine.device_memory,
         longest=_longest_bar(plans),
     )
     try:
@@ -125,7 +127,7 @@ def _title(plan: Plan) -> str:
 def _longest_bar(plans: Mapping[str, Plan]) -> int:
     """Twice the memory, or the leanest rung where none is given: what is beyond is cut."""
     peaks = [plan.device_peak for plan in plans.values()]
-    given = next(iter(plans.values())).device_memory
+    given = next(iter(plans.values())).machine.device_memory
     return min(2 * max(given or 0, min(peaks)), max(peaks))
 
 
@@ -144,9 +146,10 @@ def max_context_text(found: MaxContext) -> str:
             recipe_text(plan.recipe),
             "",
             f"longest context   {found.tokens / Mi:.2f}M tokens ({found.tokens:,})",
-            f"a device holds    {format_bytes(plan.device_peak)}{_of(plan.device_peak, plan.device_memory)}",
+            f"a device holds    {format_bytes(plan.device_peak)}"
+            f"{_of(plan.device_peak, plan.machine.device_memory)}",
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
-            f"{_of(plan.host_peak_per_node, plan.host_memory)}",
+            f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"stopped by        {found.limit} memory at {wall.tokens / Mi:.2f}M tokens",
             f"at its peak       {wall.peak.phase}: {_short(wall.peak.op)} in {wall.peak.module or '-'}",
         )
@@ -180,10 +183,10 @@ def rehearsal_text(found: Rehearsal) -> str:
         else ""
     )
     lines = [
-        found.title,
-        recipe_text(found.recipe),
+        found.job.title,
+        recipe_text(found.job.recipe),
         "",
-        f"measured      as one rank of {found.ranks} on {found.machine}, "
+        f"measured      as one rank of {found.job.ranks} on {found.machine}, "
         f"{found.layers} of {found.of_layers} layers",
         f"device peak   {format_bytes(found.device_peak)}{allocator}",
         f"host peak     {format_bytes(found.host_peak)}",

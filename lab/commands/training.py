@@ -15,7 +15,7 @@ import click
 from lab.commands.base import JSON, RECIPE, SET, TEXT, TOKENIZER, TOKENS, answer, plainly, status
 
 if TYPE_CHECKING:
-    from lab.training.train_loop import Step
+    from lab.training.train_loop import StepRecord
 
 
 OTHERS_SECONDS = 10
@@ -57,16 +57,16 @@ def run(
     refuse_notebook(model)
     from cluster.ranks import Cluster
     from lab.commands.report import run_json, run_text
-    from lab.planning.plan import plan
-    from lab.recipe.ladder import recipe_for
+    from lab.planning.plan import plan_job
+    from lab.recipe.jobs import Machine, make_job
     from lab.recipe.recipe import parse_knobs
     from lab.training.records import Progress
     from lab.training.run import run
-    from lab.units import parse_tokens
 
     cluster = Cluster(ranks, profile, **parse_fields(profile, places))
-    tokens, rows = parse_tokens(settings.pop("tokens")), settings["rows"]
-    chosen = recipe_for(recipe, model, ranks, tokens, **parse_knobs(knobs))
+    job = make_job(
+        model, recipe, tokens=settings.pop("tokens"), ranks=ranks, rows=settings["rows"], **parse_knobs(knobs)
+    )
     with status(f"starting {ranks} ranks") as say:
 
         def watch(message: object) -> None:
@@ -76,9 +76,8 @@ def run(
 
         with cluster:
             say(f"planning {model}")
-            on_gpus = cluster.device_type == "cuda"
-            planned = plan(model, chosen, tokens=tokens, rows=rows, ranks=ranks, workspace=on_gpus)
-            measured = run(model, chosen, tokens=tokens, cluster=cluster, watch=watch, **settings)
+            planned = plan_job(job, Machine(workspace=cluster.device_type == "cuda"))
+            measured = run(model, job.recipe, tokens=job.tokens, cluster=cluster, watch=watch, **settings)
     answer(run_json(measured, planned) if as_json else run_text(measured, planned))
 
 
@@ -167,7 +166,7 @@ def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, tells: bool
 
 
 @contextmanager
-def _telling(as_json: bool) -> Iterator[Callable[[Step], None]]:
+def _telling(as_json: bool) -> Iterator[Callable[[StepRecord], None]]:
     """What to call with each step: a line of JSON, a line that moves on a terminal, else a line of text."""
     if as_json:
         yield lambda step: click.echo(json.dumps(step.to_json()))
@@ -183,7 +182,7 @@ def _telling(as_json: bool) -> Iterator[Callable[[Step], None]]:
             )
 
 
-def _line(step: Step) -> str:
+def _line(step: StepRecord) -> str:
     from lab.units import format_bytes, format_seconds
 
     left = f"{format_seconds(step.seconds_left)} left" if step.step < step.steps else "done"

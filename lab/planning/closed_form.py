@@ -8,6 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from lab.decoder import shape_of
+from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.upipe.schedule import schedule
@@ -32,23 +33,21 @@ class Estimate:
     parts: Parts
 
 
-def estimate(config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: int, rows: int = 1) -> Estimate:
-    """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone.
+def estimate(config: PretrainedConfig, job: Job) -> Estimate:
+    """The peaks of one step of a job, from shapes alone; ``config`` is that of its model.
 
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
     """
-    found = moments(config, recipe, tokens=tokens, ranks=ranks, rows=rows)
+    found = moments(config, job)
     moment = max(found, key=lambda name: sum(found[name].values()))
-    z = _sizes(config, recipe, tokens, ranks, rows)
+    z = _sizes(config, job)
     return Estimate(sum(found[moment].values()), _host(z), moment, found[moment])
 
 
-def moments(
-    config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: int, rows: int = 1
-) -> dict[str, Parts]:
+def moments(config: PretrainedConfig, job: Job) -> dict[str, Parts]:
     """Every moment that may be the highest, by name, and what is held then."""
-    z = _sizes(config, recipe, tokens, ranks, rows)
+    z = _sizes(config, job)
     found = {
         "loss backward": _held(z, z.L, {"norms": _norm_keeps(z) + z.A, "loss": _loss(z)}),
         "final norm backward": _held(z, z.L, {"norms": _norm(z), "gradients": z.w * z.table}),
@@ -109,13 +108,14 @@ class _Sizes:
     sent: int
 
 
-def _sizes(c: Any, recipe: Recipe, tokens: int, ranks: int, rows: int) -> _Sizes:
+def _sizes(c: Any, job: Job) -> _Sizes:
+    recipe, ranks = job.recipe, job.ranks
     degree, w = recipe.ulysses * recipe.ring, WIDTHS[recipe.compute_dtype]
     shape = shape_of(c)
     L, E, H, K, D, V = shape.L, shape.E, shape.H, shape.K, shape.D, shape.V
     tied, head_norms = shape.tied, shape.head_norms
     padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
-    b, s = -(-rows * degree // ranks), -(-tokens // padded) * padded // degree
+    b, s = -(-job.rows * degree // ranks), -(-job.tokens // padded) * padded // degree
     token, mlp = w * b * s, shape.matrices * E * shape.I
     layer, root = 2 * E * D * (H + K) + mlp + 2 * E + 2 * D * head_norms, V * E * (2 - tied) + E
     return _Sizes(

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import estimate
-from lab.planning.plan import Plan, fake_model, plan
+from lab.planning.plan import Plan, config_of, plan_job
+from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
-from lab.recipe.ladder import recipe_for
 from lab.recipe.recipe import Recipe
-from lab.units import format_bytes, format_tokens, parse_bytes, parse_tokens
+from lab.units import format_bytes, format_tokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MARGIN = 1.1
 """A recipe whose closed-form estimate is further than this over the memory is not planned: the two agree to a
@@ -42,38 +46,43 @@ def fit(
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
     """
-    length, config = parse_tokens(tokens), fake_model(model).config
-    of_device, of_host = parse_bytes(device_memory), parse_bytes(host_memory)
-    base, heads = recipe_for("tiling", model, ranks, length, config=config), config.num_attention_heads
-    recipes = {r: estimate(config, r, tokens=length, ranks=ranks, rows=rows) for r in candidates(base, heads)}
-    leanest = min(recipes, key=lambda r: recipes[r].device_peak)
-    node = min(ranks, ranks_per_node)
-    promising = [
-        r
-        for r, needs in recipes.items()
-        if needs.device_peak <= of_device * MARGIN and needs.host_peak * node <= of_host * MARGIN
-    ]
-    tried, plans = promising or [leanest], []
-    for number, recipe in enumerate(tried, start=1):
-        made = plan(
-            model,
-            recipe,
-            tokens=length,
-            ranks=ranks,
-            rows=rows,
-            device_memory=of_device,
-            host_memory=of_host,
-            ranks_per_node=ranks_per_node,
-            device=device,
-            workspace=workspace,
-        )
-        plans.append(made)
+    machine = make_machine(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        ranks_per_node=ranks_per_node,
+        workspace=workspace,
+    )
+    config = config_of(model)
+    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, config=config)
+    recipes = dict.fromkeys(candidates(base.recipe, config.num_attention_heads))
+    jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
+    tried, plans = _promising(config, jobs, machine), []
+    for number, job in enumerate(tried, start=1):
+        job.recipe.check(config, ranks)
+        plans.append(plan_job(job, machine))
         if watch is not None:
-            watch(number, len(tried), made)
+            watch(number, len(tried), plans[-1])
     fitting = sorted((p for p in plans if p.fits), key=lambda p: (p.step_seconds, p.device_peak))
     if not fitting:
         raise LabError(_none_fits(min(plans, key=lambda p: p.device_peak)))
     return tuple(fitting)
+
+
+def _promising(config: PretrainedConfig, jobs: list[Job], machine: Machine) -> list[Job]:
+    """The jobs that fit by the closed form, or nearly do; if there are none, the one of the least memory."""
+    assert machine.device_memory is not None
+    assert machine.host_memory is not None
+    estimates = [estimate(config, job) for job in jobs]
+    of_node = min(jobs[0].ranks, machine.ranks_per_node)
+    fitting = [
+        job
+        for job, needs in zip(jobs, estimates, strict=True)
+        if needs.device_peak <= machine.device_memory * MARGIN
+        and needs.host_peak * of_node <= machine.host_memory * MARGIN
+    ]
+    leanest = min(range(len(jobs)), key=lambda index: estimates[index].device_peak)
+    return fitting or [jobs[leanest]]
 
 
 def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
@@ -108,11 +117,12 @@ def steps_down(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _none_fits(leanest: Plan) -> str:
-    assert leanest.device_memory is not None
-    assert leanest.host_memory is not None
+    machine = leanest.machine
+    assert machine.device_memory is not None
+    assert machine.host_memory is not None
     return (
         f"no recipe fits {format_tokens(leanest.tokens)} tokens on {leanest.ranks} ranks: the leanest needs "
-        f"{format_bytes(leanest.device_peak)} of {format_bytes(leanest.device_memory)} on each device and "
-        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(leanest.host_memory)} on each host; "
+        f"{format_bytes(leanest.device_peak)} of {format_bytes(machine.device_memory)} on each device and "
+        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(machine.host_memory)} on each host; "
         "more ranks or a shorter context need less"
     )

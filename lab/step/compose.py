@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from lab import models
 from lab.decoder import check_materialized, check_untouched, decoder_of
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype
+from lab.step.training_step import make_optimizer
 from lab.techniques.agreement import check_same, check_same_model, refuse_together
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.hf_attention import apply_attention
@@ -32,25 +34,44 @@ from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
 
 
-def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> PreTrainedModel:
-    """Make a model on the mesh's device, to be trained under a recipe; every rank calls this.
+@dataclass(frozen=True, eq=False)
+class AppliedRecipe:
+    """A model with a recipe's techniques.
+
+    Attributes:
+        model: The model, which ``lab.loss`` calls.
+        recipe: The recipe that was applied to it.
+    """
+
+    model: PreTrainedModel
+    recipe: Recipe
+
+    def make_optimizer(self, *, learning_rate: float) -> torch.optim.Optimizer:
+        """Make the optimizer of the model's parameters; see ``lab.step.training_step.make_optimizer``.
+
+        A technique that holds the optimizer's state elsewhere belongs here.
+        """
+        return make_optimizer(self.model, learning_rate=learning_rate)
+
+
+def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> AppliedRecipe:
+    """Make a model on the mesh's device, under a recipe that has been checked; every rank calls this.
 
     With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
     memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
     arrives whole, and without ``fsdp`` every rank holds it whole.
 
     Raises:
-        LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
+        LabError: as ``models.build`` and ``apply_checked_recipe``; ranks with another seed or other files.
     """
     device = torch.device(mesh.device_type)
     if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
         whole = models.build(model, seed=seed, device=device)
         whole.train()
-        apply_recipe(whole, recipe, mesh)
-        return whole
+        return apply_checked_recipe(whole, recipe, mesh)
     outline = models.outline(model, seed=seed)
     outline.model.train()
-    apply_recipe(outline.model, recipe, mesh)
+    applied = apply_checked_recipe(outline.model, recipe, mesh)
     origin = refuse_together(outline.origin, mesh.get_group())
     check_same(
         "the seed, or the files of the weights, differ",
@@ -59,10 +80,10 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
         "give every rank the same seed, and a copy of the same files",
     )
     outline.materialize(device)
-    return outline.model
+    return applied
 
 
-def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
+def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> AppliedRecipe:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
@@ -76,8 +97,18 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
             attention or loss that is not on this machine.
         LabError: ranks with other weights or another recipe.
     """
+    refuse_together(partial(_check, model, recipe, mesh), mesh.get_group())
+    return apply_checked_recipe(model, recipe, mesh)
+
+
+def apply_checked_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> AppliedRecipe:
+    """Do what ``apply_recipe`` does, with a recipe that ``Recipe.check`` has let pass for this model.
+
+    Raises:
+        LabError: as ``apply_recipe``, but for what ``Recipe.check`` refuses.
+    """
     # What one rank alone would refuse, all refuse together; nothing has been changed until here.
-    kernel = refuse_together(partial(_checked, model, recipe, mesh), mesh.get_group())
+    kernel = refuse_together(partial(_kernel, model, recipe, mesh), mesh.get_group())
     check_same_model(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
     # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
@@ -122,15 +153,22 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
     index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
     apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
+    return AppliedRecipe(model, recipe)
 
 
-def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
-    """Whether this recipe can be right for this model on this machine; the kernel of its attention."""
+def _check(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
+    """Check the model first, for a recipe is checked against the config of a known family."""
+    check_untouched(model)
+    decoder_of(model)
+    recipe.check(model.config, mesh.size())
+
+
+def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
+    """Check the model's modules, and choose the kernel of its attention on this machine."""
     check_untouched(model)
     if not recipe.fsdp:
         check_materialized(model)
     decoder = decoder_of(model)
-    recipe.check(model.config, mesh.size())
     dtype = attention_dtype(recipe, model.dtype)
     return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lab.memory.timeline import Timeline
-from lab.step.on_ranks import Training
+from lab.recipe.jobs import Job, TrainSettings
 from lab.training.records import Progress, Run
 
 
-class Collected:
-    """Takes each message of each rank; ``run`` is what they amount to."""
+class PartialRun:
+    """Puts a run together from the messages of its ranks, as far as they have come."""
 
-    def __init__(self, title: str, training: Training) -> None:
-        self._title, self._training = title, training
+    def __init__(self, job: Job, settings: TrainSettings) -> None:
+        self._job, self._settings = job, settings
         self._pieces: dict[int, list[Timeline]] = defaultdict(list)
         self._finished: dict[int, tuple[float, float]] = {}
 
@@ -32,8 +32,9 @@ class Collected:
             return None
         losses, seconds = zip(*self._finished.values(), strict=True) if self._finished else ((), ())
         return Run(
-            title=f"{self._title} · {how} in step {len(losses) + 1} of {self._training.steps}",
-            training=self._training,
+            title=f"{self._job.title} · {how} in step {len(losses) + 1} of {self._settings.steps}",
+            job=self._job,
+            settings=self._settings,
             losses=losses,
             seconds=seconds,
             timelines=tuple(Timeline.joined(self._pieces[rank]) for rank in sorted(self._pieces)),
