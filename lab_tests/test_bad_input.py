@@ -15,15 +15,15 @@ from cluster.ranks import Cluster
 from lab import models
 from lab.commands.cli import main
 from lab.errors import DivergedError, LabError
+from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import NAMES, recipe_for
 from lab.recipe.recipe import parse_knobs
-from lab.step.on_ranks import checked
 from lab.step.training_step import make_optimizer
 from lab.training import manifest, train_loop
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
-from lab.training.train_loop import Course, train_on_this_rank
+from lab.training.train_loop import CheckpointSettings, train_on_this_rank
 from lab_tests.training import ROWS, TOKENS, small
 
 COUNT = "it takes a whole number, 1 or more"
@@ -251,7 +251,7 @@ def test_a_save_that_fails_meanwhile_is_said_too(alone, told, monkeypatch):
     assert not checkpoints_in(told["checkpoint"])
 
 
-def with_one_bad_shard(course):
+def with_one_bad_shard(*arguments):
     """Runs on every rank: train; after each step one rank's shard of the norms of heads has a NaN."""
     step = train_loop.train_step
 
@@ -265,7 +265,7 @@ def with_one_bad_shard(course):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_loop, "train_step", stepped)
         try:
-            train_on_this_rank(course)
+            train_on_this_rank(*arguments)
         except DivergedError as error:
             return str(error)
     return None
@@ -274,9 +274,10 @@ def with_one_bad_shard(course):
 def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_path):
     # Of six numbers on four ranks the last holds none.
     config = small(Qwen3Config, head_dim=6)
-    training, _, _ = checked(config, "fsdp", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits)
+    job = make_job(config, "fsdp", ranks=4, tokens=TOKENS, rows=ROWS)
     facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 4)
-    [said, *others] = ranks4.apply(with_one_bad_shard, Course(training, tmp_path, 1, 2, facts, None))
+    saving = CheckpointSettings(tmp_path, 1, 2, facts, None)
+    [said, *others] = ranks4.apply(with_one_bad_shard, job, TrainSettings(1, digits), saving)
     assert said.startswith("after step 1 (loss ")
     assert ") a parameter or the optimizer's state is not finite; there is no earlier checkpoint" in said
     assert others == [said] * 3

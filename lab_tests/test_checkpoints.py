@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import lab
 from lab import models
 from lab.errors import CheckpointError
-from lab.step.on_ranks import checked, worker
+from lab.recipe.jobs import TrainSettings, make_job
+from lab.step.on_ranks import make_rank_state
 from lab.step.training_step import NoMeter, make_optimizer, train_step
 from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
@@ -33,18 +34,18 @@ def train(alone, digits, tmp_path):
     return trained
 
 
-def saved_on_ranks(training, folder, config):
+def saved_on_ranks(job, settings, folder):
     """Runs on every rank: one step, one checkpoint; the whole state as the ranks hold it together."""
-    ready = worker(training)
-    train_step(ready.model, ready.optimizer, ready.batch(0), meter=NoMeter())
+    state = make_rank_state(job, settings)
+    train_step(state.model, state.optimizer, state.batch(0), meter=NoMeter())
     facts = Manifest(
-        config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
+        config_document(job.model), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
     )
     checkpoints = Checkpointer(folder, keep=2)
-    checkpoints.save(ready.model, ready.optimizer, facts)
+    checkpoints.save(state.model, state.optimizer, facts)
     checkpoints.close()
-    state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in ready.model.state_dict().items()}
-    return {name: tensor.clone() for name, tensor in state.items()} if dist.get_rank() == 0 else None
+    whole = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in state.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in whole.items()} if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,9 @@ def saved_on_ranks(training, folder, config):
     ids=["llama, tied head", "qwen3"],
 )
 def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, tmp_path, config):
-    training, _, _ = checked(
-        config, "upipe", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits, tokenizer=None,
-        learning_rate=1e-2, clip_norm=1.0, seed=0, compute_dtype=None,
-    )  # fmt: skip
-    held = ranks4.apply(saved_on_ranks, training, tmp_path, config)[0]
+    job = make_job(config, "upipe", ranks=4, tokens=TOKENS, rows=ROWS, compute_dtype=None)
+    settings = TrainSettings(1, digits, learning_rate=1e-2)
+    held = ranks4.apply(saved_on_ranks, job, settings, tmp_path)[0]
     untrained, trained = models.build(config), models.build(config)
     trained.load_state_dict(held, strict=True)
     assert export(tmp_path, tmp_path / "out").name == "step-00000001"

@@ -13,7 +13,7 @@ from lab.errors import LabError
 from lab.memory.timeline import Op, TimelineBuilder
 from lab.planning.costs import Costs
 from lab.planning.hardware import nearest
-from lab.step.on_ranks import checked
+from lab.recipe.jobs import make_job
 from lab.training import collective_time, train
 from lab.training.collective_time import layers_time
 from lab.units import format_seconds
@@ -71,12 +71,12 @@ def test_the_device_of_the_table_that_torch_names():
 
 
 @pytest.mark.slow
-def test_three_layers_where_that_is_more(capsys, digits):
-    training, _, _ = checked(small(), "upipe", ranks=2, tokens=TOKENS, text=digits, steps=1)
+def test_three_layers_where_that_is_more(capsys):
+    job = make_job(small(), "upipe", ranks=2, tokens=TOKENS)
     layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
-    assert layers_time(training, 2, H100, 3 * layer) is None
+    assert layers_time(job, H100, 3 * layer) is None
     assert capsys.readouterr() == ("", "")
-    assert layers_time(training, 2, H100, 2.9 * layer) == 3 * layer
+    assert layers_time(job, H100, 2.9 * layer) == 3 * layer
     out, said = capsys.readouterr()
     assert out == ""
     assert said.startswith("a collective may take ")
@@ -97,7 +97,7 @@ def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
 
 
 def test_trains_own_timeout_comes_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(collective_time, "plan", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr(collective_time, "plan_job", lambda *_, **__: pytest.fail("planned"))
     with pytest.raises(Asked) as asked:
         lab.train(
             "tiny", tokens=128, steps=1, cluster=GpuCluster(timeout=1e-9), checkpoint=tmp_path, timeout=7

@@ -15,7 +15,7 @@ import lab
 from lab.errors import LabError
 from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, capped
 from lab.memory.stopwatch import Stopwatch
-from lab.step.on_ranks import checked
+from lab.recipe.jobs import TrainSettings, make_job
 from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
 from lab.training.records import Run
@@ -201,15 +201,15 @@ def test_the_peak_of_training_is_that_of_its_steps(
 def test_a_run_brings_the_allocators_peak_with_it(
     alone: None, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, _, _ = checked(small(), "plain", ranks=1, tokens=TOKENS, steps=1, text=digits)
-    result = run._train(training, None)
+    job, settings = make_job(small(), "plain", ranks=1, tokens=TOKENS), TrainSettings(1, digits)
+    result = run._train(job, settings, None)
     assert result.allocated is None
     timeline = result.timeline
-    assert Run("", training, (), (), (timeline,)).device_peak == timeline.device_peak
+    assert Run("", job, settings, (), (), (timeline,)).device_peak == timeline.device_peak
     Starting(monkeypatch, run)
-    result = run._train(training, None)
+    result = run._train(job, settings, None)
     assert result.allocated == 50 * MIB > timeline.device_peak
-    held = Run("", training, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
+    held = Run("", job, settings, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
     assert held.device_peak == 50 * MIB
 
 

@@ -8,8 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lab
 from lab.planning import plan as planning
 from lab.planning.extrapolation import extended
-from lab.planning.fake_step import Question, fake_step
-from lab.recipe.ladder import NAMES, recipe_for
+from lab.planning.fake_step import fake_step
+from lab.recipe.jobs import Job, Machine, make_job
+from lab.recipe.ladder import NAMES
 
 TOKENS, RANKS = 120, 2
 
@@ -21,13 +22,12 @@ def config(layers: int = 9) -> LlamaConfig:
     )  # fmt: skip
 
 
-def question(rung: str, workspace: bool = False) -> Question:
+def asked(rung: str, workspace: bool = False) -> tuple[Job, Machine]:
     # s = 60: two tiles of 45, a second of 15 tokens.
     knobs = {"mlp_tile": 45, "norm_tile": 45, "loss_tile": 45} if rung in ("tiling", "upipe") else {}
     if rung == "upipe":
         knobs["head_chunk"] = 6
-    recipe = recipe_for(rung, config(), RANKS, TOKENS, **knobs)
-    return Question(config(), recipe, TOKENS, RANKS, 1, ranks_per_node=8, device="h100", workspace=workspace)
+    return make_job(config(), rung, tokens=TOKENS, ranks=RANKS, **knobs), Machine(workspace=workspace)
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def walks(monkeypatch) -> list[int]:
     """How many layers each walk had."""
     depths = []
 
-    def walked(question, layers):
+    def walked(job, machine, layers, **of_ring):
         depths.append(layers)
-        return fake_step(question, layers)
+        return fake_step(job, machine, layers, **of_ring)
 
     monkeypatch.setattr(planning, "fake_step", walked)
     return depths
@@ -50,10 +50,10 @@ WITH_WORKSPACE = ("plain", "offload", "upipe")
 @pytest.mark.slow
 @pytest.mark.parametrize(("rung", "workspace"), [(name, name in WITH_WORKSPACE) for name in NAMES])
 def test_nine_layers_are_those_walked_in_full(walks, rung, workspace):
-    asked = question(rung, workspace)
-    plan = lab.plan(config(), asked.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
+    job, machine = asked(rung, workspace)
+    plan = lab.plan(config(), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
     assert walks == [5, 6]
-    whole, costs = fake_step(asked, 9)
+    whole, costs = fake_step(job, machine, 9)
     for name, said in columns(plan.timeline).items():
         assert said == columns(whole)[name], name
     np.testing.assert_allclose(plan.timeline.seconds, whole.seconds, rtol=1e-9)
@@ -108,7 +108,7 @@ def test_layers_that_differ_are_walked_in_full(walks):
 
 @pytest.mark.slow
 def test_steps_that_do_not_correspond_are_not_extended(walks, monkeypatch):
-    (shallow, _), (deep, _) = fake_step(question("fsdp"), 5), fake_step(question("checkpoint"), 6)
+    (shallow, _), (deep, _) = fake_step(*asked("fsdp"), 5), fake_step(*asked("checkpoint"), 6)
     assert extended(shallow, deep, 9) is None
     monkeypatch.setattr(planning, "extended", lambda *_: None)
     plan = lab.plan(config(7), "plain", tokens=TOKENS, ranks=RANKS, rows=3)

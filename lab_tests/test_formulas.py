@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab import models
 from lab.models.presets import PRESETS
 from lab.planning import closed_form as formulas
-from lab.planning.closed_form import estimate, moments
+from lab.planning.closed_form import estimate_job, moments
 from lab.planning.plan import plan
+from lab.recipe.jobs import Job
 from lab.recipe.ladder import NAMES, ladder, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.units import GiB, Ki, Mi
@@ -85,7 +86,7 @@ def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
     config, recipe = config_of(model), recipe_for(rung, model, ranks, tokens, **by_hand)
     size = {"tokens": tokens, "ranks": ranks, "rows": knobs.get("rows", 1)}
     planned = plan(config, recipe, workspace=False, **size)
-    estimated = estimate(config, recipe, **size)
+    estimated = estimate_job(config, Job(model, recipe, **size))
     assert estimated.host_peak == planned.host_peak
     ratio = estimated.device_peak / planned.device_peak
     where = f"{ratio:.4f} at {model}, {rung}, {size}, {knobs}: {estimated.moment}"
@@ -102,17 +103,18 @@ def test_the_points_are_of_every_model_and_name():
 def test_the_plain_models_state_is_16_bytes_a_parameter(model):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in models.build(model).parameters())
-    found = estimate(PRESETS[model](), Recipe(), tokens=1, ranks=1)
+    found = estimate_job(PRESETS[model](), Job(model, Recipe(), 1, 1))
     assert (found.moment, found.device_peak) == ("optimizer", 16 * parameters)
-    sharded = moments(PRESETS[model](), Recipe(fsdp=True), tokens=1, ranks=8)["optimizer"]
+    sharded = moments(PRESETS[model](), Job(model, Recipe(fsdp=True), 1, 8))["optimizer"]
     assert sharded == {"model state": 16 * parameters // 8}
 
 
 def test_published_llama3_8b_on_8_ranks():
     recipe = ladder("llama3-8b", 8, 5 * Mi)["upipe"]
-    found = estimate(PRESETS["llama3-8b"](), recipe, tokens=5 * Mi, ranks=8)
+    job = Job("llama3-8b", recipe, 5 * Mi, 8)
+    found = estimate_job(PRESETS["llama3-8b"](), job)
     assert found.host_peak == 31 * 5 * GiB  # 31 block inputs, A = 1 GiB a Mi tokens: 1.21 TiB on 8 ranks
-    state = moments(PRESETS["llama3-8b"](), recipe, tokens=5 * Mi, ranks=8)["optimizer"]["model state"]
+    state = moments(PRESETS["llama3-8b"](), job)["optimizer"]["model state"]
     assert round(state / GiB, 2) == 14.96
 
 
@@ -120,7 +122,7 @@ def test_all_heads_at_once_cost_two_hidden_states_more_than_a_stage_of_each_rank
     """4U + 4 U_kv + 4 U_kv for fp32 sums, in heads of A/32: 32 + 32 + 32 at U = C; 128 + 32 at U = H."""
     recipe = ladder("llama3-8b", 8, 4 * Mi)["upipe"]
     few, all_heads = (
-        moments(PRESETS["llama3-8b"](), replace(recipe, head_chunk=chunk), tokens=4 * Mi, ranks=8)
+        moments(PRESETS["llama3-8b"](), Job("llama3-8b", replace(recipe, head_chunk=chunk), 4 * Mi, 8))
         for chunk in (8, 32)
     )
     name = "attention backward, layer 1"
@@ -132,11 +134,11 @@ def test_all_heads_at_once_cost_two_hidden_states_more_than_a_stage_of_each_rank
 
 def test_the_parts_add_up_to_the_peak():
     recipe = ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
-    found = estimate(PRESETS["qwen3-8b"](), recipe, tokens=3 * Mi, ranks=8)
+    job = Job("qwen3-8b", recipe, 3 * Mi, 8)
+    found = estimate_job(PRESETS["qwen3-8b"](), job)
     assert sum(found.parts.values()) == found.device_peak
     assert found.device_peak == max(
-        sum(parts.values())
-        for parts in moments(PRESETS["qwen3-8b"](), recipe, tokens=3 * Mi, ranks=8).values()
+        sum(parts.values()) for parts in moments(PRESETS["qwen3-8b"](), job).values()
     )
 
 
@@ -151,7 +153,7 @@ def test_it_runs_no_operator_and_makes_no_module(monkeypatch):
     config, recipe = PRESETS["qwen3-8b"](), ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
     monkeypatch.setattr(nn.Module, "__init__", refuse)
     with Refuse():
-        estimate(config, recipe, tokens=3 * Mi, ranks=8)
+        estimate_job(config, Job("qwen3-8b", recipe, 3 * Mi, 8))
 
 
 def test_it_owes_the_plan_nothing():
@@ -161,7 +163,9 @@ def test_it_owes_the_plan_nothing():
     }
     assert of_lab == {
         "lab.decoder",
-        "lab.techniques.host_pieces",
+        "lab.models",
+        "lab.recipe.jobs",
         "lab.recipe.recipe",
+        "lab.techniques.host_pieces",
         "lab.techniques.upipe.schedule",
     }

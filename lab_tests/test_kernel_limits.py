@@ -40,8 +40,8 @@ def call(patch, verb, machine, kernel, folder):
     def planned(*_, **__):
         raise Planned
 
-    patch.setattr(collective_time, "plan", planned)
-    patch.setattr(rehearsing, "plan", planned)
+    patch.setattr(collective_time, "plan_job", planned)
+    patch.setattr(rehearsing, "plan_job", planned)
     recipe = lab.ladder("llama3-8b", ranks=8, tokens=5 * Mi, kernel=kernel)["tiling"]
     if verb == "rehearse":
         patch.setattr(rehearsing, "machine_for", lambda _: "cuda")

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
-from lab.planning.fake_step import Question, fake_step, layouts_remembered
+from lab.planning.fake_step import fake_step, layouts_remembered
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import one_rank, ring_ranks
 
@@ -63,7 +63,7 @@ def test_host_memory_is_that_of_a_node(offloaded):
 
 def test_memory_is_given_in_words():
     plan = lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="80GiB", host_memory="2TiB")
-    assert (plan.device_memory, plan.host_memory) == (80 * 2**30, 2 * 2**40)
+    assert (plan.machine.device_memory, plan.machine.host_memory) == (80 * 2**30, 2 * 2**40)
     assert plan.fits is True
     assert lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="1MiB").limit == "device"
 
@@ -184,8 +184,7 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     model = small(num_hidden_layers=1, num_attention_heads=8, **more)
     ranks = recipe.ulysses * recipe.ring
     plan = lab.plan(model, recipe, tokens=480, ranks=ranks, rows=2, workspace=workspace)
-    question = Question(model, recipe, 480, ranks, 2, ranks_per_node=8, device="h100", workspace=workspace)
-    steps = [fake_step(replace(question, ring_rank=r), 1)[0] for r in range(recipe.ring)]
+    steps = [fake_step(plan.job, plan.machine, 1, ring_rank=r)[0] for r in range(recipe.ring)]
     assert max(step.device_peak for step in steps) == plan.device_peak
     assert steps[plan.ring_rank].device_peak == plan.device_peak
     assert {step.host_peak for step in steps} == {plan.host_peak}

@@ -295,7 +295,7 @@ class Refusing:
     [
         ("lab.step.training_step.loss", 2, "forward"),
         ("lab.step.training_step.update", 2, "optimizer"),
-        ("lab.rehearsing.rehearse.worker_on", 1, "setup"),
+        ("lab.rehearsing.rehearse.make_rank_state", 1, "setup"),
     ],
 )
 def test_out_of_memory_where_no_meter_stands(

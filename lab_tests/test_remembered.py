@@ -33,9 +33,9 @@ def folder(monkeypatch, tmp_path):
 def walks(monkeypatch, folder):
     made = []
 
-    def walked(question, layers):
-        made.append(question)
-        return fake_step(question, layers)
+    def walked(job, machine, layers, **of_ring):
+        made.append(job)
+        return fake_step(job, machine, layers, **of_ring)
 
     monkeypatch.setattr(planning, "fake_step", walked)
     return made

@@ -7,8 +7,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import LlamaConfig
 
 from lab.planning import fake_step as walking
-from lab.planning.fake_step import Question, fake_step
-from lab.recipe.ladder import recipe_for
+from lab.planning.fake_step import fake_step
+from lab.recipe.jobs import Job, Machine, make_job
 from lab.techniques.slices import shortened, slices, times
 
 
@@ -69,23 +69,22 @@ def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
     assert times() == 1
 
 
-def question(rung: str, workspace: bool) -> Question:
+def asked(rung: str, workspace: bool) -> tuple[Job, Machine]:
     config = LlamaConfig(
         hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=12,
         num_key_value_heads=6, head_dim=10, vocab_size=104,
     )  # fmt: skip
     # s = 250: tiles of 23, 31 and 37 leave 20, 2 and 28; the loss takes a tile in blocks of 3 and one of 1.
     tiles = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37}
-    recipe = recipe_for(rung, config, 4, 500, ulysses=2, **tiles)
-    return Question(config, recipe, 500, 4, 1, ranks_per_node=8, device="h100", workspace=workspace)
+    return make_job(config, rung, tokens=500, ranks=4, ulysses=2, **tiles), Machine(workspace=workspace)
 
 
 @pytest.mark.parametrize("workspace", [False, True])
 @pytest.mark.parametrize("rung", ["tiling", "upipe"])
 def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
-    short, short_costs = fake_step(question(rung, workspace), 2)
+    short, short_costs = fake_step(*asked(rung, workspace), 2)
     monkeypatch.setattr(walking, "shortened", contextlib.nullcontext)
-    whole, costs = fake_step(question(rung, workspace), 2)
+    whole, costs = fake_step(*asked(rung, workspace), 2)
     assert len(short) < len(whole) / 2
     assert (short.device_peak, short.host_peak) == (whole.device_peak, whole.host_peak)
     assert short.peak.by_category == whole.peak.by_category

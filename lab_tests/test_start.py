@@ -19,15 +19,13 @@ from lab.errors import LabError, ModelError
 from lab.memory.meter import Meter
 from lab.models import weight_files
 from lab.models.first_values import piece_elements
-from lab.planning.fake_step import Question
 from lab.planning.plan import fake_model
 from lab.planning.start import start_of
+from lab.recipe.jobs import Machine, TrainSettings, make_job
 from lab.recipe.ladder import recipe_for
 from lab.recipe.recipe import Recipe
 from lab.step.compose import start
-from lab.step.on_ranks import checked
 from lab.step.one_rank import one_rank
-from lab.step.training_step import make_optimizer
 from lab.techniques.sharding import apply_replication
 from lab.training.run import _train as train_on_rank
 from lab_tests.training import small
@@ -54,7 +52,7 @@ def test_the_shards_of_any_number_of_ranks_are_the_whole_model(config, ranks):
     for rank in range(ranks):
         # A ring, for its ranks can be taken one by one.
         with one_rank(Recipe(ring=ranks), ranks, "loopback", ring_rank=rank) as mesh:
-            model = start(config, FSDP, mesh, seed=3)
+            model = start(config, FSDP, mesh, seed=3).model
             made.append(shards(model))
             assert model.training
             for buffer, other in zip(model.buffers(), whole.buffers(), strict=True):
@@ -66,8 +64,8 @@ def test_the_shards_of_any_number_of_ranks_are_the_whole_model(config, ranks):
 
 def losses(model, recipe, **settings):
     """Runs on every rank: the losses of two steps."""
-    told, _, _ = checked(model, recipe, ranks=dist.get_world_size(), tokens=40, steps=2, rows=3, **settings)
-    return train_on_rank(told, None).losses
+    job = make_job(model, recipe, ranks=dist.get_world_size(), tokens=40, rows=3)
+    return train_on_rank(job, TrainSettings(2, **settings), None).losses
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -83,9 +81,10 @@ def peaks(model, recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     meter, other = Meter(), Meter()
     with meter.measure(nn.Module()), meter.phase("start"):
-        made = start(model, recipe, mesh)
+        applied = start(model, recipe, mesh)
+    made = applied.model
     with other.measure(made), other.phase("start"):
-        make_optimizer(made, learning_rate=1e-3)
+        applied.make_optimizer(learning_rate=1e-3)
     held = sum(p.to_local().untyped_storage().nbytes() for p in made.parameters())
     return meter.timeline().device_peak, other.timeline().device_peak, held, sum(map(len, shards(made)))
 
@@ -132,9 +131,9 @@ def three(model, recipe):
         return None
     meter = Meter()
     with meter.measure(nn.Module()), meter.phase("start"):
-        made = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
-    with meter.measure(made), meter.phase("start"):
-        make_optimizer(made, learning_rate=1e-3)
+        applied = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
+    with meter.measure(applied.model), meter.phase("start"):
+        applied.make_optimizer(learning_rate=1e-3)
     return meter.timeline().device_peak
 
 
@@ -154,8 +153,8 @@ def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
 @pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
 def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
     """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
-    question = Question(name, FSDP, 2**20, ranks=8, rows=1, ranks_per_node=8, device="h100", workspace=True)
-    assert start_of(question, fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
+    job = make_job(name, FSDP, tokens=2**20, ranks=8)
+    assert start_of(job, Machine(), fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
 
 
 # ---- from files ------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def folder(tmp_path):
 
 def of_rank(folder, rank, ranks=4):
     with one_rank(Recipe(ring=ranks), ranks, "loopback", ring_rank=rank) as mesh:
-        return shards(start(folder, FSDP, mesh))
+        return shards(start(folder, FSDP, mesh).model)
 
 
 def together(folder):

@@ -17,8 +17,9 @@ from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
 from lab.models import config_of
-from lab.planning.closed_form import estimate, moments
+from lab.planning.closed_form import estimate_job, moments
 from lab.planning.hardware import fixed_workspace
+from lab.recipe.jobs import Job
 from lab.recipe.ladder import RUNGS, ladder, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.show.tuner import widget as tuner_widget
@@ -45,7 +46,7 @@ def shown(tuner: tuner_widget.Tuner) -> Predicted:
 def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     tuner = lab.show.tuner("llama3-8b", "upipe", tokens="5M", ranks=8, head_chunk=16)
     config = config_of("llama3-8b")
-    found = estimate(config, tuner.recipe, tokens=5 * Mi, ranks=8)
+    found = estimate_job(config, Job("llama3-8b", tuner.recipe, 5 * Mi, 8))
     assert shown(tuner).device == found.device_peak + fixed_workspace(8)
     assert shown(tuner).host == 8 * found.host_peak > 0
     bar = tuner.panel.shown["bars"][0]
@@ -59,7 +60,8 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
     recipe = recipe_for(rung, "llama3.2-1b", 4, 64 * Ki)
-    for moment, parts in moments(config_of("llama3.2-1b"), recipe, tokens=64 * Ki, ranks=4).items():
+    job = Job("llama3.2-1b", recipe, 64 * Ki, 4)
+    for moment, parts in moments(config_of("llama3.2-1b"), job).items():
         assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
         held = {part.name: part.size for part in _parts(moment, parts)}
         assert held["Adam's two moments"] == 2 * held["fp32 parameters"] > 0
@@ -347,7 +349,7 @@ def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -
     assert tuner.run_button.disabled
     tuner.wait()
     assert tuner.ran is not None, tuner.status.value
-    assert tuner.ran.training.recipe == shrunk(tuner.state, 4).state.recipe
+    assert tuner.ran.job.recipe == shrunk(tuner.state, 4).state.recipe
     assert tuner.ran.complete
     assert "model llama3-8b → tiny, ranks 8 → 4, context 1M → 2K" in tuner.status.value
     (image,) = tuner.place.children

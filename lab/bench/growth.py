@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
 from lab.models import config_of
-from lab.planning.closed_form import estimate
+from lab.planning.closed_form import estimate_job
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.training.run import run
@@ -64,7 +64,7 @@ class Point:
 def _measured(asked: Asked, cluster: Cluster, steps: int) -> Point:
     recipe = recipe_for(asked.rung, MODEL, asked.ranks, asked.tokens)
     measured = run(MODEL, recipe, tokens=asked.tokens, steps=steps + 1, cluster=cluster)
-    formula = estimate(config_of(MODEL), Job(MODEL, recipe, asked.tokens, asked.ranks))
+    formula = estimate_job(config_of(MODEL), Job(MODEL, recipe, asked.tokens, asked.ranks))
     return Point(asked, median(measured.seconds[1:]), measured.device_peak, formula.device_peak)
 
 

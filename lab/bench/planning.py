@@ -13,7 +13,7 @@ from unittest.mock import patch
 from lab.bench.table import Row, Say
 from lab.models import config_of
 from lab.planning import plan_cache as remembered
-from lab.planning.closed_form import estimate
+from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan, plan_ladder
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import recipe_for
@@ -28,7 +28,7 @@ def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, r
             "plan upipe": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
             "plan upipe, remembered": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
             "the other six rungs": lambda: plan_ladder(model, tokens=tokens, ranks=ranks),
-            "closed form": lambda: estimate(config, Job(model, recipe, tokens, ranks)),
+            "closed form": lambda: estimate_job(config, Job(model, recipe, tokens, ranks)),
         }
         return [_timed(name, work, say) for name, work in ways.items()]
 

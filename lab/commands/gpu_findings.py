@@ -17,7 +17,7 @@ from cluster.devices import first_line
 from cluster.host import ask_gpus, is_device
 from lab import models
 from lab.errors import LabError
-from lab.planning.closed_form import estimate
+from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import HARDWARE, of_name
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import recipe_for
@@ -138,7 +138,7 @@ def _pinned(gpus: int) -> str:
     try:
         config = models.config_of(MODEL)
         recipe = recipe_for(RECIPE, MODEL, gpus, Mi, config=config)
-        held = estimate(config, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
+        held = estimate_job(config, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
     except LabError as error:
         return f"{said}; no {RECIPE} on {gpus} ranks: {error}"
     longest = format_tokens(room * Mi // held // Ki * Ki)

@@ -8,7 +8,8 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from lab.decoder import shape_of
-from lab.recipe.jobs import Job
+from lab.models import ModelLike, config_of
+from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.upipe.schedule import schedule
@@ -33,8 +34,21 @@ class Estimate:
     parts: Parts
 
 
-def estimate(config: PretrainedConfig, job: Job) -> Estimate:
-    """The peaks of one step of a job, from shapes alone; ``config`` is that of its model.
+def estimate(
+    model: ModelLike, recipe: str | Recipe, *, tokens: int | str, ranks: int, rows: int = 1, **knobs: Any
+) -> Estimate:
+    """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
+
+    Raises:
+        LabError: a model, recipe or size that cannot work.
+    """
+    config = config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    return estimate_job(config, job)
+
+
+def estimate_job(config: PretrainedConfig, job: Job) -> Estimate:
+    """The peaks of one step of a job; ``config`` is that of its model.
 
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.planning.closed_form import estimate
+from lab.planning.closed_form import estimate_job
 from lab.planning.plan import Plan, config_of, plan_job
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
@@ -73,7 +73,7 @@ def _promising(config: PretrainedConfig, jobs: list[Job], machine: Machine) -> l
     """The jobs that fit by the closed form, or nearly do; if there are none, the one of the least memory."""
     assert machine.device_memory is not None
     assert machine.host_memory is not None
-    estimates = [estimate(config, job) for job in jobs]
+    estimates = [estimate_job(config, job) for job in jobs]
     of_node = min(jobs[0].ranks, machine.ranks_per_node)
     fitting = [
         job

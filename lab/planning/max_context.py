@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.planning.closed_form import Estimate, estimate
+from lab.planning.closed_form import Estimate, estimate_job
 from lab.planning.plan import Plan, config_of, plan_job
 from lab.recipe.jobs import Job, make_job, make_machine
 from lab.recipe.recipe import Recipe
@@ -86,7 +86,7 @@ def max_context(
         return made
 
     def estimated(tokens: int) -> Estimate:
-        return estimate(config, job(tokens))
+        return estimate_job(config, job(tokens))
 
     fits, beyond = _search(planned, estimated)
     assert beyond.limit is not None

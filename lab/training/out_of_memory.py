@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.errors import RankError
 from lab.errors import LabError
 from lab.memory.out_of_memory import OutOfMemory
-from lab.planning.closed_form import estimate
+from lab.planning.closed_form import estimate_job
 from lab.planning.plan import Plan, config_of, plan_job
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.ladder import RUNGS
@@ -44,7 +44,7 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
         rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, config=config)
         for rung in RUNGS
     }
-    likely = {rung: estimate(config, asked).device_peak for rung, asked in rungs.items()}
+    likely = {rung: estimate_job(config, asked).device_peak for rung, asked in rungs.items()}
     leanest = min(likely, key=lambda rung: likely[rung])
     tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]
     machine = Machine(workspace=False, device_memory=limit)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Parts, estimate
+from lab.planning.closed_form import Parts, estimate_job
 from lab.planning.fit import MARGIN
 from lab.planning.hardware import NODE, fixed_workspace
 from lab.recipe.jobs import Job
@@ -76,7 +76,7 @@ def predict(state: State, moved: str = "") -> Predicted | Refused:
         recipe = state.recipe
     except RecipeError as error:
         return Refused(str(error), tuple(mends(state, moved)))
-    found = estimate(state.config, Job(state.model, recipe, state.tokens, state.ranks))
+    found = estimate_job(state.config, Job(state.model, recipe, state.tokens, state.ranks))
     outside = fixed_workspace(state.ranks) if state.workspace else 0
     device, host = found.device_peak + outside, found.host_peak * min(state.ranks, NODE)
     verdict = _verdict(state, device, host)
@@ -130,7 +130,8 @@ def _saves(state: State, peak: int) -> dict[str, int]:
         if without != fields:
             recipe = checked(without, state)
             found[name] = (
-                estimate(state.config, Job(state.model, recipe, state.tokens, state.ranks)).device_peak - peak
+                estimate_job(state.config, Job(state.model, recipe, state.tokens, state.ranks)).device_peak
+                - peak
             )
     return found
 
