@@ -16,6 +16,7 @@ from lab.errors import LabError
 from lab.planning.fake_step import fake_step, layouts_remembered
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import one_rank, ring_ranks
+from lab.techniques.upipe.schedule import schedule
 
 
 def small(**more):
@@ -188,6 +189,21 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     assert max(step.device_peak for step in steps) == plan.device_peak
     assert steps[plan.ring_rank].device_peak == plan.device_peak
     assert {step.host_peak for step in steps} == {plan.host_peak}
+
+
+def test_a_plan_checks_its_recipe_once_and_schedules_its_heads_once(monkeypatch):
+    """Two steps are walked, of five and six layers."""
+    recipes, check = [], Recipe.check
+
+    def checked(recipe, config, ranks):
+        recipes.append(recipe)
+        check(recipe, config, ranks)
+
+    monkeypatch.setattr(Recipe, "check", checked)
+    schedule.cache_clear()
+    plan = lab.plan(small(num_hidden_layers=7), "upipe", tokens=72, ranks=2)
+    assert recipes == [plan.recipe]
+    assert schedule.cache_info().misses == 1
 
 
 def test_a_plan_that_fails_leaves_no_group():

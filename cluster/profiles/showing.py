@@ -78,7 +78,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     lines = []
     for name, value, why in entries:
         parts = textwrap.wrap(value, values) or [""]
-        reasons = textwrap.wrap(why, max(width, 20))
+        reasons = textwrap.wrap(why, max(width, 20), break_on_hyphens=False)
         for line in range(max(len(parts), len(reasons))):
             value, why = (column[line] if line < len(column) else "" for column in (parts, reasons))
             lines.append(f"  {name * (not line):<{names}}  {value:<{values}}  {why}".rstrip())

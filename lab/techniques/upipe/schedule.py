@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from lab.errors import RecipeError
 from lab.techniques.exchange import check_degree
@@ -86,6 +87,7 @@ class Schedule:
         return sum(part.opens for part in self.stages[stage])
 
 
+@cache
 def schedule(heads: int, kv_heads: int, ranks: int, chunk: int) -> Schedule:
     """The stages of a layer with H, K, C and U heads: H/U stages of U query heads.
 
