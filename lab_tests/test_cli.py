@@ -1,15 +1,18 @@
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 
+import platformdirs
 import pytest
 from click.testing import CliRunner
 
 from lab.commands.cli import main
 from lab.commands.report import run_text
+from lab.planning.closed_form import estimate
 from lab.planning.hardware import outside_workspace
 from lab.planning.plan import plan
 from lab.recipe.ladder import RUNGS
@@ -117,6 +120,7 @@ def test_bad_input_is_one_line_and_exit_code_2():
         ("plan tiny --tokens 512 --ranks 4 --rows 0", "rows=0: it takes a whole number, 1 or more"),
         ("plan tiny --tokens 512 --ranks 4 --ranks-per-node 0", "ranks_per_node=0: it takes"),
         ("plan tiny --tokens 512 --ranks 4 --device-memory 80GB", "'80GB' is not an amount of memory: write"),
+        ("plan tiny --tokens 512 --ranks 4 --quick --device k80", "no device named 'k80': the table has"),
         ("plan tiny --tokens 512 --ranks 4 --device k80", "no device named 'k80': the table has"),
         ("plan tiny --tokens 512 --ranks 4 --recipe uppipe", "unknown recipe 'uppipe': give one of plain"),
         ("plan tiny --tokens 512 --ranks 3 --set ulysses=3", "ulysses=3: .* these work: 1, 2, 4, 8, 16, 32"),
@@ -138,11 +142,32 @@ def test_a_planning_command_refuses_in_one_line(words, said):
     assert re.match(f"lab: {said}", run.stderr), run.stderr
 
 
+WITHOUT_TORCH = """
+import sys
+from lab.commands.cli import main
+main(sys.argv[1:], standalone_mode=False)
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def saved_answer(words):
+    """What another process prints, which asks the same and imports neither torch nor transformers."""
+    cache = platformdirs.user_cache_path("any").parent
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 @pytest.mark.slow
-def test_planning_commands_print_json(monkeypatch):
+def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     def asked(words):
         run = CliRunner().invoke(main, [*words.split(), "--json"])
         assert run.exit_code == 0, run.stderr
+        assert saved_answer([*words.split(), "--json"]) == run.stdout
+        assert saved_answer(words.split()).startswith("tiny")
         return json.loads(run.stdout)
 
     made = asked("plan tiny --tokens 1K --ranks 4 --recipe checkpoint --set ulysses=2 --no-workspace")
@@ -151,6 +176,10 @@ def test_planning_commands_print_json(monkeypatch):
     assert made["recipe"]["ulysses"] == 2
     assert made["peak"].keys() == {"op", "shapes", "module", "phase"}
     assert sum(made["by_category"].values()) == made["device_peak"]
+    quick = asked("plan tiny --tokens 1K --ranks 4 --quick --no-workspace --device-memory 1GiB")
+    assert (quick["closed_form"], quick["fits"]) == (True, True)
+    assert quick["device_peak"] == estimate("tiny", "upipe", tokens=1024, ranks=4).device_peak
+    assert sum(quick["parts"].values()) == quick["device_peak"]
     rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
     assert all(rung.keys() == {"name", "device_peak", "host_peak", "fits"} for rung in rungs)

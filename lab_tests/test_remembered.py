@@ -25,7 +25,7 @@ def config(**more):
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "folder", lambda: tmp_path / "made" / "plans")
+    monkeypatch.setattr(memory, "folder", lambda kind: tmp_path / "made" / kind)
     return tmp_path / "made" / "plans"
 
 

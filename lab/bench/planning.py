@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 from lab.bench.table import Row, Say
 from lab.models import config_of
-from lab.planning import plan_cache as remembered
+from lab.planning import plan_cache
 from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan, plan_ladder
 from lab.recipe.jobs import Job
@@ -23,14 +26,25 @@ from lab.units import Mi, MiB
 def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, ranks: int = 8) -> list[Row]:
     """Seconds of each way to an answer, from an empty cache, and the process's peak memory after it."""
     recipe, config = recipe_for("upipe", model, ranks, tokens), config_of(model)
-    with tempfile.TemporaryDirectory() as empty, patch.object(remembered, "folder", lambda: Path(empty)):
+    with tempfile.TemporaryDirectory() as empty, patch.object(plan_cache, "folder", lambda _: Path(empty)):
         ways: dict[str, Callable[[], object]] = {
             "plan upipe": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
             "plan upipe, remembered": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
             "the other six rungs": lambda: plan_ladder(model, tokens=tokens, ranks=ranks),
             "closed form": lambda: estimate_job(config, Job(model, recipe, tokens, ranks)),
         }
-        return [_timed(name, work, say) for name, work in ways.items()]
+        rows = [_timed(name, work, say) for name, work in ways.items()]
+        asked = ["-m", "lab", "plan", model, "--tokens", str(tokens), "--ranks", str(ranks)]
+        _process(asked, empty)
+        commands = {"python -c pass": ["-c", "pass"], "lab plan, asked again": asked}
+        rows += [_timed(name, partial(_process, words, empty), say) for name, words in commands.items()]
+        return rows
+
+
+def _process(arguments: list[str], cache: str) -> None:
+    """Run Python with these arguments and a user's cache of its own."""
+    environment = os.environ | {"XDG_CACHE_HOME": cache}
+    subprocess.run([sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL, check=True)
 
 
 def _timed(name: str, work: Callable[[], object], say: Say) -> Row:

@@ -44,22 +44,69 @@ def _memory(device: str | None, host: str | None) -> Callable[[Callable[P, T]], 
     return options
 
 
+Answer = tuple[Any, str]
+"""What a command answers: the plain values that ``--json`` prints, and the text."""
+
+
+def print_answer(as_json: bool, make: Callable[[], Answer], *, saved: bool = True) -> None:
+    """Print the answer of the command that runs, as it was saved when the same was asked before, or made now.
+
+    To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
+    """
+    from lab.planning.plan_cache import cached
+
+    context = click.get_current_context()
+    facts = {"command": context.info_name, **context.params, "model": _identity(context.params["model"])}
+    del facts["as_json"]
+    values, text = (
+        cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
+    )
+    answer(values if as_json else text)
+
+
+def _answer(document: dict[str, Any]) -> Answer:
+    values, text = document["answer"]
+    return values, text
+
+
+def _identity(model: str) -> list[object]:
+    """What a plan of the model depends on: its name, or its path, its config and the names of its files."""
+    path = Path(model)
+    directory = path.parent if path.name == "config.json" else path
+    config = directory / "config.json"
+    if not config.is_file():
+        return [model]
+    files = sorted(file.name for file in directory.iterdir())
+    return [str(directory.absolute()), config.read_bytes().hex(), files]
+
+
 @click.command()
 @_planning
 @TOKENS
 @RECIPE
 @SET
 @_memory(None, None)
+@click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
 @plainly
-def plan(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+def plan(
+    model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, quick: bool, **settings: Any
+) -> None:
     """One training step of MODEL on fake tensors: its memory, its cost, and whether it fits."""
-    from lab.commands.report import plan_text
-    from lab.planning.plan import plan
-    from lab.recipe.recipe import parse_knobs
 
-    with status(f"planning {model}"):
-        made = plan(model, recipe, **settings, **parse_knobs(knobs))
-    answer(made.to_json() if as_json else plan_text(made))
+    def make() -> Answer:
+        from lab.commands.report import plan_text, quick_text
+        from lab.planning.closed_form import quick_plan
+        from lab.planning.plan import plan
+        from lab.recipe.recipe import parse_knobs
+
+        if quick:
+            answered = quick_plan(model, recipe, **settings, **parse_knobs(knobs))
+            return answered.to_json(), quick_text(answered)
+        with status(f"planning {model}"):
+            planned = plan(model, recipe, **settings, **parse_knobs(knobs))
+        return planned.to_json(), plan_text(planned)
+
+    print_answer(as_json, make)
 
 
 @click.command()
@@ -71,21 +118,25 @@ def plan(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **setti
 @plainly
 def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
     """A bar a technique: the memory of MODEL's step on each rung of the ladder."""
-    from lab.commands.report import check_folder, draw_ladder, ladder_text
-    from lab.planning.plan import plan_ladder
-    from lab.recipe.recipe import parse_knobs
 
-    if figure is not None:
-        check_folder(figure)
-    with status(f"planning {model}") as say:
-        plans = plan_ladder(
-            model, watch=lambda rung, _: say(f"planned {rung}"), **settings, **parse_knobs(knobs)
-        )
-    if figure is not None:
-        draw_ladder(plans, figure)
-    keys = ("device_peak", "host_peak", "fits")
-    rows = [{"name": name} | only(keys, p.to_json()) for name, p in plans.items()]
-    answer(rows if as_json else ladder_text(plans))
+    def make() -> Answer:
+        from lab.commands.report import check_folder, draw_ladder, ladder_text
+        from lab.planning.plan import plan_ladder
+        from lab.recipe.recipe import parse_knobs
+
+        if figure is not None:
+            check_folder(figure)
+        with status(f"planning {model}") as say:
+            plans = plan_ladder(
+                model, watch=lambda rung, _: say(f"planned {rung}"), **settings, **parse_knobs(knobs)
+            )
+        if figure is not None:
+            draw_ladder(plans, figure)
+        keys = ("device_peak", "host_peak", "fits")
+        rows = [{"name": name} | only(keys, planned.to_json()) for name, planned in plans.items()]
+        return rows, ladder_text(plans)
+
+    print_answer(as_json, make, saved=figure is None)
 
 
 @click.command("max-context")
@@ -96,15 +147,19 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
 @plainly
 def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """The longest context of MODEL that fits, and what stops it."""
-    from lab.commands.report import max_context_text, tried_text
-    from lab.planning.max_context import max_context
-    from lab.recipe.recipe import parse_knobs
 
-    with status(f"planning {model}") as say:
-        found = max_context(
-            model, recipe, watch=lambda tried: say(tried_text(tried)), **settings, **parse_knobs(knobs)
-        )
-    answer(found.to_json() if as_json else max_context_text(found))
+    def make() -> Answer:
+        from lab.commands.report import max_context_text, tried_text
+        from lab.planning.max_context import max_context
+        from lab.recipe.recipe import parse_knobs
+
+        with status(f"planning {model}") as say:
+            longest = max_context(
+                model, recipe, watch=lambda tried: say(tried_text(tried)), **settings, **parse_knobs(knobs)
+            )
+        return longest.to_json(), max_context_text(longest)
+
+    print_answer(as_json, make)
 
 
 @click.command()
@@ -114,10 +169,16 @@ def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, 
 @plainly
 def fit(model: str, as_json: bool, **settings: Any) -> None:
     """The fastest recipe that fits MODEL at this context, the runners-up, and the price of less memory."""
-    from lab.commands.report import fit_text, tried_text
-    from lab.planning.fit import fit
 
-    with status(f"planning {model}") as say:
-        plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried_text(tried)}"), **settings)
-    keys = ("recipe", "device_peak", "host_peak", "step_seconds")
-    answer([only(keys, p.to_json()) for p in plans] if as_json else fit_text(plans))
+    def make() -> Answer:
+        from lab.commands.report import fit_text, tried_text
+        from lab.planning.fit import fit
+
+        with status(f"planning {model}") as say:
+            plans = fit(
+                model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried_text(tried)}"), **settings
+            )
+        keys = ("recipe", "device_peak", "host_peak", "step_seconds")
+        return [only(keys, planned.to_json()) for planned in plans], fit_text(plans)
+
+    print_answer(as_json, make)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lab.bench.table import printed
 from lab.errors import LabError
+from lab.planning.closed_form import QuickPlan
 from lab.planning.fit import steps_down
 from lab.planning.hardware import outside_workspace
 from lab.planning.max_context import MaxContext
@@ -68,6 +69,32 @@ def _repeated(plan: Plan) -> list[str]:
         f"note          {groups} groups of ranks share {rows} row(s): some repeat the work of others; "
         f"--set ring={plan.recipe.ring * groups // rows}, or more rows, would use them"
     ]
+
+
+def quick_text(plan: QuickPlan) -> str:
+    """The closed form's answer: the two peaks, and what is held at the device peak."""
+    estimate = plan.estimate
+    verdict = {None: "no memory was given", True: "it fits", False: "it does not fit"}[plan.fits]
+    held = estimate.parts | ({"workspace": plan.device_peak - estimate.device_peak})
+    return "\n".join(
+        (
+            plan.job.title,
+            recipe_text(plan.job.recipe),
+            "",
+            f"device peak   {format_bytes(plan.device_peak)} a rank"
+            f"{_of(plan.device_peak, plan.machine.device_memory)}",
+            f"host peak     {format_bytes(estimate.host_peak)} a rank, "
+            f"{format_bytes(plan.host_peak_per_node)} a node"
+            f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
+            f"at the peak   {estimate.moment}",
+            *(
+                f"  {part:<20}{format_bytes(size):>10}  {_bar(size, plan.device_peak)}".rstrip()
+                for part, size in held.items()
+                if size
+            ),
+            f"verdict       {verdict}, by the closed form; lab plan without --quick plans the step itself",
+        )
+    )
 
 
 def ladder_text(plans: Mapping[str, Plan]) -> str:

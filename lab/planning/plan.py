@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from lab.planning.costs import Costs
 from lab.planning.extrapolation import DEEP, SHALLOW, extended
 from lab.planning.fake_step import fake_step
 from lab.planning.hardware import hardware
-from lab.planning.plan_cache import Step, remembered
+from lab.planning.plan_cache import cached
 from lab.planning.start import start_of
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
@@ -30,6 +30,8 @@ from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
 from lab.units import parse_tokens
+
+Step = tuple[Timeline, Costs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +308,16 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
         "sizes": [job.tokens, job.ranks, job.rows, ring_rank],
         "machine": [machine.device, machine.ranks_per_node, machine.workspace],
     }
-    return remembered(facts, make)
+    return cached("plans", facts, make, encode=_document, decode=_step)
+
+
+def _document(step: Step) -> dict[str, Any]:
+    timeline, costs = step
+    return {"timeline": timeline.to_json(), "costs": asdict(costs)}
+
+
+def _step(document: dict[str, Any]) -> Step:
+    return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
 
 
 def _extended(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step:
