@@ -213,7 +213,7 @@ def join_beside_another(rank, *told):
 @pytest.mark.slow
 def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
     monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
-    cluster = Cluster(ranks=2, start_timeout=20)
+    cluster = Cluster(ranks=2)
     said = refused(cluster.start)
     assert said == "rank 1: NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB"
     assert not cluster.started

@@ -1,4 +1,4 @@
-"""A step extended from five and six layers is the step of all layers, in every row."""
+"""A step extrapolated from five and six layers is the step of all layers, in every row."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lab
 from lab.planning import plan as planning
-from lab.planning.extrapolation import extended
+from lab.planning.extrapolation import extrapolate
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.ladder import NAMES
@@ -44,7 +44,7 @@ def walks(monkeypatch) -> list[int]:
 
 
 WITH_WORKSPACE = ("plain", "offload", "upipe")
-"""Recipes whose workspace is planned too: the meter's own bytes are among what is extended."""
+"""Recipes whose workspace is planned too: the meter's own bytes are among what is extrapolated."""
 
 
 @pytest.mark.slow
@@ -107,10 +107,10 @@ def test_layers_that_differ_are_walked_in_full(walks):
 
 
 @pytest.mark.slow
-def test_steps_that_do_not_correspond_are_not_extended(walks, monkeypatch):
+def test_steps_that_do_not_correspond_are_not_extrapolated(walks, monkeypatch):
     (shallow, _), (deep, _) = fake_step(*asked("fsdp"), 5), fake_step(*asked("checkpoint"), 6)
-    assert extended(shallow, deep, 9) is None
-    monkeypatch.setattr(planning, "extended", lambda *_: None)
+    assert extrapolate(shallow, deep, 9) is None
+    monkeypatch.setattr(planning, "extrapolate", lambda *_: None)
     plan = lab.plan(config(7), "plain", tokens=TOKENS, ranks=RANKS, rows=3)
     assert walks == [5, 6, 7]
     assert "model.layers.6.mlp" in plan.timeline.modules

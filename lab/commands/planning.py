@@ -95,8 +95,8 @@ def plan(
 
     def make() -> Answer:
         from lab.commands.report import plan_text, quick_text
-        from lab.planning.closed_form import quick_plan
         from lab.planning.plan import plan
+        from lab.planning.quick_plan import quick_plan
         from lab.recipe.recipe import parse_knobs
 
         if quick:

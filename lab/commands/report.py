@@ -12,11 +12,11 @@ from rich.table import Table
 
 from lab.bench.table import printed
 from lab.errors import LabError
-from lab.planning.closed_form import QuickPlan
 from lab.planning.fit import steps_down
 from lab.planning.hardware import outside_workspace
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import Plan
+from lab.planning.quick_plan import QuickPlan
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Rehearsal
 from lab.training.records import Run

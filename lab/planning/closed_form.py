@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.decoder import shape_of
 from lab.models import ModelLike, config_of
-from lab.planning.hardware import fixed_workspace, hardware
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.upipe.schedule import schedule
@@ -35,87 +34,6 @@ class Estimate:
     parts: Parts
 
 
-@dataclass(frozen=True)
-class QuickPlan:
-    """A job on a machine, with its estimate.
-
-    Attributes:
-        job: What is estimated.
-        machine: The hardware that it is estimated for.
-        estimate: The closed form's peaks, without what CUDA takes outside torch's view.
-    """
-
-    job: Job
-    machine: Machine
-    estimate: Estimate
-
-    @property
-    def device_peak(self) -> int:
-        """Device bytes of a rank; what CUDA takes outside torch's view is counted where the machine says."""
-        return self.estimate.device_peak + self.machine.workspace * fixed_workspace(self.job.ranks)
-
-    @property
-    def host_peak_per_node(self) -> int:
-        """Host bytes of a node."""
-        return self.estimate.host_peak * min(self.job.ranks, self.machine.ranks_per_node)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether both peaks are below the limits; None where there is no limit."""
-        limits = self.machine.device_memory, self.machine.host_memory
-        peaks = self.device_peak, self.host_peak_per_node
-        if limits == (None, None):
-            return None
-        return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        """The answers as plain values."""
-        return {
-            "closed_form": True,
-            "recipe": self.job.recipe.to_json(),
-            "tokens": self.job.tokens,
-            "ranks": self.job.ranks,
-            "device_peak": self.device_peak,
-            "host_peak": self.estimate.host_peak,
-            "host_peak_per_node": self.host_peak_per_node,
-            "fits": self.fits,
-            "moment": self.estimate.moment,
-            "parts": self.estimate.parts,
-        }
-
-
-def quick_plan(
-    model: ModelLike,
-    recipe: str | Recipe,
-    *,
-    tokens: int | str,
-    ranks: int,
-    rows: int = 1,
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    ranks_per_node: int = 8,
-    device: str = "h100",
-    workspace: bool = True,
-    **knobs: Any,
-) -> QuickPlan:
-    """Answer as ``lab.plan`` does, from the closed form alone.
-
-    Raises:
-        LabError: a model, recipe, size or device that cannot work.
-    """
-    hardware(device)  # refuses a device that the table has not
-    machine = make_machine(
-        device=device,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        ranks_per_node=ranks_per_node,
-        workspace=workspace,
-    )
-    config = config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
-    return QuickPlan(job, machine, estimate_job(config, job))
-
-
 def estimate(
     model: ModelLike, recipe: str | Recipe, *, tokens: int | str, ranks: int, rows: int = 1, **knobs: Any
 ) -> Estimate:
@@ -135,16 +53,16 @@ def estimate_job(config: PretrainedConfig, job: Job) -> Estimate:
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
     """
-    found = moments(config, job)
-    moment = max(found, key=lambda name: sum(found[name].values()))
-    z = _sizes(config, job)
-    return Estimate(sum(found[moment].values()), _host(z), moment, found[moment])
+    highest = moments(config, job)
+    moment = max(highest, key=lambda name: sum(highest[name].values()))
+    device_peak = sum(highest[moment].values())
+    return Estimate(device_peak, _host(_sizes(config, job)), moment, highest[moment])
 
 
 def moments(config: PretrainedConfig, job: Job) -> dict[str, Parts]:
     """Every moment that may be the highest, by name, and what is held then."""
     z = _sizes(config, job)
-    found = {
+    highest = {
         "loss backward": _held(z, z.L, {"norms": _norm_keeps(z) + z.A, "loss": _loss(z)}),
         "final norm backward": _held(z, z.L, {"norms": _norm(z), "gradients": z.w * z.table}),
         "optimizer": {"model state": 16 * z.model // z.n},
@@ -152,16 +70,16 @@ def moments(config: PretrainedConfig, job: Job) -> dict[str, Parts]:
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
     for i in {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
-        found |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z)}
+        highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z)}
     if z.copied:
         state = {"model state": 12 * z.model // z.n, "gradients": 4 * z.L * z.layer // z.n}
         # The gradient of a tied embedding is a sum of two.
         tables = {"parameters": z.w * z.root, "head and embedding": (3 if z.tied else 2) * z.w * z.table}
-        found["embedding backward"] = state | tables | {"gradients in flight": z.f * z.layer + 2 * z.A}
+        highest["embedding backward"] = state | tables | {"gradients in flight": z.f * z.layer + 2 * z.A}
         # Made, and copied wide to be reduced; then that copy with the reduced shard, and the shard divided.
         copies = z.root * max(z.w + z.f, z.f + 2 * z.f // z.n)
-        found["root's gradients"] = state | {"gradients in flight": copies}
-    return found
+        highest["root's gradients"] = state | {"gradients in flight": copies}
+    return highest
 
 
 # ---- the letters -----------------------------------------------------------------------------------------
@@ -282,12 +200,12 @@ def _attended(z: _Sizes) -> int:
 
 def _attention_keeps(z: _Sizes) -> int:
     """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
-    found = _attended(z)
+    kept = _attended(z)
     if z.recipe.head_chunk:
-        return found
+        return kept
     # Norms of q and k are never tiled: a wide copy and the normalised heads.
-    found += (z.H + z.K) * z.h * (z.f + z.w) // z.w * z.head_norms
-    return found + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
+    kept += (z.H + z.K) * z.h * (z.f + z.w) // z.w * z.head_norms
+    return kept + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
 
 
 # ---- the backward of each part ---------------------------------------------------------------------------
@@ -365,11 +283,11 @@ def _upipe(z: _Sizes) -> int:
         # Highest where the next stage opens a group, so another is still to come home.
         there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
     end = home + max(z.A + z.w * z.E * z.D * (z.H + 2 * z.K), home // 2 * (groups > 1))
-    found = [3 * u + 2 * u_kv + sums + there + ahead + _kernel(z, u, u_kv), end]
+    peaks = [3 * u + 2 * u_kv + sums + there + ahead + _kernel(z, u, u_kv), end]
     if z.head_norms:
         inside = 6 * z.f // z.w + 1
-        found.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead + inside * u)
-    return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(found)
+        peaks.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead + inside * u)
+    return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(peaks)
 
 
 def _loss(z: _Sizes) -> int:

@@ -41,7 +41,7 @@ def fit(
 
     All shard by FSDP and over the largest Ulysses degree; they differ in head chunk, tiles, checkpointing and
     offload. ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``.
-    ``watch`` is called with each plan made, its number, and how many there will be.
+    ``watch`` is called with each plan, its number, and how many there will be.
 
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
@@ -110,9 +110,9 @@ def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
 def steps_down(plans: Sequence[Plan]) -> list[Plan]:
     """Of plans sorted by time, those that need less device memory than every faster one."""
     steps: list[Plan] = []
-    for made in plans:
-        if not steps or made.device_peak < steps[-1].device_peak:
-            steps.append(made)
+    for plan in plans:
+        if not steps or plan.device_peak < steps[-1].device_peak:
+            steps.append(plan)
     return steps
 
 

@@ -62,7 +62,7 @@ def max_context(
     """Search for the longest context that fits ``device_memory`` a rank and ``host_memory`` a node.
 
     A ladder's name gives each length its own recipe, for tiles derive from it. The rest are the settings of
-    ``lab.plan``; ``watch`` is called with each plan made.
+    ``lab.plan``; ``watch`` is called with each plan.
 
     Raises:
         LabError: as ``lab.plan``; or nothing fits, and what holds the memory; or nothing stops it.
@@ -80,10 +80,10 @@ def max_context(
         return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
 
     def planned(tokens: int) -> Plan:
-        made = plan_job(job(tokens), machine)
+        tried = plan_job(job(tokens), machine)
         if watch is not None:
-            watch(made)
-        return made
+            watch(tried)
+        return tried
 
     def estimated(tokens: int) -> Estimate:
         return estimate_job(config, job(tokens))
@@ -144,16 +144,16 @@ def _up(tokens: int) -> int:
     return -(-tokens // Ki) * Ki
 
 
-def _nothing_fits(made: Plan) -> str:
-    given, needed = (
-        (made.machine.device_memory, made.device_peak)
-        if made.limit == "device"
-        else (made.machine.host_memory, made.host_peak_per_node)
+def _nothing_fits(plan: Plan) -> str:
+    limit, needed = (
+        (plan.machine.device_memory, plan.device_peak)
+        if plan.limit == "device"
+        else (plan.machine.host_memory, plan.host_peak_per_node)
     )
-    assert given is not None
-    most = max(made.peak.by_category.items(), key=lambda item: item[1])
+    assert limit is not None
+    most = max(plan.peak.by_category.items(), key=lambda item: item[1])
     return (
-        f"not even {format_tokens(made.tokens)} tokens fit: {format_bytes(needed)} of {made.limit} memory "
-        f"needed, {format_bytes(given)} given; {most[0]} hold {format_bytes(most[1])}; more ranks or "
+        f"not even {format_tokens(plan.tokens)} tokens fit: {format_bytes(needed)} of {plan.limit} memory "
+        f"needed, {format_bytes(limit)} given; {most[0]} hold {format_bytes(most[1])}; more ranks or "
         "fsdp need less"
     )

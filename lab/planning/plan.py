@@ -18,7 +18,7 @@ from lab import models
 from lab.decoder import shape_of
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.costs import Costs
-from lab.planning.extrapolation import DEEP, SHALLOW, extended
+from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
 from lab.planning.fake_step import fake_step
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
@@ -296,7 +296,7 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
 
     def make() -> Step:
         if alike and len(layers) > DEEP:
-            return _extended(job, machine, len(layers), ring_rank)
+            return _extrapolated(job, machine, len(layers), ring_rank)
         return fake_step(job, machine, len(layers), ring_rank=ring_rank)
 
     if callable(job.model):
@@ -320,12 +320,12 @@ def _step(document: dict[str, Any]) -> Step:
     return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
 
 
-def _extended(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step:
+def _extrapolated(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step:
     """The step of ``layers`` layers that are alike, from those of fewer layers."""
     (shallow, less), (deep, more) = (
         fake_step(job, machine, depth, ring_rank=ring_rank) for depth in (SHALLOW, DEEP)
     )
-    timeline = extended(shallow, deep, layers)
+    timeline = extrapolate(shallow, deep, layers)
     if timeline is None:
         return fake_step(job, machine, layers, ring_rank=ring_rank)
     return timeline, more + (more + less * -1) * (layers - DEEP)
@@ -333,8 +333,8 @@ def _extended(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step:
 
 def _layer(path: str) -> int:
     """The number of the layer that a module is or lies in; -1 outside of all."""
-    found = re.match(r"model\.layers\.(\d+)", path)
-    return int(found[1]) if found else -1
+    match = re.match(r"model\.layers\.(\d+)", path)
+    return int(match[1]) if match else -1
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size, torch.dtype]]:

@@ -102,7 +102,7 @@ def named(
     check_name(name)
     rungs = _ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs)
     if name in RUNGS:
-        return next(found for rung, found in rungs if rung == name)
+        return next(recipe for rung, recipe in rungs if rung == name)
     return replace(dict(rungs)[RUNGS[-1]], **{knob: knobs.get(knob, value) for knob, value in FAST.items()})
 
 

@@ -94,10 +94,10 @@ class Rehearsal(Measured):
         seconds = self.whole_seconds + self.whole.costs.link_seconds
         return self.job.rows * self.job.tokens / self.job.ranks / seconds
 
-    def _planned(self, made: Plan) -> int:
+    def _planned(self, plan: Plan) -> int:
         """Of the peak of a planned step what was measured too: on CUDA not what is outside torch."""
         outside = 0 if self.outside_torch is None else outside_workspace(self.job.ranks)
-        return made.timeline.device_peak - outside
+        return plan.timeline.device_peak - outside
 
     def to_json(self) -> dict[str, Any]:
         """The answers as plain values, without the timeline."""
@@ -138,11 +138,11 @@ class RehearsalOutOfMemory(LabError):
     ``moment`` is the instant, ``plan`` that of the step.
     """
 
-    def __init__(self, said: str, moment: Moment, made: Plan) -> None:
-        self.moment, self.plan = moment, made
+    def __init__(self, message: str, moment: Moment, plan: Plan) -> None:
+        self.moment, self.plan = moment, plan
         super().__init__(
-            f"{said}\nthe whole step needs {format_bytes(made.device_peak)} by its plan: fewer tokens, more "
-            "ranks or fewer layers need less"
+            f"{message}\nthe whole step needs {format_bytes(plan.device_peak)} by its plan: fewer tokens, "
+            "more ranks or fewer layers need less"
         )
 
     def _render_traceback_(self) -> list[str]:
@@ -154,6 +154,6 @@ class RehearsalTooLarge(LabError):
     """A step on CPU that the memory of this machine does not hold."""
 
 
-def _without_links(made: Plan) -> float:
+def _without_links(plan: Plan) -> float:
     """Seconds of a rank that waits for nobody: computation, or copies to the host where they take longer."""
-    return max(made.costs.device_seconds - made.costs.link_seconds, made.costs.host_seconds)
+    return max(plan.costs.device_seconds - plan.costs.link_seconds, plan.costs.host_seconds)

@@ -85,8 +85,8 @@ def rehearse(
         raise LabError(
             f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
         )
-    where, asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
-    limit = _limit(where, asked)
+    where, memory_asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
+    limit = _limit(where, memory_asked)
     config = models.config_of(model)
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
     part = replace(job, model=first_layers(model, layers, config=config))
@@ -98,30 +98,30 @@ def rehearse(
     )
     say("planning")
     whole = plan_job(job, planned_for)
-    made = whole if part.model is model else plan_job(part, planned_for)
+    planned = whole if part.model is model else plan_job(part, planned_for)
     if where == "cpu":
-        _check_room(made, limit)
-    measured = _measured(settings, made, where, limit, say)
+        _check_room(planned, limit)
+    measured = _measured(settings, planned, where, limit, say)
     # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
     gc.collect()
     if where == "cuda":
         torch.cuda.empty_cache()
     if isinstance(measured, OutOfMemory):
-        raise RehearsalOutOfMemory(str(measured), measured.moment, made)
+        raise RehearsalOutOfMemory(str(measured), measured.moment, planned)
     return Rehearsal(
         **vars(measured),
         layers=layers or config.num_hidden_layers,
         of_layers=config.num_hidden_layers,
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
         device_memory=limit,
-        device_memory_asked=asked,
-        plan=made,
+        device_memory_asked=memory_asked,
+        plan=planned,
         whole=whole,
     )
 
 
 def _measured(
-    settings: TrainSettings, made: Plan, where: DeviceType, limit: int | None, say: Say
+    settings: TrainSettings, planned: Plan, where: DeviceType, limit: int | None, say: Say
 ) -> Measured | OutOfMemory:
     """Train as the rank of the plan: the first step under the meter, all others by the clock alone.
 
@@ -131,11 +131,11 @@ def _measured(
     metered, timed = Stopwatch(meter), Stopwatch()
     try:
         with (
-            _capped(where, limit, made.ranks),
-            one_rank(made.recipe, made.ranks, "loopback", where, ring_rank=made.ring_rank) as mesh,
+            _capped(where, limit, planned.ranks),
+            one_rank(planned.recipe, planned.ranks, "loopback", where, ring_rank=planned.ring_rank) as mesh,
         ):
             say("making the model")
-            state = make_rank_state(made.job, settings, mesh)
+            state = make_rank_state(planned.job, settings, mesh)
             say("a step under the meter")
             batch = state.batch(0)
             before = bytes_sent()
@@ -156,7 +156,7 @@ def _measured(
     if isinstance(meter, CudaMeter):
         history = meter.history
         peaks = history.device_peak, history.reserved_peak, history.retries, history.outside_torch
-        beyond = _beyond(history, limit, made.ranks)
+        beyond = _beyond(history, limit, planned.ranks)
         if beyond:
             return OutOfMemory(timeline.peak, None, beyond)
     return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, sent.total())
@@ -201,14 +201,14 @@ def _limit(where: DeviceType, asked: int | None) -> int | None:
     return min(asked, total)
 
 
-def _check_room(made: Plan, limit: int | None) -> None:
+def _check_room(planned: Plan, limit: int | None) -> None:
     """Refuse what this machine's memory does not hold: it would be swapped, or the process be killed."""
-    needed = min(made.device_peak, limit or made.device_peak) + made.host_peak
+    needed = min(planned.device_peak, limit or planned.device_peak) + planned.host_peak
     has = psutil.virtual_memory().available
     if needed > has:
         raise RehearsalTooLarge(
-            f"{made.title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available here: "
-            "fewer tokens, more ranks or fewer layers take less"
+            f"{planned.title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available "
+            "here: fewer tokens, more ranks or fewer layers take less"
         )
 
 

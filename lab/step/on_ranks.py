@@ -32,10 +32,10 @@ def read_source(job: Job, settings: TrainSettings, vocab_size: int) -> Tensor:
     return source
 
 
-def diverged(settings: TrainSettings, step: int, loss: float, kept: str = "") -> DivergedError:
+def diverged(settings: TrainSettings, step: int, loss: float, checkpoint: str = "") -> DivergedError:
     """The error for a loss that is not finite, or for such parameters after a step whose loss is finite.
 
-    ``step`` is counted from 1. ``kept`` says which checkpoint is the last good one, where any are written.
+    ``step`` is counted from 1. ``checkpoint`` says which is the last good one, where any are written.
     """
     if math.isfinite(loss):
         what = f"after step {step} (loss {loss:.4g}) a parameter or the optimizer's state is not finite"
@@ -45,10 +45,10 @@ def diverged(settings: TrainSettings, step: int, loss: float, kept: str = "") ->
         helps = "no update had been made yet: check the model's initial weights"
     else:
         helps = (
-            f"start again{' in another folder' if kept else ''} with a lower learning_rate than "
+            f"start again{' in another folder' if checkpoint else ''} with a lower learning_rate than "
             f"{settings.learning_rate:g} or a lower clip_norm than {settings.clip_norm:g}"
         )
-    return DivergedError("; ".join(part for part in (what, kept, helps) if part), step, loss)
+    return DivergedError("; ".join(part for part in (what, checkpoint, helps) if part), step, loss)
 
 
 def check_finite(settings: TrainSettings, step: int, loss: float) -> float:

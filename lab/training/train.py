@@ -142,10 +142,11 @@ def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
 
 def _check_unused(folder: Path) -> None:
     """Refuse a folder whose checkpoints would be overwritten; make it where there is none."""
-    found = checkpoints_in(folder)
-    if found:
+    checkpoints = checkpoints_in(folder)
+    if checkpoints:
         raise CheckpointError(
-            f"{folder} holds checkpoints up to {found[-1].name}: go on with --resume, or give another folder"
+            f"{folder} holds checkpoints up to {checkpoints[-1].name}: go on with --resume, or give another "
+            "folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
