@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab import models
 from lab.models.presets import PRESETS
 from lab.planning import closed_form as formulas
-from lab.planning.closed_form import estimate_job, moments
+from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import NAMES, ladder, recipe_for
@@ -105,7 +105,7 @@ def test_the_plain_models_state_is_16_bytes_a_parameter(model):
         parameters = sum(p.numel() for p in models.build(model).parameters())
     found = estimate_job(PRESETS[model](), Job(model, Recipe(), 1, 1))
     assert (found.moment, found.device_peak) == ("optimizer", 16 * parameters)
-    sharded = moments(PRESETS[model](), Job(model, Recipe(fsdp=True), 1, 8))["optimizer"]
+    sharded = estimate_job(PRESETS[model](), Job(model, Recipe(fsdp=True), 1, 8)).moments["optimizer"]
     assert sharded == {"model state": 16 * parameters // 8}
 
 
@@ -114,7 +114,7 @@ def test_published_llama3_8b_on_8_ranks():
     job = Job("llama3-8b", recipe, 5 * Mi, 8)
     found = estimate_job(PRESETS["llama3-8b"](), job)
     assert found.host_peak == 31 * 5 * GiB  # 31 block inputs, A = 1 GiB a Mi tokens: 1.21 TiB on 8 ranks
-    state = moments(PRESETS["llama3-8b"](), job)["optimizer"]["model state"]
+    state = estimate_job(PRESETS["llama3-8b"](), job).moments["optimizer"]["model state"]
     assert round(state / GiB, 2) == 14.96
 
 
@@ -122,7 +122,9 @@ def test_all_heads_at_once_cost_two_hidden_states_more_than_a_stage_of_each_rank
     """4U + 4 U_kv + 4 U_kv for fp32 sums, in heads of A/32: 32 + 32 + 32 at U = C; 128 + 32 at U = H."""
     recipe = ladder("llama3-8b", 8, 4 * Mi)["upipe"]
     few, all_heads = (
-        moments(PRESETS["llama3-8b"](), Job("llama3-8b", replace(recipe, head_chunk=chunk), 4 * Mi, 8))
+        estimate_job(
+            PRESETS["llama3-8b"](), Job("llama3-8b", replace(recipe, head_chunk=chunk), 4 * Mi, 8)
+        ).moments
         for chunk in (8, 32)
     )
     name = "attention backward, layer 1"
@@ -138,7 +140,7 @@ def test_the_parts_add_up_to_the_peak():
     found = estimate_job(PRESETS["qwen3-8b"](), job)
     assert sum(found.parts.values()) == found.device_peak
     assert found.device_peak == max(
-        sum(parts.values()) for parts in moments(PRESETS["qwen3-8b"](), job).values()
+        sum(parts.values()) for parts in estimate_job(PRESETS["qwen3-8b"](), job).moments.values()
     )
 
 

@@ -17,7 +17,7 @@ from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
 from lab.models import config_of
-from lab.planning.closed_form import estimate_job, moments
+from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import fixed_workspace
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import RUNGS, ladder, recipe_for
@@ -61,7 +61,7 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
 def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
     recipe = recipe_for(rung, "llama3.2-1b", 4, 64 * Ki)
     job = Job("llama3.2-1b", recipe, 64 * Ki, 4)
-    for moment, parts in moments(config_of("llama3.2-1b"), job).items():
+    for moment, parts in estimate_job(config_of("llama3.2-1b"), job).moments.items():
         assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
         held = {part.name: part.size for part in _parts(moment, parts)}
         assert held["Adam's two moments"] == 2 * held["fp32 parameters"] > 0

@@ -26,12 +26,30 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank: ``moment`` is when the device holds most, ``parts`` what it holds then."""
+    """Bytes of one rank.
 
-    device_peak: int
+    Attributes:
+        moments: Every moment at which the device may hold the most, by name, and what it holds then.
+        host_peak: The most bytes that the host holds.
+    """
+
+    moments: dict[str, Parts]
     host_peak: int
-    moment: str
-    parts: Parts
+
+    @property
+    def moment(self) -> str:
+        """When the device holds the most."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def parts(self) -> Parts:
+        """What the device holds then."""
+        return self.moments[self.moment]
+
+    @property
+    def device_peak(self) -> int:
+        """The bytes that the device holds then."""
+        return sum(self.parts.values())
 
 
 def estimate(
@@ -53,15 +71,12 @@ def estimate_job(config: PretrainedConfig, job: Job) -> Estimate:
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
     """
-    highest = moments(config, job)
-    moment = max(highest, key=lambda name: sum(highest[name].values()))
-    device_peak = sum(highest[moment].values())
-    return Estimate(device_peak, _host(_sizes(config, job)), moment, highest[moment])
-
-
-def moments(config: PretrainedConfig, job: Job) -> dict[str, Parts]:
-    """Every moment that may be the highest, by name, and what is held then."""
     z = _sizes(config, job)
+    return Estimate(_moments(z), _host(z))
+
+
+def _moments(z: _Sizes) -> dict[str, Parts]:
+    """Every moment that may be the highest, by name, and what is held then."""
     highest = {
         "loss backward": _held(z, z.L, {"norms": _norm_keeps(z) + z.A, "loss": _loss(z)}),
         "final norm backward": _held(z, z.L, {"norms": _norm(z), "gradients": z.w * z.table}),
