@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lab.errors import ModelError, RecipeError
+from lab.torch_private import has_gradient_hooks, module_hooks
 from lab.units import check_counts
 
 # ---- the families ------------------------------------------------------------------------------------------
@@ -370,8 +371,7 @@ def check_untouched(model: nn.Module) -> None:
             raise RecipeError(
                 f"{name} has gradients already, which sharding would drop: call model.zero_grad() first"
             )
-        hooked = [p for p in module.parameters(recurse=False) if p._backward_hooks]
-        if hooked or any(p._post_accumulate_grad_hooks for p in module.parameters(recurse=False)):
+        if any(map(has_gradient_hooks, module.parameters(recurse=False))):
             raise RecipeError(
                 f"{name} has a gradient hook on a parameter: it would see one rank's part of the gradient, "
                 "or never run; remove it, and change gradients after backward"
@@ -538,18 +538,7 @@ def check_hooks(module: nn.Module, technique: str) -> None:
     Raises:
         RecipeError: there is a hook.
     """
-    everywhere = torch.nn.modules.module
-    hooks = (
-        *everywhere._global_forward_hooks.values(),
-        *everywhere._global_forward_pre_hooks.values(),
-        *everywhere._global_backward_hooks.values(),
-        *everywhere._global_backward_pre_hooks.values(),
-        *module._forward_hooks.values(),
-        *module._forward_pre_hooks.values(),
-        *module._backward_hooks.values(),
-        *module._backward_pre_hooks.values(),
-    )
-    if any(getattr(hook, "__module__", None) != "lab.memory.meter" for hook in hooks):
+    if any(getattr(hook, "__module__", None) != "lab.memory.meter" for hook in module_hooks(module)):
         raise RecipeError(
             f"a hook on a {type(module).__name__}: {technique} does not call this module, or calls it on "
             "slices of its input, so the hook would be skipped or see slices; remove the hook, or turn "

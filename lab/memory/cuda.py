@@ -21,6 +21,7 @@ from torch import nn
 from lab.errors import LabError
 from lab.memory.meter import ACTIVATIONS, OTHER, Meter
 from lab.memory.timeline import Timeline, TimelineBuilder
+from lab.torch_private import memory_events, start_memory_history, stop_memory_history
 from lab.units import format_bytes
 
 Event = Mapping[str, Any]
@@ -65,15 +66,15 @@ class CudaAllocator:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         # Without stacks: the meter knows better names, and they would cost most of the time.
-        torch.cuda.memory._record_memory_history("all", context=None)
+        start_memory_history(stacks=False)
         self._retries: int = torch.cuda.memory_stats()["num_alloc_retries"]
         return torch.cuda.memory_allocated()
 
     def end(self) -> History:
         """See ``Allocator``."""
         torch.cuda.synchronize()
-        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        torch.cuda.memory._record_memory_history(None)
+        events = memory_events()
+        stop_memory_history()
         stats = torch.cuda.memory_stats()
         return History(
             events,

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensor
 
 from lab.memory.module_paths import ModulePaths
 from lab.memory.observing import Observer
@@ -29,6 +27,7 @@ from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import resizes_seen
 from lab.memory.timeline import CATEGORIES, Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
+from lab.torch_private import FakeTensor, detect_fake_mode, local_part, storage_id
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
 
@@ -167,11 +166,12 @@ class Meter(Observer):
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> _Block | None:
         storage = tensor.untyped_storage()
-        block = self._live.get(storage._cdata)
+        key = storage_id(storage)
+        block = self._live.get(key)
         if block is not None or self._takes_no_memory(tensor):
             return block
         block = _Block(storage, self._freed)
-        block.key, block.category = storage._cdata, category
+        block.key, block.category = key, category
         block.size = self._workspace.rounded(storage.nbytes())
         self._live[block.key] = block
         self._held[category] += block.size
@@ -194,7 +194,7 @@ class Meter(Observer):
         self._changed = True
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        block = self._live.get(storage._cdata)
+        block = self._live.get(storage_id(storage))
         if block is not None:
             self._held[block.category] -= block.size
             block.size = self._workspace.rounded(storage.nbytes())
@@ -203,7 +203,7 @@ class Meter(Observer):
 
     def _mark(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         for tensor in tensors:
-            block = self._count_tensor(getattr(tensor, "_local_tensor", tensor), category)
+            block = self._count_tensor(local_part(tensor), category)
             if block is not None:
                 self._move(block, category)
 

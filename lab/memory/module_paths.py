@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-import torch
+from lab.torch_private import next_sequence_number, running_sequence_number
 
 
 class ModulePaths:
@@ -37,17 +37,17 @@ class ModulePaths:
         """The path now; empty outside every module."""
         if self._open:
             return self._open[-1]
-        node = torch._C._current_autograd_node()
-        if node is None:
+        number = running_sequence_number()
+        if number is None:
             return ""
-        found = bisect_right(self._starts, node._sequence_nr()) - 1
+        found = bisect_right(self._starts, number) - 1
         # Gradient accumulation has the highest number of all: it belongs to the node that ran before it.
         if 0 <= found < len(self._starts) - 1:
             self._undone = self._paths[found]
         return self._undone
 
     def _begin(self, path: str) -> None:
-        start = torch._C._autograd._get_sequence_nr()
+        start = next_sequence_number()
         if self._starts and self._starts[-1] == start:
             self._paths[-1] = path
         else:

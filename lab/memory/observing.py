@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from lab.torch_private import DispatchMode, is_wrapper
 
 
-class Observer(TorchDispatchMode):
+class Observer(DispatchMode):
     """Hands every operator to ``observe``, the subclass's, which runs it and returns its result."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func(*args, **kwargs)`` and return what it does, having noted what there is to note."""
         raise NotImplementedError
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that keeps torch.compile out would cost a fifth of the meter's time, at every operator.
-        return False
 
     def __torch_dispatch__(
         self,
@@ -31,6 +23,6 @@ class Observer(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Let a wrapper (DTensor, an unfinished collective) unwrap itself; hand on every other operator."""
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
+        if any(map(is_wrapper, types)):
             return NotImplemented
         return self.observe(func, args, kwargs or {})

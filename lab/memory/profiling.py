@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.memory.meter import ACTIVATIONS, OTHER, Meter
 from lab.memory.timeline import CATEGORIES, Moment, Timeline
+from lab.torch_private import memory_snapshot, start_memory_history, stop_memory_history, storage_id
 
 MARK = "lab"
 """Begins the names of the meter's marks in a trace: ``lab|forward|model.layers.0.mlp|aten.silu``."""
@@ -130,7 +131,7 @@ class ProfilingMeter(Meter):
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> Any:
         # Asked before and of this one: counting may free others.
-        known = tensor.untyped_storage()._cdata in self._live
+        known = storage_id(tensor.untyped_storage()) in self._live
         block = super()._count_tensor(tensor, category)
         if block is not None and not known:
             self._born[block.key] = len(self.rows)  # the row that the operator at work is about to add
@@ -151,16 +152,16 @@ class ProfilingMeter(Meter):
         cuda = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         if cuda:
-            torch.cuda.memory._record_memory_history()
+            start_memory_history(stacks=True)
         snapshot = None
         try:
             with profile(activities=activities) as profiler:
                 yield result
             if cuda:
-                snapshot = pickle.dumps(torch.cuda.memory._snapshot())
+                snapshot = pickle.dumps(memory_snapshot())
         finally:
             if cuda:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                stop_memory_history()
         calls, overhead = _calls(profiler.profiler.kineto_results.events(), self._start)
         result.append(Profile(self.timeline(), calls, self.left(), overhead, _trace(profiler), snapshot))
 

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -30,6 +29,7 @@ from lab.errors import LabError, ModelError
 from lab.models.first_values import fill
 from lab.models.presets import PRESETS
 from lab.models.weight_files import WeightFiles, allocate
+from lab.torch_private import detect_fake_mode
 from lab.units import check_counts
 
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]

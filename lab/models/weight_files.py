@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lab.errors import ModelError
 from lab.models.first_values import shard_of
+from lab.torch_private import reset_shards
 
 COMPARED_ELEMENTS = 2**22
 """Elements of two tied tensors that are compared at once."""
@@ -36,20 +36,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _reset_shards(module)
-
-
-def _reset_shards(module: FSDPModule) -> None:
-    """Let FSDP take a module's new parameters for its own, as it does after ``module.to_empty``.
-
-    That would exchange tensors in place, which torch refuses where they are fake.
-    """
-    state: Any = module._get_fsdp_state()
-    # The name of releases before 2.13 is in the singular, and None for a module without parameters.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in filter(None, groups):
-        for parameter in group.fsdp_params:
-            parameter.reset_sharded_param()
+            reset_shards(module)
 
 
 class WeightFiles:

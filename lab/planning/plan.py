@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from lab import models
@@ -28,6 +27,7 @@ from lab.recipe.ladder import ladder, recipe_for, title_of
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
+from lab.torch_private import FakeTensorMode
 from lab.units import check_counts, parse_bytes, parse_tokens
 
 
