@@ -66,11 +66,7 @@ def private_uses(tree: ast.AST) -> Iterator[str]:
                 paths = [name.name for name in names]
             case ast.ImportFrom(module=str(module), names=names):
                 paths = [f"{module}.{name.name}" for name in names]
-            case ast.Attribute(value=value, attr=attr) if ast.unparse(value) not in (
-                "self",
-                "cls",
-                "super()",
-            ):
+            case ast.Attribute(value=value, attr=attr) if ast.unparse(value) not in OWN:
                 paths = [f"torch.{attr}"]
             case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[_, ast.Constant(str(attr)), *_]):
                 paths = [f"torch.{attr}"]

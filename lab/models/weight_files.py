@@ -1,4 +1,4 @@
-"""Parameters that begin without memory: they are allocated, and read from safetensors, a shard at a time."""
+"""Parameters without memory are allocated, and read from safetensors one shard at a time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lab.models.first_values import shard_of
 from lab.torch_private import reset_shards
 
 COMPARED_ELEMENTS = 2**22
-"""Elements of two tied tensors that are compared at once."""
+"""How many elements of two tied tensors are compared at once."""
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on ``device`` without values, and move the buffers there.
+    """Allocate every parameter on ``device``, without values, and move the buffers there.
 
-    A parameter in two places stays one. Of a sharded parameter this rank's shard is allocated.
+    A tied parameter stays tied. Of a sharded parameter only this rank's shard is allocated.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
+            if parameter not in replacements:
                 empty = torch.empty_like(parameter, device=device)
-                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[parameter])
+                replacements[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, replacements[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     for module in model.modules():
@@ -43,7 +43,7 @@ class WeightFiles:
     """The safetensors files of a directory in the Hugging Face layout.
 
     Raises:
-        ModelError: neither ``model.safetensors`` nor an index of several files.
+        ModelError: The directory has neither ``model.safetensors`` nor an index of several files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,15 +58,15 @@ class WeightFiles:
             self._files = {name: folder / place for name, place in places.items()}
         else:
             raise ModelError(
-                f"{folder} holds safetensors, but neither {single.name} nor {index.name}: name them so"
+                f"{folder} has safetensors files, but neither {single.name} nor {index.name}: name them so"
             )
 
     def load(self, model: PreTrainedModel) -> None:
-        """Read every parameter, in place; of a sharded one the rows of this rank's shard alone.
+        """Read the values of every parameter from the files; of a sharded one, only this rank's rows.
 
         Raises:
-            ModelError: a parameter that is in no file, or has another shape there, or is tied to one that has
-                other values there.
+            ModelError: A parameter is in no file, or has another shape there; or two tied parameters have
+                different values there.
         """
         for path, names in self._by_file(model).items():
             with safe_open(path, framework="pt") as opened, torch.no_grad():
@@ -78,10 +78,10 @@ class WeightFiles:
                         local.copy_(opened.get_slice(stored)[first : first + len(local)])
 
     def digest(self, model: PreTrainedModel) -> str:
-        """A number, as text, of every parameter's shape and first row: other files have another.
+        """Return a checksum of every parameter's shape and first row, as text.
 
         Raises:
-            ModelError: as ``load``.
+            ModelError: See ``load``.
         """
         total = 0
         for path, names in self._by_file(model).items():
@@ -95,9 +95,9 @@ class WeightFiles:
         return f"files {total}"
 
     def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
-        """The files, and of each the names that parameters have in it and in the model.
+        """Return, for each file, pairs of a parameter's name in the file and its name in the model.
 
-        A tied parameter has several names, and its files may hold it under any of them, or under all of them.
+        A tied parameter has several names. The files may contain any of them, or all.
         """
         tied: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -105,7 +105,7 @@ class WeightFiles:
         files: dict[Path, list[tuple[str, str]]] = {}
         missing = []
         for parameter, names in tied.items():
-            # Files of a model without its head leave out what all others begin with.
+            # The names in files of a model without a head lack the prefix "model.".
             stored = [name if name in self._files else name.removeprefix("model.") for name in names]
             stored = [name for name in stored if name in self._files]
             if stored:
@@ -119,7 +119,7 @@ class WeightFiles:
         return files
 
     def _check_equal(self, first: str, second: str, parameter: nn.Parameter) -> None:
-        """Compare two tensors of the files that are one parameter of the model, some rows at a time."""
+        """Compare two tensors of the files that are one parameter of the model, in blocks of rows."""
         with (
             safe_open(self._files[first], framework="pt") as one,
             safe_open(self._files[second], framework="pt") as other,

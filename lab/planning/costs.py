@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.memory.observing import Observer
+from lab.memory.observer import Observer
 from lab.planning.hardware import Figure, Hardware
 from lab.techniques.slices import times
 from lab.torch_private import process_group_of, storage_id

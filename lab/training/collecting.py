@@ -36,6 +36,6 @@ class Collected:
             training=self._training,
             losses=losses,
             seconds=seconds,
-            timelines=tuple(Timeline.joined(self._pieces[rank]) for rank in sorted(self._pieces)),
+            timelines=tuple(Timeline.join(self._pieces[rank]) for rank in sorted(self._pieces)),
             complete=False,
         )

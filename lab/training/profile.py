@@ -95,6 +95,6 @@ def _profile(training: Training) -> tuple[tuple[float, ...], Profile]:
         return finite(training, step + 1, float(loss))
 
     losses = [one(step) for step in range(training.steps - 1)]
-    with meter.profiled() as result:
+    with meter.profile_step() as result:
         losses.append(one(training.steps - 1))
     return tuple(losses), result[0]

@@ -1,4 +1,4 @@
-"""What sees every operator that runs inside it: the meter and the planner's costs are two such."""
+"""The base of the classes that see every operator that runs, such as the meter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lab.torch_private import DispatchMode, is_wrapper
 
 
 class Observer(DispatchMode):
-    """Hands every operator to ``observe``, the subclass's, which runs it and returns its result."""
+    """A context manager that passes every operator that runs inside it to ``observe``."""
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func(*args, **kwargs)`` and return what it does, having noted what there is to note."""
+        """Run ``func(*args, **kwargs)`` and return its result. Subclasses add what they record."""
         raise NotImplementedError
 
     def __torch_dispatch__(
@@ -22,7 +22,10 @@ class Observer(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Let a wrapper (DTensor, an unfinished collective) unwrap itself; hand on every other operator."""
+        """Pass an operator on to ``observe``.
+
+        A wrapper, such as a DTensor, is first replaced by the tensors in it; their operators are passed on.
+        """
         if any(map(is_wrapper, types)):
             return NotImplemented
         return self.observe(func, args, kwargs or {})
