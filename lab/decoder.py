@@ -561,7 +561,8 @@ class Patch:
     of the original. So a module with a Patch cannot be copied or pickled.
 
     Attributes:
-        checkpointed: Whether it is of a decoder layer that keeps only its input and is recomputed in backward.
+        checkpointed: Whether it belongs to a decoder layer that keeps its input alone and is recomputed in
+            backward.
         sequence: The Ulysses and ring degree of the model's batches; None if this is not the forward of a
             model with a recipe.
     """

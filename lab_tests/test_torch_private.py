@@ -44,8 +44,8 @@ class Seen(DispatchMode):
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """This process as rank 0 of four, which answers for its peers itself."""
-    with one_rank(Recipe(fsdp=True), RANKS, "loopback") as found:
-        yield found
+    with one_rank(Recipe(fsdp=True), RANKS, "loopback") as ranks:
+        yield ranks
 
 
 # ---- fake tensors ------------------------------------------------------------------------------------------

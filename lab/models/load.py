@@ -125,20 +125,20 @@ def outline(model: str | Path | PretrainedConfig, *, seed: int = 0, weights: boo
     dtype = (config.dtype if own else None) or torch.float32
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        assert isinstance(built, PreTrainedModel)
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        assert isinstance(skeleton, PreTrainedModel)
         # The only module of these families that has buffers. It computes them in its constructor.
-        decoder: Any = built.model
+        decoder: Any = skeleton.model
         decoder.rotary_emb = type(decoder.rotary_emb)(decoder.rotary_emb.config)
-    built.config.use_cache = False
+    skeleton.config.use_cache = False
     files = None
     if folder is not None and own and weights:
         with _as_model_error(f"the weights in {folder} cannot be loaded"):
             files = WeightFiles(folder)
             if (folder / "generation_config.json").is_file():
-                built.generation_config = GenerationConfig.from_pretrained(folder)
-        built.eval()
-    return Outline(built, seed, files)
+                skeleton.generation_config = GenerationConfig.from_pretrained(folder)
+        skeleton.eval()
+    return Outline(skeleton, seed, files)
 
 
 def build(
@@ -159,8 +159,8 @@ def build(
     """
     place = device or torch.get_default_device()
     if callable(model) and not isinstance(model, PretrainedConfig):
-        built = _call(model)
-        return built if device is None else built.to(device)  # type: ignore[arg-type]
+        result = _call(model)
+        return result if device is None else result.to(device)  # type: ignore[arg-type]
     empty = outline(model, seed=seed, weights=weights)
     if detect_fake_mode() is not None:
         allocate(empty.model, place)
@@ -241,11 +241,11 @@ def _call(model: Callable[[], object]) -> PreTrainedModel:
     if isinstance(model, nn.Module):
         raise ModelError(f"a model ({type(model).__name__}) was given: give a callable that returns one")
     with _as_model_error("the callable failed"):
-        built = model()
-    if not isinstance(built, PreTrainedModel):
-        raise ModelError(f"the callable returned {type(built).__name__}, not a transformers model")
-    decoder_of(built)
-    return built
+        result = model()
+    if not isinstance(result, PreTrainedModel):
+        raise ModelError(f"the callable returned {type(result).__name__}, not a transformers model")
+    decoder_of(result)
+    return result
 
 
 @contextmanager

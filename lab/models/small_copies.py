@@ -84,10 +84,10 @@ def first_layers(model: ModelLike, layers: int | None, *, config: PretrainedConf
 
 
 def _call_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrainedModel:
-    built = model()
-    del built.model.layers[layers:]
-    _cut(built.config, layers)
-    return built
+    result = model()
+    del result.model.layers[layers:]
+    _cut(result.config, layers)
+    return result
 
 
 def _cut(config: PretrainedConfig, layers: int) -> None:

@@ -51,8 +51,8 @@ class WeightFiles:
         single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         self._files: dict[str, Path] = {}
         if single.is_file():
-            with safe_open(single, framework="pt") as opened:
-                self._files = dict.fromkeys(opened.keys(), single)
+            with safe_open(single, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), single)
         elif index.is_file():
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             self._files = {name: folder / place for name, place in places.items()}
@@ -69,13 +69,13 @@ class WeightFiles:
                 different values there.
         """
         for path, names in self._by_file(model).items():
-            with safe_open(path, framework="pt") as opened, torch.no_grad():
-                for stored, name in names:
+            with safe_open(path, framework="pt") as file, torch.no_grad():
+                for name_in_file, name in names:
                     parameter = model.get_parameter(name)
-                    self._check_shape(opened.get_slice(stored).get_shape(), name, parameter)
+                    self._check_shape(file.get_slice(name_in_file).get_shape(), name, parameter)
                     local, first = shard_of(parameter)
                     if local.numel():
-                        local.copy_(opened.get_slice(stored)[first : first + len(local)])
+                        local.copy_(file.get_slice(name_in_file)[first : first + len(local)])
 
     def digest(self, model: PreTrainedModel) -> str:
         """Return a checksum of every parameter's shape and first row, as text.
@@ -85,9 +85,9 @@ class WeightFiles:
         """
         total = 0
         for path, names in self._by_file(model).items():
-            with safe_open(path, framework="pt") as opened:
-                for stored, name in names:
-                    part = opened.get_slice(stored)
+            with safe_open(path, framework="pt") as file:
+                for name_in_file, name in names:
+                    part = file.get_slice(name_in_file)
                     self._check_shape(part.get_shape(), name, model.get_parameter(name))
                     row = part[:1] if len(part.get_shape()) > 1 else part[:]
                     total = crc32(f"{name} {part.get_shape()} {part.get_dtype()}".encode(), total)
@@ -106,12 +106,12 @@ class WeightFiles:
         missing = []
         for parameter, names in tied.items():
             # The names in files of a model without a head lack the prefix "model.".
-            stored = [name if name in self._files else name.removeprefix("model.") for name in names]
-            stored = [name for name in stored if name in self._files]
-            if stored:
-                files.setdefault(self._files[stored[0]], []).append((stored[0], names[0]))
-                for other in stored[1:]:
-                    self._check_equal(stored[0], other, parameter)
+            names_in_file = [name if name in self._files else name.removeprefix("model.") for name in names]
+            names_in_file = [name for name in names_in_file if name in self._files]
+            if names_in_file:
+                files.setdefault(self._files[names_in_file[0]], []).append((names_in_file[0], names[0]))
+                for other in names_in_file[1:]:
+                    self._check_equal(names_in_file[0], other, parameter)
             else:
                 missing.append(names[0])
         if missing:
@@ -136,9 +136,9 @@ class WeightFiles:
                         f"values for the two; set tie_word_embeddings to false in its config.json"
                     )
 
-    def _check_shape(self, stored: list[int], name: str, parameter: nn.Parameter) -> None:
-        if stored != list(parameter.shape):
+    def _check_shape(self, shape: list[int], name: str, parameter: nn.Parameter) -> None:
+        if shape != list(parameter.shape):
             raise ModelError(
-                f"the weights in {self.folder} cannot be loaded: {name} has shape {stored} there, and "
+                f"the weights in {self.folder} cannot be loaded: {name} has shape {shape} there, and "
                 f"{list(parameter.shape)} by the config; give the config that belongs to the weights"
             )
