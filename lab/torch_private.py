@@ -117,7 +117,8 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
     Fake tensors have it too. It stays the same when the storage is resized.
     """
-    return storage._cdata
+    number: int = storage._cdata
+    return number
 
 
 def use_count(tensor: Tensor) -> int:
@@ -267,7 +268,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         self._name = ""
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """The name that torch gave the group."""
         return self._name
 
@@ -365,9 +366,12 @@ def cpu_flash_attention_backward(
 
 
 def cuda_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention on CUDA; return out and LSE. D is a multiple of 8."""
+    """Compute attention on CUDA; return out and LSE. D is a multiple of 8.
+
+    A scale of None stands for 1/sqrt(D).
+    """
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 

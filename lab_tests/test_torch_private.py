@@ -107,8 +107,8 @@ def test_a_mode_sees_each_operator_and_is_not_wrapped() -> None:
 
 
 def test_wrappers_are_told_from_other_tensors(mesh: DeviceMesh) -> None:
-    sharded = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])
-    waiting = functional.all_gather_tensor(torch.ones(3), 0, mesh)
+    sharded = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)], src_data_rank=None)
+    waiting = functional.all_gather_single(torch.ones(3), 0, mesh)
     assert torch_private.is_wrapper(type(sharded))
     assert torch_private.is_wrapper(type(waiting))
     for kind in (Tensor, nn.Parameter, FakeTensor):
@@ -241,7 +241,7 @@ def test_each_change_in_place_is_counted() -> None:
 
 
 def test_the_local_part_is_taken_without_an_operator(mesh: DeviceMesh) -> None:
-    sharded = nn.Parameter(distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
+    sharded = nn.Parameter(distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None))
     plain = torch.ones(3)
     with Seen() as seen:
         part = torch_private.local_part(sharded)
@@ -297,6 +297,7 @@ def test_hooks_on_modules_are_listed(kind: str, everywhere: bool) -> None:
     assert torch_private.module_hooks(linear) == []
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_compiled_model_gives_back_its_own() -> None:
     linear = nn.Linear(2, 3)
     compiled: Any = torch.compile(linear)
@@ -375,20 +376,6 @@ def test_a_layout_is_computed_once_though_tensors_are_fake(monkeypatch: pytest.M
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
 
 
-def test_dtensor_computes_a_layout_each_time_where_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason for `cached_layouts`; without it that function would be dropped."""
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    whole, asked = propagator.propagate_op_sharding_non_cached, []
-    monkeypatch.setattr(
-        propagator, "propagate_op_sharding_non_cached", lambda op: asked.append(op) or whole(op)
-    )
-    with one_rank(Recipe(fsdp=True), RANKS, "fake") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        parts: Any = [distribute_tensor(torch.ones(n, 7), mesh, [Shard(0)]) for n in (55, 57)]
-        for _ in range(3):
-            torch._foreach_mul_(parts, 2.0)
-    assert len(asked) >= 3
-
-
 # ---- process groups ----------------------------------------------------------------------------------------
 
 
@@ -414,15 +401,16 @@ def test_groups_are_listed_with_the_names_that_torch_finds_them_by(mesh: DeviceM
     assert list(torch_private.process_groups()) == [world]
 
 
-def test_an_operators_arguments_name_its_group(mesh: DeviceMesh) -> None:
-    later: Any = dist.new_group([0, 2])
-    with Seen() as seen:
-        dist.all_reduce(torch.ones(3), group=later)
-    assert seen.names[-1] == "c10d.allreduce_"
-    assert groups_among(seen.arguments[-1]) == [later]
-    with Seen() as seen:
-        torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", later.group_name)
-    assert groups_among(seen.arguments[-1]) == [later]
+def test_an_operators_arguments_name_its_group() -> None:
+    x = torch.ones(3)
+    with one_rank(Recipe(fsdp=True), RANKS, "fake"):
+        later: Any = dist.new_group([0, 2])
+        with Seen() as seen:
+            dist.all_reduce(x, group=later)
+            torch.ops._c10d_functional.all_reduce(x, "sum", later.group_name)
+        calls = dict(zip(seen.names, seen.arguments, strict=True))
+        for name in ("c10d.allreduce_", "_c10d_functional.all_reduce"):
+            assert groups_among(calls[name]) == [later]
 
 
 def groups_among(arguments: tuple[Any, ...]) -> list[dist.ProcessGroup]:
@@ -483,13 +471,13 @@ def test_torch_calls_the_methods_of_a_group_in_python(noting: Noting) -> None:
     work = dist.all_reduce(one, async_op=True)
     assert work is not None
     assert work.wait()
-    dist.all_gather_into_tensor(two, one)
-    dist.reduce_scatter_tensor(one, two)
+    dist.all_gather_single(two, one)
+    dist.reduce_scatter_single(one, two)
     dist.all_to_all_single(two, torch.ones(6))
     assert noting.called == ["allreduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"]
     del noting.called[:]
-    functional.all_gather_into_tensor_coalesced([one, one], noting)
-    functional.reduce_scatter_tensor_coalesced([two, two], "sum", [0, 0], noting)
+    functional.all_gather_single_coalesced([one, one], noting)
+    functional.reduce_scatter_single_coalesced([two, two], "sum", [0, 0], noting)
     assert noting.called == ["all_gather_single_coalesced", "reduce_scatter_single_coalesced"]
 
 
@@ -514,7 +502,7 @@ def test_completed_work_is_not_waited_for() -> None:
 
 def test_a_group_in_python_is_found_by_its_name(mesh: DeviceMesh) -> None:
     assert isinstance(dist.group.WORLD, Loopback)
-    gathered = functional.all_gather_tensor(torch.arange(3), 0, dist.group.WORLD.group_name)
+    gathered = functional.all_gather_single(torch.arange(3), 0, dist.group.WORLD.group_name)
     assert gathered.tolist() == [0, 1, 2] * RANKS
 
 
