@@ -72,7 +72,7 @@ EXPECTED = {
     },
     "module: a hook on an MLP": RIGHT,
     "module: a spectral norm": r"refused: model\.layers\.0\.mlp\.up_proj.* has a buffer _u",
-    "module: one MLP in two layers": r"refused: model\.layers\.1\.mlp is model\.layers\.0\.mlp again",
+    "module: one MLP in two layers": r"refused: model\.layers\.1\.mlp is the same as model\.layers\.0\.mlp",
     "module: a gradient hook": r"refused: model\.layers\.0\.mlp\.up_proj has a gradient hook",
     "module: other rotary frequencies": "refused: the rotary embedding has other frequencies than config",
     "module: dropout by an attribute": r"refused: model\.layers\.0\.self_attn has attention_dropout=0\.5",

@@ -115,7 +115,7 @@ def test_what_torchs_kernel_on_cuda_may_not_count_is_refused_before_it_runs(monk
     with pytest.raises(RecipeError, match=r"^4 heads of 4194304 tokens .* 2147483648 .* smaller head_chunk"):
         flash_forward(q, q, q)
     called = []
-    monkeypatch.setattr(flash._aten, "_scaled_dot_product_flash_attention", lambda *a, **k: called.append(a))
+    monkeypatch.setattr(flash, "cuda_flash_attention", lambda *a, **k: called.append(a))
     with pytest.raises(TypeError):  # the stand-in gives no results
         kernel_of("torch", q.device).forward(q, q, q, scale=1.0)
     assert len(called) == 1, "the bench of attention measures what is refused elsewhere"

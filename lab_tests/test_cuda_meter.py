@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
 from lab.errors import LabError
-from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, capped
+from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, limit_memory
 from lab.memory.stopwatch import Stopwatch
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.techniques.host_transfer import to_host
@@ -228,13 +228,13 @@ class Card:
             monkeypatch.setattr(torch.cuda, name, answer)
 
 
-def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_counts_the_bytes_outside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
-    with capped(40 * GiB, absent=3 * GiB):
+    with limit_memory(40 * GiB, absent=3 * GiB):
         assert card.fractions == [pytest.approx((40 - 0.75 - 3) / 79)]
     assert card.fractions[1:] == [1.0]
-    said = r"^device_memory=3.50 GiB: outside torch's allocator 3.75 GiB are taken"
-    with pytest.raises(LabError, match=said) as caught, capped(7 * GiB // 2, absent=3 * GiB):
+    said = r"^device_memory=3.50 GiB: 3.75 GiB are in use outside torch's allocator"
+    with pytest.raises(LabError, match=said) as caught, limit_memory(7 * GiB // 2, absent=3 * GiB):
         pass
     assert "\n" not in str(caught.value)
 

@@ -143,5 +143,5 @@ def test_each_parameter_is_distributed_as_transformers_has_it(config):
 
 def test_a_module_of_another_kind_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8))
-    with pytest.raises(ModelError, match=r"c_attn.weight is a parameter of a Conv1D: it is not known how"):
+    with pytest.raises(ModelError, match=r"c_attn.weight is a parameter of a Conv1D: only linear maps"):
         fill(model, 0)

@@ -152,7 +152,7 @@ class HeldInBackward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
-            self.seen.append(sum(self.meter._held[:-1]))
+            self.seen.append(sum(self.meter._bytes[:-1]))
         return func(*args, **(kwargs or {}))
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab import models
 from lab.memory.meter import Meter
-from lab.memory.resizes import resizes_seen
+from lab.memory.resizes import report_resizes
 from lab.memory.timeline import CATEGORIES
 
 FP32 = 4
@@ -130,7 +130,7 @@ def test_a_resized_storage_is_followed():
 
 def test_resizes_reach_all_who_listen_in_whatever_order_they_end():
     first, second, storage = [], [], torch.zeros(7).untyped_storage()
-    outer, inner = resizes_seen(first.append), resizes_seen(second.append)
+    outer, inner = report_resizes(first.append), report_resizes(second.append)
     outer.__enter__()
     inner.__enter__()
     storage.resize_(8)

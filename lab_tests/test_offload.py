@@ -84,7 +84,7 @@ class Held(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
-            self.seen.append(sum(self.meter._held[:-1]))
+            self.seen.append(sum(self.meter._bytes[:-1]))
         return result
 
 

@@ -5,17 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._op_schema import OpSchema
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
-from lab.planning.fake_step import fake_step, layouts_remembered
+from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
-from lab.step.one_rank import one_rank, ring_ranks
+from lab.step.one_rank import ring_ranks
 from lab.techniques.upipe.schedule import schedule
 
 
@@ -244,20 +241,3 @@ def test_the_callers_config_is_kept():
     before = config.to_dict()
     lab.plan(config, "fsdp", tokens=70, ranks=4)
     assert config.to_dict() == before
-
-
-def test_a_layout_is_worked_out_once_though_tensors_are_fake(monkeypatch):
-    # Releases of torch whose dispatcher has no key for lists of tensors ask for it at every update.
-    propagator, asked = DTensor._op_dispatcher.sharding_propagator, []
-    whole = propagator._propagate_tensor_meta_non_cached
-    monkeypatch.setattr(
-        propagator, "_propagate_tensor_meta_non_cached", lambda op: asked.append(op) or whole(op)
-    )
-    with one_rank(Recipe(fsdp=True), 4, "fake") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        specs = [distribute_tensor(torch.ones(n, 7), mesh, [Shard(0)])._spec for n in (51, 53)]
-        schema = OpSchema(torch.ops.aten._foreach_mul.Scalar, (specs, 2.0), {})
-        with layouts_remembered():
-            found = [propagator.propagate_op_sharding_non_cached(schema) for _ in range(3)]
-    assert len(asked) == 1
-    assert found[0] is found[2]
-    assert "propagate_op_sharding_non_cached" not in vars(propagator)

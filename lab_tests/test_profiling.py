@@ -22,7 +22,7 @@ def profiled(model) -> Profile:
     meter = ProfilingMeter()
     for _ in range(STEPS - 1):
         metered_step(meter, model, optimizer, torch.randn(11, 5))
-    with meter.profiled() as result:
+    with meter.profile_step() as result:
         metered_step(meter, model, optimizer, torch.randn(11, 5))
     return result[0]
 
@@ -71,7 +71,7 @@ def test_seconds_add_up_and_lie_inside_the_step(found):
     spent = sum(c.seconds for c in found.calls)
     assert 0 < spent < spent + found.meter_seconds < found.seconds
     for by in ("op", "module", "phase"):
-        parts = found.spent(by)
+        parts = found.totals(by)
         assert sum(part.seconds for part in parts) == pytest.approx(spent)
         assert sum(part.calls for part in parts) == len(found.calls)
         assert [part.seconds for part in parts] == sorted((p.seconds for p in parts), reverse=True)
@@ -104,16 +104,17 @@ def test_the_trace_is_json_with_the_meters_marks(found):
 
 
 def test_a_clean_step_leaves_nothing_and_what_is_kept_has_its_maker(found):
-    assert found.left == ()
+    assert found.leftovers == ()
     model = Two()
     kept = []
     model.first.register_forward_hook(lambda module, args, out: kept.append(out.detach().double()))
-    left = profiled(model).left
+    left = profiled(model).leftovers
     assert [one.bytes for one in left] == [11 * 7 * 8] * STEPS
-    assert sorted(one.made.step for one in left) == list(range(STEPS))
+    assert sorted(one.first_seen.step for one in left) == list(range(STEPS))
     for one in left:
-        made = (one.category, one.made.phase, one.made.op, one.made.shapes, one.made.module)
-        assert made == ("activations", "forward", "aten._to_copy", "11x7", "first")
+        seen = one.first_seen
+        origin = (one.category, seen.phase, seen.op, seen.shapes, seen.module)
+        assert origin == ("activations", "forward", "aten._to_copy", "11x7", "first")
 
 
 # ---- on ranks, with hogs -----------------------------------------------------------------------------------
@@ -181,9 +182,9 @@ def test_each_hog_is_found_on_every_rank_by_its_maker_and_to_the_byte(ranks4, cl
     model, sizes, ops, modules = HOGS[name]
     hog = lab.profile(model, RECIPE, tokens=TOKENS, rows=2, steps=STEPS, cluster=ranks4)
     for one, without in zip(hog.profiles, clean.profiles, strict=True):
-        assert [left.bytes for left in one.left] == sizes
-        assert {left.made.op for left in one.left} == ops
-        assert {left.made.module for left in one.left} == modules
+        assert [left.bytes for left in one.leftovers] == sizes
+        assert {left.first_seen.op for left in one.leftovers} == ops
+        assert {left.first_seen.module for left in one.leftovers} == modules
         assert one.timeline.device_peak == without.timeline.device_peak + sum(sizes)
 
 
@@ -207,7 +208,7 @@ def test_a_clean_run_profiled_is_the_run(ranks4, clean, tmp_path):
         return {name: size for name, size in by_category.items() if name != "other"}
 
     assert bytes_of(clean.timelines) == bytes_of(run.timelines)
-    assert all(not profile.left for profile in clean.profiles)
+    assert all(not profile.leftovers for profile in clean.profiles)
     files = clean.save(tmp_path / "new" / "folder")
     assert [file.name for file in files] == [f"rank{rank}.json.gz" for rank in range(4)]
     assert [file.read_bytes() for file in files] == [profile.trace for profile in clean.profiles]

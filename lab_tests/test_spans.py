@@ -23,12 +23,12 @@ def test_what_was_asked_for_once_each_in_order(outside):
     again, back = f"{FLASH}_for_cpu", f"{FLASH}_for_cpu_backward"
     forward = ["lab.to_host", again] * (LAYERS - 1) + [again]
     backward = ["lab.from_host", again, back] * (LAYERS - 1) + [again, back]
-    assert [name for name, _, _ in spans.found] == forward + backward
-    ends = [0.0, *(end for _, _, end in spans.found)]
-    assert all(before <= start < end for before, (_, start, end) in zip(ends, spans.found, strict=False))
+    assert [name for name, _, _ in spans.all] == forward + backward
+    ends = [0.0, *(end for _, _, end in spans.all)]
+    assert all(before <= start < end for before, (_, start, end) in zip(ends, spans.all, strict=False))
 
 
 def test_nothing_outside_the_block():
     model, spans = decoder(), Spans("aten.mm")
     model(**batch())
-    assert spans.found == []
+    assert spans.all == []

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.memory.observing import Observer
+from lab.memory.observer import Observer
 from lab.planning.hardware import Figure, Hardware
 from lab.techniques.slices import times
+from lab.torch_private import process_group_of, storage_id
 
 BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
@@ -142,7 +143,7 @@ class CostCounter(Observer):
 
     def _collective(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
         """What a rank sends: its share of an all-gather to all others, its input's shares in the rest."""
-        group = next((g for g in map(_group, args) if g is not None), None)
+        group = next((g for g in map(process_group_of, args) if g is not None), None)
         if group is None:
             return Costs()
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -170,8 +171,7 @@ def _reached(peak: Figure, share: Figure) -> float:
 
 
 def _memory(x: torch.Tensor) -> int:
-    where: int = x.untyped_storage()._cdata
-    return where
+    return storage_id(x.untyped_storage())
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -189,11 +189,3 @@ def _attention_flops(args: tuple[Any, ...], *, backward: bool) -> int:
     causal = len(args) > dropout + 1 and args[dropout + 1]
     flops: int = 4 * q.numel() * k.shape[2] // (2 if causal else 1)
     return int(BACKWARD_FLOPS * flops) if backward else flops
-
-
-def _group(value: Any) -> dist.ProcessGroup | None:
-    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-        return dist.ProcessGroup.unbox(value)
-    if isinstance(value, str):  # a functional collective names its group, and its sum
-        return next((g for g, name in dist.distributed_c10d._world.pg_names.items() if name == value), None)
-    return None

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from lab import models
 from lab.memory.meter import Meter
@@ -22,6 +18,7 @@ from lab.step.compose import apply_checked_recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step, update
 from lab.techniques.slices import shortened
+from lab.torch_private import FakeTensorMode, cached_layouts
 
 
 def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> tuple[Timeline, Costs]:
@@ -37,7 +34,7 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
         shortened(),
-        layouts_remembered(),
+        cached_layouts(),
     ):
         model = models.build(job.model, weights=False)
         del model.model.layers[layers:]
@@ -55,18 +52,3 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
         with counter:
             train_step(model, optimizer, batch, meter=meter)
     return meter.timeline(), counter.total
-
-
-@contextmanager
-def layouts_remembered() -> Iterator[None]:
-    """In the block DTensor works out each operator's layout once, as it does for real tensors.
-
-    It does so on fake tensors in the size of the whole model, which would be counted as the step's. Where it
-    meets fake tensors it would do it every time, for it takes that for tracing.
-    """
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding_non_cached = propagator.propagate_op_sharding  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del propagator.propagate_op_sharding_non_cached

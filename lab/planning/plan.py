@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import models
@@ -29,6 +28,7 @@ from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
+from lab.torch_private import FakeTensorMode
 from lab.units import parse_tokens
 
 Step = tuple[Timeline, Costs]

@@ -16,9 +16,9 @@ import torch
 from cluster.devices import FREE_SECONDS, check_driver, check_free
 from lab import models
 from lab.errors import LabError
-from lab.memory.cuda import CudaAllocator, CudaMeter, History, capped
+from lab.memory.cuda import CudaAllocator, CudaMeter, History, limit_memory
 from lab.memory.meter import Meter
-from lab.memory.out_of_memory import OutOfMemory, outside_the_meter
+from lab.memory.out_of_memory import OutOfMemory, unmetered_out_of_memory
 from lab.memory.stopwatch import Stopwatch
 from lab.models.small_copies import first_layers
 from lab.planning.hardware import nccl_workspace
@@ -146,9 +146,9 @@ def _measured(
                 say(f"step {step} of {settings.steps - 1} by the clock")
                 train_step(state.model, state.optimizer, state.batch(step), meter=timed)
     except OutOfMemory as error:
-        return OutOfMemory(error.moment, error.limit, error.said)
+        return OutOfMemory(error.moment, error.limit, error.reason)
     except torch.OutOfMemoryError as error:
-        return outside_the_meter(error, "setup")
+        return unmetered_out_of_memory(error, "setup")
     timeline = meter.timeline()
     steps = timed.seconds or metered.seconds
     seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
@@ -214,7 +214,7 @@ def _check_room(planned: Plan, limit: int | None) -> None:
 
 def _capped(where: DeviceType, limit: int | None, ranks: int) -> AbstractContextManager[None]:
     """A smaller GPU as one of ``ranks``; on CPU the meter keeps the limit."""
-    return nullcontext() if where == "cpu" or limit is None else capped(limit, nccl_workspace(ranks))
+    return nullcontext() if where == "cpu" or limit is None else limit_memory(limit, nccl_workspace(ranks))
 
 
 def _beyond(history: History, limit: int | None, ranks: int) -> str:

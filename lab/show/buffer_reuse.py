@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from lab.errors import LabError
-from lab.memory.exchanged import Exchange, touched
+from lab.memory.exchanges import Exchange, memory_ranges
 from lab.show.palette import SERIES_COLOURS
 from lab.show.picture import Picture, drawing, head
 from lab.show.scales import byte_axis, quiet
@@ -28,7 +28,7 @@ def buffers(exchanges: Mapping[str, Sequence[Exchange]], *, title: str = "") -> 
     """
     if not exchanges or not all(exchanges.values()):
         raise LabError("no all-to-alls to draw: a group of one rank exchanges nothing")
-    total = {name: sum(map(len, touched(found))) for name, found in exchanges.items()}
+    total = {name: sum(map(len, memory_ranges(found))) for name, found in exchanges.items()}
     moved = {name: sum(len(e.received) for e in found) for name, found in exchanges.items()}
     top = max(total.values())
     with drawing(3.0) as figure:
@@ -68,5 +68,5 @@ def _draw(axes: Axes, found: Sequence[Exchange]) -> None:
 
 def _closed_up(found: Sequence[Exchange]) -> Callable[[int], int]:
     """Maps an address to its height: how much of the memory that is touched lies below it."""
-    parts = touched(found)
+    parts = memory_ranges(found)
     return lambda address: sum(min(len(part), max(0, address - part.start)) for part in parts)

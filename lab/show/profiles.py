@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from lab.errors import LabError
-from lab.memory.profiling import Profile, Spent, name_of
+from lab.memory.profiling import Profile, Total, name_of
 from lab.memory.timeline import CATEGORIES
 from lab.show.figures import where
 from lab.show.palette import COLOURS, TEXT
@@ -39,7 +39,7 @@ def profile(
     Raises:
         LabError: no lanes to draw, or nothing that ran.
     """
-    spent = profile.spent(by)
+    spent = profile.totals(by)
     if lanes < 1 or not spent:
         raise LabError(f"lanes={lanes} of {len(spent)}: at least one lane, and a step in which operators ran")
     shown = spent[:lanes]
@@ -73,7 +73,7 @@ def profile(
     return Picture(figure, f"{said}; peak {format_bytes(peak.device)} in {where(peak)}.")
 
 
-def _draw_lanes(axes: Axes, bars: dict[str, Bars], spent: Sequence[Spent], whole: float) -> None:
+def _draw_lanes(axes: Axes, bars: dict[str, Bars], spent: Sequence[Total], whole: float) -> None:
     calls = {s.name: s.calls for s in spent}
     for lane, (name, filled) in enumerate(bars.items()):
         # A thin edge, or what is over in microseconds would not be seen.

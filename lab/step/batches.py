@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
@@ -17,6 +16,7 @@ from lab.techniques.agreement import check_same_batch
 from lab.techniques.inputs import check_right_padding, kept_tokens
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
+from lab.torch_private import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,10 @@ import shutil
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
+from lab.torch_private import get_current_dispatch_mode
 
 
 def apply_compiled(model: nn.Module, *, mlps: bool) -> None:
@@ -47,7 +47,7 @@ def _compile(module: nn.Module) -> None:
     compiled = torch.compile(eager, options={"compile_threads": 1})
 
     def forward(x: Tensor) -> Tensor:
-        found: Tensor = (eager if _get_current_dispatch_mode() is not None else compiled)(x)
+        found: Tensor = (eager if get_current_dispatch_mode() is not None else compiled)(x)
         return found
 
     module.forward = Patch(forward, eager)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, Kernel, attention
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import check_degree
+from lab.torch_private import FakeTensor
 
 
 def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> None:

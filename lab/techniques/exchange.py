@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.errors import RecipeError
+from lab.torch_private import use_count
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -25,7 +26,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 def holders(*tensors: Tensor) -> list[int]:
     """How many hold each tensor, in C++ and in Python: a thread lets go of the one before the other."""
-    counts = ((x._use_count(), sys.getrefcount(x)) for x in tensors)  # type: ignore[attr-defined]
+    counts = ((use_count(x), sys.getrefcount(x)) for x in tensors)
     return [count for both in counts for count in both]
 
 

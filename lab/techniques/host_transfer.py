@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from lab.techniques.host_memory import local_ranks, pinnable
 from lab.techniques.host_pieces import piece_sizes
+from lab.torch_private import FakeTensor
 
 
 @torch.library.custom_op("lab::to_host", mutates_args=())

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
 from lab.techniques.ring import local_positions
+from lab.torch_private import FakeTensor, version
 
 NEUTRAL: dict[str, object] = {
     "is_causal": True, "logits_to_keep": 0, "output_attentions": False, "output_hidden_states": False,
@@ -202,11 +202,11 @@ def _refuse_updates_before_backward(output: Any, parameters: dict[str, nn.Parame
     result = output.logits if output.loss is None else output.loss
     if not result.requires_grad:
         return
-    versions = [parameter._version for parameter in parameters.values()]
+    versions = [version(parameter) for parameter in parameters.values()]
 
     def check(_: Tensor) -> None:
-        for (name, parameter), version in zip(parameters.items(), versions, strict=True):
-            if parameter._version != version:
+        for (name, parameter), before in zip(parameters.items(), versions, strict=True):
+            if version(parameter) != before:
                 raise RecipeError(
                     f"{name} changed between forward and backward, and backward would use the new values: "
                     "call optimizer.step() after backward"

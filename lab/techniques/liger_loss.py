@@ -7,12 +7,12 @@ from importlib import import_module
 from inspect import signature
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from lab.decoder import decoder_of, effective_weight
 from lab.errors import RecipeError
 from lab.techniques.loss import IGNORED, apply_head_loss
 from lab.techniques.precision import accumulation_dtype
+from lab.torch_private import FakeTensor
 
 MODULE = "liger_kernel.transformers.functional"
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lab.torch_private import parameters_by_name
+
 
 @contextmanager
 def parameter_aliases(module: nn.Module) -> Iterator[list[Tensor]]:
@@ -19,9 +21,9 @@ def parameter_aliases(module: nn.Module) -> Iterator[list[Tensor]]:
         p: p.detach().requires_grad_() for p in module.parameters() if p.requires_grad
     }
     slots = [
-        (m._parameters, name, p)
+        (parameters_by_name(m), name, p)
         for m in module.modules()
-        for name, p in m._parameters.items()
+        for name, p in parameters_by_name(m).items()
         if p in aliases
     ]
     for owner, name, parameter in slots:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from transformers import PretrainedConfig
 
 from lab.decoder import Patch, decoder_of, head_dim_of
 from lab.errors import RecipeError
+from lab.torch_private import FakeTensor
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

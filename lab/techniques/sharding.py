@@ -11,16 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.exchange import settled
 from lab.techniques.precision import accumulation_dtype
+from lab.torch_private import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    disable_current_modes,
+    queue_callback,
+    unset_fake_temporarily,
+)
 
 
 def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
@@ -106,7 +110,7 @@ class _SettledReduceScatter(DefaultReduceScatter):
         with settled(output_tensor, input_tensor):
             waiting = super().__call__(output_tensor, input_tensor, group, op, async_op=True).wait
             # Gloo sums in a copy of the input, and takes the result from there while it is waited for.
-            with _disable_current_modes():
+            with disable_current_modes():
                 waiting()
             del waiting
 
@@ -198,7 +202,7 @@ def _refuse_after_failure(model: nn.Module) -> None:
             )
         under_way = True
         # Runs when this backward has ended, and not where it fails.
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        queue_callback(ended)
 
     def ended() -> None:
         nonlocal under_way

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from torch._guards import detect_fake_mode
+from lab.torch_private import detect_fake_mode
 
 _shortened: ContextVar[bool] = ContextVar("shortened", default=False)
 _times: ContextVar[int] = ContextVar("times", default=1)

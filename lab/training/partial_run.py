@@ -37,6 +37,6 @@ class PartialRun:
             settings=self._settings,
             losses=losses,
             seconds=seconds,
-            timelines=tuple(Timeline.joined(self._pieces[rank]) for rank in sorted(self._pieces)),
+            timelines=tuple(Timeline.join(self._pieces[rank]) for rank in sorted(self._pieces)),
             complete=False,
         )

@@ -103,6 +103,6 @@ def _profile(job: Job, settings: TrainSettings) -> tuple[tuple[float, ...], Prof
         return check_finite(settings, step + 1, float(loss))
 
     losses = [one(step) for step in range(settings.steps - 1)]
-    with meter.profiled() as result:
+    with meter.profile_step() as result:
         losses.append(one(settings.steps - 1))
     return tuple(losses), result[0]

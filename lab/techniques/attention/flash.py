@@ -10,8 +10,12 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.techniques.attention.matrix_products import exact_backward, exact_forward
-
-_aten = torch.ops.aten
+from lab.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 
 HALF = (torch.bfloat16, torch.float16)
 """What flash kernels on CUDA compute in."""
@@ -54,8 +58,7 @@ def flash_forward(
     if not _flash_takes(q):
         return exact_forward(q, k, v, causal=causal, scale=scale)
     if q.device.type != "cuda":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
+        return cpu_flash_attention(q, k, v, causal=causal, scale=scale)
     refusal = past_torch(q.shape[2], q.shape[1], q.shape[3])
     if refusal is not None:
         raise RecipeError(refusal)
@@ -68,7 +71,7 @@ def cuda_forward(
     """As ``flash_forward`` on CUDA, also past what its backward may count: for measuring whether it does."""
     head_dim = q.shape[-1]
     q, k, v = padded(q), padded(k), padded(v)
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    out, lse = cuda_flash_attention(q, k, v, causal=causal, scale=scale)
     return out[..., :head_dim], lse
 
 
@@ -101,16 +104,11 @@ def flash_backward(
     if not _flash_takes(q):
         return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     if q.device.type != "cuda":
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-        return dq, dk, dv
-    head_dim, lengths = q.shape[-1], (q.shape[2], k.shape[2])
+        return cpu_flash_attention_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+    head_dim = q.shape[-1]
     grad_out, q, k, v, out = (padded(t) for t in (grad_out, q, k, v, out))
-    # The random state of dropout: there is none, and the kernel wants the tensors all the same.
-    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, seed, scale=scale
+    dq, dk, dv = cuda_flash_attention_backward(
+        grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale
     )
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.techniques.attention.flash import Kernel, checked, padded
-
-_aten = torch.ops.aten
+from lab.torch_private import cudnn_attention, cudnn_attention_backward
 
 MODULES = {"flash-attn-2": "flash_attn.flash_attn_interface", "flash-attn-3": "flash_attn_interface"}
 """Where a package's kernels are imported from."""
@@ -61,21 +60,13 @@ def _backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    # No bias, and the LSE wanted.
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse.squeeze(-1)
+    return cudnn_attention(q, k, v, causal=causal, scale=scale)
 
 
 def _cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The random state of dropout, of which there is none; no bias, and no packed sequences.
-    state, nothing = torch.empty(2, dtype=torch.int64, device=q.device), (None, None, None)
-    lengths = (q.shape[2], k.shape[2])
-    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, q, k, v, out, lse[..., None], state, state, *nothing, *lengths, 0.0, causal, scale=scale
-    )
-    return dq, dk, dv
+    return cudnn_attention_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
 
 
 # ---- flash-attn 2.8 and 3: [b, S, h, D] in and out, LSE [b, h, S]; dq, dk and dv go into what is given -----

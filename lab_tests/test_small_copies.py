@@ -1,4 +1,4 @@
-"""A shrunken copy: the model's heads and proportions, what is refused stays refused, and it trains."""
+"""A small copy has the model's heads and proportions, is refused where the model is, and trains."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config,
 from lab import models
 from lab.errors import LabError, ModelError
 from lab.models.presets import PRESETS
-from lab.models.small_copies import shrunken
+from lab.models.small_copies import small_copy
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import degrees
 
@@ -26,7 +26,7 @@ def odd(family=LlamaConfig, **more):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
-    full, small = models.config_of(name), shrunken(name)
+    full, small = models.config_of(name), small_copy(name)
     assert type(small) is type(full)
     kept = (
         "num_attention_heads",
@@ -62,17 +62,17 @@ def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
 
 
 def test_one_number_divides_every_width():
-    small = shrunken(odd(), head_dim=3)
+    small = small_copy(odd(), head_dim=3)
     # 30 would leave D=2, too small for 3 or more; of a D of 30, 10 and 6 would leave 3 and 5, which are odd.
-    assert shrunken(odd(head_dim=30), head_dim=3).head_dim == 6
+    assert small_copy(odd(head_dim=30), head_dim=3).head_dim == 6
     assert (small.head_dim, small.hidden_size, small.intermediate_size) == (4, 48, 52)
-    assert shrunken(odd(), head_dim=2).head_dim == 2
-    assert shrunken(odd(), head_dim=4).head_dim == shrunken(odd(), head_dim=3).head_dim
+    assert small_copy(odd(), head_dim=2).head_dim == 2
+    assert small_copy(odd(), head_dim=4).head_dim == small_copy(odd(), head_dim=3).head_dim
     assert small.vocab_size == 20_011 // 15
     assert small.num_hidden_layers == 4
-    assert shrunken(odd(), layers=9, head_dim=3).num_hidden_layers == 7
-    assert shrunken(odd(vocab_size=1000), head_dim=3).vocab_size == 256
-    assert shrunken(odd(vocab_size=200), head_dim=3).vocab_size == 200
+    assert small_copy(odd(), layers=9, head_dim=3).num_hidden_layers == 7
+    assert small_copy(odd(vocab_size=1000), head_dim=3).vocab_size == 256
+    assert small_copy(odd(vocab_size=200), head_dim=3).vocab_size == 200
 
 
 def test_biases_and_norms_of_heads_are_the_models():
@@ -82,7 +82,7 @@ def test_biases_and_norms_of_heads_are_the_models():
         return {name for name, _ in model.model.layers[0].named_parameters()}
 
     for config in (odd(Qwen2Config), odd(Qwen3Config), odd(attention_bias=True, mlp_bias=True)):
-        assert names(shrunken(config, head_dim=3)) == names(config)
+        assert names(small_copy(config, head_dim=3)) == names(config)
     assert "self_attn.q_norm.weight" in names(odd(Qwen3Config))
     assert "self_attn.q_proj.bias" in names(odd(Qwen2Config))
 
@@ -92,7 +92,7 @@ def test_a_model_whose_heads_have_no_size_of_their_own():
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
     )  # fmt: skip
-    small = shrunken(config)
+    small = small_copy(config)
     assert (small.hidden_size, small.intermediate_size, small.vocab_size) == (112, 608, 18992)
     model = models.build(small)
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (14 * 8, 112)
@@ -102,13 +102,13 @@ def test_a_model_whose_heads_have_no_size_of_their_own():
 def test_the_model_itself_is_left_alone_and_a_directory_will_do(tmp_path):
     config = odd(Qwen3Config, pad_token_id=20_000)
     before = config.to_dict()
-    small = shrunken(config, head_dim=3)
+    small = small_copy(config, head_dim=3)
     assert config.to_dict() == before
     # A padding token beyond the smaller vocabulary would be no row of the embedding.
     assert models.build(small).config.pad_token_id is None
     assert len(small.layer_types) == 4
     (tmp_path / "config.json").write_text(json.dumps(before))
-    assert shrunken(tmp_path, head_dim=3).hidden_size == small.hidden_size
+    assert small_copy(tmp_path, head_dim=3).hidden_size == small.hidden_size
 
 
 REFUSED = {
@@ -131,17 +131,17 @@ def test_what_is_refused_stays_refused(named):
     with pytest.raises(LabError, match=named) as own:
         Recipe().check(config, 1)
     with pytest.raises(LabError) as of_the_copy:
-        shrunken(config)
+        small_copy(config)
     assert str(of_the_copy.value) == str(own.value)
 
 
 def test_what_cannot_be_shrunk_is_said():
     said = r"head_dim 60, hidden_size 744 and intermediate_size 780 have no divisor that leaves heads of 8 or"
     with pytest.raises(ModelError, match=said):
-        shrunken(odd(hidden_size=744))
+        small_copy(odd(hidden_size=744))
     with pytest.raises(ModelError, match="layers=0: it takes a whole number, 1 or more"):
-        shrunken("tiny", layers=0)
+        small_copy("tiny", layers=0)
     with pytest.raises(ModelError, match="head_dim=True"):
-        shrunken("tiny", head_dim=True)
+        small_copy("tiny", head_dim=True)
     with pytest.raises(ModelError, match="unknown model 'tiy'"):
-        shrunken("tiy")
+        small_copy("tiy")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import lab.show
 from lab.bench.reference import build, config
 from lab.errors import LabError
-from lab.memory.exchanged import Exchange, Exchanges, touched
+from lab.memory.exchanges import Exchange, Exchanges, memory_ranges
 from lab.techniques.exchange import all_to_all
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
@@ -20,11 +20,11 @@ def exchange(sent, received, size=100):
 
 
 def test_memory_that_is_used_again_counts_once():
-    assert touched([exchange(0, 500), exchange(500, 0), exchange(50, 900)]) == [
+    assert memory_ranges([exchange(0, 500), exchange(500, 0), exchange(50, 900)]) == [
         range(150), range(500, 600), range(900, 1000),
     ]  # fmt: skip
-    assert touched([exchange(0, 100), exchange(200, 1000)]) == [range(300), range(1000, 1100)]
-    assert touched([exchange(0, 50, 400), exchange(100, 200)]) == [range(450)]
+    assert memory_ranges([exchange(0, 100), exchange(200, 1000)]) == [range(300), range(1000, 1100)]
+    assert memory_ranges([exchange(0, 50, 400), exchange(100, 200)]) == [range(450)]
 
 
 def addresses_of_two():
@@ -64,12 +64,12 @@ def test_upipes_stages_work_in_less_memory_than_they_move(ranks4):
         assert (len(ulysses), len(stages)) == (4, 12)  # 6 stages: queries, the first with keys; outputs
         moved = sum(len(e.received) for e in stages)
         assert moved == sum(len(e.received) for e in ulysses)
-        assert sum(map(len, touched(stages))) < moved
+        assert sum(map(len, memory_ranges(stages))) < moved
         # Keys and values have one place each for all stages, and queries go back and forth.
         assert len({e.received.start for e in stages}) < len(stages)
 
 
-def test_the_picture_is_as_high_as_the_memory_that_is_touched():
+def test_the_picture_is_as_high_as_the_memory_that_is_memory_ranges():
     again = [exchange(0, 4096, 1024), exchange(4096, 0, 1024), exchange(0, 4096, 1024)]
     apart = [exchange(0, 4096, 1024), exchange(8192, 12288, 1024)]
     picture = lab.show.buffers({"apart": apart, "again": again}, title="Here")
