@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
-from lab.techniques.exchange import settled
+from lab.techniques.exchange import wait_for_release
 from lab.techniques.precision import accumulation_dtype
 
 
@@ -88,7 +88,7 @@ class _SettledAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        with settled(output_tensor, input_tensor):
+        with wait_for_release(output_tensor, input_tensor):
             super().__call__(output_tensor, input_tensor, group)
 
 
@@ -103,7 +103,7 @@ class _SettledReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        with settled(output_tensor, input_tensor):
+        with wait_for_release(output_tensor, input_tensor):
             waiting = super().__call__(output_tensor, input_tensor, group, op, async_op=True).wait
             # Gloo sums in a copy of the input, and takes the result from there while it is waited for.
             with _disable_current_modes():
@@ -138,7 +138,7 @@ def apply_replication(
         total = gradient.to(
             accumulation_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format
         )
-        with settled(total):
+        with wait_for_release(total):
             dist.all_reduce(total, group=group)
         return total.to(gradient.dtype)
 
