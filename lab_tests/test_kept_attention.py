@@ -294,7 +294,7 @@ def test_refusals():
     inner = model.model.layers[1].self_attn.forward
     model.model.layers[1].self_attn.forward = Patch(lambda *a, lab_cache=None, **k: inner(*a, **k), inner)
     assert list(offloaded(model).state_dict()) == before
-    with pytest.raises(RecipeError, match="hands no keywords on to its attention"):
+    with pytest.raises(RecipeError, match="does not pass keywords on to its attention"):
         step(model)
     apply_loss(model)
     with torch.no_grad():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lab.memory.observing import Observer
 from lab.planning.hardware import Figure, Hardware
-from lab.techniques.slices import times
+from lab.techniques.slices import repetitions
 
 BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
@@ -99,7 +99,7 @@ class CostCounter(Observer):
         result = func(*args, **kwargs)
         if not func.is_view:
             name = str(func.overloadpacket)
-            cost = self._costs(name, args, result) * times()
+            cost = self._costs(name, args, result) * repetitions()
             if name == ARRIVAL:
                 cost = self._waiting_until(self._arrivals.pop(_memory(args[0])))
             elif name == ALL_TO_ALL and args[5:6] != (False,):

@@ -21,7 +21,7 @@ from lab.step.batches import shard_batch
 from lab.step.compose import apply_recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import make_optimizer, train_step, update
-from lab.techniques.slices import shortened
+from lab.techniques.slices import short_loops
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def fake_step(question: Question, layers: int) -> tuple[Timeline, Costs]:
     with (
         one_rank(question.recipe, question.ranks, "fake", ring_rank=question.ring_rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
-        shortened(),
+        short_loops(),
         layouts_remembered(),
     ):
         model = models.build(question.model, weights=False)
