@@ -30,7 +30,7 @@ from lab.step.loopback import bytes_sent
 from lab.step.on_ranks import Training, checked, finite, worker_on
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step
-from lab.techniques.attention.kernels import machine_of
+from lab.techniques.attention.kernels import kernel_support
 from lab.units import GiB, format_bytes, parse_bytes, parse_tokens
 
 Machine = Literal["cuda", "cpu"]
@@ -92,7 +92,7 @@ def rehearse(
     training, _, _ = checked(
         part, chosen, ranks=ranks, tokens=tokens, steps=1 + steps, rows=rows, text=text, tokenizer=tokenizer
     )
-    check_kernel(chosen, config, training.tokens, where, lambda: machine_of(torch.device(where)))
+    check_kernel(chosen, config, training.tokens, where, lambda: kernel_support(torch.device(where)))
     settings: dict[str, Any] = {
         "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
         "device": device, "device_memory": limit, "workspace": where == "cuda",

@@ -20,7 +20,7 @@ from lab.planning.hardware import nearest
 from lab.planning.plan import plan
 from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import Training
-from lab.techniques.attention.kernels import Machine, machine_of
+from lab.techniques.attention.kernels import KernelSupport, kernel_support
 from lab.units import format_seconds
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def check_kernel_on_cluster(training: Training, config: PretrainedConfig, cluste
         RecipeError: see ``check_kernel``.
     """
 
-    def machine() -> Machine:
-        machines: list[Machine] = cluster.apply(machine_of, torch.device("cuda"))
+    def machine() -> KernelSupport:
+        machines: list[KernelSupport] = cluster.apply(kernel_support, torch.device("cuda"))
         return machines[0]
 
     check_kernel(training.recipe, config, training.tokens, cluster.device_type, machine)
