@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lab.decoder import Patch, check_hooks, decoder_of
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
-from lab.techniques.tiling import check_tile, tiled
+from lab.techniques.tiling import check_tile, run_in_tiles
 
 IGNORED = -100
 """The label at a place where nothing is predicted: padding, or the last token of a text."""
@@ -111,7 +111,7 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
         for module in head.modules():
             check_hooks(module, "loss_tile")
-        return tiled(token_losses, head, hidden[None], labels[None], tile=tile).sum()
+        return run_in_tiles(token_losses, head, hidden[None], labels[None], tile=tile).sum()
 
     apply_head_loss(model, summed)
 

@@ -1,7 +1,7 @@
 """Sequence tiling: modules that work on each token alone run tile by tile, in forward and backward.
 
-The function ``tiled`` does this for any such module. This file applies it to MLPs and norms, and ``loss.py``
-applies it to the head with its loss.
+The function ``run_in_tiles`` does this for any such module. This file applies it to MLPs and norms, and
+``loss.py`` applies it to the head with its loss.
 
 Letters: b rows, s tokens of one rank, t = min(tile, s) tokens of a tile, E hidden size, I intermediate size
 of an MLP, w bytes per element, W = max(w, 4).
@@ -83,7 +83,9 @@ def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
         _tile_module(norm, tile, "norm_tile")
 
 
-def tiled(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *constants: Tensor, tile: int) -> Tensor:
+def run_in_tiles(
+    fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *constants: Tensor, tile: int
+) -> Tensor:
     """Compute ``fn(x, *constants)`` in tiles along dim 1, so that inner tensors exist for one tile at a time.
 
     1. Forward writes the output of each tile into its place in one tensor, and saves no inner tensor.
@@ -135,7 +137,7 @@ class _SaveInput(Function):
 
 
 class _Tiled(Function):
-    """The function ``tiled`` with gradients; ``save_input`` is the node that saved x and the constants."""
+    """``run_in_tiles`` with gradients; ``save_input`` is the node that saved x and the constants."""
 
     @staticmethod
     def forward(
@@ -238,6 +240,6 @@ def _tile_module(module: nn.Module, tile: int, knob: str) -> None:
         for submodule in module.modules():
             if submodule is not module:
                 check_hooks(submodule, knob)
-        return tiled(inner, module, x, tile=tile)
+        return run_in_tiles(inner, module, x, tile=tile)
 
     module.forward = Patch(forward, inner)
