@@ -28,7 +28,7 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def reference_counts(*tensors: Tensor) -> list[int]:
-    """Return the number of references to each tensor: first those in C++, then those in Python.
+    """Return, for each tensor, the number of references to it in C++ and the number in Python.
 
     Both are needed, because a thread drops them one after the other.
     """

@@ -29,25 +29,25 @@ def apply_upipe(
     The sequence is sharded as by ``apply_ulysses``, which this function replaces; an attention maps
     x [b, s, E] to [b, s, E]. A stage projects its query heads from x, rotates them, exchanges sequence for
     heads, attends, and writes its columns of the output. Keys and values are sent once, and stay in memory
-    for all stages that attend to them. These stages form a *group*: it has U_kv key/value heads, and a layer
-    has g groups. Backward needs x, the output and the LSEs. It computes q, k and v again, but not the
-    attention.
+    for all stages that attend to them. The key/value heads that are in memory together are a *head group*:
+    it has U_kv heads, and a layer has g head groups. Backward needs x, the output and the log-sum-exps
+    (LSEs) of attention. It computes q, k and v again, but not the attention.
 
     q_proj, k_proj, v_proj and o_proj are used as weights; with a LoRA adapter or a parametrization, see
     ``effective_weight``. q_norm and k_norm (QK-norm) are called as modules. No gradient is computed for a
     frozen weight.
 
     With ``overlap``, the inputs of the next stage are projected and sent before a stage attends, and travel
-    during its attention. Each of them needs two more buffers: the one that is sent and the one that receives.
-    All exchanges are then hidden behind attention, except those of the first stage and those that return
-    results. If U = H there is no next stage, and in a group of one rank nothing is sent. In these cases
-    ``overlap`` changes nothing, and with U = H the peak is lower than that of U = H/2 with ``overlap``.
+    during its attention. Each of them needs two more buffers: one to send from, and one to receive in. All
+    exchanges are then hidden behind attention, except those of the first stage and those that return
+    results. If U = H there is no next stage, and if C = 1 nothing is sent. In these cases ``overlap`` changes
+    nothing, and with U = H the peak is lower than that of U = H/2 with ``overlap``.
 
     Letters: b rows, s tokens of one rank, E hidden size, H query heads, K key/value heads, G = H/K, D
-    head_dim, C ranks in the group, n = U/C query heads of a rank in a stage, U_kv = C times the schedule's
-    ``slots_in_flight``, g groups, w bytes per element, f = 4 bytes per element of a sum (8 in fp64). Bytes of
-    tensors, for b = 1: A = w*s*E for x, h = w*s*D for one head; dWq, dWk, dWv and dWo for the gradients of
-    the weights.
+    head_dim, C ranks of ``group``, n = U/C query heads of a rank in a stage, U_kv = C times the schedule's
+    ``slots_in_flight``, g head groups, w bytes per element, f = 4 bytes per element of a sum (8 in fp64). dy
+    and dout are the gradients of the layer's output and of attention's output. Bytes of tensors, for b = 1:
+    A = w*s*E for x, h = w*s*D for one head; dWq, dWk, dWv and dWo for the gradients of the weights.
 
     Args:
         model: The model.
@@ -61,23 +61,23 @@ def apply_upipe(
 
         - for backward, in addition to x: h*H + f*s*H, the output and the LSEs.
         - at the peak of forward, including x: A + h*H + f*s*H + max(h*(2U + 4*U_kv) - l, A). This is while q,
-          k and v are sent, when the LSEs of their group, l = f*s*H*U_kv/max(K, C), do not exist yet.
+          k and v are sent, when the LSEs of their head group, l = f*s*H*U_kv/max(K, C), do not exist yet.
         - at the peak of backward: 2A + h*H + f*s*H + dWo + max(stage, end), of which 2A is x and dy, with
           stage = h*(4U + 4*U_kv) + sums and end = 2*h*K + max(A + dWq + dWk + dWv, h*K if g > 1).
-          sums = 2*h*U_kv*f/w (only if a group has several stages) + 2*h*K*(1 - 1/g).
+          sums = 2*h*U_kv*f/w (only if a head group has several stages) + 2*h*K*(1 - 1/g).
 
         A larger U never needs less. If neither of n and G divides the other, the peaks are slightly lower.
         QK-norm adds the memory of the norm for U heads.
     Costs:
-        2*H/U all-to-alls in forward: q (with k and v in the first stage of a group), and the output. 4*H/U in
-        backward: q (with k and v), dout, the output, and dq (with dk and dv). If neither of n and G divides
-        the other, 1 more in forward and 2 more in backward for each group that begins within a stage. Tensors
-        that are sent together are copied once after their arrival. q, k and v are projected again in backward
-        (twice with QK-norm). A smaller U means products of smaller matrices.
+        2*H/U all-to-alls in forward: q (with k and v in the first stage of a head group), and the output.
+        4*H/U in backward: q (with k and v), dout, the output, and dq (with dk and dv). If neither of n and G
+        divides the other, 1 more in forward and 2 more in backward for each head group that begins within a
+        stage. Tensors that are sent together are copied once after their arrival. q, k and v are projected
+        again in backward (twice with QK-norm). A smaller U means products of smaller matrices.
 
         ``overlap`` raises the peaks. In forward, h*(2U + 4*U_kv) - l becomes h*(4U + 2*U_kv) - f*s*U if
         g = 1, else h*(4U + 6*U_kv) - l. In backward, stage grows by h*6U, and if g > 1 by
-        h*4*U_kv - 2*h*K/g more; by slightly less if g = 1 and the group has two stages.
+        h*4*U_kv - 2*h*K/g more; by slightly less if g = 1 and there are two stages.
     Source:
         Untied Ulysses (arXiv 2602.21196). Two things need less memory here: o_proj is a part of the stages,
         so dout exists for one stage at a time, and dq is written over the output.

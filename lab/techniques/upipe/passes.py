@@ -103,11 +103,9 @@ def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Te
                 arrive = _project_and_send(buffers, settings, inputs, None, heads.slots)
                 arrive()
             buffers.free()
-            attended, lse = settings.kernel.forward(
-                queries, buffers.keys, buffers.values, scale=settings.scale
-            )
-            queries.copy_(attended)
-            del attended
+            result, lse = settings.kernel.forward(queries, buffers.keys, buffers.values, scale=settings.scale)
+            queries.copy_(result)
+            del result
             lses.append(lse)
         with buffers.send_back(QUERIES) as ((outputs,), _):
             buffers.heads.write_columns(out, stage, outputs)
