@@ -29,7 +29,7 @@ EXPECTED = {
     "batch: padding alone": "refused: attention_mask leaves no token to predict",
     "batch: other tokens on a rank": "refused: the tokens or the attention_mask differ on rank 1: ",
     "batch: labels of transformers": r"refused: labels=\.\.\.: .*use lab\.loss",
-    "batch: several documents by mask": "refused: attention_mask with values beside 0 and 1",
+    "batch: several documents by mask": "refused: attention_mask has values other than 0 and 1",
     "batch: a token outside the vocabulary": "refused: input_ids with token 101: the model's vocabulary",
     "batch: made for another recipe": "refused: a batch that was not made for ulysses=[12], ring=1",
     "forward: attention_mask of ones": RIGHT,

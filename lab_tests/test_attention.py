@@ -103,7 +103,7 @@ def test_on_cuda_flash_takes_half_precision_and_heads_of_256():
     def on_cuda(dtype, head_dim):
         return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 3, head_dim))
 
-    assert [flash._flash_takes(on_cuda(dtype, 256)) for dtype in flash.HALF] == [True, True]
+    assert [flash._flash_takes(on_cuda(dtype, 256)) for dtype in flash.HALF_DTYPES] == [True, True]
     assert not flash._flash_takes(on_cuda(torch.bfloat16, 264))
     assert not flash._flash_takes(on_cuda(torch.float32, 8))
     assert not flash._flash_takes(on_cuda(torch.float64, 8))
@@ -119,8 +119,8 @@ def test_what_torchs_kernel_on_cuda_may_not_count_is_refused_before_it_runs(monk
     with pytest.raises(TypeError):  # the stand-in gives no results
         kernel_of("torch", q.device).forward(q, q, q, scale=1.0)
     assert len(called) == 1, "the bench of attention measures what is refused elsewhere"
-    assert flash.past_torch(2**22 - 1, 4, 128) is None
-    assert flash.past_torch(2**22, 4, 96) is None
+    assert flash.query_limit_refusal(2**22 - 1, 4, 128) is None
+    assert flash.query_limit_refusal(2**22, 4, 96) is None
 
 
 def test_causal_between_different_lengths_is_refused():

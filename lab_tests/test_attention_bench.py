@@ -12,7 +12,7 @@ from lab.bench import attention
 from lab.bench.table import write
 from lab.commands.cli import main
 from lab.techniques.attention.flash import Kernel, flash_backward, flash_forward
-from lab.techniques.attention.kernels import FASTEST_FIRST, lacks, machine_of
+from lab.techniques.attention.kernels import FASTEST_FIRST, kernel_support, missing_requirement
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def test_a_row_for_each_kernel_that_is_here_and_each_length():
     said = CliRunner().invoke(main, ["bench", "attention", "--tokens", "96", "--tokens", "33", "--json"])
     assert said.exit_code == 0
     rows = json.loads(said.stdout)
-    machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    here = [name for name in FASTEST_FIRST if lacks(name, machine, 128) is None]
+    machine = kernel_support(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    here = [name for name in FASTEST_FIRST if missing_requirement(name, machine, 128) is None]
     assert [(row["kernel"], row["tokens"]) for row in rows] == [(name, n) for n in (96, 33) for name in here]
     for row in rows:
         assert row["failed"] is None

@@ -90,7 +90,9 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
         dist.all_reduce(tensor, group=group)
     assert (dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ) == before
     kinds = {
-        type(m.self_attn.lab_attention._made).__module__ for m in model.model.layers if backend == "deepspeed"
+        type(m.self_attn.lab_attention._attention).__module__
+        for m in model.model.layers
+        if backend == "deepspeed"
     }
     return got, kinds
 

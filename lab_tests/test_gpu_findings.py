@@ -12,7 +12,7 @@ from cluster import host
 from lab.commands import doctor, gpu_findings
 from lab.techniques import host_memory
 from lab.techniques.host_memory import local_ranks, pinnable
-from lab.techniques.host_transfer import PINNED, HostCopier
+from lab.techniques.host_transfer import PINNED_MEMORY, HostCopier
 from lab.units import Mi, parse_tokens
 from lab_tests.test_devices import TOO_OLD, gpus
 
@@ -148,7 +148,7 @@ def test_the_ranks_of_a_host_share_what_can_be_pinned(monkeypatch, tmp_path):
     assert 8 * share > 1.21 * 1024 * GIB
     # What this process has pinned before is part of its share.
     machine(monkeypatch, tmp_path, available=800 * GIB)
-    monkeypatch.setattr(PINNED, "taken", 30 * GIB)
+    monkeypatch.setattr(PINNED_MEMORY, "nbytes", 30 * GIB)
     assert HostCopier()._limit == 130 * GIB
 
 

@@ -185,8 +185,8 @@ class Pins(TorchDispatchMode):
 @pytest.fixture
 def pinned(monkeypatch):
     """Books of their own, in place of the process's."""
-    books = host_transfer.Pinned()
-    monkeypatch.setattr(host_transfer, "PINNED", books)
+    books = host_transfer.PinnedMemory()
+    monkeypatch.setattr(host_transfer, "PINNED_MEMORY", books)
     return books
 
 
@@ -203,14 +203,14 @@ def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step(pinned):
         with Pins() as pins:
             step(model)
         assert pins.seen == sent * 2 + beyond
-        assert pinned.taken == limit
+        assert pinned.nbytes == limit
     # A longer sequence's pieces of other sizes find no room beside those in reserve.
     with Pins() as pins:
         model(**batch(tokens=2 * TOKENS)).loss.backward()
     assert all(
         size in (32768, 8192, 4096) for _, sizes, may in pins.seen for size in itertools.compress(sizes, may)
     )
-    assert pinned.taken == limit
+    assert pinned.nbytes == limit
 
 
 def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
@@ -219,7 +219,7 @@ def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
         with Pins() as pins:
             step(offloaded(decoder(layers=3), attention=False, pinned=limit))
         assert [may for _, _, may in pins.seen] == [[True]] * 2
-        assert pinned.taken == limit
+        assert pinned.nbytes == limit
         gc.collect()
     with Pins() as pins:
         offloaded(decoder(layers=3), attention=False, pinned=limit)(**batch(tokens=8)).loss.backward()
@@ -227,7 +227,7 @@ def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
     # A plan of the same process pins nothing.
     with FakeTensorMode():
         step(offloaded(decoder(layers=3), attention=False, pinned=2 * limit))
-    assert pinned.taken == limit
+    assert pinned.nbytes == limit
 
 
 # ---- whose ---------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_refusals():
     inner = model.model.layers[1].self_attn.forward
     model.model.layers[1].self_attn.forward = Patch(lambda *a, lab_cache=None, **k: inner(*a, **k), inner)
     assert list(offloaded(model).state_dict()) == before
-    with pytest.raises(RecipeError, match="hands no keywords on to its attention"):
+    with pytest.raises(RecipeError, match="does not pass keywords on to its attention"):
         step(model)
     apply_loss(model)
     with torch.no_grad():

@@ -7,14 +7,14 @@ import lab
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.rehearsing import rehearse as rehearsing
-from lab.techniques.attention.kernels import Machine
+from lab.techniques.attention.kernels import KernelSupport
 from lab.training import collective_time, train
 from lab.units import Mi
 from lab_tests.training import small
 
 TOO_MANY = r"^4 heads of 5242880 tokens in one call of torch's attention kernel on CUDA"
-AMPERE = Machine((8, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})
-HOPPER = Machine((9, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})
+AMPERE = KernelSupport((8, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})
+HOPPER = KernelSupport((9, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})
 
 
 class Planned(Exception):
@@ -32,7 +32,7 @@ class GpuCluster:
     def apply(self, function, *args, **_):
         if function is torch.cuda.get_device_name:
             return ["NVIDIA A100"] * self.ranks
-        assert function is collective_time.machine_of
+        assert function is collective_time.kernel_support
         return [self.machine] * self.ranks
 
 
@@ -45,11 +45,11 @@ def call(patch, verb, machine, kernel, folder):
     recipe = lab.ladder("llama3-8b", ranks=8, tokens=5 * Mi, kernel=kernel)["tiling"]
     if verb == "rehearse":
         patch.setattr(rehearsing, "machine_for", lambda _: "cuda")
-        patch.setattr(rehearsing, "machine_of", lambda _: machine)
+        patch.setattr(rehearsing, "kernel_support", lambda _: machine)
         lab.rehearse("llama3-8b", recipe, tokens=5 * Mi, ranks=8)
     elif verb == "torchrun":
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(train, "machine_of", lambda _: machine)
+        patch.setattr(train, "kernel_support", lambda _: machine)
         patch.setattr(train, "on_this_rank", planned)
         patch.setattr(train.dist, "get_world_size", lambda: 8)
         lab.train("llama3-8b", recipe, tokens=5 * Mi, steps=1, cluster=None, checkpoint=folder)

@@ -25,11 +25,11 @@ from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_
 from lab.techniques.attention.kernels import (
     FASTEST_FIRST,
     KERNELS,
-    Machine,
-    chosen,
+    KernelSupport,
+    choose_kernel,
     kernel_for,
-    lacks,
-    machine_of,
+    kernel_support,
+    missing_requirement,
 )
 from lab.techniques.ring import ring_kernel
 
@@ -246,67 +246,71 @@ def test_a_ring_runs_the_kernel_it_is_given():
 
 # ---- the choice --------------------------------------------------------------------------------------------
 
-HOPPER = Machine((9, 0), True, {})
+HOPPER = KernelSupport((9, 0), True, {})
 
 
 @pytest.mark.parametrize(
     ("machine", "head_dim", "name"),
     [
-        (Machine(None, False, {}), 128, "torch"),
+        (KernelSupport(None, False, {}), 128, "torch"),
         (HOPPER, 128, "flash-attn-3"),
         (HOPPER, 192, "flash-attn-3"),
         (HOPPER, 512, "torch"),
         (replace(HOPPER, missing={"flash-attn-3": "no module"}), 128, "cudnn"),
         (replace(HOPPER, missing={"flash-attn-3": "no module"}), 192, "flash-attn-2"),
         (replace(HOPPER, cudnn=False, missing={"flash-attn-3": "no module"}), 128, "flash-attn-2"),
-        (Machine((9, 0), False, {"flash-attn-2": "x", "flash-attn-3": "x"}), 128, "torch"),
-        (Machine((8, 0), True, {}), 128, "flash-attn-2"),
-        (Machine((10, 0), True, {}), 128, "cudnn"),
-        (Machine((7, 5), True, {}), 128, "torch"),
+        (KernelSupport((9, 0), False, {"flash-attn-2": "x", "flash-attn-3": "x"}), 128, "torch"),
+        (KernelSupport((8, 0), True, {}), 128, "flash-attn-2"),
+        (KernelSupport((10, 0), True, {}), 128, "cudnn"),
+        (KernelSupport((7, 5), True, {}), 128, "torch"),
     ],
 )
 def test_auto_is_the_fastest_that_is_there(machine, head_dim, name):
-    assert chosen("auto", machine, head_dim) == name
+    assert choose_kernel("auto", machine, head_dim) == name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_in_full_precision_auto_is_torch_and_the_others_say_why(dtype):
-    assert chosen("auto", HOPPER, 128, dtype) == "torch"
+    assert choose_kernel("auto", HOPPER, 128, dtype) == "torch"
     for name in {*KERNELS} - {"torch"}:
         with pytest.raises(RecipeError, match=f"kernel='{name}': it takes bfloat16 and float16, not float"):
-            chosen(name, HOPPER, 128, dtype)
+            choose_kernel(name, HOPPER, 128, dtype)
 
 
 def test_the_names_are_the_recipes():
     assert {*KERNELS, "auto"} == {*BY_NAME["kernel"].choices}
     assert {*FASTEST_FIRST} == {*KERNELS}
-    assert all(lacks(name, HOPPER, 128) is None for name in KERNELS)
+    assert all(missing_requirement(name, HOPPER, 128) is None for name in KERNELS)
 
 
 @pytest.mark.parametrize(
     ("name", "machine", "said"),
     [
-        ("flash-attn-3", Machine((8, 6), True, {}), "a Hopper GPU .* there: auto, flash-attn-2, torch"),
-        ("cudnn", Machine((8, 6), True, {}), "a Hopper GPU or a later one"),
+        (
+            "flash-attn-3",
+            KernelSupport((8, 6), True, {}),
+            "a Hopper GPU .* work here: auto, flash-attn-2, torch",
+        ),
+        ("cudnn", KernelSupport((8, 6), True, {}), "a Hopper GPU or a later one"),
         (
             "cudnn",
             replace(HOPPER, cudnn=False),
             "this torch has no cuDNN; .* auto, flash-attn-3",
         ),
-        ("flash-attn-2", Machine((7, 5), True, {}), "an Ampere GPU .* these are there: auto, torch$"),
+        ("flash-attn-2", KernelSupport((7, 5), True, {}), "an Ampere GPU .* these work here: auto, torch$"),
         ("flash-attn-2", replace(HOPPER, missing={"flash-attn-2": "an ABI"}), r"interface .* \(an ABI\)"),
     ],
 )
 def test_one_that_is_not_there_says_what_it_lacks_and_which_are(name, machine, said):
     with pytest.raises(RecipeError, match=f"kernel='{name}': .*{said}"):
-        chosen(name, machine, 128)
+        choose_kernel(name, machine, 128)
 
 
 def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     install(monkeypatch, "flash_attn.flash_attn_interface", flash_attn_2())
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    machine = machine_of(torch.device("cuda"))
+    machine = kernel_support(torch.device("cuda"))
     assert machine.capability == (9, 0)
     assert list(machine.missing) == ["flash-attn-3"]
     assert "flash_attn_interface" in machine.missing["flash-attn-3"]
@@ -314,7 +318,7 @@ def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
 
 def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
     there = replace(HOPPER, missing={"flash-attn-3": "No module"})
-    monkeypatch.setattr(doctor, "machine_of", lambda device: there)
+    monkeypatch.setattr(doctor, "kernel_support", lambda device: there)
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
     assert ["attention", "kernel='cudnn' is the fastest here"] in lines
     assert ["flash-attn-3", "flash_attn_interface cannot be imported (No module)"] in lines
@@ -355,7 +359,7 @@ def test_a_recipe_sets_the_kernel_of_every_attention(alone, monkeypatch):
         apply_recipe(model, Recipe(kernel="cudnn"), mesh)
     assert not any("forward" in vars(module) for module in model.modules())
     asked = []
-    monkeypatch.setattr(kernels, "machine_of", lambda device: asked.append(device) or HOPPER)
+    monkeypatch.setattr(kernels, "kernel_support", lambda device: asked.append(device) or HOPPER)
     assert kernel_for("auto", torch.device("cpu"), 128, torch.bfloat16) is KERNELS["flash-attn-3"]
     apply_recipe(model, Recipe(kernel="flash-attn-2", compute_dtype="bfloat16"), mesh)
     assert {module.lab_kernel for module in decoder_of(model).attentions} == {KERNELS["flash-attn-2"]}

@@ -17,7 +17,7 @@ from lab.errors import RecipeError
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe
-from lab.techniques.liger_loss import MODULE, apply_liger_loss, found
+from lab.techniques.liger_loss import MODULE, apply_liger_loss, import_liger
 from lab.techniques.sharding import apply_fsdp
 from lab_tests.test_checkpointing import (
     BATCH,
@@ -156,7 +156,7 @@ def module_with(monkeypatch, **contents):
 
 def test_the_installed_function_is_found(monkeypatch):
     module_with(monkeypatch, liger_fused_linear_cross_entropy=liger_fused_linear_cross_entropy)
-    assert found("") is liger_fused_linear_cross_entropy
+    assert import_liger() is liger_fused_linear_cross_entropy
 
 
 def test_missing_or_too_old_it_says_what_would_work(monkeypatch):
@@ -165,12 +165,13 @@ def test_missing_or_too_old_it_says_what_would_work(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(
-        RecipeError, match=r"liger': liger_kernel.* cannot be imported .*install .*; use the lab's"
+        RecipeError,
+        match=r"liger': liger_kernel.* cannot be imported .*install .*; loss_kernel='lab' works",
     ):
-        found("use the lab's")
+        import_liger()
     module_with(monkeypatch, liger_fused_linear_cross_entropy=before)
-    with pytest.raises(RecipeError, match=r"install 0\.6\.2 or later; use the lab's"):
-        found("use the lab's")
+    with pytest.raises(RecipeError, match=r"install 0\.6\.2 or later; loss_kernel='lab' works everywhere"):
+        import_liger()
 
 
 def test_a_recipe_has_a_tile_or_liger():

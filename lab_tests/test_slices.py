@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from lab.planning import fake_step as walking
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
-from lab.techniques.slices import shortened, slices, times
+from lab.techniques.slices import repetitions, short_loops, slices
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from lab.techniques.slices import shortened, slices, times
 )
 def test_tiles_cover_the_sequence_once_and_in_order(length, tile, expected):
     assert list(slices(length, tile)) == expected
-    assert times() == 1
+    assert repetitions() == 1
 
 
 @pytest.mark.parametrize(
@@ -37,36 +37,36 @@ def test_tiles_cover_the_sequence_once_and_in_order(length, tile, expected):
     ],
 )
 def test_shortened_the_second_tile_stands_for_all_between(length, expected):
-    with FakeTensorMode(), shortened():
-        assert [(*tile, times()) for tile in slices(length, 8)] == expected
+    with FakeTensorMode(), short_loops():
+        assert [(*tile, repetitions()) for tile in slices(length, 8)] == expected
         assert sum(size * count for _, size, count in expected) == length
     assert len(list(slices(50, 8))) == 7
 
 
 def test_loops_in_loops_multiply():
-    with FakeTensorMode(), shortened():
-        stands_for = [times() for _ in slices(70, 10) for _ in slices(6, 1)]
+    with FakeTensorMode(), short_loops():
+        stands_for = [repetitions() for _ in slices(70, 10) for _ in slices(6, 1)]
     assert stands_for == [1, 4, 1, 5, 20, 5, 1, 4, 1]
     assert sum(stands_for) == 7 * 6
-    assert times() == 1
+    assert repetitions() == 1
 
 
 def test_real_tensors_are_never_shortened():
-    with pytest.raises(AssertionError, match="unwritten"), shortened():
+    with pytest.raises(AssertionError, match="unwritten"), short_loops():
         pass
     assert len(list(slices(50, 8))) == 7
 
 
 def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
     def interrupted():
-        with FakeTensorMode(), shortened():
+        with FakeTensorMode(), short_loops():
             for start, _ in slices(70, 10):
                 if start == 10:
                     raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert times() == 1
+    assert repetitions() == 1
 
 
 def asked(rung: str, workspace: bool) -> tuple[Job, Machine]:
@@ -83,7 +83,7 @@ def asked(rung: str, workspace: bool) -> tuple[Job, Machine]:
 @pytest.mark.parametrize("rung", ["tiling", "upipe"])
 def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
     short, short_costs = fake_step(*asked(rung, workspace), 2)
-    monkeypatch.setattr(walking, "shortened", contextlib.nullcontext)
+    monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
     whole, costs = fake_step(*asked(rung, workspace), 2)
     assert len(short) < len(whole) / 2
     assert (short.device_peak, short.host_peak) == (whole.device_peak, whole.host_peak)

@@ -18,7 +18,7 @@ from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.loss import apply_loss, apply_tiled_loss, summed_cross_entropy
 from lab.techniques.offload import apply_offload
 from lab.techniques.sharding import apply_fsdp
-from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
+from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, run_in_tiles
 from lab_tests.test_checkpointing import (
     BATCH,
     FAMILIES,
@@ -91,7 +91,7 @@ def test_weight_gradients_are_summed_in_fp32_and_rounded_once():
     layer, x = nn.Linear(24, 16, bias=False, dtype=torch.bfloat16), torch.rand(1, 2560, 24).bfloat16()
     dout = torch.rand(1, 2560, 16).bfloat16()  # positive: a running sum grows and small addends are lost
     exact = dout[0].double().T @ x[0].double()
-    (gradient,) = torch.autograd.grad(tiled(layer, layer, x, tile=16), layer.weight, dout)
+    (gradient,) = torch.autograd.grad(run_in_tiles(layer, layer, x, tile=16), layer.weight, dout)
     assert ((gradient.double() - exact).norm() / exact.norm()).item() < 2.5e-3
 
 

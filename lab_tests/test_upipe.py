@@ -191,8 +191,8 @@ class Order(TorchDispatchMode):
         name = func._schema.name
         if name == "c10d::alltoall_base_":
             self.seen.append("sent" if args[5:6] == (False,) else "sent ahead")
-        elif name == "lab::landed":
-            self.seen.append("landed")
+        elif name == "lab::arrival":
+            self.seen.append("arrival")
         elif "flash_attention" in name:
             self.seen.append("attention")
         return func(*args, **(kwargs or {}))
@@ -211,7 +211,7 @@ def test_what_the_next_stage_needs_travels_while_this_one_attends(eight):
     # Four stages: q; and q, dout, out. What leads home is waited for, and as many are sent as without.
     for things, seen in zip((1, 3), orders, strict=True):
         here = ["attention", "sent"]
-        there = ["landed"] * things
+        there = ["arrival"] * things
         ahead = ["sent ahead"] * things
         assert seen == ["sent"] * things + (ahead + here + there) * 3 + here
 

@@ -15,7 +15,7 @@ from lab.bench.software import measured_on
 from lab.bench.table import Row, Say
 from lab.planning.costs import BACKWARD_FLOPS
 from lab.techniques.attention.flash import Kernel, cuda_forward, flash_backward
-from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, lacks, machine_of
+from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, kernel_support, missing_requirement
 from lab.units import Ki, Mi, format_tokens
 
 REPEATS = 5
@@ -41,11 +41,11 @@ def measure_attention(lengths: Sequence[int], say: Say) -> Iterator[Row]:
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    machine = machine_of(device)
+    machine = kernel_support(device)
     where = measured_on(device.type)
     for tokens in lengths or ((64 * Ki, 256 * Ki, Mi) if cuda else (256, 512)):
         for name in FASTEST_FIRST:
-            if lacks(name, machine, HEAD_DIM) is None:
+            if missing_requirement(name, machine, HEAD_DIM) is None:
                 say(f"{name}, {format_tokens(tokens)} tokens")
                 figures = _figures(name, tokens, device)
                 yield {"kernel": name, "tokens": tokens, **figures, "machine": where}

@@ -15,7 +15,7 @@ from cluster.devices import check_driver, first_line
 from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
 from lab.commands.gpu_findings import findings
-from lab.techniques.attention.kernels import FASTEST_FIRST, chosen, lacks, machine_of
+from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
 from lab.units import format_bytes
 
 _PACKAGES = (
@@ -91,13 +91,13 @@ def _refused() -> str | None:
 def _attention(device: torch.device) -> Iterator[tuple[str, str]]:
     """What kernel="auto" means here, for the head_dim of most models, and what each other kernel lacks."""
     try:
-        machine = machine_of(device)
+        machine = kernel_support(device)
     except RuntimeError as error:
         yield "attention", f"the fastest kernel is not known: {first_line(error)}"
         return
-    yield "attention", f"kernel={chosen('auto', machine, HEAD_DIM)!r} is the fastest here"
+    yield "attention", f"kernel={choose_kernel('auto', machine, HEAD_DIM)!r} is the fastest here"
     for name in FASTEST_FIRST:
-        yield f"  {name}", lacks(name, machine, HEAD_DIM) or "there"
+        yield f"  {name}", missing_requirement(name, machine, HEAD_DIM) or "there"
 
 
 def _version(package: str) -> str | None:

@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 from lab.memory.observer import Observer
 from lab.planning.hardware import Figure, Hardware
-from lab.techniques.slices import times
+from lab.techniques.slices import repetitions
 from lab.torch_private import process_group_of, storage_id
 
 BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
 
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
-ALL_TO_ALL, LANDED = "c10d.alltoall_base_", "lab.landed"
+ALL_TO_ALL, ARRIVAL = "c10d.alltoall_base_", "lab.arrival"
 NOTHING = (
     "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
     "aten._unsafe_view", "prim.device", "profiler._record_function_enter_new",
-    "profiler._record_function_exit", LANDED,
+    "profiler._record_function_exit", ARRIVAL,
 )  # fmt: skip
 """Operators that touch no element, though they are no views."""
 
@@ -100,8 +100,8 @@ class CostCounter(Observer):
         result = func(*args, **kwargs)
         if not func.is_view:
             name = str(func.overloadpacket)
-            cost = self._costs(name, args, result) * times()
-            if name == LANDED:
+            cost = self._costs(name, args, result) * repetitions()
+            if name == ARRIVAL:
                 cost = self._waiting_until(self._arrivals.pop(_memory(args[0])))
             elif name == ALL_TO_ALL and args[5:6] != (False,):
                 # Waited for later: the default, and defaults are left out of ``args``.

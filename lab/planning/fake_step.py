@@ -17,7 +17,7 @@ from lab.step.batches import shard_batch
 from lab.step.compose import apply_checked_recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step, update
-from lab.techniques.slices import shortened
+from lab.techniques.slices import short_loops
 from lab.torch_private import FakeTensorMode, cached_layouts
 
 
@@ -33,7 +33,7 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
     with (
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
-        shortened(),
+        short_loops(),
         cached_layouts(),
     ):
         model = models.build(job.model, weights=False)

@@ -31,7 +31,7 @@ from lab.step.loopback import bytes_sent
 from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step
-from lab.techniques.attention.kernels import machine_of
+from lab.techniques.attention.kernels import kernel_support
 from lab.units import GiB, format_bytes, parse_bytes
 
 DeviceType = Literal["cuda", "cpu"]
@@ -92,7 +92,7 @@ def rehearse(
     part = replace(job, model=first_layers(model, layers, config=config))
     settings = TrainSettings(1 + steps, text, tokenizer)
     read_source(job, settings, config.vocab_size)
-    check_kernel(job.recipe, config, job.tokens, where, lambda: machine_of(torch.device(where)))
+    check_kernel(job.recipe, config, job.tokens, where, lambda: kernel_support(torch.device(where)))
     planned_for = make_machine(
         device=device, device_memory=limit, ranks_per_node=ranks_per_node, workspace=where == "cuda"
     )

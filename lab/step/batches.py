@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.techniques.agreement import check_same_batch
-from lab.techniques.inputs import check_right_padding, kept_tokens
+from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
 from lab.torch_private import FakeTensor
@@ -85,7 +85,7 @@ def shard_batch(
                 f"attention_mask of shape {list(attention_mask.shape)} for input_ids of shape "
                 f"{list(input_ids.shape)}: give a mask of the same shape, 1 for tokens and 0 for padding"
             )
-        valid = kept_tokens(attention_mask.to(input_ids.device))
+        valid = boolean_mask(attention_mask.to(input_ids.device))
         check_right_padding(valid)
         labels[:, :-1].masked_fill_(~valid[:, 1:], IGNORED)
         label_count = int(valid[:, 1:].sum())

@@ -28,7 +28,7 @@ from lab.techniques.loss import apply_loss, apply_tiled_loss
 from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
-from lab.techniques.sharding import apply_fsdp, apply_replication, refolded
+from lab.techniques.sharding import apply_fsdp, apply_replication, reshape_mesh
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
@@ -179,7 +179,7 @@ def _sequence_groups(
     """This rank's Ulysses group and ring group, None where there is one rank in it."""
     if recipe.ulysses == recipe.ring == 1:
         return None, None
-    axes = refolded(mesh, (-1, recipe.ring, recipe.ulysses), ("data", "ring", "ulysses"))
+    axes = reshape_mesh(mesh, (-1, recipe.ring, recipe.ulysses), ("data", "ring", "ulysses"))
     return (
         axes.get_group("ulysses") if recipe.ulysses > 1 else None,
         axes.get_group("ring") if recipe.ring > 1 else None,

@@ -20,8 +20,7 @@ from lab.planning.hardware import hardware, nearest
 from lab.planning.plan import plan_job
 from lab.recipe.jobs import Job, Machine
 from lab.step.kernel_limits import check_kernel
-from lab.techniques.attention import kernels
-from lab.techniques.attention.kernels import machine_of
+from lab.techniques.attention.kernels import KernelSupport, kernel_support
 from lab.units import format_seconds
 
 if TYPE_CHECKING:
@@ -38,8 +37,8 @@ def check_kernel_on_cluster(job: Job, config: PretrainedConfig, cluster: Cluster
         RecipeError: see ``check_kernel``.
     """
 
-    def machine() -> kernels.Machine:
-        machines: list[kernels.Machine] = cluster.apply(machine_of, torch.device("cuda"))
+    def machine() -> KernelSupport:
+        machines: list[KernelSupport] = cluster.apply(kernel_support, torch.device("cuda"))
         return machines[0]
 
     check_kernel(job.recipe, config, job.tokens, cluster.device_type, machine)

@@ -19,7 +19,7 @@ from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import read_source
-from lab.techniques.attention.kernels import machine_of
+from lab.techniques.attention.kernels import kernel_support
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
 from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
 from lab.training.train_loop import CheckpointSettings, StepRecord, train_on_this_rank
@@ -95,7 +95,7 @@ def train(
     source = read_source(job, settings, config.vocab_size)
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
-        check_kernel(job.recipe, config, job.tokens, device.type, lambda: machine_of(device))
+        check_kernel(job.recipe, config, job.tokens, device.type, lambda: kernel_support(device))
     manifest = Manifest(
         config=config_document(config),
         text=digest(source),
