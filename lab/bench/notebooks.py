@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import nbformat
 
 from lab.bench.table import Row, Say
-from lab.jupyter.executing import Outcome, execute_one, find
+from lab.jupyter.executing import Outcome, execute_one, find_notebooks
 
 FACT = "# NBVAL_CHECK_OUTPUT"
 """The first line of a cell that prints the same on every machine."""
@@ -25,7 +25,7 @@ def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:
     Raises:
         NotebookError: no such notebook.
     """
-    notebooks = find(names)
+    notebooks = find_notebooks(names)
     outcomes: list[list[Outcome]] = [[] for _ in notebooks]
     changes: list[list[str]] = [[] for _ in notebooks]
     with TemporaryDirectory() as folder:
