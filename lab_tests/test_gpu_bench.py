@@ -86,7 +86,7 @@ def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
 
     rows, notes = noted(tmp_path)
     assert [row["name"] for row in rows] == [item.name for item in FEW[1:]]
-    assert notes == [f"{file} ends within a line: that line is dropped"]
+    assert notes == [f"{file} ends within a line: that line is removed"]
     assert file.read_bytes().startswith(before)
     assert read_lines(file, pytest.fail)[1:] == rows
     for row in rows:

@@ -21,7 +21,7 @@ import torch
 
 from cluster.errors import ClusterError
 from cluster.watchdog import watched
-from lab.bench.lines import Note, appending, read_lines
+from lab.bench.lines import Note, append_lines, read_lines
 from lab.bench.table import Say
 from lab.errors import LabError
 from lab.units import Ki, Mi, format_tokens
@@ -194,7 +194,7 @@ def measure_gpu(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"{out} cannot be made: {error.strerror}") from error
-    with appending(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
+    with append_lines(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         found = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
         own = [row for row in found if row.get("machine") == named and row.get("torch") == torch.__version__]
         done = {row.get("name") for row in own if not row.get("ended")}

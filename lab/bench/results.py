@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lab.bench.gpu import ITEMS, Item
 from lab.bench.lines import Note, read_lines
-from lab.bench.table import printed
+from lab.bench.table import table_text
 from lab.units import GiB
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
@@ -56,7 +56,7 @@ def _table(by_item: dict[str, dict[str, Any]], items: Sequence[Item]) -> str:
         table.add_row(item.name + mark, *_cells(by_item.get(item.name)))
     marks = [""] if len(versions) == 1 else [f"({number}) " for number in range(1, len(versions) + 1)]
     lines = (f"  {mark}with {version}" for mark, version in zip(marks, versions, strict=True))
-    return "\n".join([printed(table), *lines])
+    return "\n".join([table_text(table), *lines])
 
 
 def _software(row: dict[str, Any]) -> str:
