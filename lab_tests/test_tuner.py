@@ -23,8 +23,8 @@ from lab.recipe.ladder import RUNGS, ladder, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.show.tuner import widget as tuner_widget
 from lab.show.tuner.choices import choices
-from lab.show.tuner.estimate import Predicted, Refused, _parts, predict
-from lab.show.tuner.scaled_down import TILES_AT_MOST, shrunk
+from lab.show.tuner.estimate import Refusal, StateEstimate, _parts, estimate_state
+from lab.show.tuner.scaled_down import MOST_TILES, scale_down
 from lab.show.tuner.state import TILES, State
 from lab.units import GiB, Ki, Mi, MiB
 
@@ -34,9 +34,9 @@ def small(recipe: str | Recipe = "upipe", **settings: Any) -> tuner_widget.Tuner
     return lab.show.tuner("tiny", recipe, **given)
 
 
-def shown(tuner: tuner_widget.Tuner) -> Predicted:
-    assert isinstance(tuner.predicted, Predicted)
-    return tuner.predicted
+def shown(tuner: tuner_widget.Tuner) -> StateEstimate:
+    assert isinstance(tuner.estimate, StateEstimate)
+    return tuner.estimate
 
 
 # ---- what is drawn -------------------------------------------------------------------------------------
@@ -71,11 +71,11 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     tuner = small()
     for name, value in (("mlp_tile", None), ("offload", "none")):
         saved = shown(tuner).saves[name]
-        moved = tuner.state.moved(name, value)
-        found = predict(moved)
-        assert isinstance(found, Predicted)
+        moved = tuner.state.with_value(name, value)
+        found = estimate_state(moved)
+        assert isinstance(found, StateEstimate)
         assert found.device == shown(tuner).device + saved
-    tuner.move("mlp_tile", None)
+    tuner.change("mlp_tile", None)
     assert "mlp_tile" not in shown(tuner).saves
 
 
@@ -152,11 +152,11 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
     panel = tuner.panel.shown
     assert (panel["verdict"], panel["words"]) == ("illegal", str(refused.value))
     assert "these work: 8, 16, 32" in panel["words"]
-    assert panel["mends"] == ["head chunk 16"]
+    assert panel["suggestions"] == ["head chunk 16"]
     assert panel["texts"] == ["", ""]
     assert tuner.plan_button.disabled
     assert tuner.run_button.disabled
-    tuner.panel._handle_custom_msg({"mend": 0}, [])
+    tuner.panel._handle_custom_msg({"suggestion": 0}, [])
     assert tuner.recipe == recipe_for("upipe", "llama3-8b", 8, 3 * Mi, head_chunk=16)
     assert tuner.knobs.by_name["head_chunk"].value == 16
     assert not tuner.plan_button.disabled
@@ -165,17 +165,17 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
 def test_the_knob_that_was_moved_is_mended_first() -> None:
     tuner = lab.show.tuner("llama3-8b", ranks=8)
     tuner.knobs.by_name["checkpoint"].value = False
-    assert tuner.panel.shown["mends"] == ["checkpoint on", "offload none"]
-    tuner.mend(1)
+    assert tuner.panel.shown["suggestions"] == ["checkpoint on", "offload none"]
+    tuner.accept(1)
     assert (tuner.recipe.checkpoint, tuner.recipe.offload) == (False, "none")
-    tuner.move("offload", "inputs")
-    assert tuner.panel.shown["mends"] == ["offload none", "checkpoint on"]
+    tuner.change("offload", "inputs")
+    assert tuner.panel.shown["suggestions"] == ["offload none", "checkpoint on"]
 
 
 def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
     tuner = small()
-    tuner.move("tokens", "2K")
-    tuner.move("ulysses", 2)
+    tuner.change("tokens", "2K")
+    tuner.change("ulysses", 2)
     before = tuner.state
     assert (before.tokens, tuner.recipe.ulysses, tuner.recipe.head_chunk) == (2048, 2, 2)
     for name, value, said in (
@@ -186,16 +186,16 @@ def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
         ("device_memory", "much", "'much' is not an amount of memory"),
     ):
         with pytest.raises(LabError, match=said):
-            tuner.move(name, value)
+            tuner.change(name, value)
     assert tuner.state == before
 
 
 def test_ranks_that_a_degree_by_hand_forbids_are_mended_to_others() -> None:
     tuner = lab.show.tuner("llama3-8b", Recipe(fsdp=True, ulysses=4, head_chunk=8), ranks=8)
-    tuner.move("ranks", 6)
+    tuner.change("ranks", 6)
     assert "on 6 ranks" in tuner.panel.shown["words"]
-    assert tuner.panel.shown["mends"] == ["ranks 4"]
-    tuner.mend(0)
+    assert tuner.panel.shown["suggestions"] == ["ranks 4"]
+    tuner.accept(0)
     assert tuner.recipe.ulysses == tuner.state.ranks == 4
 
 
@@ -293,7 +293,7 @@ def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -
     tuner.plan()
     assert made.wait(60)
     # The kernel is free: while it is planned the reader moves on.
-    tuner.move("head_chunk", 8)
+    tuner.change("head_chunk", 8)
     # A second click, that the page sent before it heard that the buttons are off, starts nothing.
     assert tuner.plan_button.disabled
     tuner.run()
@@ -305,8 +305,8 @@ def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert planned["name"].startswith("plan of an earlier setting")
     assert "Planned: " not in tuner.panel.shown["note"]
     # Back where it was made for it holds again; another device has no part in a plan.
-    tuner.move("head_chunk", 4)
-    tuner.move("device_memory", 32 * MiB)
+    tuner.change("head_chunk", 4)
+    tuner.change("device_memory", 32 * MiB)
     assert not tuner.panel.shown["bars"][1]["stale"]
 
 
@@ -324,20 +324,20 @@ def test_what_goes_wrong_in_the_background_is_said(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
     state = lab.show.tuner("llama3-8b", tokens="4M", ranks=8, head_chunk=16, mlp_tile=256 * Ki).state
-    found = shrunk(state, 4)
+    found = scale_down(state, 4)
     small_, big = found.state.recipe, state.recipe
     assert (found.state.model, found.state.ranks, found.state.tokens) == ("tiny", 4, 2048)
     assert small_.head_chunk == big.head_chunk  # of as many heads
     # Half of a rank's tokens, as it was; and the fewest that a tile may have.
-    assert (small_.mlp_tile, small_.norm_tile) == (256, 512 // TILES_AT_MOST)
+    assert (small_.mlp_tile, small_.norm_tile) == (256, 512 // MOST_TILES)
     assert (small_.checkpoint, small_.offload, small_.fsdp) == (True, "inputs", True)
     said = {"model llama3-8b → tiny", "ranks 8 → 4", "context 4M → 2K", "MLP tile 256K → 256"}
     assert said <= {*found.changes}
     # A third of 24 heads: of 32 the nearest that divides them.
-    assert shrunk(lab.show.tuner("llama3.2-3b", ranks=8).state, 2).state.recipe.head_chunk == 8
+    assert scale_down(lab.show.tuner("llama3.2-3b", ranks=8).state, 2).state.recipe.head_chunk == 8
     as_it_stands = small().state
-    assert shrunk(as_it_stands, 4).state.recipe == as_it_stands.recipe
-    assert shrunk(as_it_stands, 4).changes == ()
+    assert scale_down(as_it_stands, 4).state.recipe == as_it_stands.recipe
+    assert scale_down(as_it_stands, 4).changes == ()
 
 
 @pytest.mark.slow
@@ -347,13 +347,13 @@ def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -
     assert tuner.run_button.disabled
     tuner.wait()
     assert tuner.ran is not None, tuner.status.value
-    assert tuner.ran.training.recipe == shrunk(tuner.state, 4).state.recipe
+    assert tuner.ran.training.recipe == scale_down(tuner.state, 4).state.recipe
     assert tuner.ran.complete
     assert "model llama3-8b → tiny, ranks 8 → 4, context 1M → 2K" in tuner.status.value
-    (image,) = tuner.place.children
+    (image,) = tuner.run_box.children
     assert bytes(image.value).startswith(b"\x89PNG")
-    said = predict(shrunk(tuner.state, 4).state)
-    assert isinstance(said, Predicted)
+    said = estimate_state(scale_down(tuner.state, 4).state)
+    assert isinstance(said, StateEstimate)
     assert tuner.ran.timelines[0].device_peak == pytest.approx(said.device, rel=0.01)
 
 
@@ -376,7 +376,7 @@ lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
     assert len(output.data["image/png"]) > 5000
     first, *rows = output.data["text/plain"].splitlines()
     tuner = lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
-    assert first == shown(tuner).words
+    assert first == shown(tuner).text
     assert len(rows) == len(shown(tuner).by_category) + 2 + len(shown(tuner).saves)
 
 
@@ -386,7 +386,7 @@ def test_an_illegal_beginning_is_words_alone() -> None:
     assert "image/png" not in bundle
     assert bundle["text/plain"].startswith("illegal: head_chunk=6: ")
     assert bundle["text/plain"].endswith("would work: head chunk 4")
-    assert isinstance(tuner.predicted, Refused)
+    assert isinstance(tuner.estimate, Refusal)
 
 
 def test_the_ladder_below_a_rung_is_not_asked_what_the_rungs_above_allow() -> None:

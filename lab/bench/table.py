@@ -19,8 +19,8 @@ Say = Callable[[str], None]
 def rows_text(rows: Sequence[Row], *, as_json: bool) -> str:
     """Return rows as a table or as JSON.
 
-    The columns are the names in the first row. A missing figure is a dash. Each value of "machine", which says
-    where a row was measured, is printed once below the table.
+    The columns are the names in the first row. A missing figure is a dash. Each value of "machine", where a
+    row was measured, is printed once below the table.
     """
     if as_json:
         return json.dumps([dict(row) for row in rows], indent=2)
