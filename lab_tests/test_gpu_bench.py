@@ -290,7 +290,7 @@ def test_compiling_is_measured_where_the_row_is(monkeypatch):
         devices.append(device)
         return [{"tile of": "norm", "compiled / not": 0.5}]
 
-    monkeypatch.setattr("lab.bench.compiled.compiled", compiled)
+    monkeypatch.setattr("lab.bench.compiled.measure_tiles", compiled)
     for where in ("cpu", "cuda"):
         assert gpu_row.figures(Item("compile", 1), where)["norm compiled / not"] == 0.5
     assert devices == ["cpu", "cuda"]
