@@ -48,9 +48,9 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     found = estimate(config, tuner.recipe, tokens=5 * Mi, ranks=8)
     assert shown(tuner).device == found.device_peak + fixed_workspace(8)
     assert shown(tuner).host == 8 * found.host_peak > 0
-    bar = tuner.panel.shown["bars"][0]
+    bar = tuner.panel.content["bars"][0]
     assert sum(bar["sizes"].values()) == shown(tuner).device
-    assert tuner.panel.shown["limit"] == 80 * GiB
+    assert tuner.panel.content["limit"] == 80 * GiB
     without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
     assert shown(without).device == found.device_peak
     assert "workspace" not in shown(without).by_category
@@ -90,8 +90,8 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
 )
 def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
     tuner = small(device_memory=int(shown(small()).device * device), host_memory=host)
-    assert tuner.panel.shown["verdict"] == verdict, tuner.panel.shown["words"]
-    assert tuner.panel.shown["words"].startswith(words)
+    assert tuner.panel.content["verdict"] == verdict, tuner.panel.content["words"]
+    assert tuner.panel.content["words"].startswith(words)
 
 
 # ---- moves ---------------------------------------------------------------------------------------------
@@ -106,14 +106,14 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
     monkeypatch.setattr("lab.planning.fake_step.fake_step", refuse)
     monkeypatch.setattr(tuner_widget, "plan", refuse)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
-    drawn = [tuner.panel.shown]
+    drawn = [tuner.panel.content]
     for name, value in (
         ("head_chunk", 16), ("mlp_tile", 64 * Ki), ("norm_tile", 0), ("loss_tile", 1024), ("offload", "none"),
         ("checkpoint", False), ("tokens", Mi), ("ranks", 16), ("device_memory", 141 * GiB),
         ("model", "llama3-70b"), ("rung", "tiling"),
     ):  # fmt: skip
         tuner.knobs.by_name[name].value = value
-        drawn.append(tuner.panel.shown)
+        drawn.append(tuner.panel.content)
     assert all(before != after for before, after in pairwise(drawn))
     assert tuner.state == State(
         model="llama3-70b", config=tuner.state.config, rung="tiling", tokens=Mi, ranks=16, by_hand={},
@@ -149,7 +149,7 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
     tuner.knobs.by_name["head_chunk"].value = 24
     with pytest.raises(RecipeError) as refused:
         _ = tuner.recipe
-    panel = tuner.panel.shown
+    panel = tuner.panel.content
     assert (panel["verdict"], panel["words"]) == ("illegal", str(refused.value))
     assert "these work: 8, 16, 32" in panel["words"]
     assert panel["suggestions"] == ["head chunk 16"]
@@ -165,11 +165,11 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
 def test_the_knob_that_was_moved_is_mended_first() -> None:
     tuner = lab.show.tuner("llama3-8b", ranks=8)
     tuner.knobs.by_name["checkpoint"].value = False
-    assert tuner.panel.shown["suggestions"] == ["checkpoint on", "offload none"]
+    assert tuner.panel.content["suggestions"] == ["checkpoint on", "offload none"]
     tuner.accept(1)
     assert (tuner.recipe.checkpoint, tuner.recipe.offload) == (False, "none")
     tuner.change("offload", "inputs")
-    assert tuner.panel.shown["suggestions"] == ["offload none", "checkpoint on"]
+    assert tuner.panel.content["suggestions"] == ["offload none", "checkpoint on"]
 
 
 def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
@@ -193,8 +193,8 @@ def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
 def test_ranks_that_a_degree_by_hand_forbids_are_mended_to_others() -> None:
     tuner = lab.show.tuner("llama3-8b", Recipe(fsdp=True, ulysses=4, head_chunk=8), ranks=8)
     tuner.change("ranks", 6)
-    assert "on 6 ranks" in tuner.panel.shown["words"]
-    assert tuner.panel.shown["suggestions"] == ["ranks 4"]
+    assert "on 6 ranks" in tuner.panel.content["words"]
+    assert tuner.panel.content["suggestions"] == ["ranks 4"]
     tuner.accept(0)
     assert tuner.recipe.ulysses == tuner.state.ranks == 4
 
@@ -272,11 +272,11 @@ def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() ->
     tuner.wait()
     assert tuner.planned is not None
     assert tuner.planned.recipe == tuner.recipe
-    closed, planned = tuner.panel.shown["bars"]
+    closed, planned = tuner.panel.content["bars"]
     assert sum(planned["sizes"].values()) == tuner.planned.device_peak
     assert sum(closed["sizes"].values()) == pytest.approx(tuner.planned.device_peak, rel=0.01)
     assert not planned["stale"]
-    assert "Planned: " in tuner.panel.shown["note"]
+    assert "Planned: " in tuner.panel.content["note"]
     assert not tuner.plan_button.disabled
 
 
@@ -300,14 +300,14 @@ def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -
     go.set()
     tuner.wait()
     assert tuner.ran is None
-    planned = tuner.panel.shown["bars"][1]
+    planned = tuner.panel.content["bars"][1]
     assert planned["stale"]
     assert planned["name"].startswith("plan of an earlier setting")
-    assert "Planned: " not in tuner.panel.shown["note"]
+    assert "Planned: " not in tuner.panel.content["note"]
     # Back where it was made for it holds again; another device has no part in a plan.
     tuner.change("head_chunk", 4)
     tuner.change("device_memory", 32 * MiB)
-    assert not tuner.panel.shown["bars"][1]["stale"]
+    assert not tuner.panel.content["bars"][1]["stale"]
 
 
 def test_what_goes_wrong_in_the_background_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,26 +216,26 @@ def measure_gpu(
         ended = Counter(row.get("name") for row in own if row.get("ended"))
         done |= {name for name, times in ended.items() if times >= TRIES}
         for item in items:
-            sized = item if where == "cuda" else item.small()
+            scaled = item if where == "cuda" else item.small()
             left = deadline - time.monotonic()
-            if item.name in done or sized.seconds > left:
+            if item.name in done or scaled.seconds > left:
                 continue
-            say(f"{item.name}, about {sized.seconds:.0f} s; {left / 60:.1f} min left")
-            limit = max(PATIENCE * sized.seconds, LEAST_SECONDS)
+            say(f"{item.name}, about {scaled.seconds:.0f} s; {left / 60:.1f} min left")
+            limit = max(PATIENCE * scaled.seconds, LEAST_SECONDS)
             start = time.monotonic()
-            figures = _in_a_process(sized, where, min(limit, left))
+            figures = _in_a_process(scaled, where, min(limit, left))
             seconds = time.monotonic() - start
             if figures is None and left < limit:
                 break
             if figures is None:
                 figures = {
-                    "failed": f"it took more than {limit:.0f} s, where {sized.seconds:.0f} s were expected",
+                    "failed": f"it took more than {limit:.0f} s, where {scaled.seconds:.0f} s were expected",
                     "ended": True,
                 }
             if figures.get("error") == ClusterError.__name__:
                 note(f"{item.name} stays missing: {figures['failed']}")
                 continue
-            fields = asdict(sized) | {"name": item.name, "machine": name, "knobs": dict(sized.knobs)}
+            fields = asdict(scaled) | {"name": item.name, "machine": name, "knobs": dict(scaled.knobs)}
             fields["torch"] = torch.__version__
             expected = fields.pop("seconds")
             row = {**fields, "expected": expected, "took": seconds, **figures}
@@ -257,8 +257,16 @@ def row_text(row: dict[str, Any]) -> str:
     """Return a row in one line: its name, and its error or its most important figures."""
     if row.get("failed"):
         return f"{row['name']}: failed: {row['failed']}"
-    shown = ("seconds", "plan_over_measured", "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s")
-    figures = (f"{name} {row[name]:.4g}" for name in shown if isinstance(row.get(name), int | float))
+    columns = (
+        "seconds",
+        "plan_over_measured",
+        "TFLOP/s",
+        "/ matmul",
+        "worst error",
+        "worst",
+        "to host GB/s",
+    )
+    figures = (f"{name} {row[name]:.4g}" for name in columns if isinstance(row.get(name), int | float))
     first = " in a first step" if row.get("timed_steps") == 0 else ""
     return f"{row['name']}: {', '.join(figures) or 'done'}{first}"
 

@@ -69,9 +69,9 @@ class Point:
 
 def _measure(setting: Setting, cluster: Cluster, steps: int) -> Point:
     recipe = recipe_for(setting.rung, MODEL, setting.ranks, setting.tokens)
-    measured = run(MODEL, recipe, tokens=setting.tokens, steps=steps + 1, cluster=cluster)
+    result = run(MODEL, recipe, tokens=setting.tokens, steps=steps + 1, cluster=cluster)
     formula = estimate(config_of(MODEL), recipe, tokens=setting.tokens, ranks=setting.ranks)
-    return Point(setting, median(measured.seconds[1:]), measured.device_peak, formula.device_peak)
+    return Point(setting, median(result.seconds[1:]), result.device_peak, formula.device_peak)
 
 
 def compare_points(over: str, points: Sequence[Point]) -> Iterator[Row]:

@@ -66,11 +66,11 @@ def rows(
 
     Numbers that were not reported are included.
     """
-    wanted = {"what": what, "model": model, "ranks": ranks, "method": method}
+    properties = {"what": what, "model": model, "ranks": ranks, "method": method}
     return [
         row
         for row in _all()
-        if all(value is None or getattr(row, name) == value for name, value in wanted.items())
+        if all(value is None or getattr(row, name) == value for name, value in properties.items())
     ]
 
 

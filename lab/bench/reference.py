@@ -89,8 +89,8 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
             if parameter.ndim == 1:
                 parameter.add_(1.0)
     # A plan has fake tensors, for which ``to`` fails.
-    built: PreTrainedModel = model if dtype == torch.float64 else model.to(dtype)
-    return built
+    result: PreTrainedModel = model if dtype == torch.float64 else model.to(dtype)
+    return result
 
 
 def exact_rotary(model: nn.Module) -> nn.Module:

@@ -54,8 +54,8 @@ def timeline(
     Raises:
         LabError: There is nothing to draw.
     """
-    title, named = _panels(measured)
-    timelines = tuple(named.values())
+    title, by_name = _panels(measured)
+    timelines = tuple(by_name.values())
     plan = planned if isinstance(planned, Timeline) or planned is None else planned.timeline
     columns = 1 if isinstance(measured, Mapping) else columns_for(len(timelines))
     rows = ceil(len(timelines) / columns)
@@ -69,7 +69,7 @@ def timeline(
             squeeze=False,
             gridspec_kw={"height_ratios": [1, 0.22][:lanes] * rows},
         )
-        for number, (name, one) in enumerate(named.items()):
+        for number, (name, one) in enumerate(by_name.items()):
             row, column = divmod(number, columns)
             axes = grid[row * lanes, column]
             panel = make_panel(one, over, 1 / columns)
@@ -83,7 +83,7 @@ def timeline(
         _align_axes(grid.tolist(), timelines, lanes, over, plan)
         marks = _legend(lanes, plan)
         draw_header(figure, title, list(marks.values()), list(marks))
-    return Picture(figure, _text(title, named, plan))
+    return Picture(figure, _text(title, by_name, plan))
 
 
 def columns_for(panels: int) -> int:
@@ -95,17 +95,19 @@ def _panels(measured: TimelineSource) -> tuple[str, dict[str, Timeline]]:
     """Return the title, and the timelines by the names of their panels."""
     if isinstance(measured, Mapping):
         # The timelines were measured at different times, and are compared from their beginnings.
-        named = {name: replace(one, seconds=one.seconds - one.seconds[:1]) for name, one in measured.items()}
+        by_name = {
+            name: replace(one, seconds=one.seconds - one.seconds[:1]) for name, one in measured.items()
+        }
     elif isinstance(measured, Timeline):
-        named = {"": measured}
+        by_name = {"": measured}
     elif isinstance(measured, HasTimelines):
         ranks = measured.timelines
-        named = {f"rank {rank}" if len(ranks) > 1 else "": one for rank, one in enumerate(ranks)}
+        by_name = {f"rank {rank}" if len(ranks) > 1 else "": one for rank, one in enumerate(ranks)}
     else:
-        named = {"": measured.timeline}
-    if not named or not all(map(len, named.values())):
+        by_name = {"": measured.timeline}
+    if not by_name or not all(map(len, by_name.values())):
         raise LabError("this timeline has no rows: nothing was measured")
-    return getattr(measured, "title", ""), named
+    return getattr(measured, "title", ""), by_name
 
 
 def _write_title(axes: Axes, name: str, peak: Moment, characters: int) -> None:
@@ -176,9 +178,9 @@ def _legend(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
     return marks
 
 
-def _text(title: str, named: Mapping[str, Timeline], plan: Timeline | None) -> str:
+def _text(title: str, by_name: Mapping[str, Timeline], plan: Timeline | None) -> str:
     peaks = []
-    for name, peak in ((name, one.peak) for name, one in named.items()):
+    for name, peak in ((name, one.peak) for name, one in by_name.items()):
         peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({peak_text(peak)})".lstrip())
     planned = [f"planned peak {format_bytes(plan.device_peak)}"] if plan else []
     return f"Memory timeline{f' of {title}' if title else ''}: {'; '.join([*peaks, *planned])}."

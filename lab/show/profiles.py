@@ -48,9 +48,9 @@ def profile(
     spent = profile.spent(by)
     if lanes < 1 or not spent:
         raise LabError(f"lanes={lanes} of {len(spent)}: at least one lane, and a step in which operators ran")
-    shown = spent[:lanes]
+    longest = spent[:lanes]
     panel = make_panel(profile.last, "seconds", 1.0)
-    bars = {s.name: _bars(profile, by, {s.name}) for s in shown}
+    bars = {s.name: _bars(profile, by, {s.name}) for s in longest}
     rest = {s.name for s in islice(spent, lanes, None)}
     if rest:
         bars[f"{len(rest)} others"] = _bars(profile, by, rest)
@@ -74,8 +74,8 @@ def profile(
         below.set_xticks([first + tick for tick in _ticks(profile.seconds)])
         below.set_xlabel("seconds")
         draw_header(figure, title, [Patch(color=COLOURS[name]) for name in CATEGORIES], CATEGORIES)
-    longest = ", ".join(f"{s.name} {format_seconds(s.seconds)} in {s.calls} calls" for s in shown[:3])
-    text = f"{title or 'A profiled step'}: {format_seconds(profile.seconds)}, most by {by} in {longest}"
+    most = ", ".join(f"{s.name} {format_seconds(s.seconds)} in {s.calls} calls" for s in longest[:3])
+    text = f"{title or 'A profiled step'}: {format_seconds(profile.seconds)}, most by {by} in {most}"
     return Picture(figure, f"{text}; peak {format_bytes(peak.device)} in {peak_text(peak)}.")
 
 

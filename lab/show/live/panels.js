@@ -4,8 +4,8 @@ const LANE_GAP = 8;
 
 // The places of the panels of the shown ranks, and the ends of their axes, which hidden ranks count for too.
 function arrange(store, width, height, hidden) {
-  const shown = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
-  const count = shown.length;
+  const visible = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
+  const count = visible.length;
   const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), Math.floor(width / 190)));
   const rows = Math.ceil(count / columns);
   const [left, right, below, title, gap] = [56, 14, 20, 22, 18];
@@ -13,7 +13,7 @@ function arrange(store, width, height, hidden) {
   const down = (height - below - LANE_GAP * (rows - 1)) / rows;
   const host = largest(store, (row) => row.host);
   const lane = host > 0 ? Math.max(14, Math.round(0.17 * (down - title))) : 0;
-  const panels = shown.map(({ rank, number }, n) => ({
+  const panels = visible.map(({ rank, number }, n) => ({
     rank,
     name: `rank ${number}`,
     x: Math.round(left + (n % columns) * (across + gap)),
@@ -32,15 +32,15 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
   const { x, y, width, height, rank } = panel;
   const floor = y + height;
   const up = (bytes) => floor - (bytes / scale.bytes) * (height - STRIP);
-  panel.shown = byColumn(rank.rows, scale.seconds, Math.round(width * ratio));
-  const runs = phaseRuns(panel.shown, ratio);
+  panel.columns = byColumn(rank.rows, scale.seconds, Math.round(width * ratio));
+  const runs = phaseRuns(panel.columns, ratio);
   drawTitle(pen, panel);
   for (const run of runs) drawPhase(pen, panel, run, names[run.phase], look.tints[names[run.phase]]);
   drawByteTicks(pen, panel, scale.bytes, up, ratio);
   // From the whole stack down to its lowest part, each painted over the one before, so that no gaps are seen.
   for (let parts = look.categories.length; parts > 0; parts--) {
-    const held = (row) => up(row.held.subarray(0, parts).reduce((a, b) => a + b, 0));
-    fillArea(pen, panel, floor, held, look.categories[parts - 1][1], ratio);
+    const height = (row) => up(row.sizes.subarray(0, parts).reduce((a, b) => a + b, 0));
+    fillArea(pen, panel, floor, height, look.categories[parts - 1][1], ratio);
   }
   runs.forEach((run, n) => {
     if (n === 0 || run.step === runs[n - 1].step) return;
@@ -58,9 +58,9 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
 }
 
 // The intervals of columns in one phase of one step.
-function phaseRuns(shown, ratio) {
+function phaseRuns(columns, ratio) {
   const runs = [];
-  shown.forEach((row, column) => {
+  columns.forEach((row, column) => {
     const run = runs.at(-1);
     if (!row) return;
     if (run && run.phase === row.phase && run.step === row.step) run.end = (column + 1) / ratio;
@@ -118,12 +118,12 @@ function fillArea(pen, panel, floor, height, colour, ratio) {
   pen.fillStyle = colour;
   pen.beginPath();
   pen.moveTo(panel.x, floor);
-  panel.shown.forEach((row, column) => {
+  panel.columns.forEach((row, column) => {
     const at = row ? height(row) : floor;
     pen.lineTo(panel.x + column / ratio, at);
     pen.lineTo(panel.x + (column + 1) / ratio, at);
   });
-  pen.lineTo(panel.x + panel.shown.length / ratio, floor);
+  pen.lineTo(panel.x + panel.columns.length / ratio, floor);
   pen.fill();
   pen.restore();
 }

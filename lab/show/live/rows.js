@@ -38,8 +38,8 @@ function receive(store, message, buffer) {
   const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
   for (let start = 0; start < numbers.length; start += WIDTH) {
     const [seconds, , , , , , host, phase, module, op, step] = numbers.subarray(start, start + WIDTH);
-    const held = numbers.subarray(start + 1, start + 6);
-    const row = { seconds, held, total: held.reduce((a, b) => a + b), host, phase, module, op, step };
+    const sizes = numbers.subarray(start + 1, start + 6);
+    const row = { seconds, sizes, total: sizes.reduce((a, b) => a + b), host, phase, module, op, step };
     if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
     rank.rows.push(row);
   }
@@ -49,16 +49,16 @@ function receive(store, message, buffer) {
 // Each interval of time keeps its highest row and its last row.
 function thin(rows, intervals) {
   const interval = (row) => Math.floor((row.seconds / (rows.at(-1).seconds || 1)) * intervals);
-  const kept = [];
+  const selected = [];
   let highest = null;
   rows.forEach((row, n) => {
     if (!highest || row.total > highest.total) highest = row;
     if (n + 1 < rows.length && interval(rows[n + 1]) === interval(row)) return;
-    if (highest !== row) kept.push(highest);
-    kept.push(row);
+    if (highest !== row) selected.push(highest);
+    selected.push(row);
     highest = null;
   });
-  return kept;
+  return selected;
 }
 
 function largest(store, value) {
@@ -71,7 +71,7 @@ function highestPeak(store) {
 
 // The row that each of `count` pixel columns shows: its highest row, or the last row before it.
 function byColumn(rows, seconds, count) {
-  const shown = [];
+  const columns = [];
   let last = null;
   let n = 0;
   for (let column = 0; column < count && n < rows.length; column++) {
@@ -81,7 +81,7 @@ function byColumn(rows, seconds, count) {
       last = rows[n];
       if (!highest || last.total > highest.total) highest = last;
     }
-    shown.push(highest);
+    columns.push(highest);
   }
-  return shown;
+  return columns;
 }

@@ -91,7 +91,7 @@ class View {
     if (!this.pointer) return;
     const [x, y] = this.pointer;
     const under = panels.find((p) => x >= p.x && x < p.x + p.width && y >= p.y - 20 && y < p.y + p.height + p.lane + 8);
-    const row = under?.shown[Math.floor((x - under.x) * ratio)];
+    const row = under?.columns[Math.floor((x - under.x) * ratio)];
     if (!row) return;
     for (const panel of panels) fill(pen, 0.6, panel.x + x - under.x, panel.y, 1 / ratio, panel.height);
     const { names } = this.store;
@@ -102,7 +102,7 @@ class View {
       if (text) add(this.readout, "div").textContent = text;
     }
     this.look.categories.forEach(([category, colour], n) => {
-      swatch(line(this.readout, "", formatBytes(row.held[n])), category, colour);
+      swatch(line(this.readout, "", formatBytes(row.sizes[n])), category, colour);
     });
     line(this.readout, "device", formatBytes(row.total), "lab-live-total");
     if (scale.host) swatch(line(this.readout, "", formatBytes(row.host)), "host", this.look.host);

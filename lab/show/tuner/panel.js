@@ -9,31 +9,31 @@ class Panel {
     this.verdict = add(this.root, "div", "lab-tuner-verdict");
     this.verdict.setAttribute("aria-live", "polite");
     this.suggestions = add(this.root, "div", "lab-tuner-suggestions");
-    this.drawn = add(this.root, "div", "lab-tuner-drawn");
-    this.bars = ["closed form", "plan"].map((name) => new Bar(this.drawn, name, look));
-    this.host = new Bar(this.drawn, "host", look);
-    this.legend = add(this.drawn, "div", "lab-tuner-legend");
+    this.chart = add(this.root, "div", "lab-tuner-chart");
+    this.bars = ["closed form", "plan"].map((name) => new Bar(this.chart, name, look));
+    this.host = new Bar(this.chart, "host", look);
+    this.legend = add(this.chart, "div", "lab-tuner-legend");
     this.note = add(this.root, "div", "lab-tuner-note");
     this.texts = ["Python", "shell"].map((name) => new Copied(this.root, name));
   }
 
-  draw(shown) {
-    this.root.dataset.verdict = shown.verdict;
-    this.verdict.textContent = shown.words;
-    this.note.textContent = shown.note;
+  draw(content) {
+    this.root.dataset.verdict = content.verdict;
+    this.verdict.textContent = content.words;
+    this.note.textContent = content.note;
     this.suggestions.replaceChildren();
-    shown.suggestions.forEach((words, n) => {
+    content.suggestions.forEach((words, n) => {
       const button = add(this.suggestions, "button");
       button.textContent = `Set ${words}`;
       button.addEventListener("click", () => this.accept(n));
     });
-    this.texts.forEach((text, n) => text.show(shown.texts[n]));
+    this.texts.forEach((text, n) => text.show(content.texts[n]));
     // An illegal combination has no bytes: the last bars stay, pale.
-    if (!shown.bars.length) return;
-    this.bars.forEach((bar, n) => bar.show(shown.bars[n], shown.limit, shown.scale));
-    this.host.show(shown.host, shown.host?.limit, shown.host?.scale);
+    if (!content.bars.length) return;
+    this.bars.forEach((bar, n) => bar.show(content.bars[n], content.limit, content.scale));
+    this.host.show(content.host, content.host?.limit, content.host?.scale);
     this.legend.replaceChildren();
-    for (const [category, bytes, parts] of shown.legend) {
+    for (const [category, bytes, parts] of content.legend) {
       swatch(add(this.legend, "span", "lab-tuner-category"), category, this.look[category]);
       add(this.legend, "span", "lab-tuner-bytes").textContent = bytes;
       add(this.legend, "span", "lab-tuner-parts").textContent = parts;
@@ -108,9 +108,9 @@ class Copied {
 export default {
   render({ model, el }) {
     const panel = new Panel(el, model.get("look"), (n) => model.send({ suggestion: n }));
-    const draw = () => panel.draw(model.get("shown"));
-    model.on("change:shown", draw);
+    const draw = () => panel.draw(model.get("content"));
+    model.on("change:content", draw);
     draw();
-    return () => model.off("change:shown", draw);
+    return () => model.off("change:content", draw);
   },
 };

@@ -25,12 +25,12 @@ LONGEST = 3
 
 
 class Panel(anywidget.AnyWidget):
-    """The part of the page that draws ``shown`` whenever it changes."""
+    """The part of the page that draws ``content`` whenever it changes."""
 
     _esm = join_files("page.js", "tuner/panel.js")
     _css = join_files("page.css", "tuner/panel.css")
     look = traitlets.Dict(COLOURS).tag(sync=True)
-    shown = traitlets.Dict().tag(sync=True)
+    content = traitlets.Dict().tag(sync=True)
 
 
 def panel_content(
@@ -44,7 +44,7 @@ def panel_content(
         plan: The last plan, which is shown below the estimate.
         current: Whether the plan is one of this state; if not, the panel says so.
     """
-    shown = {
+    content = {
         "verdict": estimate.verdict,
         "words": estimate.text,
         "bars": [],
@@ -53,7 +53,7 @@ def panel_content(
         "suggestions": [],
     }
     if isinstance(estimate, Refusal):
-        return {**shown, "suggestions": [suggestion.text for suggestion in estimate.suggestions]}
+        return {**content, "suggestions": [suggestion.text for suggestion in estimate.suggestions]}
     scale = state.device_memory * AXIS_END
     planned = plan.device_peak if plan is not None else 0
     scale = max(scale, min(max(estimate.device, planned) * 1.02, state.device_memory * LONGEST))
@@ -63,7 +63,7 @@ def panel_content(
         stale = "" if current else "plan of an earlier setting; Plan again for this one"
         bars.append(_bar(stale or name, plan.peak.by_category, scale, "", stale=not current))
     return {
-        **shown,
+        **content,
         "bars": bars,
         "limit": state.device_memory,
         "scale": scale,

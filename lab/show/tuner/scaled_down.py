@@ -63,10 +63,10 @@ def _head_chunk(state: State, small: State, chunk: int | None) -> int | None:
     if chunk is None:
         return None
     heads = config_of("tiny").num_attention_heads
-    wanted = chunk * heads / state.config.num_attention_heads
+    proportional = chunk * heads / state.config.num_attention_heads
     options = choices(small, "head_chunk")
     works = [n for n in options if n and is_legal(small.with_value("head_chunk", n))]
-    return min(works, key=lambda n: abs(n - wanted), default=None)
+    return min(works, key=lambda n: abs(n - proportional), default=None)
 
 
 def _changes(state: State, small: State) -> list[str]:

@@ -122,7 +122,7 @@ class Tuner:
         estimate = self.estimate
         self.knobs.show(self.state, estimate.saves if isinstance(estimate, StateEstimate) else {})
         current = self._planned_step == self.state.step
-        self.panel.shown = panel_content(self.state, estimate, self.planned, current=current)
+        self.panel.content = panel_content(self.state, estimate, self.planned, current=current)
         busy = self._worker is not None or isinstance(estimate, Refusal)
         self.plan_button.disabled = self.run_button.disabled = busy
 
