@@ -180,7 +180,7 @@ def test_the_doctor_of_a_gpu_machine(monkeypatch, tmp_path):
     machine(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=H100))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (77 * GIB, 80 * GIB))
-    monkeypatch.setattr(doctor, "findings", lambda count: [("links", f"of {count}")])
+    monkeypatch.setattr(doctor, "gpu_findings", lambda count: [("links", f"of {count}")])
     monkeypatch.setattr(doctor, "_attention", lambda device: [("attention", device.type)])
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
     for number in "01":
