@@ -46,10 +46,11 @@ def pairs(plan: Schedule, stage: int, rank: int) -> list[Pair]:
 
 
 def in_model_order(plan: Schedule, stage: int, rank: int) -> list[Pair]:
-    """Pair the same key/value heads with query heads in the model's order: stage t gets heads t*U to (t+1)*U.
+    """Pair the same key/value heads with the query heads in the model's order.
 
-    This is the mistake that UPipe must avoid. The outputs are returned to the places of the scheduled query
-    heads, so the result is that of a model with another order of query heads.
+    Stage t gets the query heads t*U to (t+1)*U, with U heads in a stage. This is the mistake that UPipe must
+    avoid. The outputs are returned to the places of the scheduled query heads, so the result is that of a
+    model with another order of query heads.
     """
     first = stage * plan.chunk + rank * plan.heads_per_rank
     return [Pair(first + n, pair.kv, pair.sent) for n, pair in enumerate(pairs(plan, stage, rank))]
