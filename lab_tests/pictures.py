@@ -8,7 +8,7 @@ import nbformat
 from playwright.sync_api import Locator, Page
 
 from lab.jupyter.executing import FOLDER
-from lab.jupyter.serving import arguments
+from lab.jupyter.serving import jupyterlab_arguments
 from lab_tests.browser import jupyter_page, run_all_cells
 
 LIVE = """import lab
@@ -31,7 +31,7 @@ def main() -> None:
             notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel})
             nbformat.write(notebook, home / f"{name}.ipynb")
             command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
-            command += arguments(home, f"{name}.ipynb")
+            command += jupyterlab_arguments(home, f"{name}.ipynb")
             with jupyter_page(command, f"lab/tree/{name}.ipynb", home=home, width=1440, ratio=1.25) as page:
                 run_all_cells(page)
                 shown(page, name).screenshot(path=FOLDER / "images" / f"{name}.png")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
-from lab.bench.arrivals import EVERY_LINEAR, adapted, error_of, token_ids, truth
+from lab.bench.input_cases import EVERY_LINEAR, expected_result, relative_error, token_ids, with_lora
 from lab.bench.parity import whole_gradients
 from lab.bench.reference import build, config, error, exact_rotary, loss_of
 from lab.recipe.ladder import RUNGS, recipe_for
@@ -23,13 +23,13 @@ MAKE = {"target_modules": EVERY_LINEAR, "family": "qwen3"}
 
 def errors(recipes):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    right, found = truth(adapted(**MAKE)()), {}
+    right, found = expected_result(with_lora(**MAKE)()), {}
     for name, recipe in recipes.items():
-        model = adapted(**MAKE)()
+        model = with_lora(**MAKE)()
         lab.apply_recipe(model, recipe, mesh)
         value = lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))
         value.backward()
-        found[name] = error_of(model, value.item(), right)
+        found[name] = relative_error(model, value.item(), right)
     return found
 
 
@@ -44,7 +44,7 @@ def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
 # PEFT asks a model for what transformers is about to call otherwise.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapters_frozen_weights_have_no_optimizer_state():
-    model = adapted(**MAKE)()
+    model = with_lora(**MAKE)()
     optimizer = make_optimizer(model, learning_rate=1e-3)
     trained = {p for n, p in model.named_parameters() if "lora_" in n}
     assert set(optimizer.state) == trained
@@ -56,13 +56,13 @@ def in_bf16(recipe):
     ids = token_ids()
 
     def plainly(dtype):
-        model = exact_rotary(adapted(**MAKE)().to(dtype))
+        model = exact_rotary(with_lora(**MAKE)().to(dtype))
         logits = model(input_ids=ids, use_cache=False).logits
         (loss_of(logits[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()).backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
     right = plainly(torch.float32)
-    model = adapted(**MAKE)().to(torch.float32)
+    model = with_lora(**MAKE)().to(torch.float32)
     lab.apply_recipe(model, recipe, mesh)
     lab.loss(model, lab.shard_batch(ids, recipe, mesh)).backward()
     for parameter in model.parameters():

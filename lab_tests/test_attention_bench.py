@@ -9,7 +9,7 @@ import transformers
 from click.testing import CliRunner
 
 from lab.bench import attention
-from lab.bench.table import write
+from lab.bench.table import rows_text
 from lab.commands.cli import main
 from lab.techniques.attention.flash import Kernel, flash_backward, flash_forward
 from lab.techniques.attention.kernels import FASTEST_FIRST, kernel_support, missing_requirement
@@ -76,8 +76,8 @@ def test_one_that_fails_says_so_in_its_row(only):
 
 def test_the_machine_of_all_rows_is_named_once_below_them():
     rows = [{"kernel": "torch", "tokens": n, "machine": "a GPU, torch 2"} for n in (5, 7)]
-    above, below = write([*rows, {**rows[0], "machine": None}], as_json=False).rsplit("\n", 1)
+    above, below = rows_text([*rows, {**rows[0], "machine": None}], as_json=False).rsplit("\n", 1)
     assert below == "  on a GPU, torch 2"
     assert "machine" not in above
     assert len(above.splitlines()) == 2 + 3
-    assert json.loads(write(rows, as_json=True)) == rows
+    assert json.loads(rows_text(rows, as_json=True)) == rows

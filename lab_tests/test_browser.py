@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Locator
 
 from lab.jupyter.executing import FOLDER
-from lab.jupyter.serving import arguments
+from lab.jupyter.serving import jupyterlab_arguments
 from lab.show import palette
 from lab_tests.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
@@ -75,7 +75,7 @@ def served(tmp_path: Path, code: str) -> tuple[Path, list[str]]:
     cell = nbformat.v4.new_code_cell(code)
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
-    return path, command + arguments(path.parent, path.name)
+    return path, command + jupyterlab_arguments(path.parent, path.name)
 
 
 def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import click
 import platformdirs
 import pytest
 from click.testing import CliRunner
@@ -35,20 +37,21 @@ finally:
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    for command in (
-        "open",
-        "execute",
-        "run",
-        "plan",
-        "ladder",
-        "max-context",
-        "fit",
-        "train",
-        "export",
-        "bench",
-        "doctor",
-    ):
+    for command in main.commands:
         assert f"\n  {command} " in said.stdout
+
+
+def test_the_table_of_commands_in_the_readme_has_every_command():
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    table = re.search(r"\n## Commands\n(.*?)\n## ", page, re.DOTALL)[1]
+    for name, command in main.commands.items():
+        if name == "bench":
+            entries = [f"`{below}`" for below in command.commands]
+        elif isinstance(command, click.Group):
+            entries = [f"`lab {name} {below}" for below in command.commands]
+        else:
+            entries = [f"`lab {name}"]
+        assert all(entry in table for entry in entries), entries
 
 
 def test_doctor_names_what_is_there_and_what_would_be_used():

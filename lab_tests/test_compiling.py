@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import lab
 from lab import models
-from lab.bench.compiled import compiled
+from lab.bench.compiled import measure_tiles
 from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.bench.software import versions
 from lab.commands.cli import main
@@ -157,7 +157,7 @@ def test_it_is_for_tiles():
 
 def test_the_bench_of_a_tile():
     said = []
-    rows = compiled("tiny", said.append, tile=64, dtype=torch.float32, device="cpu", repeats=1)
+    rows = measure_tiles("tiny", said.append, tile=64, dtype=torch.float32, device="cpu", repeats=1)
     assert [row["tile of"] for row in rows] == ["norm", "MLP"]
     for row in rows:
         assert row["compiled / not"] == pytest.approx(row["compiled"] / row["seconds"])

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from cluster.ranks import Cluster
 from lab.bench import draws as module
-from lab.bench.draws import RANKS, Draw, draws, examine, legal, suggestion
+from lab.bench.draws import RANKS, Draw, draws, examine, follow_suggestions, suggestion
 from lab.recipe.recipe import Recipe
 
 
@@ -65,11 +65,11 @@ def test_a_wrong_plan_or_a_wrong_gradient_is_found(ranks4, monkeypatch):
 )
 def test_following_a_refusal_leads_to_a_recipe_that_is_not_refused(knobs):
     draw = drawn(knobs=knobs)
-    recipe, refused = legal(draw)
+    recipe, refused = follow_suggestions(draw)
     assert refused
     recipe.check(draw.config(), draw.ranks)
 
 
 def test_a_legal_draw_is_its_recipe_and_a_refusal_without_a_suggestion_is_found():
-    assert legal(drawn(knobs={"ulysses": 2})) == (Recipe(ulysses=2), False)
+    assert follow_suggestions(drawn(knobs={"ulysses": 2})) == (Recipe(ulysses=2), False)
     assert suggestion("ulysses=5: it is odd", {"ulysses": 5}) == {}

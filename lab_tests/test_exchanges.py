@@ -72,7 +72,7 @@ def test_upipes_stages_work_in_less_memory_than_they_move(ranks4):
 def test_the_picture_is_as_high_as_the_memory_that_is_memory_ranges():
     again = [exchange(0, 4096, 1024), exchange(4096, 0, 1024), exchange(0, 4096, 1024)]
     apart = [exchange(0, 4096, 1024), exchange(8192, 12288, 1024)]
-    picture = lab.show.buffers({"apart": apart, "again": again}, title="Here")
+    picture = lab.show.buffer_reuse({"apart": apart, "again": again}, title="Here")
     assert picture.text == (
         "Here: apart receives 2.00 KiB in 2 all-to-alls and touches 4.00 KiB; "
         "again receives 3.00 KiB in 3 all-to-alls and touches 2.00 KiB."
@@ -83,4 +83,4 @@ def test_the_picture_is_as_high_as_the_memory_that_is_memory_ranges():
         assert [patch.get_y() for patch in axes.patches] == heights
         assert axes.get_ylim()[1] == 4096 * 1.04
     with pytest.raises(LabError, match="no all-to-alls to draw"):
-        lab.show.buffers({"alone": []})
+        lab.show.buffer_reuse({"alone": []})

@@ -86,7 +86,7 @@ def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
 
     rows, notes = noted(tmp_path)
     assert [row["name"] for row in rows] == [item.name for item in FEW[1:]]
-    assert notes == [f"{file} ends within a line: that line is dropped"]
+    assert notes == [f"{file} ends within a line: that line is removed"]
     assert file.read_bytes().startswith(before)
     assert read_lines(file, pytest.fail)[1:] == rows
     for row in rows:
@@ -290,7 +290,7 @@ def test_compiling_is_measured_where_the_row_is(monkeypatch):
         devices.append(device)
         return [{"tile of": "norm", "compiled / not": 0.5}]
 
-    monkeypatch.setattr("lab.bench.compiled.compiled", compiled)
+    monkeypatch.setattr("lab.bench.compiled.measure_tiles", compiled)
     for where in ("cpu", "cuda"):
         assert gpu_row.figures(Item("compile", 1), where)["norm compiled / not"] == 0.5
     assert devices == ["cpu", "cuda"]

@@ -64,7 +64,7 @@ def one_of_eight(patch):
 def test_a_node_with_nvlink(monkeypatch, tmp_path):
     smi(monkeypatch)
     machine(monkeypatch, tmp_path)
-    found = list(gpu_findings.findings(3))
+    found = list(gpu_findings.gpu_findings(3))
     assert found[:4] == [
         ("links", "NV18 between 3 pairs: all-to-alls take NVLink, as plans assume"),
         ("pcie", "generation 5 x16 of 2 GPUs, at most 63.0 GB/s each way"),
@@ -159,7 +159,7 @@ def test_a_gpu_that_is_not_in_the_table_has_no_rate(monkeypatch, tmp_path):
 
 
 def test_the_rate_is_that_of_the_bytes_copied():
-    source = torch.empty(gpu_findings.COPIED, dtype=torch.uint8)
+    source = torch.empty(gpu_findings.COPY_BYTES, dtype=torch.uint8)
     copies = []
     found = gpu_findings.rate(lambda: copies.append(source.clone()), lambda: copies.clear())
     assert 1e8 < found < 1e12
@@ -180,7 +180,7 @@ def test_the_doctor_of_a_gpu_machine(monkeypatch, tmp_path):
     machine(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=H100))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (77 * GIB, 80 * GIB))
-    monkeypatch.setattr(doctor, "findings", lambda count: [("links", f"of {count}")])
+    monkeypatch.setattr(doctor, "gpu_findings", lambda count: [("links", f"of {count}")])
     monkeypatch.setattr(doctor, "_attention", lambda device: [("attention", device.type)])
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
     for number in "01":

@@ -14,7 +14,7 @@ import lab
 from cluster.errors import RankError
 from lab import models
 from lab.commands import doctor
-from lab.commands.base import plainly
+from lab.commands.base import one_line_errors
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.recipe.knobs import BY_NAME
@@ -334,7 +334,7 @@ def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
     assert isinstance(refused.value.cause, RecipeError)
     assert str(refused.value.cause).startswith("kernel='flash-attn-3': it needs an NVIDIA GPU")
 
-    @plainly
+    @one_line_errors
     def command():
         raise refused.value
 

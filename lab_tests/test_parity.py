@@ -19,10 +19,10 @@ from lab.bench.parity import (
     MODELS,
     TECHNIQUES,
     TOKENS,
-    plainly,
-    save,
+    plain_result,
+    relative_errors,
+    save_checkpoint,
     token_ids,
-    verdicts,
     whole_gradients,
 )
 from lab.bench.reference import FAMILIES, build, config, error
@@ -50,12 +50,12 @@ EVERYTHING = Recipe(
 
 
 def saved(folder, family="llama", heads=24, kv_heads=6, **more) -> str:
-    save(folder, family, heads, kv_heads, **more)
+    save_checkpoint(folder, family, heads, kv_heads, **more)
     return str(folder)
 
 
 def assert_exact(ranks4, work, tolerance=1e-9):
-    for rank in ranks4.apply(verdicts, list(work.values())):
+    for rank in ranks4.apply(relative_errors, list(work.values())):
         for name, (loss, gradient) in zip(work, rank, strict=True):
             assert loss < tolerance, name
             assert gradient < tolerance, name
@@ -113,13 +113,13 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
         folder = tmp_path / family
         folder.mkdir()
         saved(folder, family, dtype=torch.float32)
-        truth = torch.load(folder / "truth.pt")
-        plain = plainly(build(config(family), torch.float32).to(torch.bfloat16))
+        truth = torch.load(folder / "expected.pt")
+        plain = plain_result(build(config(family), torch.float32).to(torch.bfloat16))
         own_error = error(plain[1], truth[1])
         rungs = [recipe_for(name, str(folder), 4, TOKENS) for name in RUNGS]
         assert {recipe.compute_dtype for recipe in rungs} == {"bfloat16"}
         for name, (_, gradient) in zip(
-            RUNGS, ranks4.apply(verdicts, [(str(folder), recipe) for recipe in rungs])[0], strict=True
+            RUNGS, ranks4.apply(relative_errors, [(str(folder), recipe) for recipe in rungs])[0], strict=True
         ):
             assert 1e-4 < gradient < 1.5 * own_error, (family, name)
 
@@ -136,7 +136,7 @@ def accumulated(folder, recipe):
     # Powers of two: the norms go through fp32, where any other share would be rounded on its way.
     for share in (0.5, 0.25, 0.25):
         (share * lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))).backward()
-    return error(whole_gradients(model), torch.load(f"{folder}/truth.pt")[1])
+    return error(whole_gradients(model), torch.load(f"{folder}/expected.pt")[1])
 
 
 def test_parameter_names_stay_the_plain_models(ranks4, tmp_path):

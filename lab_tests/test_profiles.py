@@ -24,8 +24,8 @@ from cluster.profiles.parsing import parse_fields
 from cluster.profiles.showing import describe
 from cluster.ranks import Cluster
 from lab.commands.cli import main
-from lab.jupyter import security as exposure
-from lab.jupyter.serving import arguments
+from lab.jupyter import security
+from lab.jupyter.serving import jupyterlab_arguments
 
 NINE_PORTS = "7300-7308"
 
@@ -305,35 +305,35 @@ def test_show_from_the_command_line() -> None:
      ("192.0.2.7", False), ("example.org", False)],
 )  # fmt: skip
 def test_loopback_is_told_from_the_rest(host_: str, loopback: bool) -> None:
-    assert exposure.is_loopback(host_) == loopback
+    assert security.is_loopback(host_) == loopback
 
 
 def test_the_doctor_warns_of_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = {"hostname": "127.0.0.1", "token": "t", "password": False, "pid": 7}
-    monkeypatch.setattr(exposure, "list_running_servers", lambda: [closed])
-    monkeypatch.setattr(exposure, "jupyter_config", Config)
+    monkeypatch.setattr(security, "list_running_servers", lambda: [closed])
+    monkeypatch.setattr(security, "jupyter_config", Config)
     key = tmp_path / "key"
     key.touch(0o600)
-    monkeypatch.setattr(exposure, "private_keys", lambda: [key])
-    monkeypatch.setattr(exposure, "connection_files", list)
-    assert list(exposure.openings()) == []
+    monkeypatch.setattr(security, "private_keys", lambda: [key])
+    monkeypatch.setattr(security, "connection_files", list)
+    assert list(security.find_exposures()) == []
 
     for folder in tmp_path.parents:
         if not private.mode(folder) & 0o011:
             monkeypatch.setattr(private, "mode", lambda path, mode=private.mode: mode(path) | 0o011)
     key.chmod(0o644)
     config = Config({"ServerApp": {"ip": "0.0.0.0"}, "IdentityProvider": {"token": ""}})
-    monkeypatch.setattr(exposure, "jupyter_config", lambda: config)
+    monkeypatch.setattr(security, "jupyter_config", lambda: config)
     monkeypatch.setattr(
-        exposure, "list_running_servers", lambda: [{**closed, "hostname": "0.0.0.0"}, {**closed, "token": ""}]
+        security, "list_running_servers", lambda: [{**closed, "hostname": "0.0.0.0"}, {**closed, "token": ""}]
     )
-    said = "\n".join(exposure.openings())
+    said = "\n".join(security.find_exposures())
     assert len(said.splitlines()) == 5
     for part in ("process 7 listens on 0.0.0.0", "process 7 asks for no token", "configuration has it listen",
                  "switches its token off", f"private key {key}; chmod 600"):  # fmt: skip
         assert part in said
     config.PasswordIdentityProvider.hashed_password = "argon2:..."
-    assert not exposure.token_is_off(config)
+    assert not security.token_is_off(config)
 
 
 def test_jupyters_configuration_is_read_as_jupyter_reads_it(
@@ -342,9 +342,9 @@ def test_jupyters_configuration_is_read_as_jupyter_reads_it(
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     (tmp_path / "jupyter_server_config.py").write_text("c.ServerApp.ip = '0.0.0.0'")
     (tmp_path / "jupyter_lab_config.json").write_text('{"ServerApp": {"token": ""}}')
-    config = exposure.jupyter_config()
+    config = security.jupyter_config()
     assert config.ServerApp.ip == "0.0.0.0"
-    assert exposure.token_is_off(config)
+    assert security.token_is_off(config)
 
 
 def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pyte
     assert (elsewhere.exit_code, elsewhere.output.count("\n")) == (2, 1)
     assert "--ip 198.51.100.7: " in elsewhere.output
     assert "127.0.0.1 would work" in elsewhere.output
-    assert "--ServerApp.ip=127.0.0.1" in arguments(tmp_path, "a.ipynb")
+    assert "--ServerApp.ip=127.0.0.1" in jupyterlab_arguments(tmp_path, "a.ipynb")
     (tmp_path / "jupyter_server_config.py").write_text("c.IdentityProvider.token = ''")
     (tmp_path / "jupyter_lab_config.py").write_text("a file that Python cannot read")
     refused = CliRunner().invoke(main, ["open", "--no-browser"])

@@ -7,7 +7,7 @@ import pytest
 
 from lab.bench.gpu import ITEMS, Item
 from lab.bench.results import GAP, results_text
-from lab.bench.table import write
+from lab.bench.table import rows_text
 
 ROOT = Path(__file__).parent.parent
 FEW = (Item("copies", 1), Item("compile", 1), Item("rehearse", 1, tokens=64, recipe="upipe"))
@@ -66,7 +66,7 @@ def test_json_that_is_no_row_is_left_out(tmp_path):
 def test_brackets_are_no_markup(tmp_path):
     written(tmp_path, {"name": "copies", "machine": "GPU A", "failed": "no [/dev/nvidia0] :smile:"})
     assert "no [/dev/nvidia0] :smile:" in results_text(pytest.fail, folder=tmp_path, items=FEW)
-    assert "[/dev/nvidia0]" in write([{"device": "[/dev/nvidia0]"}], as_json=False)
+    assert "[/dev/nvidia0]" in rows_text([{"device": "[/dev/nvidia0]"}], as_json=False)
 
 
 def test_the_versions_stand_below_the_table(tmp_path):

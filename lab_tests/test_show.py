@@ -140,7 +140,7 @@ def test_an_empty_timeline_is_refused() -> None:
 
 def test_a_plan_lies_on_the_measured_clock() -> None:
     run, plan = measured(steps=3).since(), measured(rank=2, steps=2).since()
-    laid = panels.planned_over(run, plan, run.seconds)
+    laid = panels.align_plan(run, plan, run.seconds)
     assert np.array_equal(np.concatenate([at for at, _ in laid]), run.seconds)
     # The third step is compared with the plan's last.
     held = [bytes_ for _, bytes_ in laid]
@@ -215,17 +215,17 @@ def _lines(path: str) -> list[str]:
 def test_thinning_keeps_the_highest_and_the_last_of_each_stretch() -> None:
     random = np.random.default_rng(7)
     at, held = np.sort(random.random(1000) ** 3), random.integers(0, 30, 1000)
-    kept = thinning.thinned(at, held, 13)
+    kept = thinning.thin_rows(at, held, 13)
     stretch = np.minimum((at - at[0]) / (at[-1] - at[0]) * 13, 12).astype(int)
     for n in range(13):
         rows = np.flatnonzero(stretch == n)
         assert set(kept[np.isin(kept, rows)]) == {rows[held[rows].argmax()], rows[-1]}
-    assert len(thinning.thinned(at[:0], held[:0], 13)) == 0
+    assert len(thinning.thin_rows(at[:0], held[:0], 13)) == 0
 
 
 def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
     at = np.array([0.0, 0.5, 0.5 + 1e-9, 1.0])
-    places, rows = thinning.widened(at, np.array([3, 9, 2, 2]), 10)
+    places, rows = thinning.widen_peaks(at, np.array([3, 9, 2, 2]), 10)
     assert rows.tolist() == [0, 1, 2, 3]
     assert places.tolist() == pytest.approx([0, 0.5, 0.6, 1.0])
 
@@ -245,8 +245,10 @@ def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> li
 def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
     builder, known, names = measured(host=3 * MiB), messages.Names(), {}
     first, second = builder.since(), builder.since(170)
-    sent = decoded(*messages.delta(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
-    content, buffer = messages.delta(Progress(1, 5, 1, 2, 2.5, second), known)
+    sent = decoded(
+        *messages.browser_message(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names
+    )
+    content, buffer = messages.browser_message(Progress(1, 5, 1, 2, 2.5, second), known)
     assert (content["rank"], content["ranks"], content["step"], content["steps"]) == (1, 5, 1, 2)
     assert content["loss"] == 2.5
     # The first rows were forward, backward and optimizer in layers 0 to 2: layer 3 alone is new.
@@ -268,8 +270,8 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
 
 def test_a_message_is_small_and_holds_the_peak() -> None:
     timeline = measured(rows=4000).since()
-    content, buffer = messages.delta(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
-    assert len(buffer) <= 2 * messages.STRETCHES * 11 * 4
+    content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
+    assert len(buffer) <= 2 * messages.INTERVALS * 11 * 4
     assert len(json.dumps(content)) < 1000
     assert max(row[1] for row in decoded(content, buffer, {})) == PEAK
 

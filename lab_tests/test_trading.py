@@ -11,7 +11,7 @@ POINTS = {"U=4": (3 * MiB, 700.0), "U=8": (5 * MiB, 900.0)}
 
 
 def test_both_bars_of_a_name_stand_in_its_row_and_the_picked_ones_are_orange():
-    picture = lab.show.trade(POINTS, picked="U=8", title="Here")
+    picture = lab.show.memory_vs_speed(POINTS, picked="U=8", title="Here")
     memory, speed = picture.figure.axes
     assert [bar.get_width() for bar in memory.patches] == [3 * MiB, 5 * MiB]
     assert [bar.get_width() for bar in speed.patches] == [700, 900]
@@ -24,13 +24,13 @@ def test_both_bars_of_a_name_stand_in_its_row_and_the_picked_ones_are_orange():
 
 
 def test_its_words_hold_no_time():
-    assert lab.show.trade(POINTS, picked="U=8").text == (
+    assert lab.show.memory_vs_speed(POINTS, picked="U=8").text == (
         "Memory against throughput: U=4 3.00 MiB, U=8 5.00 MiB; U=8 picked."
     )
 
 
 def test_nothing_to_draw_is_refused():
     with pytest.raises(LabError, match="no point 'U=16' to draw: there are U=4, U=8"):
-        lab.show.trade(POINTS, picked="U=16")
+        lab.show.memory_vs_speed(POINTS, picked="U=16")
     with pytest.raises(LabError, match="there are none"):
-        lab.show.trade({})
+        lab.show.memory_vs_speed({})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page
 
-from lab.jupyter.serving import arguments
+from lab.jupyter.serving import jupyterlab_arguments
 from lab_tests.browser import CHROMIUM, jupyter_page, run_all_cells
 from lab_tests.test_browser import ROOT, served, wait_for
 
@@ -51,7 +51,7 @@ def test_the_head_chunk_slider_moves_the_stack_and_the_verdict(tmp_path: Path) -
 def test_a_drag_does_the_same_in_notebook_7(tmp_path: Path) -> None:
     path, _ = served(tmp_path, TUNER)
     command = [sys.executable, "-m", "notebook", "--no-browser", "--ServerApp.port={port}"]
-    command += arguments(path.parent, path.name)
+    command += jupyterlab_arguments(path.parent, path.name)
     with jupyter_page(command, "notebooks/live.ipynb", home=tmp_path) as page:
         cell = page.locator(".jp-CodeCell .cm-content")
         cell.click(timeout=60_000)

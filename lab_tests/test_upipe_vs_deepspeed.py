@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.bench.upipe_vs_deepspeed import race
+from lab.bench.upipe_vs_deepspeed import compare_attentions
 
 # The first use of DeepSpeed compiles an operator on this machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -16,9 +16,11 @@ def _fresh_ranks_afterwards(ranks4):
     ranks4.start()
 
 
-def test_a_race_over_a_short_distance(ranks4):
+def test_a_short_comparison(ranks4):
     said = []
-    theirs, ulysses, *upipe = rows = race(ranks4, said.append, tokens=4096, head_dim=4, repeats=1)
+    theirs, ulysses, *upipe = rows = compare_attentions(
+        ranks4, said.append, tokens=4096, head_dim=4, repeats=1
+    )
     assert said == ["6 attentions on 4 ranks, warming up", "round 1 of 1"]
     assert [row["ranks"] for row in rows] == [4] * 6
     assert theirs["seconds / DeepSpeed's"] == theirs["bytes / DeepSpeed's"] == 1

@@ -1,11 +1,11 @@
-"""What arrives from outside is right or refused by name, on every rank, plain and with everything."""
+"""Each input is computed right or refused by name, on every rank, without techniques and with all of them."""
 
 import re
 
 import pytest
 
 from cluster.ranks import Cluster
-from lab.bench.arrivals import ARRIVALS, FOREIGN, RECIPES, outcomes
+from lab.bench.input_cases import CASES, FOREIGN, RECIPES, outcomes
 from lab.bench.reference import FAMILIES
 
 RIGHT = "right$"
@@ -61,7 +61,7 @@ EXPECTED = {
     "adapter: a model of PEFT": r"refused: a PeftModel of PEFT .*model\.get_base_model\(\)",
     "adapter: added after the recipe": "refused: .* after the recipe was applied",
     "module: a parametrized weight": RIGHT,
-    "module: a Linear with its own forward": r"refused: .*k_proj is a lab\.bench\.arrivals\.Doubling: ",
+    "module: a Linear with its own forward": r"refused: .*k_proj is a lab\.bench\.input_cases\.Doubling: ",
     "module: a hook on a projection": {
         "plain": RIGHT,
         "everything": "refused: a hook on a Linear: UPipe does not call",
@@ -117,8 +117,8 @@ def found():
         yield cluster.apply(outcomes)
 
 
-def test_each_arrival_is_expected_to_be_something():
-    assert list(EXPECTED) == [arrival.name for arrival in ARRIVALS]
+def test_each_case_has_an_expected_outcome():
+    assert list(EXPECTED) == [case.name for case in CASES]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -1,4 +1,4 @@
-"""``lab plan``, ``ladder``, ``max-context`` and ``fit``: questions answered on fake tensors."""
+"""``lab plan``, ``ladder``, ``max-context`` and ``fit``: commands that need no GPU."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 import click
 
-from lab.commands.base import JSON, RECIPE, SET, TOKENS, P, T, answer, only, plainly, status
+from lab.commands.base import JSON, RECIPE, SET, TOKENS, P, T, one_line_errors, pick, print_answer, status
 
 
-def _planning(command: Callable[..., None]) -> Callable[..., None]:
-    """What the planning commands have in common, set on a command that takes it as ``settings``."""
+def _planning_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of all planning commands to a command, which takes them as ``settings``."""
     for option in reversed(
         (
             click.argument("model"),
             click.option("--ranks", type=int, required=True, help="GPUs in all."),
             click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]"),
             click.option("--ranks-per-node", type=int, default=8, help="GPUs that share a host. [8]"),
-            click.option("--device", default="h100", help="What the time estimate is for. [h100]"),
+            click.option("--device", default="h100", help="The GPU of the time estimate. [h100]"),
             click.option(
                 "--no-workspace",
                 "workspace",
                 is_flag=True,
                 flag_value=False,
                 default=True,
-                help="Leave out what CUDA takes outside torch's view.",
+                help="Leave out the memory that CUDA takes outside torch's view.",
             ),
             JSON,
         )
@@ -35,20 +35,20 @@ def _planning(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _memory(device: str | None, host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    def options(command: Callable[P, T]) -> Callable[P, T]:
-        shown = [f" [{value}]" if value else "" for value in (device, host)]
-        command = click.option("--host-memory", default=host, help=f"Of a node: 2TiB.{shown[1]}")(command)
-        return click.option("--device-memory", default=device, help=f"Of a GPU: 80GiB.{shown[0]}")(command)
+def _memory_options(device: str | None, host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def add(command: Callable[P, T]) -> Callable[P, T]:
+        defaults = [f" [{value}]" if value else "" for value in (device, host)]
+        command = click.option("--host-memory", default=host, help=f"Of a node: 2TiB.{defaults[1]}")(command)
+        return click.option("--device-memory", default=device, help=f"Of a GPU: 80GiB.{defaults[0]}")(command)
 
-    return options
+    return add
 
 
 Answer = tuple[Any, str]
 """What a command answers: the plain values that ``--json`` prints, and the text."""
 
 
-def print_answer(as_json: bool, make: Callable[[], Answer], *, saved: bool = True) -> None:
+def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: bool = True) -> None:
     """Print the answer of the command that runs, as it was saved when the same was asked before, or made now.
 
     To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
@@ -61,7 +61,7 @@ def print_answer(as_json: bool, make: Callable[[], Answer], *, saved: bool = Tru
     values, text = (
         cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
     )
-    answer(values if as_json else text)
+    print_answer(values if as_json else text)
 
 
 def _answer(document: dict[str, Any]) -> Answer:
@@ -81,17 +81,17 @@ def _identity(model: str) -> list[object]:
 
 
 @click.command()
-@_planning
+@_planning_options
 @TOKENS
 @RECIPE
 @SET
-@_memory(None, None)
+@_memory_options(None, None)
 @click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
-@plainly
+@one_line_errors
 def plan(
     model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, quick: bool, **settings: Any
 ) -> None:
-    """One training step of MODEL on fake tensors: its memory, its cost, and whether it fits."""
+    """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
 
     def make() -> Answer:
         from lab.commands.report import plan_text, quick_text
@@ -106,18 +106,18 @@ def plan(
             planned = plan(model, recipe, **settings, **parse_knobs(knobs))
         return planned.to_json(), plan_text(planned)
 
-    print_answer(as_json, make)
+    print_cached_answer(as_json, make)
 
 
 @click.command()
-@_planning
+@_planning_options
 @TOKENS
 @SET
-@_memory(None, None)
-@click.option("--figure", type=click.Path(path_type=Path), help="Draw it into this PNG file too.")
-@plainly
+@_memory_options(None, None)
+@click.option("--figure", type=click.Path(path_type=Path), help="Also draw it into this PNG file.")
+@one_line_errors
 def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
-    """A bar a technique: the memory of MODEL's step on each rung of the ladder."""
+    """Plan one training step of MODEL for each rung of the ladder."""
 
     def make() -> Answer:
         from lab.commands.report import check_folder, draw_ladder, ladder_text
@@ -133,52 +133,53 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
         if figure is not None:
             draw_ladder(plans, figure)
         keys = ("device_peak", "host_peak", "fits")
-        rows = [{"name": name} | only(keys, planned.to_json()) for name, planned in plans.items()]
+        rows = [{"name": name} | pick(keys, planned.to_json()) for name, planned in plans.items()]
         return rows, ladder_text(plans)
 
-    print_answer(as_json, make, saved=figure is None)
+    print_cached_answer(as_json, make, saved=figure is None)
 
 
 @click.command("max-context")
-@_planning
+@_planning_options
 @RECIPE
 @SET
-@_memory("80GiB", "2TiB")
-@plainly
+@_memory_options("80GiB", "2TiB")
+@one_line_errors
 def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
-    """The longest context of MODEL that fits, and what stops it."""
+    """Find the longest context of MODEL that fits, and what stops a longer one."""
 
     def make() -> Answer:
-        from lab.commands.report import max_context_text, tried_text
+        from lab.commands.report import max_context_text, plan_line
         from lab.planning.max_context import max_context
         from lab.recipe.recipe import parse_knobs
 
         with status(f"planning {model}") as say:
             longest = max_context(
-                model, recipe, watch=lambda tried: say(tried_text(tried)), **settings, **parse_knobs(knobs)
+                model, recipe, watch=lambda tried: say(plan_line(tried)), **settings, **parse_knobs(knobs)
             )
         return longest.to_json(), max_context_text(longest)
 
-    print_answer(as_json, make)
+    print_cached_answer(as_json, make)
 
 
 @click.command()
-@_planning
+@_planning_options
 @TOKENS
-@_memory("80GiB", "2TiB")
-@plainly
+@_memory_options("80GiB", "2TiB")
+@one_line_errors
 def fit(model: str, as_json: bool, **settings: Any) -> None:
-    """The fastest recipe that fits MODEL at this context, the runners-up, and the price of less memory."""
+    """Find the fastest recipes that fit MODEL at this context, and the price in time of less memory."""
 
     def make() -> Answer:
-        from lab.commands.report import fit_text, tried_text
+        from lab.commands.report import fit_text, plan_line
         from lab.planning.fit import fit
 
         with status(f"planning {model}") as say:
-            plans = fit(
-                model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried_text(tried)}"), **settings
-            )
+            plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {plan_line(tried)}"), **settings)
         keys = ("recipe", "device_peak", "host_peak", "step_seconds")
-        return [only(keys, planned.to_json()) for planned in plans], fit_text(plans)
+        return [pick(keys, planned.to_json()) for planned in plans], fit_text(plans)
 
-    print_answer(as_json, make)
+    print_cached_answer(as_json, make)
+
+
+COMMANDS = (plan, ladder, max_context, fit)

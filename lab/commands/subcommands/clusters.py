@@ -1,20 +1,20 @@
-"""``lab cluster``: the places where ranks can run, what each would do, and the clusters that are there."""
+"""``lab cluster``: the profiles by which ranks start, and the clusters on this machine."""
 
 from __future__ import annotations
 
 import click
 
-from lab.commands.base import plainly
+from lab.commands.base import one_line_errors
 
 
 @click.group()
 def cluster() -> None:
-    """Choose where ranks run, and see what would be started."""
+    """Show where ranks can run, and list or end clusters."""
 
 
 @cluster.command()
 def profiles() -> None:
-    """Which profile fits where you are."""
+    """Say which profile to use on which machines."""
     import cluster.profiles
 
     click.echo((cluster.profiles.__doc__ or "").strip())
@@ -24,9 +24,9 @@ def profiles() -> None:
 @click.argument("name")
 @click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field.")
-@plainly
+@one_line_errors
 def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
-    """The profile NAME: its fields, rank 0's environment and what would run, each with its reason."""
+    """Show the fields of profile NAME, rank 0's environment and what would start, with reasons."""
     from cluster.profiles import find_profile
     from cluster.profiles.parsing import parse_fields
     from cluster.profiles.showing import describe
@@ -35,18 +35,18 @@ def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
 
 
 @cluster.command()
-@plainly
+@one_line_errors
 def status() -> None:
-    """Your clusters on this machine: whose each is, and what of it is alive."""
+    """List your clusters on this machine, with the owner and the living processes of each."""
     from cluster.registry import status_text
 
     click.echo(status_text())
 
 
 @cluster.command()
-@plainly
+@one_line_errors
 def clean() -> None:
-    """End what is left of clusters whose owner is gone, by the process ids they recorded; nothing else."""
+    """End the processes of clusters whose owner is gone, by the process ids that they recorded."""
     from cluster.registry import clean
 
     cleaned = clean()
@@ -54,3 +54,6 @@ def clean() -> None:
         click.echo(f"{entry.name}: {ended} processes ended")
     if not cleaned:
         click.echo("nothing to clean")
+
+
+COMMANDS = (cluster,)

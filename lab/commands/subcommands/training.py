@@ -1,4 +1,4 @@
-"""``lab run``, ``lab train``, ``lab export``: training without a notebook, on a cluster or under torchrun."""
+"""``lab run``, ``lab train`` and ``lab export``: training without a notebook."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import JSON, RECIPE, SET, TEXT, TOKENIZER, TOKENS, answer, plainly, status
+from lab.commands.base import (
+    JSON,
+    RECIPE,
+    SET,
+    TEXT,
+    TOKENIZER,
+    TOKENS,
+    one_line_errors,
+    print_answer,
+    status,
+)
 
 if TYPE_CHECKING:
     from lab.training.train_loop import StepRecord
 
 
 OTHERS_SECONDS = 10
-"""How long ranks other than 0 wait before they say what went wrong on them alone."""
+"""How long a rank other than 0 waits before it prints its error.
+
+An error that all ranks have is printed once: by rank 0, after which torchrun ends the ranks that still wait.
+"""
 
 
 @click.command()
@@ -32,21 +45,23 @@ OTHERS_SECONDS = 10
 @TEXT
 @TOKENIZER
 @click.option("--lr", "learning_rate", type=float, default=1e-3, help="Learning rate. [0.001]")
-@click.option("--clip-norm", type=float, default=1.0, help="The gradient's norm is at most this. [1]")
-@click.option("--seed", type=int, default=0, help="Of the weights, where the model has none. [0]")
-@click.option("--device-memory", help="A rank that holds more runs out of memory: 80GiB.")
+@click.option("--clip-norm", type=float, default=1.0, help="The largest norm of the gradient. [1]")
+@click.option("--seed", type=int, default=0, help="The seed of weights that the model does not bring. [0]")
+@click.option("--device-memory", help="A rank that needs more is out of memory: 80GiB.")
 @click.option("--ranks", type=int, default=4, help="Ranks to start. [4]")
-@click.option("--profile", default="local", help="Where ranks run: lab cluster profiles. [local]")
-@click.option("--profile-set", "places", multiple=True, metavar="FIELD=VALUE", help="Override its fields.")
+@click.option("--profile", default="local", help="Where ranks run; see lab cluster profiles. [local]")
+@click.option(
+    "--profile-set", "fields", multiple=True, metavar="FIELD=VALUE", help="Override a field of the profile."
+)
 @JSON
-@plainly
+@one_line_errors
 def run(
     model: str,
     recipe: str,
     knobs: tuple[str, ...],
     ranks: int,
     profile: str,
-    places: tuple[str, ...],
+    fields: tuple[str, ...],
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -63,7 +78,7 @@ def run(
     from lab.training.records import Progress
     from lab.training.run import run
 
-    cluster = Cluster(ranks, profile, **parse_fields(profile, places))
+    cluster = Cluster(ranks, profile, **parse_fields(profile, fields))
     job = make_job(
         model, recipe, tokens=settings.pop("tokens"), ranks=ranks, rows=settings["rows"], **parse_knobs(knobs)
     )
@@ -78,7 +93,7 @@ def run(
             say(f"planning {model}")
             planned = plan_job(job, Machine(workspace=cluster.device_type == "cuda"))
             measured = run(model, job.recipe, tokens=job.tokens, cluster=cluster, watch=watch, **settings)
-    answer(run_json(measured, planned) if as_json else run_text(measured, planned))
+    print_answer(run_json(measured, planned) if as_json else run_text(measured, planned))
 
 
 @click.command()
@@ -86,50 +101,52 @@ def run(
 @TOKENS
 @RECIPE
 @SET
-@click.option("--steps", type=int, required=True, help="Steps in all, those before a resume too.")
+@click.option("--steps", type=int, required=True, help="Steps in all, including those before a resume.")
 @click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
 @TEXT
 @TOKENIZER
 @click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Folder for checkpoints.")
-@click.option("--every", type=int, default=100, help="Steps from one checkpoint to the next. [100]")
-@click.option("--keep", type=int, default=2, help="Checkpoints that stay, the newest. [2]")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
+@click.option("--every", type=int, default=100, help="Steps between two checkpoints. [100]")
+@click.option("--keep", type=int, default=2, help="How many of the newest checkpoints to keep. [2]")
+@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint.")
 @click.option("--lr", "learning_rate", type=float, default=1e-3, help="Learning rate. [0.001]")
-@click.option("--clip-norm", type=float, default=1.0, help="The gradient's norm is at most this. [1]")
-@click.option("--seed", type=int, default=0, help="Of the weights, where the model has none. [0]")
+@click.option("--clip-norm", type=float, default=1.0, help="The largest norm of the gradient. [1]")
+@click.option("--seed", type=int, default=0, help="The seed of weights that the model does not bring. [0]")
 @click.option("--ranks", type=int, help="Ranks to start; torchrun starts its own. [4]")
-@click.option("--profile", default="local", help="Where ranks run: lab cluster profiles. [local]")
-@click.option("--profile-set", "places", multiple=True, metavar="FIELD=VALUE", help="Override its fields.")
+@click.option("--profile", default="local", help="Where ranks run; see lab cluster profiles. [local]")
+@click.option(
+    "--profile-set", "fields", multiple=True, metavar="FIELD=VALUE", help="Override a field of the profile."
+)
 @click.option("--start-timeout", type=float, default=60.0, help="Seconds for the ranks to start. [60]")
 @click.option("--timeout", type=float, help="Seconds for a collective. [gloo 60; NCCL 600 or 3 layers]")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
-@plainly
+@one_line_errors
 def train(
     ranks: int | None,
     profile: str,
-    places: tuple[str, ...],
+    fields: tuple[str, ...],
     start_timeout: float,
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Train MODEL, with checkpoints: here on ranks of its own, or as a rank of torchrun's."""
+    """Train MODEL with checkpoints: on ranks of its own, or as one rank of torchrun."""
     from cluster import torchrun
 
     if torchrun.launched():
-        _as_a_rank(ranks, as_json, settings)
+        _train_as_rank(ranks, as_json, settings)
     else:
         from cluster.profiles.parsing import parse_fields
         from cluster.ranks import Cluster
 
-        where = parse_fields(profile, places)
-        many = 4 if ranks is None else ranks
-        _train(Cluster(many, profile, start_timeout=start_timeout, **where), as_json, settings)
+        overrides = parse_fields(profile, fields)
+        count = 4 if ranks is None else ranks
+        _train(Cluster(count, profile, start_timeout=start_timeout, **overrides), as_json, settings)
 
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@plainly
+@one_line_errors
 def export(checkpoint: Path, out: Path) -> None:
     """Write the newest checkpoint in the folder CHECKPOINT as a Hugging Face directory OUT."""
     from lab.training.checkpoints import export
@@ -137,37 +154,36 @@ def export(checkpoint: Path, out: Path) -> None:
     click.echo(f"{export(checkpoint, out)} is now in {out}")
 
 
-def _as_a_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> None:
+def _train_as_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> None:
     from cluster import torchrun
     from lab.errors import LabError
 
     torchrun.check_ranks(ranks)
     with torchrun.process_group() as rank:
         try:
-            _train(None, as_json, settings, tells=rank == 0)
+            _train(None, as_json, settings, prints=rank == 0)
         except LabError as error:
             if rank == 0:
                 raise
-            # What all ranks have met rank 0 says alone: when it ends, torchrun ends those that wait here.
             time.sleep(OTHERS_SECONDS)
             raise LabError(f"rank {rank}: {error}") from error
 
 
-def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, tells: bool = True) -> None:
+def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, prints: bool = True) -> None:
     from lab.recipe.recipe import parse_knobs
     from lab.training.train import train
 
     knobs = parse_knobs(settings.pop("knobs"))
-    if not tells:
+    if not prints:
         train(cluster=cluster, **settings, **knobs)
         return
-    with _telling(as_json) as tell:
-        train(cluster=cluster, watch=tell, **settings, **knobs)
+    with _step_printer(as_json) as print_step:
+        train(cluster=cluster, watch=print_step, **settings, **knobs)
 
 
 @contextmanager
-def _telling(as_json: bool) -> Iterator[Callable[[StepRecord], None]]:
-    """What to call with each step: a line of JSON, a line that moves on a terminal, else a line of text."""
+def _step_printer(as_json: bool) -> Iterator[Callable[[StepRecord], None]]:
+    """Yield the function that prints a step: as JSON, as a progress bar on a terminal, else as text."""
     if as_json:
         yield lambda step: click.echo(json.dumps(step.to_json()))
     elif not sys.stdout.isatty():
@@ -191,3 +207,6 @@ def _line(step: StepRecord) -> str:
         f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} a rank   "
         f"peak {format_bytes(step.device_peak)} a rank   {left}"
     )
+
+
+COMMANDS = (run, train, export)
