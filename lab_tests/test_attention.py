@@ -17,7 +17,7 @@ from lab.techniques.attention import flash
 from lab.techniques.attention import matrix_products as exact_attention
 from lab.techniques.attention.flash import attention, flash_backward, flash_forward
 from lab.techniques.attention.hf_attention import NAME, apply_attention
-from lab_tests.reference import tokens, truth
+from lab_tests.support.reference import tokens, truth
 
 B, S, H, K, D = 2, 20, 12, 3, 10
 

@@ -24,7 +24,7 @@ from lab.training import manifest, train_loop
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
 from lab.training.train_loop import Course, train_on_this_rank
-from lab_tests.training import ROWS, TOKENS, small
+from lab_tests.support.training import ROWS, TOKENS, small
 
 COUNT = "it takes a whole number, 1 or more"
 RATE = "it takes a finite number, 0 or more, for instance 0.001"

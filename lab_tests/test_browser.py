@@ -13,7 +13,7 @@ from playwright.sync_api import Locator
 from lab.jupyter.executing import FOLDER
 from lab.jupyter.serving import arguments
 from lab.show import palette
-from lab_tests.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
+from lab_tests.support.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,7 +19,7 @@ from lab.step.training_step import NoMeter, make_optimizer, train_step
 from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
-from lab_tests.training import ROWS, TOKENS, small
+from lab_tests.support.training import ROWS, TOKENS, small
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from lab.step.on_ranks import checked
 from lab.training import collective_time, train
 from lab.training.collective_time import layers_time
 from lab.units import format_seconds
-from lab_tests.training import TOKENS, small
+from lab_tests.support.training import TOKENS, small
 
 H100 = "NVIDIA H100 80GB HBM3"
 

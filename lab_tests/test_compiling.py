@@ -20,7 +20,7 @@ from lab.recipe.recipe import Recipe, parse_knobs
 from lab.step.one_rank import one_rank
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
-from lab_tests.reference import tokens
+from lab_tests.support.reference import tokens
 
 # Torch's compiler imports a part of torch that uses another, deprecated part; and asks every tensor for its
 # gradient, the warning of which it hides where warnings are shown, and not where they are errors.

@@ -20,8 +20,8 @@ from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
 from lab.training.records import Run
 from lab.units import GiB
+from lab_tests.support.training import TOKENS, small
 from lab_tests.test_meter import Two, metered_step
-from lab_tests.training import TOKENS, small
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ from lab.techniques.exchange import (
     sequence_from_heads,
     sum_over_ranks,
 )
-from lab_tests.reference import subgroup
+from lab_tests.support.reference import subgroup
 
 B, S, D = 2, 40, 10
 

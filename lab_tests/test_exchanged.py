@@ -12,7 +12,7 @@ from lab.techniques.exchange import all_to_all
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.reference import tokens
+from lab_tests.support.reference import tokens
 
 
 def exchange(sent, received, size=100):

@@ -10,7 +10,7 @@ from lab.rehearsing import rehearse as rehearsing
 from lab.techniques.attention.kernels import Machine
 from lab.training import collective_time, train
 from lab.units import Mi
-from lab_tests.training import small
+from lab_tests.support.training import small
 
 TOO_MANY = r"^4 heads of 5242880 tokens in one call of torch's attention kernel on CUDA"
 AMPERE = Machine((8, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})

@@ -30,7 +30,7 @@ from lab.step.one_rank import one_rank
 from lab.step.training_step import make_optimizer
 from lab.techniques.sharding import apply_replication
 from lab.training.run import _train as train_on_rank
-from lab_tests.training import small
+from lab_tests.support.training import small
 
 FSDP = Recipe(fsdp=True)
 MODELS = {

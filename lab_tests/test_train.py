@@ -20,7 +20,7 @@ from lab.commands.cli import main
 from lab.errors import CheckpointError
 from lab.training import manifest
 from lab.training.loss_file import LossFile
-from lab_tests.training import ROWS, TOKENS, small
+from lab_tests.support.training import ROWS, TOKENS, small
 
 
 def lines(folder):

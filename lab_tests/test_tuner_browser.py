@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Locator, Page
 
 from lab.jupyter.serving import arguments
-from lab_tests.browser import CHROMIUM, jupyter_page, run_all_cells
+from lab_tests.support.browser import CHROMIUM, jupyter_page, run_all_cells
 from lab_tests.test_browser import ROOT, served, wait_for
 
 pytestmark = [

@@ -22,7 +22,7 @@ from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
 from lab.techniques.upipe.schedule import schedule
-from lab_tests.reference import Calls, subgroup, tokens, truth, worst_errors
+from lab_tests.support.reference import Calls, subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,
 # whole slots, and slots that end in the middle of a stage (6: n=3 on G=4).

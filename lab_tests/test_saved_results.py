@@ -23,7 +23,7 @@ from lab.techniques.loss import apply_loss
 from lab.techniques.offload import apply_offload
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.reference import Calls, tokens
+from lab_tests.support.reference import Calls, tokens
 from lab_tests.test_checkpointing import (
     BATCH,
     HIDDEN,

@@ -1,4 +1,4 @@
-"""The README's two screenshots, taken anew: ``python -m lab_tests.pictures``."""
+"""The README's two screenshots, taken anew: ``python -m lab_tests.support.pictures``."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from playwright.sync_api import Locator, Page
 
 from lab.jupyter.executing import FOLDER
 from lab.jupyter.serving import arguments
-from lab_tests.browser import jupyter_page, run_all_cells
+from lab_tests.support.browser import jupyter_page, run_all_cells
 
 LIVE = """import lab
 

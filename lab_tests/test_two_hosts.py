@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cluster import watchdog
 from cluster.errors import ClusterError, RankError
 from cluster.ranks import Cluster
-from lab_tests.hosts import SSH_PORT, Hosts, needs, network, slurm, sshd, wait_until
+from lab_tests.support.hosts import SSH_PORT, Hosts, needs, network, slurm, sshd, wait_until
 
 pytestmark = pytest.mark.slow
 
