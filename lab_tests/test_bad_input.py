@@ -24,7 +24,8 @@ from lab.training import manifest, train_loop
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
 from lab.training.train_loop import Course, train_on_this_rank
-from lab_tests.support.training import ROWS, TOKENS, small
+from lab_tests.support.models import small_config
+from lab_tests.support.training import ROWS, TOKENS
 
 COUNT = "it takes a whole number, 1 or more"
 RATE = "it takes a finite number, 0 or more, for instance 0.001"
@@ -100,8 +101,8 @@ def test_a_rehearsal_of_one_token_is_refused():
 
 def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
     run = lab.train(
-        small(), "plain", tokens=TOKENS, rows=ROWS, text=digits, steps=2, checkpoint=tmp_path, cluster=None,
-        learning_rate=0, clip_norm=math.inf,
+        small_config(), "plain", tokens=TOKENS, rows=ROWS, text=digits, steps=2, checkpoint=tmp_path,
+        cluster=None, learning_rate=0, clip_norm=math.inf,
     )  # fmt: skip
     assert len(run.losses) == 2
     assert manifest.newest(tmp_path)[1].clip_norm == math.inf
@@ -165,7 +166,7 @@ def names(folder):
 def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_path):
     told |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
     with pytest.raises(DivergedError) as error:
-        lab.train(small(), "upipe", steps=4, **told)
+        lab.train(small_config(), "upipe", steps=4, **told)
     run = told["checkpoint"]
     assert error.value.step == 2
     assert not math.isfinite(error.value.loss)
@@ -182,7 +183,7 @@ def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_
 
 @pytest.mark.slow
 def test_the_command_says_it_in_one_line(told, digits, tmp_path):
-    models.build(small()).config.save_pretrained(tmp_path / "model")
+    models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         "train", tmp_path / "model", "--tokens", TOKENS, "--text", digits, "--steps", 4, "--every", 1,
         "--checkpoint", tmp_path / "run", "--ranks", 1, "--set", "compute_dtype=none", "--lr", TOO_FAR,
@@ -198,7 +199,7 @@ def test_the_command_says_it_in_one_line(told, digits, tmp_path):
 
 def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
     with pytest.raises(DivergedError) as error:
-        lab.train(small(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **told)
+        lab.train(small_config(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **told)
     assert error.value.step == 1
     assert str(error.value) == (
         f"after step 1 (loss {error.value.loss:.4g}) a parameter or the optimizer's state is not finite; "
@@ -233,7 +234,7 @@ def test_a_save_that_is_under_way_is_waited_for(alone, told, monkeypatch):
     complete = Manifest.complete
     monkeypatch.setattr(Manifest, "complete", lambda *args: time.sleep(1) or complete(*args))
     with pytest.raises(DivergedError, match=r"; the last good checkpoint is .*step-00000001 "):
-        lab.train(small(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
+        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
     assert names(told["checkpoint"]) == ["losses.jsonl", "step-00000001"]
 
 
@@ -244,7 +245,7 @@ def test_a_save_that_fails_meanwhile_is_said_too(alone, told, monkeypatch):
 
     monkeypatch.setattr(Manifest, "complete", full)
     with pytest.raises(DivergedError) as error:
-        lab.train(small(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
+        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
     assert str(error.value).startswith("the loss of step 2 is ")
     assert "; step-00000001 could not be written in " in str(error.value)
     assert "no room (rank 0); there is no earlier checkpoint; start again" in str(error.value)
@@ -273,7 +274,7 @@ def with_one_bad_shard(course):
 
 def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_path):
     # Of six numbers on four ranks the last holds none.
-    config = small(Qwen3Config, head_dim=6)
+    config = small_config(Qwen3Config, head_dim=6)
     training, _, _ = checked(config, "fsdp", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits)
     facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 4)
     [said, *others] = ranks4.apply(with_one_bad_shard, Course(training, tmp_path, 1, 2, facts, None))
@@ -293,7 +294,7 @@ def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_p
     ],
 )
 def test_what_is_finite(alone, tmp_path, where, value, finite):
-    model = models.build(small())
+    model = models.build(small_config())
     optimizer = make_optimizer(model, learning_rate=1e-3)
     parameter = model.lm_head.weight
     with torch.no_grad():
@@ -307,7 +308,7 @@ def test_a_run_that_diverges_keeps_what_it_measured(ranks4, digits):
     seen = []
     with pytest.raises(DivergedError) as error:
         lab.run(
-            small(), "fsdp", tokens=TOKENS, rows=ROWS, text=digits, steps=4, cluster=ranks4,
+            small_config(), "fsdp", tokens=TOKENS, rows=ROWS, text=digits, steps=4, cluster=ranks4,
             learning_rate=TOO_FAR, watch=seen.append,
         )  # fmt: skip
     assert str(error.value) == (

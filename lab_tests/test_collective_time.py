@@ -17,7 +17,8 @@ from lab.step.on_ranks import checked
 from lab.training import collective_time, train
 from lab.training.collective_time import layers_time
 from lab.units import format_seconds
-from lab_tests.support.training import TOKENS, small
+from lab_tests.support.models import small_config
+from lab_tests.support.training import TOKENS
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -72,8 +73,8 @@ def test_the_device_of_the_table_that_torch_names():
 
 @pytest.mark.slow
 def test_three_layers_where_that_is_more(capsys, digits):
-    training, _, _ = checked(small(), "upipe", ranks=2, tokens=TOKENS, text=digits, steps=1)
-    layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
+    training, _, _ = checked(small_config(), "upipe", ranks=2, tokens=TOKENS, text=digits, steps=1)
+    layer = lab.plan(small_config(), "upipe", tokens=TOKENS, ranks=2).longest_layer
     assert layers_time(training, 2, H100, 3 * layer) is None
     assert capsys.readouterr() == ("", "")
     assert layers_time(training, 2, H100, 2.9 * layer) == 3 * layer
@@ -91,8 +92,10 @@ def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
     monkeypatch.setattr(cluster, "device_type", device)
     folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
     with pytest.raises(Asked) as asked:
-        getattr(lab, verb)(small(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder)
-    layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
+        getattr(lab, verb)(
+            small_config(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder
+        )
+    layer = lab.plan(small_config(), "upipe", tokens=TOKENS, ranks=2).longest_layer
     assert asked.value.args == ((3 * layer,) if device == "cuda" else (None,))
 
 
@@ -142,7 +145,7 @@ def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, c
     limits = []
     monkeypatch.setattr(train, "set_timeout", limits.append)
     with pytest.raises(Asked):
-        train_as_a_rank(small(), digits, tmp_path)
+        train_as_a_rank(small_config(), digits, tmp_path)
     [limit] = limits
     assert 1e-9 < limit < 1
     assert f"a collective may take {format_seconds(limit)} and not " in capfd.readouterr().err
@@ -152,14 +155,14 @@ def test_a_plan_that_fails_is_a_line_on_every_rank(alone, digits, tmp_path, monk
     gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(collective_time, "watched", lambda _: ["false"])
     with pytest.raises(LabError, match="how long a collective may take failed: its process ended with code"):
-        train_as_a_rank(small(), digits, tmp_path)
+        train_as_a_rank(small_config(), digits, tmp_path)
 
 
 def test_a_rank_of_torchruns_takes_the_timeout_that_is_given(alone, digits, tmp_path, monkeypatch):
     limits = gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(train, "on_this_rank", lambda *_: pytest.fail("planned"))
     with pytest.raises(Asked):
-        train_as_a_rank(small(), digits, tmp_path, timeout=7.0)
+        train_as_a_rank(small_config(), digits, tmp_path, timeout=7.0)
     assert limits == [7.0]
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, Qwen2Config
 
 import lab
@@ -103,12 +102,10 @@ def test_a_ring_sends_to_one_rank(ring):
 
 
 @pytest.fixture
-def of_eight():
+def of_eight(eight):
     """What this rank of eight does is counted, as if on an H100; nothing is computed."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     with FakeTensorMode(), CostCounter(hardware("h100"), 8) as counted:
         yield counted
-    dist.destroy_process_group()
 
 
 SENT, SQUARE = 2**20, 4096

@@ -20,7 +20,8 @@ from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
 from lab.training.records import Run
 from lab.units import GiB
-from lab_tests.support.training import TOKENS, small
+from lab_tests.support.models import small_config
+from lab_tests.support.training import TOKENS
 from lab_tests.test_meter import Two, metered_step
 
 MIB = 2**20
@@ -193,7 +194,7 @@ def test_the_peak_of_training_is_that_of_its_steps(
 ) -> None:
     Starting(monkeypatch, train_loop)
     trained = lab.train(
-        small(), "plain", tokens=TOKENS, text=digits, steps=2, checkpoint=tmp_path, cluster=None
+        small_config(), "plain", tokens=TOKENS, text=digits, steps=2, checkpoint=tmp_path, cluster=None
     )
     assert [step.device_peak for step in trained.steps] == [50 * MIB] * 2
 
@@ -201,7 +202,7 @@ def test_the_peak_of_training_is_that_of_its_steps(
 def test_a_run_brings_the_allocators_peak_with_it(
     alone: None, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, _, _ = checked(small(), "plain", ranks=1, tokens=TOKENS, steps=1, text=digits)
+    training, _, _ = checked(small_config(), "plain", ranks=1, tokens=TOKENS, steps=1, text=digits)
     result = run._train(training, None)
     assert result.allocated is None
     timeline = result.timeline

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import lab
 from cluster import registry, remote
@@ -32,15 +32,16 @@ from lab.memory.out_of_memory import OutOfMemory
 from lab.training.out_of_memory import RankOutOfMemory
 from lab.training.records import Run, Started
 from lab.training.run import Interrupted
+from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.usefixtures("_fresh_ranks")
 
 TOKENS = 2048
 
 
-def small() -> LlamaConfig:
+def small() -> PretrainedConfig:
     """So small that a step takes a moment, at a size where each technique saves."""
-    return LlamaConfig(
+    return small_config(
         hidden_size=64, intermediate_size=224, num_hidden_layers=3, num_attention_heads=16,
         num_key_value_heads=4, head_dim=4, vocab_size=1024,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from lab.rehearsing import rehearse as rehearsing
 from lab.techniques.attention.kernels import Machine
 from lab.training import collective_time, train
 from lab.units import Mi
-from lab_tests.support.training import small
+from lab_tests.support.models import small_config
 
 TOO_MANY = r"^4 heads of 5242880 tokens in one call of torch's attention kernel on CUDA"
 AMPERE = Machine((8, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})
@@ -72,9 +72,9 @@ def test_a_plan_names_what_runs_for_its_dtype_and_head_dim():
         return " ".join(lab.plan(model, Recipe(**knobs), tokens=64, ranks=1).notes)
 
     exact = "attention runs as matrix products on CUDA"
-    assert exact not in notes(small(), compute_dtype="bfloat16")
+    assert exact not in notes(small_config(), compute_dtype="bfloat16")
     for knobs in ({}, {"compute_dtype": "float32"}):
-        assert f"in float32 with head_dim=10 {exact}" in notes(small(), **knobs)
-    said = notes(small(head_dim=264), compute_dtype="bfloat16")
+        assert f"in float32 with head_dim=10 {exact}" in notes(small_config(), **knobs)
+    said = notes(small_config(head_dim=264), compute_dtype="bfloat16")
     assert f"in bfloat16 with head_dim=264 {exact}" in said
     assert said.endswith("flash kernels take at most 256")

@@ -22,6 +22,7 @@ from lab import models
 from lab.errors import ModelError, RecipeError
 from lab.models.presets import PRESETS
 from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
 
 PUBLISHED = {
     "llama3-8b": 8_030_261_248,
@@ -89,15 +90,14 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_random_stat
     assert one.lm_head.weight.dtype == torch.float32
 
 
-def shrunken():
-    return Qwen3Config(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=10, vocab_size=260,
-    )  # fmt: skip
+def small():
+    return small_config(
+        Qwen3Config, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=260
+    )
 
 
 def test_the_callers_config_is_left_as_it_is():
-    config = shrunken()
+    config = small()
     before = config.to_dict()
     built = models.build(config)
     assert built.config.use_cache is False
@@ -105,7 +105,7 @@ def test_the_callers_config_is_left_as_it_is():
 
 
 def test_a_directory_gives_its_own_weights(tmp_path):
-    saved = models.build(shrunken(), seed=9)
+    saved = models.build(small(), seed=9)
     saved.save_pretrained(tmp_path)
     for place in (tmp_path, tmp_path / "config.json", str(tmp_path / "config.json")):
         loaded = models.build(place)
@@ -116,12 +116,12 @@ def test_a_directory_gives_its_own_weights(tmp_path):
 
 
 def test_a_directory_with_a_config_alone_gives_random_weights(tmp_path):
-    shrunken().save_pretrained(tmp_path)
+    small().save_pretrained(tmp_path)
     assert models.build(str(tmp_path), seed=1).config.head_dim == 10
 
 
 def test_a_presets_name_is_the_preset_whatever_lies_in_the_working_directory(tmp_path, monkeypatch):
-    models.build(shrunken()).save_pretrained(tmp_path / "tiny")
+    models.build(small()).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     assert models.build("tiny").config.num_attention_heads == 32
     assert models.build("./tiny").config.num_attention_heads == 6
@@ -130,7 +130,7 @@ def test_a_presets_name_is_the_preset_whatever_lies_in_the_working_directory(tmp
 @pytest.fixture
 def half(tmp_path):
     """A directory of bf16 weights that no seed gives."""
-    model = models.build(shrunken()).to(torch.bfloat16)
+    model = models.build(small()).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
@@ -187,8 +187,8 @@ def test_a_model_without_weights_can_be_fake(half):
 
 
 def test_a_callable():
-    assert models.config_of(lambda: models.build(shrunken())).hidden_size == 48
-    assert models.build(lambda: models.build(shrunken()), weights=False).config.hidden_size == 48
+    assert models.config_of(lambda: models.build(small())).hidden_size == 48
+    assert models.build(lambda: models.build(small()), weights=False).config.hidden_size == 48
 
 
 def refusal(call):
@@ -214,7 +214,7 @@ class OwnConfig(LlamaConfig):
 
 
 def mutated(name, value):
-    config = shrunken()
+    config = small()
     setattr(config, name, value)
     return config
 
@@ -254,7 +254,7 @@ def test_what_is_no_model_is_refused_in_one_line(model, said):
 
 def test_a_model_itself_is_refused():
     with torch.device("meta"):
-        model = models.build(shrunken())
+        model = models.build(small())
     for call in (models.config_of, models.build):
         assert refusal(lambda call=call: call(model)) == (
             "a Qwen3ForCausalLM itself: give a callable that returns one"

@@ -1,6 +1,7 @@
 """A plan's answers: what fits, what stops it, what it refuses, and that it leaves nothing behind."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,21 +10,15 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
 from lab.planning.fake_step import Question, fake_step, layouts_remembered
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import one_rank, ring_ranks
+from lab_tests.support.models import small_config
 
-
-def small(**more):
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return LlamaConfig(**{**shape, **more})
+small = partial(small_config, num_attention_heads=24, vocab_size=104)
 
 
 @pytest.fixture(scope="module")

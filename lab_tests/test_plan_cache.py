@@ -6,21 +6,15 @@ import os
 from functools import partial
 
 import pytest
-from transformers import LlamaConfig
 
 import lab
 from lab.planning import plan as planning
 from lab.planning import plan_cache as memory
 from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
 
-
-def config(**more):
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 1, "num_attention_heads": 12,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return LlamaConfig(**{**shape, **more})
+config = partial(small_config, num_hidden_layers=1, vocab_size=104)
 
 
 @pytest.fixture

@@ -1,15 +1,17 @@
 """Planned bytes are measured bytes: every recipe, every rank, to the byte, with the operator at the peak."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 import lab
 from lab.memory.timeline import Timeline
 from lab.models import config_of
 from lab.recipe.ladder import NAMES, recipe_for
 from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.slow
 
@@ -46,13 +48,8 @@ def planned_and_measured(cluster, text, model, recipe, tokens, rows=1, steps=1):
     return answers(plan.timeline), measured
 
 
-def odd(family=LlamaConfig, **more):
-    """All axes and quotients differ; four divides each, so that shards are equal."""
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return family(**{**shape, **more})
+odd = partial(small_config, num_hidden_layers=3, num_attention_heads=24, vocab_size=104)
+"""All axes and quotients differ; four divides each, so that shards are equal."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +128,7 @@ RINGS = {
 """The recipe, and the ring rank that is planned for 1, 2 and 4 query heads to a key/value head."""
 
 
-def ringed(group: int) -> LlamaConfig:
+def ringed(group: int) -> PretrainedConfig:
     """A model so small beside its heads that its peak is in attention's backward."""
     return odd(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import lab
 from lab import models
@@ -28,17 +28,15 @@ from lab.recipe.ladder import RUNGS
 from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
+from lab_tests.support.models import small_config
 from lab_tests.test_cuda_meter import Card
 
 TOKENS = 512
 
 
-def odd() -> LlamaConfig:
+def odd() -> PretrainedConfig:
     """All axes and quotients differ; four divides each, so that shards are equal."""
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=4, num_attention_heads=24,
-        num_key_value_heads=6, head_dim=10, vocab_size=260,
-    )  # fmt: skip
+    return small_config(num_hidden_layers=4, num_attention_heads=24, vocab_size=260)
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from lab.techniques.ring import apply_ring, local_positions, ring_kernel, token_
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.support.reference import Calls, tokens, truth, worst_errors
+from lab_tests.support.operators import Calls
+from lab_tests.support.reference import tokens, truth, worst_errors
 
 # family, H, K, C, R, U (None: Ulysses), b, S
 CASES = [

@@ -3,39 +3,36 @@
 import copy
 import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab.bench.reference import build, config
+from lab.bench.reference import build, config, error
 from lab.decoder import Patch
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques import host_transfer
 from lab.techniques.attention.hf_attention import apply_attention
-from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.loss import apply_loss
 from lab.techniques.offload import apply_offload
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.support.reference import Calls, tokens
-from lab_tests.test_checkpointing import (
+from lab_tests.support.decoder_step import (
     BATCH,
     HIDDEN,
     TOKENS,
     VOCAB,
-    Counting,
     batch,
+    checkpoint_and_offload,
     decoder,
+    rows_of,
     step,
-    worst,
+    step_timeline,
 )
-from lab_tests.test_offload import Crossings, measured, rows_of
+from lab_tests.support.operators import Calls, TransfersAndAttention
+from lab_tests.support.reference import tokens
 
 HEADS, HEAD_DIM, LAYERS = 6, 10, 4
 INPUT = BATCH * TOKENS * HIDDEN * 8
@@ -44,8 +41,6 @@ ATTENDED = BATCH * TOKENS * HEADS * (HEAD_DIM + 1) * 8
 INPUT_HELD, OUT_HELD, LSE_HELD = 32768, 32768 + 8192, 4096
 """A layer's input, output and LSE on the host, in whole pages."""
 
-FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu"
-
 
 def upiped(model):
     apply_upipe(model, head_chunk=2, group=None)
@@ -53,9 +48,7 @@ def upiped(model):
 
 def offloaded(model, attention=True, apply=apply_attention, **knobs):
     apply(model)
-    apply_checkpointing(model)
-    apply_offload(model, attention=attention, **knobs)
-    return model
+    return checkpoint_and_offload(model, attention=attention, **knobs)
 
 
 @pytest.mark.parametrize("apply", [apply_attention, upiped])
@@ -65,19 +58,19 @@ def offloaded(model, attention=True, apply=apply_attention, **knobs):
 def test_bit_for_bit_what_a_second_forward_gives(family, dtype, apply):
     model = decoder(family, dtype)
     recomputed = offloaded(copy.deepcopy(model), attention=False, apply=apply)
-    assert worst(step(offloaded(model, apply=apply)), step(recomputed)) == 0
+    assert error(step(offloaded(model, apply=apply)), step(recomputed)) == 0
 
 
 def test_each_attention_runs_once_and_comes_back_a_layer_ahead():
     model = offloaded(decoder(layers=LAYERS))
-    with Crossings() as crossings:
+    with TransfersAndAttention() as observed:
         step(model)
     run, back = "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
     sent, fetched = ["to_host"] * 2, ["from_host"] * 2
     forward = ["to_host", run, *sent] * (LAYERS - 1) + [run, *sent]
     # The last layer's own set out with its recomputation, and with them all of the layer below.
     backward = [*fetched, "from_host", *fetched, back] + ["from_host", *fetched, back] * (LAYERS - 2) + [back]
-    assert crossings.order == forward + backward
+    assert observed.order == forward + backward
 
 
 def test_upipe_runs_none_of_its_stages_again():
@@ -85,21 +78,16 @@ def test_upipe_runs_none_of_its_stages_again():
     counted = {}
     for attention in (False, True):
         model = offloaded(decoder(), attention, upiped)
-        with Counting() as counting:
+        with Calls() as calls:
             step(model)
-        counted[attention] = {name: counting.ops[name] for name in (FORWARD, "aten.bmm")}
+        counted[attention] = {name: calls[name] for name in ("attention forward", "aten.bmm")}
     layers, stages, slots = 3, 3, 3
     made = stages + 2 * slots
-    assert counted[False] == {FORWARD: layers * stages * 2, "aten.bmm": layers * (3 * made + stages)}
-    assert counted[True] == {FORWARD: layers * stages, "aten.bmm": layers * (2 * made + stages)}
-
-
-@pytest.fixture
-def eight() -> Iterator[dist.ProcessGroup]:
-    """A group of eight of which only this rank is there: what it sends is lost, and counted."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    assert counted[False] == {
+        "attention forward": layers * stages * 2,
+        "aten.bmm": layers * (3 * made + stages),
+    }
+    assert counted[True] == {"attention forward": layers * stages, "aten.bmm": layers * (2 * made + stages)}
 
 
 @pytest.mark.parametrize(
@@ -132,15 +120,15 @@ def test_all_to_alls_and_attentions_of_a_step(eight, chunk, inputs, attention):
 @pytest.mark.parametrize("apply", [apply_attention, upiped])
 def test_the_host_has_all_inputs_but_one_and_every_attention(layers, apply):
     model = offloaded(decoder(layers=layers), apply=apply)
-    timeline = measured(model, batch())
+    timeline = step_timeline(model, batch())
     end = rows_of(timeline, "forward")[-1]
     # UPipe has an LSE of each of its three stages.
     attended = OUT_HELD + LSE_HELD * (3 if apply is upiped else 1)
     assert timeline.host[end] == timeline.host_peak == (layers - 1) * INPUT_HELD + layers * attended
     assert timeline.host[-1] == 0
-    with torch.no_grad(), Crossings() as crossings:
+    with torch.no_grad(), TransfersAndAttention() as observed:
         model(**batch())
-    assert "to_host" not in crossings.order
+    assert "to_host" not in observed.order
 
 
 class HeldInBackward(TorchDispatchMode):
@@ -247,7 +235,7 @@ def test_passes_that_interleave_keep_their_own(apply):
             (loss / 4).backward()
         each(**batches[1]).loss.backward()
         gradients.append({name: p.grad for name, p in each.named_parameters()})
-    assert worst(gradients[1], gradients[0]) <= 1e-9
+    assert error(gradients[1], gradients[0]) <= 1e-9
 
 
 def test_a_retained_graph_can_be_walked_twice_but_not_upipes():
@@ -262,7 +250,7 @@ def test_a_retained_graph_can_be_walked_twice_but_not_upipes():
             continue
         loss.backward()
         halves = {n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}
-        assert worst(halves, wanted) <= 1e-9
+        assert error(halves, wanted) <= 1e-9
 
 
 def test_after_a_pass_that_failed_the_next_is_right():
@@ -271,7 +259,7 @@ def test_after_a_pass_that_failed_the_next_is_right():
     with pytest.raises(ZeroDivisionError):
         model(**batch())
     hook.remove()
-    assert worst(step(model), wanted) <= 1e-9
+    assert error(step(model), wanted) <= 1e-9
 
 
 def test_frozen_layers():
@@ -283,7 +271,7 @@ def test_frozen_layers():
     for each in (plain, model):
         each(**batch()).loss.backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    assert worst({n: p.grad for n, p in model.named_parameters()}, wanted) <= 1e-9
+    assert error({n: p.grad for n, p in model.named_parameters() if p.requires_grad}, wanted) <= 1e-9
 
 
 def test_refusals():

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaConfig
 
 from lab.planning import fake_step as walking
 from lab.planning.fake_step import Question, fake_step
 from lab.recipe.ladder import recipe_for
 from lab.techniques.slices import shortened, slices, times
+from lab_tests.support.models import small_config
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,7 @@ def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
 
 
 def question(rung: str, workspace: bool) -> Question:
-    config = LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=12,
-        num_key_value_heads=6, head_dim=10, vocab_size=104,
-    )  # fmt: skip
+    config = small_config(vocab_size=104)
     # s = 250: tiles of 23, 31 and 37 leave 20, 2 and 28; the loss takes a tile in blocks of 3 and one of 1.
     tiles = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37}
     recipe = recipe_for(rung, config, 4, 500, ulysses=2, **tiles)

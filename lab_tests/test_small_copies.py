@@ -2,10 +2,11 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from lab import models
 from lab.errors import LabError, ModelError
@@ -13,15 +14,13 @@ from lab.models.presets import PRESETS
 from lab.models.small_copies import shrunken
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import degrees
+from lab_tests.support.models import small_config
 
-
-def odd(family=LlamaConfig, **more):
-    """D=60, E=720, MLP 780: 60, 30, 20 and 15 divide all three, and 30 and 15 also E/H=30."""
-    shape = {
-        "hidden_size": 720, "intermediate_size": 780, "num_hidden_layers": 7, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 60, "vocab_size": 20_011,
-    }  # fmt: skip
-    return family(**{**shape, **more})
+odd = partial(
+    small_config, hidden_size=720, intermediate_size=780, num_hidden_layers=7, num_attention_heads=24,
+    num_key_value_heads=6, head_dim=60, vocab_size=20_011,
+)  # fmt: skip
+"""D=60, E=720, MLP 780: 60, 30, 20 and 15 divide all three, and 30 and 15 also E/H=30."""
 
 
 @pytest.mark.parametrize("name", PRESETS)

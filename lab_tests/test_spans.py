@@ -4,15 +4,14 @@ import pytest
 
 from lab.memory.meter import Meter
 from lab.memory.spans import Spans
-from lab_tests.test_checkpointing import LAYERS, batch, decoder
-from lab_tests.test_offload import offloaded
+from lab_tests.support.decoder_step import LAYERS, batch, checkpoint_and_offload, decoder
 
 FLASH = "aten._scaled_dot_product_flash_attention"
 
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_what_was_asked_for_once_each_in_order(outside):
-    model, meter = offloaded(decoder()), Meter()
+    model, meter = checkpoint_and_offload(decoder()), Meter()
     spans = Spans("lab.", FLASH)
     if outside:
         with spans, meter.measure(model), meter.phase("step"):

@@ -30,14 +30,14 @@ from lab.step.one_rank import one_rank
 from lab.step.training_step import make_optimizer
 from lab.techniques.sharding import apply_replication
 from lab.training.run import _train as train_on_rank
-from lab_tests.support.training import small
+from lab_tests.support.models import small_config
 
 FSDP = Recipe(fsdp=True)
 MODELS = {
-    "rows that no number of ranks divides": small(vocab_size=101, head_dim=6, pad_token_id=55),
-    "a tied head": small(tie_word_embeddings=True),
-    "biases": small(Qwen2Config),
-    "norms of heads": small(Qwen3Config),
+    "rows that no number of ranks divides": small_config(vocab_size=101, head_dim=6, pad_token_id=55),
+    "a tied head": small_config(tie_word_embeddings=True),
+    "biases": small_config(Qwen2Config),
+    "norms of heads": small_config(Qwen3Config),
 }
 SCRATCH = 33 * piece_elements("cpu")
 
@@ -141,7 +141,7 @@ def three(model, recipe):
 @pytest.mark.parametrize("kind", ["a config", "a tied model", "a bf16 directory"])
 def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
     """The vocabulary is so large that the scratch of the comparison is above the optimizer's state."""
-    model = small(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
+    model = small_config(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
     if kind == "a bf16 directory":
         models.save(models.build(model).to(torch.bfloat16), tmp_path)
         model = tmp_path
@@ -219,7 +219,7 @@ def tied_by_config(folder, *, equal=False, without=None):
     """Save an untied model whose config says that it is tied; return what transformers reads of it."""
     from safetensors.torch import load_file, save_file
 
-    models.build(small(), seed=8).save_pretrained(folder)
+    models.build(small_config(), seed=8).save_pretrained(folder)
     place = folder / "model.safetensors"
     weights = load_file(place)
     if equal:
@@ -279,15 +279,15 @@ def test_ranks_with_another_seed_are_refused(ranks4):
     said = (
         "the seed, or the files of the weights, differ on rank 2: give every rank the same seed, and a copy"
     )
-    for error in ranks4.apply(refused, [small()] * 4, [1, 1, 0, 1]):
+    for error in ranks4.apply(refused, [small_config()] * 4, [1, 1, 0, 1]):
         assert error.startswith(said)
-    assert ranks4.apply(refused, [small()] * 4, [1] * 4) == [None] * 4
+    assert ranks4.apply(refused, [small_config()] * 4, [1] * 4) == [None] * 4
 
 
 def test_ranks_with_other_files_are_refused(ranks4, tmp_path):
     """The copy differs in one parameter, and not in its size."""
     places = [tmp_path / name for name in ("one", "other")]
-    model = models.build(small())
+    model = models.build(small_config())
     model.save_pretrained(places[0])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(1)
@@ -307,14 +307,14 @@ def test_a_model_without_memory_is_refused_without_fsdp():
     with one_rank(Recipe(), 2, "loopback") as mesh:
         for recipe in (Recipe(), Recipe(compute_dtype="bfloat16")):
             with pytest.raises(ModelError, match=r"embed_tokens.weight has no memory \(device meta\): load"):
-                lab.apply_recipe(models.outline(small()).model, recipe, mesh)
+                lab.apply_recipe(models.outline(small_config()).model, recipe, mesh)
         with pytest.raises(ModelError, match="has no memory"):
-            apply_replication(models.outline(small()).model, mesh=mesh)
+            apply_replication(models.outline(small_config()).model, mesh=mesh)
 
 
 def test_a_model_may_be_given_memory_by_hand(alone):
     mesh = init_device_mesh("cpu", (1,))
-    model = models.outline(small()).model
+    model = models.outline(small_config()).model
     lab.apply_recipe(model, FSDP, mesh)
     model.to_empty(device="cpu")
     assert all(isinstance(p, DTensor) and p.device.type == "cpu" for p in model.parameters())

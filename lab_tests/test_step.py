@@ -4,23 +4,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig
 
 import lab
 from lab import models
+from lab.bench.reference import error
 from lab.memory.meter import Meter
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.step.training_step import make_optimizer
+from lab_tests.support.models import small_config
 
 ROWS, TOKENS = 3, 40
 LEARNING_RATE = 1e-3
 
 
 def small():
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=12,
-        num_key_value_heads=6, head_dim=10, vocab_size=101,
-    )  # fmt: skip
+    return small_config(num_hidden_layers=3)
 
 
 def rung(name: str):
@@ -82,10 +80,7 @@ def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
     losses, expected = dense_losses_and_gradients(1)
     for loss, gradients in ranks4.apply(gradients_on_rank, rung(name)):
         assert loss == pytest.approx(losses[0], rel=1e-6)
-        assert gradients.keys() == expected.keys()
-        for parameter, gradient in gradients.items():
-            error = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-            assert error < 5e-6, parameter
+        assert error(gradients, expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", RUNGS)

@@ -20,7 +20,8 @@ from lab.commands.cli import main
 from lab.errors import CheckpointError
 from lab.training import manifest
 from lab.training.loss_file import LossFile
-from lab_tests.support.training import ROWS, TOKENS, small
+from lab_tests.support.models import small_config
+from lab_tests.support.training import ROWS, TOKENS
 
 
 def lines(folder):
@@ -38,8 +39,8 @@ def unbroken(ranks4, digits, tmp_path_factory):
     seen = []
     folder = tmp_path_factory.mktemp("unbroken")
     run = lab.train(
-        small(), "upipe", tokens=TOKENS, rows=ROWS, text=digits, steps=5, checkpoint=folder, every=2, keep=3,
-        cluster=ranks4, watch=seen.append, compute_dtype=None,
+        small_config(), "upipe", tokens=TOKENS, rows=ROWS, text=digits, steps=5, checkpoint=folder, every=2,
+        keep=3, cluster=ranks4, watch=seen.append, compute_dtype=None,
     )  # fmt: skip
     assert tuple(seen) == run.steps
     assert [step.to_json() for step in seen] == lines(folder)
@@ -53,18 +54,20 @@ def test_what_is_told_of_a_step(unbroken):
     assert last.tokens_per_second == 4 * last.tokens_per_second_and_rank
     assert first.seconds_left == pytest.approx(4 * first.seconds, rel=0.01)
     assert last.seconds_left == 0
-    plan = lab.plan(small(), "upipe", tokens=TOKENS, rows=ROWS, ranks=4, workspace=False, compute_dtype=None)
+    plan = lab.plan(
+        small_config(), "upipe", tokens=TOKENS, rows=ROWS, ranks=4, workspace=False, compute_dtype=None
+    )
     assert {step.device_peak for step in unbroken.steps} == {plan.device_peak}
 
 
 def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroken, told):
     told |= {"cluster": ranks4, "compute_dtype": None}
     assert len(set(unbroken.losses)) == 5
-    first = lab.train(small(), "upipe", steps=3, **told)
+    first = lab.train(small_config(), "upipe", steps=3, **told)
     with (told["checkpoint"] / "losses.jsonl").open("a") as file:
         # Killed after the checkpoint, in the middle of a line.
         file.write('{"step": 4, "loss": 9}\n{"st')
-    after = lab.train(small(), "upipe", steps=5, resume=True, **told)
+    after = lab.train(small_config(), "upipe", steps=5, resume=True, **told)
     assert first.losses + after.losses == unbroken.losses
     assert [line["loss"] for line in lines(told["checkpoint"])] == list(unbroken.losses)
 
@@ -73,12 +76,12 @@ def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroke
 def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken, told, recipe):
     told["checkpoint"].mkdir()
     shutil.copytree(unbroken.checkpoint / "step-00000002", told["checkpoint"] / "step-00000002")
-    after = lab.train(small(), recipe, steps=5, resume=True, cluster=None, compute_dtype=None, **told)
+    after = lab.train(small_config(), recipe, steps=5, resume=True, cluster=None, compute_dtype=None, **told)
     assert after.losses == pytest.approx(unbroken.losses[2:], rel=1e-5)
 
 
 def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
-    config = small(tie_word_embeddings=True)
+    config = small_config(tie_word_embeddings=True)
     first = lab.train(config, "plain", steps=4, cluster=None, compute_dtype=None, **told)
     shutil.rmtree(told["checkpoint"] / "step-00000004")
     after = lab.train(config, "upipe", steps=4, resume=True, cluster=ranks4, compute_dtype=None, **told)
@@ -182,7 +185,7 @@ def kill(process):
 
 
 def test_killed_at_a_random_moment_under_torchrun_and_resumed(digits, tmp_path):
-    models.build(small()).config.save_pretrained(tmp_path / "model")
+    models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         tmp_path / "model", "--tokens", TOKENS, "--rows", ROWS, "--text", digits, "--recipe", "upipe",
         "--set", "compute_dtype=none", "--every", 10, "--checkpoint", tmp_path / "run", "--json",

@@ -1,7 +1,6 @@
 """UPipe gives the plain model's loss and gradients for every chunk; its calls and its bytes are counted."""
 
 import resource
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -22,7 +20,8 @@ from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
 from lab.techniques.upipe.schedule import schedule
-from lab_tests.support.reference import Calls, subgroup, tokens, truth, worst_errors
+from lab_tests.support.operators import Calls
+from lab_tests.support.reference import subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,
 # whole slots, and slots that end in the middle of a stage (6: n=3 on G=4).
@@ -133,14 +132,6 @@ def test_under_fsdp_and_checkpointing_each_attention_runs_twice_forward(ranks4, 
 
 
 # ---- integers ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def eight() -> Iterator[dist.ProcessGroup]:
-    """A group of eight of which only this rank is there: what it sends is lost, and counted."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def calls_of_a_layer(heads, kv_heads, chunk, group):

@@ -5,15 +5,11 @@ import pytest
 from lab.bench.upipe_vs_deepspeed import race
 
 # The first use of DeepSpeed compiles an operator on this machine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks_afterwards(ranks4):
-    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
-    yield
-    ranks4.stop()
-    ranks4.start()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("_fresh_ranks_after_deepspeed"),
+    pytest.mark.timeout(600),
+]
 
 
 def test_a_race_over_a_short_distance(ranks4):

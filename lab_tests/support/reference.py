@@ -1,14 +1,10 @@
-"""Helpers of the parity tests around the reference model of ``lab.bench.reference``."""
+"""Losses and gradients of the reference model of ``lab.bench.reference``, and errors against them."""
 
 from __future__ import annotations
-
-from collections import Counter
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from lab.bench.reference import VOCABULARY, build, error, exact_rotary, gradients, loss_of
@@ -69,25 +65,3 @@ def subgroup(size: int) -> dist.ProcessGroup:
         dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
     ]
     return groups[dist.get_rank() // size]
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that are called: ``with Calls() as calls: ...; calls["all_to_all"]``."""
-
-    NAMES: ClassVar[dict[str, str]] = {
-        "c10d::alltoall_base_": "all_to_all",
-        "aten::_scaled_dot_product_flash_attention_for_cpu": "attention forward",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __getitem__(self, name: str) -> int:
-        assert name in self.NAMES.values()
-        return self.counts[name]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[self.NAMES.get(func._schema.name, "")] += 1
-        return func(*args, **(kwargs or {}))
