@@ -2,18 +2,22 @@
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import pytest
 from playwright.sync_api import Locator
 
 from lab.jupyter.executing import FOLDER
-from lab.jupyter.serving import arguments
 from lab.show import palette
-from lab_tests.support.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
+from lab_tests.support.browser import (
+    CHROMIUM,
+    browser_page,
+    jupyter,
+    jupyter_page,
+    one_cell_notebook,
+    run_all_cells,
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,12 +29,12 @@ ROOT = Path(__file__).parents[1]
 FEED = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
-from lab_tests.test_show import finished
+from lab_tests.support.runs import finished_run
 from lab.training.records import Progress
 import numpy as np
 import lab.show
 
-run, watch = finished(2), lab.show.live(height=300)
+run, watch = finished_run(2), lab.show.live(height=300)
 for rows in np.array_split(np.arange(len(run.timelines[0])), 100):
     for rank, timeline in enumerate(run.timelines):
         watch(Progress(rank, 2, 1, 3, 2.5, timeline.rows(rows)))
@@ -60,26 +64,8 @@ COUNT_PAINTED = """([red, green, blue]) => {
 }"""
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.1)
-
-
-def served(tmp_path: Path, code: str) -> tuple[Path, list[str]]:
-    """A notebook of one cell, and the command that serves it."""
-    path = tmp_path / "notebooks" / "live.ipynb"
-    path.parent.mkdir()
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    cell = nbformat.v4.new_code_cell(code)
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
-    return path, command + arguments(path.parent, path.name)
-
-
 def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:
-    path, command = served(tmp_path, FEED)
+    path, command = one_cell_notebook(tmp_path, FEED)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         page.locator(".lab-live canvas").wait_for(timeout=60_000)
@@ -117,7 +103,7 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
 
 
 def test_stop_ends_a_run_while_its_cell_blocks_and_keeps_what_it_measured(tmp_path: Path) -> None:
-    _, command = served(tmp_path, LONG_RUN)
+    _, command = one_cell_notebook(tmp_path, LONG_RUN)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         # It trains: where a loss is shown, a step has ended.

@@ -17,10 +17,9 @@ from lab.step.on_ranks import checked
 from lab.training import collective_time, train
 from lab.training.collective_time import layers_time
 from lab.units import format_seconds
+from lab_tests.support.gpus import H100
 from lab_tests.support.models import small_config
 from lab_tests.support.training import TOKENS
-
-H100 = "NVIDIA H100 80GB HBM3"
 
 
 class Asked(Exception):

@@ -4,36 +4,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaConfig, Qwen2Config
+from transformers import Qwen2Config
 
 import lab
 from lab.planning.costs import CostCounter, Costs
 from lab.planning.hardware import hardware
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import AllToAll, all_to_all
-
-L, E, I, H, K, D, V = 3, 48, 72, 24, 4, 10, 104  # noqa: E741
-S, RANKS, FP32 = 160, 4, 4
+from lab_tests.support.costs import (
+    ATTENTION,
+    FP32,
+    RANKS,
+    D,
+    E,
+    H,
+    I,
+    K,
+    L,
+    S,
+    V,
+    model_config,
+    planned_costs,
+)
 
 LAYER = 2 * E * H * D + 2 * E * K * D + 3 * E * I
 MATMULS = L * LAYER + V * E
 NORMS = L * 2 * E + E
 LAYER_BYTES, ROOT_BYTES = FP32 * (LAYER + 2 * E), FP32 * (2 * V * E + E)
-ATTENTION = 2 * S * S * H * D  # scores and outputs, half of each behind the mask
-
-
-def config(family=LlamaConfig):
-    return family(
-        hidden_size=E, intermediate_size=I, num_hidden_layers=L, num_attention_heads=H,
-        num_key_value_heads=K, head_dim=D, vocab_size=V,
-    )  # fmt: skip
-
-
-def costs(ranks=RANKS, ranks_per_node=8, device="h100", rows=1, family=LlamaConfig, **knobs) -> Costs:
-    model = config(family)
-    return lab.plan(
-        model, Recipe(**knobs), tokens=S, ranks=ranks, rows=rows, device=device, ranks_per_node=ranks_per_node
-    ).costs
 
 
 def left(nbytes: int, group: int = RANKS) -> int:
@@ -43,26 +40,26 @@ def left(nbytes: int, group: int = RANKS) -> int:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_flops_of_a_plain_step(rows):
-    assert costs(1, rows=rows).flops == rows * (6 * MATMULS * S + L * ATTENTION * 7 // 2)
+    assert planned_costs(1, rows=rows).flops == rows * (6 * MATMULS * S + L * ATTENTION * 7 // 2)
 
 
 def test_a_rank_of_four_does_a_fourth():
-    assert costs(fsdp=True, ulysses=4).flops * 4 == costs(1).flops
+    assert planned_costs(fsdp=True, ulysses=4).flops * 4 == planned_costs(1).flops
 
 
 def test_biases_multiply_nothing():
     # Qwen2 takes head_dim from E / H: it is that of this test's shapes only where it is given.
-    assert costs(1, family=Qwen2Config).flops == costs(1).flops
+    assert planned_costs(1, family=Qwen2Config).flops == planned_costs(1).flops
 
 
 def test_checkpointing_runs_every_attention_and_matmul_twice_but_the_last_of_a_layer():
     again = 2 * S * (LAYER - I * E)  # nothing that backward needs comes after down_proj
-    assert costs(1, checkpoint=True).flops - costs(1).flops == L * (again + ATTENTION)
+    assert planned_costs(1, checkpoint=True).flops - planned_costs(1).flops == L * (again + ATTENTION)
 
 
 def test_upipe_computes_no_attention_more_than_ulysses():
     ulysses, upipe = ({"ulysses": 4, "checkpoint": True, **more} for more in ({}, {"head_chunk": 8}))
-    extra = costs(**upipe).flops - costs(**ulysses).flops
+    extra = planned_costs(**upipe).flops - planned_costs(**ulysses).flops
     assert extra % (2 * S // 4) == 0
     assert extra < L * ATTENTION // 4
 
@@ -72,15 +69,15 @@ def test_replicated_ranks_sum_every_gradient():
     summed = L * sum(2 * left(FP32 * n) for n in parameters)
     summed += 2 * left(FP32 * V * E) * 2 + 2 * left(FP32 * E)
     the_loss = 2 * left(FP32)
-    assert costs().link_bytes == summed + the_loss
+    assert planned_costs().link_bytes == summed + the_loss
 
 
 def test_fsdp_gathers_a_layer_twice_and_the_rest_once():
     # Summed beside the loss: the norm of each gradient, 9 a layer and 3 of the root.
     the_loss = 2 * left(FP32) + 2 * left(FP32 * (9 * L + 3))
     layers = L * 3 * left(LAYER_BYTES)  # gathered forward, gathered backward, gradients scattered
-    assert costs(fsdp=True).link_bytes == layers + 2 * left(ROOT_BYTES) + the_loss
-    halves = costs(fsdp=True, compute_dtype="bfloat16")
+    assert planned_costs(fsdp=True).link_bytes == layers + 2 * left(ROOT_BYTES) + the_loss
+    halves = planned_costs(fsdp=True, compute_dtype="bfloat16")
     gathered = (2 * L * left(LAYER_BYTES) + left(ROOT_BYTES)) // 2
     scattered = L * left(LAYER_BYTES) + left(ROOT_BYTES)
     assert halves.link_bytes == gathered + scattered + the_loss
@@ -89,14 +86,14 @@ def test_fsdp_gathers_a_layer_twice_and_the_rest_once():
 def test_ulysses_exchanges_q_k_v_and_out_both_ways():
     for degree in (2, 4, 8):  # K = 4: with 8 ranks each key and value head goes to two
         more = {"ranks": 8, "fsdp": True}
-        sent = costs(ulysses=degree, **more).link_bytes - costs(**more).link_bytes
+        sent = planned_costs(ulysses=degree, **more).link_bytes - planned_costs(**more).link_bytes
         payload = FP32 * (S // degree) * D * (2 * H + 2 * max(K, degree))
         assert sent == 2 * L * left(payload, degree)
 
 
 @pytest.mark.parametrize("ring", [2, 4])
 def test_a_ring_sends_to_one_rank(ring):
-    sent = costs(fsdp=True, ring=ring).link_bytes - costs(fsdp=True).link_bytes
+    sent = planned_costs(fsdp=True, ring=ring).link_bytes - planned_costs(fsdp=True).link_bytes
     kv = 2 * (S // ring) * K * D * FP32
     assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
 
@@ -176,7 +173,7 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
     )
     knobs = {"ulysses": 4, "head_chunk": 8, "checkpoint": True}
     for more in ({}, {"ranks_per_node": 1}):
-        late, ahead = costs(**knobs, **more), costs(**knobs, overlap=True, **more)
+        late, ahead = planned_costs(**knobs, **more), planned_costs(**knobs, overlap=True, **more)
         assert (ahead.flops, ahead.link_bytes) == (late.flops, late.link_bytes)
         hidden = late.link_seconds - ahead.link_seconds
         # Two stages of three go ahead: queries forward, again, and in backward, there with dout and out.
@@ -189,7 +186,7 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
 
 def test_a_rings_steps_hide_behind_attention():
     """Forward and back all but one, which brings the sums of the gradients home."""
-    h100, model, tokens, layers = hardware("h100"), config(), 2**20, 3
+    h100, model, tokens, layers = hardware("h100"), model_config(), 2**20, 3
 
     def waiting(ring: int) -> float:
         return lab.plan(model, Recipe(fsdp=True, ring=ring), tokens=tokens, ranks=RANKS).costs.link_seconds
@@ -200,13 +197,13 @@ def test_a_rings_steps_hide_behind_attention():
 
 
 def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():
-    offloaded = costs(fsdp=True, ulysses=4, checkpoint=True, offload="inputs")
+    offloaded = planned_costs(fsdp=True, ulysses=4, checkpoint=True, offload="inputs")
     one_input = FP32 * (S // 4) * E
     assert offloaded.host_bytes == 2 * (L - 1) * one_input
     h100 = hardware("h100")
     rate = h100.host_link.value * h100.host_link_share.value
     assert offloaded.host_seconds == pytest.approx(offloaded.host_bytes / rate, rel=1e-12)
-    kept = costs(fsdp=True, ulysses=4, checkpoint=True)
+    kept = planned_costs(fsdp=True, ulysses=4, checkpoint=True)
     assert (kept.host_bytes, kept.host_seconds) == (0, 0.0)
     assert offloaded.device_seconds == pytest.approx(kept.device_seconds, rel=1e-12)
 
@@ -217,10 +214,10 @@ def test_groups_across_nodes_use_the_network(ulysses):
     h100 = hardware("h100")
     links = h100.link.value * h100.link_share.value
     network = h100.network.value * h100.network_share.value
-    one = costs(fsdp=True, ulysses=ulysses)
-    two = costs(fsdp=True, ulysses=ulysses, ranks_per_node=2)
+    one = planned_costs(fsdp=True, ulysses=ulysses)
+    two = planned_costs(fsdp=True, ulysses=ulysses, ranks_per_node=2)
     assert (one.flops, one.link_bytes, one.host_bytes) == (two.flops, two.link_bytes, two.host_bytes)
-    gathered = costs(fsdp=True).link_bytes
+    gathered = planned_costs(fsdp=True).link_bytes
     exchanged = (one.link_bytes - gathered) * (ulysses == 4)
     # Of what a rank exchanges with three others, two are on the other node.
     slower = gathered * (1 / (2 * network) - 1 / links) + exchanged * (2 / 3 / network - 1 / links)
@@ -228,8 +225,9 @@ def test_groups_across_nodes_use_the_network(ulysses):
 
 
 def test_matmuls_take_fp32_at_half_the_rate_and_devices_differ():
-    assert costs(device="a100").seconds > costs().seconds > costs(compute_dtype="bfloat16").seconds * 0.9
-    assert costs(device="h200").flops == costs().flops
+    a100, h100 = planned_costs(device="a100"), planned_costs()
+    assert a100.seconds > h100.seconds > planned_costs(compute_dtype="bfloat16").seconds * 0.9
+    assert planned_costs(device="h200").flops == h100.flops
 
 
 def test_costs_add_and_multiply():

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,9 +20,10 @@ from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
 from lab.training.records import Run
 from lab.units import GiB
+from lab_tests.support.gpus import Card
+from lab_tests.support.metered_step import TwoLayers, metered_step
 from lab_tests.support.models import small_config
 from lab_tests.support.training import TOKENS
-from lab_tests.test_meter import Two, metered_step
 
 MIB = 2**20
 
@@ -65,7 +66,7 @@ class Inside(TorchDispatchMode):
 def stepped() -> tuple[CudaMeter, Told]:
     """A step in which the product of the second module takes 5 MiB inside, and a doubling in place 1 MiB."""
     told = Told()
-    model = Two()
+    model = TwoLayers()
 
     def product() -> None:
         told.now("alloc", 5 * MIB)
@@ -108,7 +109,7 @@ def test_the_names_are_the_meters() -> None:
     assert [row.host for row in rows] == [0, 0, 0, 0, 4096]
     peak = timeline.peak
     assert (peak.phase, peak.module, peak.op, peak.shapes) == ("forward", "second", "aten.mm", "11x7 7x3")
-    weights = sum(p.nbytes for p in Two().parameters())
+    weights = sum(p.nbytes for p in TwoLayers().parameters())
     assert peak.by_category["parameters"] == weights
     known = sum(size for name, size in peak.by_category.items() if name != "other")
     assert peak.by_category["other"] == 12 * MIB - known > 4 * MIB
@@ -117,7 +118,7 @@ def test_the_names_are_the_meters() -> None:
 def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
     """The allocator holds less than the meter knows of: the split still adds up, and nothing is negative."""
     told = Told()
-    model = Two()
+    model = TwoLayers()
     meter = CudaMeter(told)
     with meter.measure(model), meter.phase("forward"):
         kept = model.first(torch.randn(11, 5))
@@ -134,7 +135,7 @@ def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
 def test_the_record_ends_with_a_step_that_fails() -> None:
     told = Told()
     meter = CudaMeter(told)
-    with pytest.raises(ZeroDivisionError), meter.measure(Two()):
+    with pytest.raises(ZeroDivisionError), meter.measure(TwoLayers()):
         raise ZeroDivisionError
     assert told.ended == 1
 
@@ -214,21 +215,6 @@ def test_a_run_brings_the_allocators_peak_with_it(
     assert held.device_peak == 50 * MIB
 
 
-class Card:
-    """Stands in for torch.cuda: a GPU of 79 GiB on which 1 GiB is taken, and 0.25 GiB of that is torch's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fractions: list[float] = []
-        for name, answer in {
-            "get_device_properties": lambda _: SimpleNamespace(total_memory=79 * GiB),
-            "current_device": lambda: 0,
-            "mem_get_info": lambda: (78 * GiB, 79 * GiB),
-            "memory_reserved": lambda: GiB // 4,
-            "set_per_process_memory_fraction": self.fractions.append,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
-
-
 def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
     with capped(40 * GiB, absent=3 * GiB):
@@ -241,7 +227,7 @@ def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_stopwatch_has_seconds_by_phase_and_sees_no_operator() -> None:
-    model, watch = Two(), Stopwatch()
+    model, watch = TwoLayers(), Stopwatch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         metered_step(watch, model, optimizer, torch.randn(11, 5))

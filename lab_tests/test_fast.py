@@ -13,7 +13,7 @@ from lab.planning.fit import candidates
 from lab.planning.hardware import hardware
 from lab.recipe.ladder import NAMES, RUNGS, ladder, named, recipe_for
 from lab.show.tuner.text import set_by_hand
-from lab_tests.test_costs import ATTENTION, FP32, RANKS, D, E, H, L, S, costs
+from lab_tests.support.costs import ATTENTION, FP32, RANKS, D, E, H, L, S, planned_costs
 
 
 def test_it_is_the_top_rung_with_its_attention_kept_and_no_rung():
@@ -41,7 +41,7 @@ def test_the_command_knows_it():
 @pytest.mark.parametrize("knobs", [{}, {"ring": 2, "ulysses": 2}])
 def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
     settings = {"fsdp": True, "ulysses": RANKS, "checkpoint": True, **knobs}
-    inputs, kept = (costs(offload=offload, **settings) for offload in ("inputs", "attention"))
+    inputs, kept = (planned_costs(offload=offload, **settings) for offload in ("inputs", "attention"))
     again = L * ATTENTION // RANKS
     rank = S // RANKS
     assert kept.host_bytes == 2 * ((L - 1) * FP32 * rank * E + L * FP32 * rank * H * (D + 1))

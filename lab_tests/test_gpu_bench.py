@@ -28,9 +28,8 @@ FEW = (
 RUN = """
 from pathlib import Path
 from types import SimpleNamespace
-from lab.bench.gpu import measure_gpu
-from lab_tests.test_gpu_bench import FEW
-for row in measure_gpu(Path({out!r}), 5, print, print, machine="cpu", items=FEW):
+from lab.bench.gpu import Item, measure_gpu
+for row in measure_gpu(Path({out!r}), 5, print, print, machine="cpu", items={items!r}):
     print("measured", row["name"], flush=True)
 """
 
@@ -67,7 +66,7 @@ def instantly(monkeypatch):
 def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN.format(out=str(tmp_path))]
+    command = [sys.executable, "-c", RUN.format(out=str(tmp_path), items=FEW)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
     assert first.stdout is not None
     with first.stdout as said:

@@ -28,6 +28,7 @@ from lab.bench.parity import (
 from lab.bench.reference import FAMILIES, build, config, error
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.recipe.recipe import Recipe
+from lab_tests.support.recipes import EVERYTHING
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +43,6 @@ PIECES = {
     "norm": {"norm_tile": 8},
     "loss": {"loss_tile": 9},
 }
-
-EVERYTHING = Recipe(
-    fsdp=True, ulysses=2, ring=2, head_chunk=4, checkpoint=True, offload="inputs", mlp_tile=5, norm_tile=8,
-    loss_tile=7,
-)  # fmt: skip
 
 
 def saved(folder, family="llama", heads=24, kv_heads=6, **more) -> str:

@@ -10,7 +10,7 @@ import lab
 from lab import models
 from lab.memory.meter import Meter
 from lab.memory.profiling import Call, Profile, ProfilingMeter, name_of
-from lab_tests.test_meter import FP32, Two, metered_step
+from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def profiled(model) -> Profile:
 
 @pytest.fixture(scope="module")
 def found() -> Profile:
-    return profiled(Two())
+    return profiled(TwoLayers())
 
 
 def test_the_operators_that_ran_are_there_in_order_with_module_and_phase(found):
@@ -55,7 +55,7 @@ def test_every_operator_of_the_meter_is_one_call_of_the_last_step_alone(found):
             seen.append(str(func.overloadpacket))
             return super().observe(func, args, kwargs)
 
-    model = Two()
+    model = TwoLayers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     metered_step(Counting(), model, optimizer, torch.randn(11, 5))
     # The optimizer marks its step for the profiler, which is no operator.
@@ -105,7 +105,7 @@ def test_the_trace_is_json_with_the_meters_marks(found):
 
 def test_a_clean_step_leaves_nothing_and_what_is_kept_has_its_maker(found):
     assert found.left == ()
-    model = Two()
+    model = TwoLayers()
     kept = []
     model.first.register_forward_hook(lambda module, args, out: kept.append(out.detach().double()))
     left = profiled(model).left

@@ -28,8 +28,8 @@ from lab.recipe.ladder import RUNGS
 from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
+from lab_tests.support.gpus import Card
 from lab_tests.support.models import small_config
-from lab_tests.test_cuda_meter import Card
 
 TOKENS = 512
 

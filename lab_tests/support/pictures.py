@@ -1,15 +1,12 @@
-"""The README's two screenshots, taken anew: ``python -m lab_tests.support.pictures``."""
+"""Takes the README's two screenshots again: ``python -m lab_tests.support.pictures``."""
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import nbformat
 from playwright.sync_api import Locator, Page
 
 from lab.jupyter.executing import FOLDER
-from lab.jupyter.serving import arguments
-from lab_tests.support.browser import jupyter_page, run_all_cells
+from lab_tests.support.browser import jupyter_page, one_cell_notebook, run_all_cells
 
 LIVE = """import lab
 
@@ -22,23 +19,18 @@ lab.show.tuner("llama3-8b", tokens="5M", ranks=8)"""
 
 
 def main() -> None:
-    """Run each cell in JupyterLab and photograph it: the run in its last step, the tuner as it opens."""
+    """Stores a picture of each cell in JupyterLab: the run in its last step, and the tuner as it opens."""
     for name, code in (("live", LIVE), ("tuner", TUNER)):
         with TemporaryDirectory() as folder:
             home = Path(folder)
-            kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-            cell = nbformat.v4.new_code_cell(code)
-            notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel})
-            nbformat.write(notebook, home / f"{name}.ipynb")
-            command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
-            command += arguments(home, f"{name}.ipynb")
-            with jupyter_page(command, f"lab/tree/{name}.ipynb", home=home, width=1440, ratio=1.25) as page:
+            path, command = one_cell_notebook(home, code)
+            with jupyter_page(command, f"lab/tree/{path.name}", home=home, width=1440, ratio=1.25) as page:
                 run_all_cells(page)
-                shown(page, name).screenshot(path=FOLDER / "images" / f"{name}.png")
+                cell_with_output(page, name).screenshot(path=FOLDER / "images" / f"{name}.png")
 
 
-def shown(page: Page, name: str) -> Locator:
-    """The cell with its output, once there is what the picture is about."""
+def cell_with_output(page: Page, name: str) -> Locator:
+    """Waits until the output is what the picture shows, and returns the cell."""
     if name == "live":
         page.locator(".lab-live-status", has_text="step 4 of 4").wait_for(timeout=120_000)
         canvas = page.locator(".lab-live canvas")
