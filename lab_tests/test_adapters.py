@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lab
 from lab.bench.arrivals import EVERY_LINEAR, adapted, error_of, token_ids, truth
 from lab.bench.parity import whole_gradients
-from lab.bench.reference import build, config, error, exact_rotary, loss_of
+from lab.bench.reference import build, config, error, exact_rotary
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import make_optimizer
@@ -54,26 +54,18 @@ def test_an_adapters_frozen_weights_have_no_optimizer_state():
 def in_bf16(recipe):
     """Errors against fp32 of plain LoRA in bf16, and of LoRA under the recipe in bf16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ids = token_ids()
-
-    def plainly(dtype):
-        model = exact_rotary(adapted(**MAKE)().to(dtype))
-        logits = model(input_ids=ids, use_cache=False).logits
-        (loss_of(logits[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()).backward()
-        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-    right = plainly(torch.float32)
+    plain, right = (truth(adapted(**MAKE)().to(dtype))[1] for dtype in (torch.bfloat16, torch.float32))
     model = adapted(**MAKE)().to(torch.float32)
     lab.apply_recipe(model, recipe, mesh)
-    lab.loss(model, lab.shard_batch(ids, recipe, mesh)).backward()
+    lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh)).backward()
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     found = {name: g for name, g in whole_gradients(model).items() if name in right}
-    return error(plainly(torch.bfloat16), right), error(found, right)
+    return error(plain, right), error(found, right)
 
 
-def test_in_bf16_it_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks4):
+def test_lora_in_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks4):
     recipe = Recipe(
         fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=7,
         compute_dtype="bfloat16",

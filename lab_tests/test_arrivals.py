@@ -117,13 +117,13 @@ def found():
         yield cluster.apply(outcomes)
 
 
-def test_each_arrival_is_expected_to_be_something():
+def test_each_arrival_has_an_expectation():
     assert list(EXPECTED) == [arrival.name for arrival in ARRIVALS]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", EXPECTED)
-def test_it_is_right_or_refused_in_one_line(found, name, recipe):
+def test_an_arrival_is_right_or_refused_in_one_line(found, name, recipe):
     wanted = EXPECTED[name]
     for rank in found:
         said = rank[name, recipe]

@@ -24,7 +24,7 @@ from lab.training import manifest, train_loop
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
 from lab.training.train_loop import Course, train_on_this_rank
-from lab_tests.support.models import small_config
+from lab_tests.support.models import small_config, tiny_with_infinite_head
 from lab_tests.support.training import ROWS, TOKENS
 
 COUNT = "it takes a whole number, 1 or more"
@@ -88,7 +88,7 @@ def test_train_refuses_numbers_that_cannot_train(tmp_path, monkeypatch, words, s
         ({"tokens": 1}, f"tokens=1: {ALONE}"),
     ],
 )
-def test_run_and_profile_refuse_them_too(verb, settings, said):
+def test_run_and_profile_refuse_numbers_that_cannot_train(verb, settings, said):
     with pytest.raises(LabError) as error:
         verb("tiny", cluster=Cluster(ranks=2), **{"tokens": 40, **settings})
     assert str(error.value) == said
@@ -110,7 +110,7 @@ def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("degree", ["ulysses", "ring"])
-def test_a_degree_that_is_none_is_refused_by_each_command(tmp_path, monkeypatch, command, degree):
+def test_a_degree_of_none_is_refused_by_each_command(tmp_path, monkeypatch, command, degree):
     monkeypatch.chdir(tmp_path)
     words = [command, "tiny", "--tokens", "40", *COMMANDS[command].split(), "--set", f"{degree}=none"]
     assert refused(words) == f"{degree}=None: {COUNT}"
@@ -127,7 +127,7 @@ def test_a_degree_that_is_none_is_refused_by_each_command(tmp_path, monkeypatch,
         ("mlp_tile=0", f"mlp_tile=0: {COUNT}, or None"),
     ],
 )
-def test_a_value_that_a_knob_does_not_take_is_refused_by_the_name_of_the_knob(setting, said):
+def test_a_value_that_a_knob_does_not_take_is_refused_with_the_name_of_the_knob(setting, said):
     words = ["plan", "tiny", "--tokens", "40", "--ranks", "2", "--recipe", "upipe", "--set", setting]
     assert refused(words) == said
 
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_
 
 
 @pytest.mark.slow
-def test_the_command_says_it_in_one_line(told, digits, tmp_path):
+def test_the_command_says_in_one_line_that_the_loss_is_not_finite(told, digits, tmp_path):
     models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         "train", tmp_path / "model", "--tokens", TOKENS, "--text", digits, "--steps", 4, "--every", 1,
@@ -209,28 +209,21 @@ def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
     assert names(told["checkpoint"]) == ["losses.jsonl"]
 
 
-def test_a_model_whose_weights_are_too_large_is_said_in_step_1(alone, told):
+def test_weights_that_are_too_large_are_reported_in_step_1(alone, told):
     with pytest.raises(DivergedError) as error:
-        lab.train(with_an_infinite_head, "plain", steps=3, cluster=None, **told)
+        lab.train(tiny_with_infinite_head, "plain", steps=3, cluster=None, **told)
     assert str(error.value) == (
         "the loss of step 1 is nan; there is no earlier checkpoint; "
         "no update had been made yet: check the model's initial weights"
     )
 
 
-def with_an_infinite_head():
-    model = models.build("tiny")
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.inf)
-    return model
-
-
 def test_a_profile_refuses_a_loss_that_is_not_finite(ranks4):
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
-        lab.profile(with_an_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)
+        lab.profile(tiny_with_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)
 
 
-def test_a_save_that_is_under_way_is_waited_for(alone, told, monkeypatch):
+def test_a_loss_that_is_not_finite_waits_for_a_save_under_way(alone, told, monkeypatch):
     complete = Manifest.complete
     monkeypatch.setattr(Manifest, "complete", lambda *args: time.sleep(1) or complete(*args))
     with pytest.raises(DivergedError, match=r"; the last good checkpoint is .*step-00000001 "):
@@ -238,7 +231,7 @@ def test_a_save_that_is_under_way_is_waited_for(alone, told, monkeypatch):
     assert names(told["checkpoint"]) == ["losses.jsonl", "step-00000001"]
 
 
-def test_a_save_that_fails_meanwhile_is_said_too(alone, told, monkeypatch):
+def test_the_error_of_a_loss_that_is_not_finite_says_that_a_save_failed(alone, told, monkeypatch):
     def full(*_):
         time.sleep(1)
         raise OSError("no room")
@@ -293,7 +286,7 @@ def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_p
         ("exp_avg_sq", math.inf, False),
     ],
 )
-def test_what_is_finite(alone, tmp_path, where, value, finite):
+def test_a_checkpointer_sees_any_value_that_is_not_finite(alone, tmp_path, where, value, finite):
     model = models.build(small_config())
     optimizer = make_optimizer(model, learning_rate=1e-3)
     parameter = model.lm_head.weight

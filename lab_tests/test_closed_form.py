@@ -140,7 +140,7 @@ def test_the_parts_add_up_to_the_peak():
     )
 
 
-def test_it_runs_no_operator_and_makes_no_module(monkeypatch):
+def test_an_estimate_runs_no_operator_and_makes_no_module(monkeypatch):
     class Refuse(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             raise AssertionError(f"{func} in a formula")
@@ -154,7 +154,7 @@ def test_it_runs_no_operator_and_makes_no_module(monkeypatch):
         estimate(config, recipe, tokens=3 * Mi, ranks=8)
 
 
-def test_it_owes_the_plan_nothing():
+def test_the_closed_form_imports_nothing_of_the_plan():
     tree = ast.parse(Path(formulas.__file__).read_text())
     of_lab = {
         n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")

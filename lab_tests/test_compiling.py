@@ -131,7 +131,7 @@ def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
     assert fused.loss == plain.loss
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
+def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler, none of c\+\+, .* or set compile='none'"):
         apply_compiled(build(config()), mlps=False)
@@ -139,7 +139,7 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     lab.plan("tiny", "tiling", tokens=512, ranks=4, compile="tiles")
 
 
-def test_it_is_for_tiles():
+def test_compiling_is_for_tiles():
     assert Recipe(norm_tile=4, compile="norms").mlp_tile is None
     for knobs in ({"compile": "norms"}, {"compile": "tiles", "norm_tile": 4}, {"compile": "tiles"}):
         with pytest.raises(

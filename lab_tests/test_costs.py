@@ -126,7 +126,7 @@ def computed(counted, rows: int) -> float:
 
 
 @pytest.mark.parametrize("rows", [64, SQUARE])
-def test_what_is_under_way_is_waited_for_where_it_is_wanted(of_eight, rows):
+def test_an_exchange_is_waited_for_where_its_result_is_used(of_eight, rows):
     exchange = begun()
     meanwhile = computed(of_eight, rows)
     assert (meanwhile < travel()) == (rows == 64)
@@ -140,7 +140,7 @@ def test_what_is_under_way_is_waited_for_where_it_is_wanted(of_eight, rows):
     assert of_eight.total.link_seconds == waited
 
 
-def test_several_under_way_follow_each_other_and_are_waited_for_one_by_one(of_eight):
+def test_several_exchanges_follow_each_other_and_are_waited_for_one_by_one(of_eight):
     first, second, third = begun(), begun(), begun()
     assert of_eight.now() == 0
     first.wait()
@@ -157,7 +157,7 @@ def test_several_under_way_follow_each_other_and_are_waited_for_one_by_one(of_ei
     assert of_eight.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
 
 
-def test_one_that_is_waited_for_at_once_waits_for_the_links(of_eight):
+def test_an_exchange_that_is_waited_for_at_once_waits_for_the_links(of_eight):
     exchange, send = begun(), torch.empty(8, SENT)
     all_to_all(send, dist.group.WORLD)
     assert of_eight.now() == pytest.approx(2 * travel())

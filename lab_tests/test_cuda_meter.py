@@ -100,7 +100,7 @@ def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
     assert (told.began, told.ended) == (1, 1)
 
 
-def test_the_names_are_the_meters() -> None:
+def test_events_have_the_names_of_the_meter() -> None:
     """An event that falls into an operator is that operator's, also of one that changes no bytes itself."""
     timeline = stepped()[0].timeline()
     rows = [timeline.moment(row) for row in range(len(timeline))]

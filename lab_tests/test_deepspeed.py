@@ -89,7 +89,7 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
     ],
     ids=str,
 )
-def test_the_plain_models_loss_and_gradients_and_ours(family, dtype, size, checkpoint, kept, ranks4):
+def test_loss_and_gradients_are_the_plain_models_and_the_labs(family, dtype, size, checkpoint, kept, ranks4):
     wanted = steps(decoder(family, dtype), lambda t: t)
     tolerance = 1e-9 if dtype == torch.float64 else 5e-6
     theirs = ranks4.apply(steps_on_rank, "deepspeed", family, dtype, size, checkpoint, kept)
@@ -115,7 +115,7 @@ def refusals():
 
 
 @pytest.mark.slow
-def test_refusals(ranks4):
+def test_fake_tensors_and_degrees_that_heads_do_not_allow_are_refused(ranks4):
     for said in ranks4.apply(refusals):
         assert "ulysses_backend='lab'" in said["fake"]
         assert "ulysses=4" in said["heads"]
@@ -145,7 +145,7 @@ for without in ("a compiler", "DeepSpeed"):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_or_deepspeed_it_says_so(tmp_path):
+def test_without_a_compiler_or_deepspeed_the_backend_is_refused(tmp_path):
     nothing = {"PATH": str(tmp_path), "CXX": "nothing", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     ran = subprocess.run(
         [sys.executable, "-c", ALONE], cwd=Path(__file__).parent.parent, env=os.environ | nothing,

@@ -118,7 +118,7 @@ def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
 
 
 @pytest.mark.parametrize("run", [join, lambda: machine_for(None)], ids=["torchrun", "rehearse"])
-def test_a_rank_and_a_rehearsal_wait_for_it(monkeypatch, run):
+def test_a_rank_and_a_rehearsal_wait_for_a_process_that_is_leaving(monkeypatch, run):
     patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
     limits = joined_group(monkeypatch)

@@ -97,7 +97,7 @@ def test_a_step_round_the_ring_brings_the_previous_ranks(ranks4, ranks):
     assert ranks4.apply(shifted, ranks) == [True] * 4
 
 
-def test_what_is_under_way_is_waited_for_by_its_work(monkeypatch):
+def test_an_exchange_is_waited_for_by_its_work(monkeypatch):
     """On CPU its tensors' holders say as much; on a GPU only this holds the computing stream back."""
 
     class Work:
@@ -148,6 +148,6 @@ def test_the_degrees_that_heads_allow():
         (28, 4, -2, "ulysses=-2: "),
     ],
 )
-def test_other_degrees_are_refused_with_those_that_work(heads, kv_heads, degree, named):
+def test_degrees_that_heads_do_not_allow_are_refused_with_those_that_work(heads, kv_heads, degree, named):
     with pytest.raises(RecipeError, match=named):
         check_degree(heads, kv_heads, degree)

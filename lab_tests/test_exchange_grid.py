@@ -61,6 +61,6 @@ def test_what_nobody_holds_stays_empty_and_ranks_may_differ():
 
 
 @pytest.mark.parametrize("grids", [{}, {"q": []}, {"q": [np.zeros((2, 3))]}, {"q": [np.zeros((0, 2))]}])
-def test_nothing_that_could_be_drawn(grids):
+def test_grids_without_a_cell_to_draw_are_refused(grids):
     with pytest.raises(LabError, match=r"\[\.\.\., 2\]"):
         lab.show.exchange(grids)

@@ -105,7 +105,7 @@ def test_layers_that_differ_are_walked_in_full(walks):
 
 
 @pytest.mark.slow
-def test_steps_that_do_not_correspond_are_not_extended(walks, monkeypatch):
+def test_steps_that_do_not_correspond_are_not_extrapolated(walks, monkeypatch):
     (shallow, _), (deep, _) = fake_step(question("fsdp"), 5), fake_step(question("checkpoint"), 6)
     assert extended(shallow, deep, 9) is None
     monkeypatch.setattr(planning, "extended", lambda *_: None)

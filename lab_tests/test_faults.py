@@ -75,7 +75,7 @@ def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     assert not ranks4.broken
 
 
-def test_to_leave_holds_no_object_that_it_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_the_process_groups_holds_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
     # The last object may be a part of a model, and the model holds its process groups.
     importlib.import_module("torch.distributed.tensor._redistribute")
     looked_at, alive = [Last()], []
@@ -270,7 +270,7 @@ def test_two_labs_at_once(state: Path) -> None:
     assert registry.entries() == []
 
 
-def test_the_commands_say_it(state: Path) -> None:
+def test_the_commands_report_and_end_what_has_no_owner(state: Path) -> None:
     assert CliRunner().invoke(main, ["cluster", "status"]).output == "no cluster is running\n"
     assert CliRunner().invoke(main, ["cluster", "clean"]).output == "nothing to clean\n"
     orphan, gone = sleeper(), sleeper()

@@ -63,7 +63,7 @@ def instantly(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
+def test_measuring_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN.format(out=str(tmp_path), items=FEW)]
@@ -162,7 +162,7 @@ def test_a_gpu_that_is_in_use_is_no_row(tmp_path, monkeypatch):
     assert [row["name"] for row in read_lines(tmp_path / "cpu.jsonl", pytest.fail)] == [FEW[1].name]
 
 
-def test_this_process_asks_cuda_nothing(tmp_path, monkeypatch):
+def test_the_process_that_starts_the_rows_asks_cuda_nothing(tmp_path, monkeypatch):
     """Torch's first answer takes a context of GPU memory, for as long as the process lives."""
     for name in ("is_available", "device_count", "mem_get_info", "current_device", "get_device_name"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked"))
@@ -181,7 +181,7 @@ def test_results_of_another_machine_are_not_this_ones(tmp_path, instantly):
     assert [row["name"] for row in noted(tmp_path)[0]] == [FEW[0].name]
 
 
-def test_the_list():
+def test_the_list_of_items():
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     assert ITEMS[0].name == "copies gib=4"
     assert "rehearse llama3-8b 1M upipe layers=2 kernel=torch" in {item.name for item in ITEMS}

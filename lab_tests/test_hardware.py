@@ -98,7 +98,7 @@ def test_at_the_peak_a_plan_adds_the_fixed_part_and_the_kernels_own(monkeypatch)
     assert cuda.host_peak == seen.host_peak
 
 
-def test_at_the_first_row_it_adds_the_rounding_of_every_storage():
+def test_at_the_first_row_a_plan_adds_the_rounding_of_every_storage():
     cuda, seen = both(fsdp=False)
     model = lab.models.build(wide_attention())
     lost = [rounded(p.nbytes) - p.nbytes for p in model.parameters()]

@@ -59,7 +59,7 @@ def call(patch, verb, machine, kernel, folder):
 
 
 @pytest.mark.parametrize("verb", ["rehearse", "run", "profile", "train", "torchrun"])
-def test_the_verbs_refuse_it_up_front(monkeypatch, tmp_path, verb):
+def test_the_verbs_refuse_too_many_tokens_for_the_kernel_before_a_plan(monkeypatch, tmp_path, verb):
     for machine, kernel in ((HOPPER, "torch"), (AMPERE, "auto")):
         with pytest.raises(RecipeError, match=TOO_MANY):
             call(monkeypatch, verb, machine, kernel, tmp_path / "run")
@@ -67,7 +67,7 @@ def test_the_verbs_refuse_it_up_front(monkeypatch, tmp_path, verb):
         call(monkeypatch, verb, HOPPER, "auto", tmp_path / "run")
 
 
-def test_a_plan_names_what_runs_for_its_dtype_and_head_dim():
+def test_a_plan_names_the_attention_that_runs_for_its_dtype_and_head_dim():
     def notes(model, **knobs):
         return " ".join(lab.plan(model, Recipe(**knobs), tokens=64, ranks=1).notes)
 

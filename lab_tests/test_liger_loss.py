@@ -159,7 +159,7 @@ def test_the_installed_function_is_found(monkeypatch):
     assert found("") is liger_fused_linear_cross_entropy
 
 
-def test_missing_or_too_old_it_says_what_would_work(monkeypatch):
+def test_a_missing_or_old_liger_is_refused_with_what_would_work(monkeypatch):
     def before(input, weight, target, bias=None, ignore_index=-100, reduction="mean"):
         raise AssertionError
 
@@ -184,11 +184,11 @@ def test_a_recipe_has_a_tile_or_liger():
     assert ladder("tiny", 4, 1000, loss_kernel="liger")["upipe"].loss_tile is None
 
 
-def test_a_plan_says_what_can_be_planned():
+def test_a_plan_refuses_liger_and_says_what_can_be_planned():
     with pytest.raises(RecipeError, match=r"'liger' cannot be planned.* plan with loss_kernel='lab'"):
         lab.plan("tiny", "upipe", tokens=512, ranks=4, loss_kernel="liger")
 
 
-def test_on_a_cpu_it_is_refused(alone):
+def test_liger_is_refused_on_a_cpu(alone):
     with pytest.raises(RecipeError, match=r"it needs a GPU, .* loss_kernel='lab' works everywhere"):
         apply_recipe(models.build("tiny"), Recipe(loss_kernel="liger"), init_device_mesh("cpu", (1,)))

@@ -267,7 +267,7 @@ def test_a_callables_own_error_is_the_cause():
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_callables_model_is_held_to_the_same_names():
+def test_a_callables_model_must_be_of_a_verified_family():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GPT2Config())
     for call in (models.config_of, models.build):

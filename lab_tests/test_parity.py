@@ -97,7 +97,7 @@ def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_h
     assert_exact(ranks4, {str(knobs): (folder, recipe)})
 
 
-def test_in_single_precision(ranks4, tmp_path):
+def test_loss_and_gradients_in_single_precision(ranks4, tmp_path):
     folder = saved(tmp_path, dtype=torch.float32)
     work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)

@@ -147,7 +147,7 @@ def test_what_a_model_or_the_ranks_forbid_is_refused_before_launch(config, knobs
         Recipe(**knobs).check(config, ranks)
 
 
-def test_an_unknown_name():
+def test_an_unknown_name_of_a_recipe_is_refused():
     with pytest.raises(RecipeError, match="unknown recipe 'fdsp': give one of plain, fsdp"):
         recipe_for("fdsp", "tiny", 1, 64)
     with pytest.raises(RecipeError, match="a recipe has no field 'tile'"):

@@ -1,7 +1,6 @@
 """A rehearsal is the step of one rank of N: its bytes are the plan's, and its process can go on."""
 
 import json
-import math
 import os
 import pkgutil
 from dataclasses import replace
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 import lab
 from lab import models
@@ -29,7 +28,7 @@ from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
 from lab_tests.support.gpus import Card
-from lab_tests.support.models import small_config
+from lab_tests.support.models import small_config, tiny_with_infinite_head
 
 TOKENS = 512
 
@@ -229,16 +228,9 @@ def test_the_bench_of_every_recipe() -> None:
     assert rows["fast"]["over upipe"] == pytest.approx(rows["fast"]["seconds"] / rows["upipe"]["seconds"])
 
 
-def with_an_infinite_head() -> PreTrainedModel:
-    model = models.build("tiny")
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.inf)
-    return model
-
-
-def test_a_loss_that_is_not_finite_ends_it() -> None:
+def test_a_loss_that_is_not_finite_ends_a_rehearsal() -> None:
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
-        lab.rehearse(with_an_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
+        lab.rehearse(tiny_with_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
 
 
 @pytest.mark.parametrize("verb", ["rehearse", "bench rehearsals"])

@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_the_plain_models(ranks4):
             assert gradient < 1e-9, case
 
 
-def test_in_single_precision(ranks4):
+def test_loss_and_gradients_in_single_precision(ranks4):
     cases = [CASES[1], CASES[6]]
     for case, (loss, gradient, _) in zip(
         cases, ranks4.apply(errors_of, cases, torch.float32)[0], strict=True
@@ -163,7 +163,7 @@ def test_positions_of_a_small_mesh_by_hand():
 @pytest.mark.parametrize(
     ("ulysses", "ring", "multiple"), [(4, 1, 4), (1, 2, 4), (2, 2, 4), (3, 2, 12), (2, 3, 6)]
 )
-def test_other_lengths_are_refused_with_one_that_works(ulysses, ring, multiple):
+def test_lengths_that_do_not_divide_are_refused_with_one_that_works(ulysses, ring, multiple):
     assert token_multiple(ulysses, ring) == multiple
     with pytest.raises(RecipeError, match=f"a multiple of {multiple} works, such as {multiple * 4}"):
         local_positions(multiple * 3 + 1, ulysses=ulysses, ring=ring, index=0)
@@ -221,7 +221,7 @@ def test_a_ring_of_one_is_flash_itself():
     assert ring_kernel(None) is FLASH
 
 
-def test_only_causal_attention():
+def test_attention_that_is_not_causal_is_refused():
     q = torch.zeros(1, 1, 4, 8)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -145,7 +145,7 @@ class HeldInBackward(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("prefetch", "coming"), [(True, ATTENDED), (False, 0)])
-def test_the_device_has_it_once_and_the_next_to_come(prefetch, coming):
+def test_the_device_has_each_saved_attention_once_and_the_next_to_come(prefetch, coming):
     seen = {}
     for attention in (False, True):
         model, meter = offloaded(decoder(layers=LAYERS), attention, prefetch=prefetch), Meter()
@@ -222,7 +222,7 @@ def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
 
 
 @pytest.mark.parametrize("apply", [apply_attention, upiped])
-def test_passes_that_interleave_keep_their_own(apply):
+def test_passes_that_interleave_keep_their_own_results(apply):
     plain, model = decoder(layers=LAYERS), offloaded(decoder(layers=LAYERS), apply=apply)
     torch.manual_seed(7)
     batches = [{n: torch.randint(0, VOCAB, (1, 20)) for n in ("input_ids", "labels")} for _ in range(2)]

@@ -125,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("named", REFUSED)
-def test_what_is_refused_stays_refused(named):
+def test_a_copy_of_a_refused_model_is_refused(named):
     config = REFUSED[named]
     with pytest.raises(LabError, match=named) as own:
         Recipe().check(config, 1)
@@ -134,7 +134,7 @@ def test_what_is_refused_stays_refused(named):
     assert str(of_the_copy.value) == str(own.value)
 
 
-def test_what_cannot_be_shrunk_is_said():
+def test_a_model_that_cannot_be_shrunk_is_refused():
     said = r"head_dim 60, hidden_size 744 and intermediate_size 780 have no divisor that leaves heads of 8 or"
     with pytest.raises(ModelError, match=said):
         shrunken(odd(hidden_size=744))

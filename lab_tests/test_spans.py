@@ -10,7 +10,7 @@ FLASH = "aten._scaled_dot_product_flash_attention"
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_what_was_asked_for_once_each_in_order(outside):
+def test_the_chosen_operators_are_listed_once_each_in_order(outside):
     model, meter = checkpoint_and_offload(decoder()), Meter()
     spans = Spans("lab.", FLASH)
     if outside:
@@ -27,7 +27,7 @@ def test_what_was_asked_for_once_each_in_order(outside):
     assert all(before <= start < end for before, (_, start, end) in zip(ends, spans.found, strict=False))
 
 
-def test_nothing_outside_the_block():
+def test_operators_outside_the_block_are_not_listed():
     model, spans = decoder(), Spans("aten.mm")
     model(**batch())
     assert spans.found == []

@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_the_plain_models(ranks4):
             assert gradient < 1e-9, case
 
 
-def test_in_single_precision(ranks4):
+def test_loss_and_gradients_in_single_precision(ranks4):
     for rank in ranks4.apply(errors_of, CASES[:3], torch.float32):
         for case, (loss, gradient) in zip(CASES[:3], rank, strict=True):
             assert loss < 5e-6, case

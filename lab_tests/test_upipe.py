@@ -77,14 +77,14 @@ def test_loss_and_gradients_are_the_plain_models(ranks4, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [CASES[1:5], CASES[5:]], ids=["first", "second"])
-def test_so_they_are_when_the_next_stage_travels_meanwhile(ranks4, part):
+def test_with_overlap_loss_and_gradients_are_the_plain_models(ranks4, part):
     for rank in ranks4.apply(errors_of, part, torch.float64, overlap=True):
         for case, (loss, gradient, _) in rank.items():
             assert loss < 1e-9, case
             assert gradient < 1e-9, case
 
 
-def test_in_single_precision(ranks4):
+def test_loss_and_gradients_in_single_precision(ranks4):
     for case, (loss, gradient, _) in ranks4.apply(errors_of, CASES[1:3], torch.float32)[0].items():
         assert loss < 5e-6, case
         assert gradient < 5e-6, case
@@ -351,7 +351,7 @@ def test_fake_tensors_go_through_at_five_million_tokens(eight, technique):
         (48, "head_chunk=48: it does not divide the 24 query heads"),
     ],
 )
-def test_other_chunks_are_refused_with_those_that_work(chunk, named):
+def test_chunks_that_heads_do_not_allow_are_refused_with_those_that_work(chunk, named):
     model = build(config())
     with pytest.raises(RecipeError, match=named):
         apply_upipe(model, head_chunk=chunk, group=None)
@@ -413,7 +413,7 @@ def test_every_head_goes_once_and_meets_its_own_key(heads, kv_heads, ranks):
         assert sum(len(run.slots) for stage in plan.stages for run in stage if run.closes) == plan.slots
 
 
-def test_with_the_smallest_chunk_it_is_the_papers():
+def test_with_the_smallest_chunk_the_schedule_is_the_papers():
     plan = schedule(32, 8, 4, 4)
     group = 4
     for t in range(8):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
+from lab import models
 from lab.techniques.loss import apply_loss
 
 
@@ -36,4 +37,12 @@ def small_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) 
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     apply_loss(model)
+    return model
+
+
+def tiny_with_infinite_head() -> PreTrainedModel:
+    """Makes the preset ``tiny`` with a head whose every weight is infinite: the loss is not a number."""
+    model = models.build("tiny")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.inf)
     return model

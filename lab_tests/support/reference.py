@@ -27,6 +27,15 @@ def truth(
     return loss.detach(), gradients(model)
 
 
+def textbook_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [b, H, S, D] and LSE [b, H, S] of attention in fp64; q [b, H, S, D], k and v [b, K, keys, D]."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
 def sharded(
     model: nn.Module, ids: Tensor, positions: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, dict[str, Tensor]]:
