@@ -51,7 +51,7 @@ def test_an_adapters_frozen_weights_have_no_optimizer_state():
     assert set(optimizer.state) == trained
 
 
-def in_bf16(recipe):
+def bf16_errors(recipe):
     """Errors against fp32 of plain LoRA in bf16, and of LoRA under the recipe in bf16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain, right = (truth(adapted(**MAKE)().to(dtype))[1] for dtype in (torch.bfloat16, torch.float32))
@@ -70,7 +70,7 @@ def test_lora_in_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks
         fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=7,
         compute_dtype="bfloat16",
     )  # fmt: skip
-    own, found = ranks4.apply(in_bf16, recipe)[0]
+    own, found = ranks4.apply(bf16_errors, recipe)[0]
     assert 1e-4 < found < 1.5 * own
 
 

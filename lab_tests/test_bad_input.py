@@ -44,7 +44,7 @@ BEYOND = 1e300
 """A learning rate after whose first update no parameter is finite."""
 
 
-def refused(words):
+def refusal(words):
     """What a command says on stderr, its only line, when it exits with 2."""
     run = CliRunner().invoke(main, words)
     assert run.exit_code == 2, run.exception
@@ -73,7 +73,7 @@ def refused(words):
 def test_train_refuses_numbers_that_cannot_train(tmp_path, monkeypatch, words, said):
     monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
-    assert refused(["train", "tiny", "--tokens", "40", *COMMANDS["train"].split(), *words.split()]) == said
+    assert refusal(["train", "tiny", "--tokens", "40", *COMMANDS["train"].split(), *words.split()]) == said
     assert not list(tmp_path.iterdir())
 
 
@@ -96,7 +96,7 @@ def test_run_and_profile_refuse_numbers_that_cannot_train(verb, settings, said):
 
 def test_a_rehearsal_of_one_token_is_refused():
     words = ["rehearse", "tiny", "--tokens", "1", *COMMANDS["rehearse"].split()]
-    assert refused(words) == f"tokens=1: {ALONE}"
+    assert refusal(words) == f"tokens=1: {ALONE}"
 
 
 def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
@@ -113,7 +113,7 @@ def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
 def test_a_degree_of_none_is_refused_by_each_command(tmp_path, monkeypatch, command, degree):
     monkeypatch.chdir(tmp_path)
     words = [command, "tiny", "--tokens", "40", *COMMANDS[command].split(), "--set", f"{degree}=none"]
-    assert refused(words) == f"{degree}=None: {COUNT}"
+    assert refusal(words) == f"{degree}=None: {COUNT}"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_degree_of_none_is_refused_by_each_command(tmp_path, monkeypatch, comm
 )
 def test_a_value_that_a_knob_does_not_take_is_refused_with_the_name_of_the_knob(setting, said):
     words = ["plan", "tiny", "--tokens", "40", "--ranks", "2", "--recipe", "upipe", "--set", setting]
-    assert refused(words) == said
+    assert refusal(words) == said
 
 
 VALUES = [
@@ -155,7 +155,7 @@ def test_no_value_of_a_knob_ends_in_a_traceback(name):
 
 
 @pytest.fixture
-def told(digits, tmp_path):
+def train_settings(digits, tmp_path):
     return {"tokens": TOKENS, "rows": ROWS, "text": digits, "checkpoint": tmp_path / "run", "every": 1}
 
 
@@ -163,11 +163,11 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_path):
-    told |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
+def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, train_settings, tmp_path):
+    train_settings |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
     with pytest.raises(DivergedError) as error:
-        lab.train(small_config(), "upipe", steps=4, **told)
-    run = told["checkpoint"]
+        lab.train(small_config(), "upipe", steps=4, **train_settings)
+    run = train_settings["checkpoint"]
     assert error.value.step == 2
     assert not math.isfinite(error.value.loss)
     assert str(error.value) == (
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_
 
 
 @pytest.mark.slow
-def test_the_command_says_in_one_line_that_the_loss_is_not_finite(told, digits, tmp_path):
+def test_the_command_says_in_one_line_that_the_loss_is_not_finite(train_settings, digits, tmp_path):
     models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         "train", tmp_path / "model", "--tokens", TOKENS, "--text", digits, "--steps", 4, "--every", 1,
@@ -197,21 +197,21 @@ def test_the_command_says_in_one_line_that_the_loss_is_not_finite(told, digits, 
     assert run.stderr.count("\n") == 1
 
 
-def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
+def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, train_settings):
     with pytest.raises(DivergedError) as error:
-        lab.train(small_config(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **told)
+        lab.train(small_config(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **train_settings)
     assert error.value.step == 1
     assert str(error.value) == (
         f"after step 1 (loss {error.value.loss:.4g}) a parameter or the optimizer's state is not finite; "
         "there is no earlier checkpoint; start again in another folder with a lower "
         "learning_rate than 1e+300 or a lower clip_norm than 1"
     )
-    assert names(told["checkpoint"]) == ["losses.jsonl"]
+    assert names(train_settings["checkpoint"]) == ["losses.jsonl"]
 
 
-def test_weights_that_are_too_large_are_reported_in_step_1(alone, told):
+def test_weights_that_are_too_large_are_reported_in_step_1(alone, train_settings):
     with pytest.raises(DivergedError) as error:
-        lab.train(tiny_with_infinite_head, "plain", steps=3, cluster=None, **told)
+        lab.train(tiny_with_infinite_head, "plain", steps=3, cluster=None, **train_settings)
     assert str(error.value) == (
         "the loss of step 1 is nan; there is no earlier checkpoint; "
         "no update had been made yet: check the model's initial weights"
@@ -223,26 +223,26 @@ def test_a_profile_refuses_a_loss_that_is_not_finite(ranks4):
         lab.profile(tiny_with_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)
 
 
-def test_a_loss_that_is_not_finite_waits_for_a_save_under_way(alone, told, monkeypatch):
+def test_a_loss_that_is_not_finite_waits_for_a_save_under_way(alone, train_settings, monkeypatch):
     complete = Manifest.complete
     monkeypatch.setattr(Manifest, "complete", lambda *args: time.sleep(1) or complete(*args))
     with pytest.raises(DivergedError, match=r"; the last good checkpoint is .*step-00000001 "):
-        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
-    assert names(told["checkpoint"]) == ["losses.jsonl", "step-00000001"]
+        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **train_settings)
+    assert names(train_settings["checkpoint"]) == ["losses.jsonl", "step-00000001"]
 
 
-def test_the_error_of_a_loss_that_is_not_finite_says_that_a_save_failed(alone, told, monkeypatch):
+def test_the_error_of_a_loss_that_is_not_finite_says_that_a_save_failed(alone, train_settings, monkeypatch):
     def full(*_):
         time.sleep(1)
         raise OSError("no room")
 
     monkeypatch.setattr(Manifest, "complete", full)
     with pytest.raises(DivergedError) as error:
-        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
+        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **train_settings)
     assert str(error.value).startswith("the loss of step 2 is ")
     assert "; step-00000001 could not be written in " in str(error.value)
     assert "no room (rank 0); there is no earlier checkpoint; start again" in str(error.value)
-    assert not checkpoints_in(told["checkpoint"])
+    assert not checkpoints_in(train_settings["checkpoint"])
 
 
 def with_one_bad_shard(course):

@@ -79,12 +79,12 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
 
         canvas, chips = page.locator(".lab-live canvas"), page.locator(".lab-live-chip")
         assert chips.all_inner_texts() == ["rank 0", "1"]
-        assert "rank 1 peak" in said(canvas)
+        assert "rank 1 peak" in label_of(canvas)
         chips.nth(1).click()
-        wait_for(lambda: "rank 1" not in said(canvas) and "rank 0 peak" in said(canvas))
+        wait_for(lambda: "rank 1" not in label_of(canvas) and "rank 0 peak" in label_of(canvas))
         assert chips.nth(0).is_disabled(), "the last rank that is shown stays"
         chips.nth(1).click()
-        wait_for(lambda: "rank 1 peak" in said(canvas))
+        wait_for(lambda: "rank 1 peak" in label_of(canvas))
         canvas.hover(position={"x": 200, "y": 150})
         read = page.locator(".lab-live-readout")
         wait_for(lambda: "device" in read.inner_text())
@@ -142,7 +142,7 @@ def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path
     (FOLDER / "00_memory_wall.ipynb").write_bytes(stored)
 
 
-def said(canvas: Locator) -> str:
+def label_of(canvas: Locator) -> str:
     """What a screen reader is told of the picture."""
     return canvas.get_attribute("aria-label") or ""
 

@@ -24,7 +24,7 @@ from lab_tests.support.decoder_step import (
 from lab_tests.support.operators import Calls
 
 
-def held_after_forward(model):
+def bytes_after_forward(model):
     inputs, meter = batch(), Meter()
     with meter.measure(model), meter.phase("forward"):
         loss = model(**inputs).loss
@@ -57,10 +57,10 @@ def test_a_layer_more_is_one_block_input_more(dtype):
     held = {}
     for layers in (3, 4):
         model = decoder(dtype=dtype, layers=layers)
-        plain = held_after_forward(model)
+        plain = bytes_after_forward(model)
         apply_checkpointing(model)
         parameters = sum(p.nbytes for p in model.model.layers.parameters())
-        held[layers] = held_after_forward(model) - parameters, plain - parameters
+        held[layers] = bytes_after_forward(model) - parameters, plain - parameters
     block_input = BATCH * TOKENS * HIDDEN * dtype.itemsize
     assert held[4][0] - held[3][0] == block_input
     assert held[4][1] - held[3][1] > 10 * block_input

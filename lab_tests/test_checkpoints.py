@@ -34,7 +34,7 @@ def train(alone, digits, tmp_path):
     return trained
 
 
-def saved_on_ranks(training, folder, config):
+def save_on_rank(training, folder, config):
     """Runs on every rank: one step, one checkpoint; the whole state as the ranks hold it together."""
     ready = worker(training)
     train_step(ready.model, ready.optimizer, ready.batch(0), meter=NoMeter())
@@ -58,7 +58,7 @@ def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, 
         config, "upipe", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits, tokenizer=None,
         learning_rate=1e-2, clip_norm=1.0, seed=0, compute_dtype=None,
     )  # fmt: skip
-    held = ranks4.apply(saved_on_ranks, training, tmp_path, config)[0]
+    held = ranks4.apply(save_on_rank, training, tmp_path, config)[0]
     untrained, trained = models.build(config), models.build(config)
     trained.load_state_dict(held, strict=True)
     assert export(tmp_path, tmp_path / "out").name == "step-00000001"

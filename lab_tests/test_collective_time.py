@@ -22,7 +22,7 @@ from lab_tests.support.models import small_config
 from lab_tests.support.training import TOKENS
 
 
-class Asked(Exception):
+class EndOfCall(Exception):
     """Ends a call that was to be looked at."""
 
 
@@ -37,7 +37,7 @@ class GpuCluster:
     def apply(self, function, *args, timeout=None, on_record=None):
         if function is torch.cuda.get_device_name:
             return [H100] * self.ranks
-        raise Asked(timeout)
+        raise EndOfCall(timeout)
 
 
 def rows(*said):
@@ -90,7 +90,7 @@ def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
     cluster = GpuCluster(timeout=1e-9)
     monkeypatch.setattr(cluster, "device_type", device)
     folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(EndOfCall) as asked:
         getattr(lab, verb)(
             small_config(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder
         )
@@ -100,7 +100,7 @@ def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
 
 def test_trains_own_timeout_comes_first(monkeypatch, tmp_path):
     monkeypatch.setattr(collective_time, "plan", lambda *_, **__: pytest.fail("planned"))
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(EndOfCall) as asked:
         lab.train(
             "tiny", tokens=128, steps=1, cluster=GpuCluster(timeout=1e-9), checkpoint=tmp_path, timeout=7
         )
@@ -113,7 +113,7 @@ def gpu_rank(patch, default):
 
     def note(*_):
         limits.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-        raise Asked
+        raise EndOfCall
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         patch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))
@@ -143,7 +143,7 @@ def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, c
     gpu_rank(monkeypatch, default=1e-9)
     limits = []
     monkeypatch.setattr(train, "set_timeout", limits.append)
-    with pytest.raises(Asked):
+    with pytest.raises(EndOfCall):
         train_as_a_rank(small_config(), digits, tmp_path)
     [limit] = limits
     assert 1e-9 < limit < 1
@@ -160,7 +160,7 @@ def test_a_plan_that_fails_is_a_line_on_every_rank(alone, digits, tmp_path, monk
 def test_a_rank_of_torchruns_takes_the_timeout_that_is_given(alone, digits, tmp_path, monkeypatch):
     limits = gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(train, "on_this_rank", lambda *_: pytest.fail("planned"))
-    with pytest.raises(Asked):
+    with pytest.raises(EndOfCall):
         train_as_a_rank(small_config(), digits, tmp_path, timeout=7.0)
     assert limits == [7.0]
 
@@ -170,7 +170,7 @@ def test_the_command_passes_it_on(monkeypatch, tmp_path):
 
     def apply(self, *_, timeout, **__):
         given.append(timeout)
-        raise Asked
+        raise EndOfCall
 
     monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: self)
     monkeypatch.setattr("cluster.ranks.Cluster.stop", lambda self: None)

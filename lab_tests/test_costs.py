@@ -33,7 +33,7 @@ NORMS = L * 2 * E + E
 LAYER_BYTES, ROOT_BYTES = FP32 * (LAYER + 2 * E), FP32 * (2 * V * E + E)
 
 
-def left(nbytes: int, group: int = RANKS) -> int:
+def sent_bytes(nbytes: int, group: int = RANKS) -> int:
     """What of a payload leaves the rank."""
     return nbytes * (group - 1) // group
 
@@ -66,20 +66,20 @@ def test_upipe_computes_no_attention_more_than_ulysses():
 
 def test_replicated_ranks_sum_every_gradient():
     parameters = [E * H * D] * 2 + [E * K * D] * 2 + [E * I] * 3 + [E] * 2
-    summed = L * sum(2 * left(FP32 * n) for n in parameters)
-    summed += 2 * left(FP32 * V * E) * 2 + 2 * left(FP32 * E)
-    the_loss = 2 * left(FP32)
+    summed = L * sum(2 * sent_bytes(FP32 * n) for n in parameters)
+    summed += 2 * sent_bytes(FP32 * V * E) * 2 + 2 * sent_bytes(FP32 * E)
+    the_loss = 2 * sent_bytes(FP32)
     assert planned_costs().link_bytes == summed + the_loss
 
 
 def test_fsdp_gathers_a_layer_twice_and_the_rest_once():
     # Summed beside the loss: the norm of each gradient, 9 a layer and 3 of the root.
-    the_loss = 2 * left(FP32) + 2 * left(FP32 * (9 * L + 3))
-    layers = L * 3 * left(LAYER_BYTES)  # gathered forward, gathered backward, gradients scattered
-    assert planned_costs(fsdp=True).link_bytes == layers + 2 * left(ROOT_BYTES) + the_loss
+    the_loss = 2 * sent_bytes(FP32) + 2 * sent_bytes(FP32 * (9 * L + 3))
+    layers = L * 3 * sent_bytes(LAYER_BYTES)  # gathered forward, gathered backward, gradients scattered
+    assert planned_costs(fsdp=True).link_bytes == layers + 2 * sent_bytes(ROOT_BYTES) + the_loss
     halves = planned_costs(fsdp=True, compute_dtype="bfloat16")
-    gathered = (2 * L * left(LAYER_BYTES) + left(ROOT_BYTES)) // 2
-    scattered = L * left(LAYER_BYTES) + left(ROOT_BYTES)
+    gathered = (2 * L * sent_bytes(LAYER_BYTES) + sent_bytes(ROOT_BYTES)) // 2
+    scattered = L * sent_bytes(LAYER_BYTES) + sent_bytes(ROOT_BYTES)
     assert halves.link_bytes == gathered + scattered + the_loss
 
 
@@ -88,7 +88,7 @@ def test_ulysses_exchanges_q_k_v_and_out_both_ways():
         more = {"ranks": 8, "fsdp": True}
         sent = planned_costs(ulysses=degree, **more).link_bytes - planned_costs(**more).link_bytes
         payload = FP32 * (S // degree) * D * (2 * H + 2 * max(K, degree))
-        assert sent == 2 * L * left(payload, degree)
+        assert sent == 2 * L * sent_bytes(payload, degree)
 
 
 @pytest.mark.parametrize("ring", [2, 4])
@@ -99,7 +99,7 @@ def test_a_ring_sends_to_one_rank(ring):
 
 
 @pytest.fixture
-def of_eight(eight):
+def counter(eight):
     """What this rank of eight does is counted, as if on an H100; nothing is computed."""
     with FakeTensorMode(), CostCounter(hardware("h100"), 8) as counted:
         yield counted
@@ -108,7 +108,7 @@ def of_eight(eight):
 SENT, SQUARE = 2**20, 4096
 
 
-def begun() -> AllToAll:
+def start_exchange() -> AllToAll:
     send = torch.empty(8, SENT)
     return AllToAll(send, torch.empty_like(send), dist.group.WORLD)
 
@@ -118,7 +118,7 @@ def travel() -> float:
     return 7 * SENT * FP32 / (h100.link.value * h100.link_share.value)
 
 
-def computed(counted, rows: int) -> float:
+def compute(counted, rows: int) -> float:
     """Seconds of so many rows times a square matrix."""
     before, x = counted.now(), torch.empty(SQUARE, SQUARE)
     x[:rows] @ x
@@ -126,43 +126,43 @@ def computed(counted, rows: int) -> float:
 
 
 @pytest.mark.parametrize("rows", [64, SQUARE])
-def test_an_exchange_is_waited_for_where_its_result_is_used(of_eight, rows):
-    exchange = begun()
-    meanwhile = computed(of_eight, rows)
+def test_an_exchange_is_waited_for_where_its_result_is_used(counter, rows):
+    exchange = start_exchange()
+    meanwhile = compute(counter, rows)
     assert (meanwhile < travel()) == (rows == 64)
-    assert of_eight.total.link_seconds == 0
+    assert counter.total.link_seconds == 0
     exchange.wait()
-    assert of_eight.now() == pytest.approx(max(travel(), meanwhile))
-    waited = of_eight.total.link_seconds
+    assert counter.now() == pytest.approx(max(travel(), meanwhile))
+    waited = counter.total.link_seconds
     assert waited == pytest.approx(max(travel() - meanwhile, 0))
     # What comes after hides nothing of it.
-    computed(of_eight, rows)
-    assert of_eight.total.link_seconds == waited
+    compute(counter, rows)
+    assert counter.total.link_seconds == waited
 
 
-def test_several_exchanges_follow_each_other_and_are_waited_for_one_by_one(of_eight):
-    first, second, third = begun(), begun(), begun()
-    assert of_eight.now() == 0
+def test_several_exchanges_follow_each_other_and_are_waited_for_one_by_one(counter):
+    first, second, third = start_exchange(), start_exchange(), start_exchange()
+    assert counter.now() == 0
     first.wait()
-    assert of_eight.now() == of_eight.total.link_seconds == pytest.approx(travel())
+    assert counter.now() == counter.total.link_seconds == pytest.approx(travel())
     # Long enough for the second, and not for the third.
     meanwhile = 0.0
     while meanwhile < 1.2 * travel():
-        meanwhile += computed(of_eight, 64)
+        meanwhile += compute(counter, 64)
     assert meanwhile < 1.9 * travel()
     second.wait()
-    assert of_eight.total.link_seconds == pytest.approx(travel())
+    assert counter.total.link_seconds == pytest.approx(travel())
     third.wait()
-    assert of_eight.now() == pytest.approx(3 * travel())
-    assert of_eight.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
+    assert counter.now() == pytest.approx(3 * travel())
+    assert counter.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
 
 
-def test_an_exchange_that_is_waited_for_at_once_waits_for_the_links(of_eight):
-    exchange, send = begun(), torch.empty(8, SENT)
+def test_an_exchange_that_is_waited_for_at_once_waits_for_the_links(counter):
+    exchange, send = start_exchange(), torch.empty(8, SENT)
     all_to_all(send, dist.group.WORLD)
-    assert of_eight.now() == pytest.approx(2 * travel())
+    assert counter.now() == pytest.approx(2 * travel())
     exchange.wait()
-    assert of_eight.now() == of_eight.total.link_seconds == pytest.approx(2 * travel())
+    assert counter.now() == counter.total.link_seconds == pytest.approx(2 * travel())
 
 
 def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
@@ -177,7 +177,7 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
         assert (ahead.flops, ahead.link_bytes) == (late.flops, late.link_bytes)
         hidden = late.link_seconds - ahead.link_seconds
         # Two stages of three go ahead: queries forward, again, and in backward, there with dout and out.
-        queries = (H // 8 - 1) * left(FP32 * (S // 4) * 8 * D)
+        queries = (H // 8 - 1) * sent_bytes(FP32 * (S // 4) * 8 * D)
         longest = L * 5 * queries / (network if more else links)
         assert 0 < hidden < longest
         # What goes ahead is copied once more.

@@ -28,7 +28,7 @@ from lab_tests.support.training import TOKENS
 MIB = 2**20
 
 
-class Told:
+class ScriptedAllocator:
     """An allocator that holds 7 MiB at first, and takes and gives back as it is told."""
 
     def __init__(self) -> None:
@@ -63,46 +63,46 @@ class Inside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stepped() -> tuple[CudaMeter, Told]:
+def metered_product() -> tuple[CudaMeter, ScriptedAllocator]:
     """A step in which the product of the second module takes 5 MiB inside, and a doubling in place 1 MiB."""
-    told = Told()
+    allocator = ScriptedAllocator()
     model = TwoLayers()
 
     def product() -> None:
-        told.now("alloc", 5 * MIB)
-        told.now("segment_alloc", 20 * MIB)
-        told.now("free_requested", 5 * MIB)
-        told.now("alloc", 2 * MIB)
-        told.now("free_completed", 5 * MIB)
+        allocator.now("alloc", 5 * MIB)
+        allocator.now("segment_alloc", 20 * MIB)
+        allocator.now("free_requested", 5 * MIB)
+        allocator.now("alloc", 2 * MIB)
+        allocator.now("free_completed", 5 * MIB)
 
-    meter = CudaMeter(told)
+    meter = CudaMeter(allocator)
     with (
         Inside(torch.ops.aten.mm.default, {1: product}),
-        Inside(torch.ops.aten.mul_.Tensor, {0: lambda: told.now("alloc", MIB)}),
+        Inside(torch.ops.aten.mul_.Tensor, {0: lambda: allocator.now("alloc", MIB)}),
         meter.measure(model),
         meter.phase("forward"),
     ):
         x = model(torch.randn(11, 5))
         x.detach().mul_(2)
         kept = to_host(x, [False])
-        told.now("free_requested", MIB)
+        allocator.now("free_requested", MIB)
     assert kept[0].nbytes == 4096
-    return meter, told
+    return meter, allocator
 
 
 def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
-    meter, told = stepped()
+    meter, allocator = metered_product()
     timeline = meter.timeline()
     assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB, 9 * MIB]
     history = meter.history
     assert timeline.device_peak == history.device_peak == 12 * MIB
     assert (history.reserved_peak, history.retries, history.outside_torch) == (20 * MIB, 4, 3 * MIB)
-    assert (told.began, told.ended) == (1, 1)
+    assert (allocator.began, allocator.ended) == (1, 1)
 
 
 def test_events_have_the_names_of_the_meter() -> None:
     """An event that falls into an operator is that operator's, also of one that changes no bytes itself."""
-    timeline = stepped()[0].timeline()
+    timeline = metered_product()[0].timeline()
     rows = [timeline.moment(row) for row in range(len(timeline))]
     named = [(row.module, row.op) for row in rows]
     assert named == [("second", "aten.mm")] * 3 + [("", "aten.mul_"), ("", "-")]
@@ -117,12 +117,12 @@ def test_events_have_the_names_of_the_meter() -> None:
 
 def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
     """The allocator holds less than the meter knows of: the split still adds up, and nothing is negative."""
-    told = Told()
+    allocator = ScriptedAllocator()
     model = TwoLayers()
-    meter = CudaMeter(told)
+    meter = CudaMeter(allocator)
     with meter.measure(model), meter.phase("forward"):
         kept = model.first(torch.randn(11, 5))
-        told.now("free_requested", 7 * MIB - 400)
+        allocator.now("free_requested", 7 * MIB - 400)
     assert kept.numel()
     row = meter.timeline().moment(-1)
     weights = sum(p.nbytes for p in model.parameters())
@@ -133,11 +133,11 @@ def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
 
 
 def test_the_record_ends_with_a_step_that_fails() -> None:
-    told = Told()
-    meter = CudaMeter(told)
+    allocator = ScriptedAllocator()
+    meter = CudaMeter(allocator)
     with pytest.raises(ZeroDivisionError), meter.measure(TwoLayers()):
         raise ZeroDivisionError
-    assert told.ended == 1
+    assert allocator.ended == 1
 
 
 def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def as_torchruns(patch, rank, ranks):
         patch.setenv(name, str(value))
 
 
-def refused(run):
+def refusal(run):
     with pytest.raises(ClusterError) as error:
         run()
     assert "\n" not in str(error.value)
@@ -40,7 +40,7 @@ def join():
         pass
 
 
-def joined_group(patch):
+def patch_group(patch):
     """Stands in for the process group; the timeouts that are set for it, in seconds."""
     limits = []
     patch.setattr(dist, "init_process_group", lambda *_, **__: None)
@@ -53,7 +53,7 @@ def joined_group(patch):
 def test_a_driver_older_than_torchs_cuda(monkeypatch):
     patch_gpus(monkeypatch, 8, usable=False)
     as_torchruns(monkeypatch, 0, 8)
-    said = [refused(run) for run in (lambda: Cluster(ranks=8), rehearse, join, devices.check_driver)]
+    said = [refusal(run) for run in (lambda: Cluster(ranks=8), rehearse, join, devices.check_driver)]
     assert set(said) == {
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the 8 GPUs here: The "
         "NVIDIA driver on your system is too old (found version 12020); a newer driver would work, or the "
@@ -62,7 +62,7 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
     run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
     assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")
     patch_gpus(monkeypatch, 1, usable=False)
-    assert "cannot use the 1 GPU here: " in refused(devices.check_driver)
+    assert "cannot use the 1 GPU here: " in refusal(devices.check_driver)
     patch_gpus(monkeypatch, 8)
     devices.check_driver()
     patch_gpus(monkeypatch, 0, usable=False)
@@ -74,7 +74,7 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
         monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
     patch_gpus(monkeypatch, 1, taken=61 * GiB + GiB // 2)
     as_torchruns(monkeypatch, 0, 1)
-    said = {refused(run) for run in (rehearse, join, devices.check_free)}
+    said = {refusal(run) for run in (rehearse, join, devices.check_free)}
     assert said == {
         "NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB; end them (nvidia-smi "
         "lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
@@ -83,7 +83,7 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
     patch_gpus(monkeypatch, 1, taken=62 * GiB, reserved=61 * GiB)
     devices.check_free()
     patch_gpus(monkeypatch, 1, taken=10 * GiB)
-    assert "10.0 of its 80.0 GiB" in refused(devices.check_free)
+    assert "10.0 of its 80.0 GiB" in refusal(devices.check_free)
 
 
 @pytest.mark.parametrize("failing", ["set_device", "mem_get_info"])
@@ -102,9 +102,9 @@ def test_a_gpu_that_cuda_refuses(monkeypatch, failing):
         " cannot be used: CUDA error: CUDA-capable device(s) is/are busy or unavailable; end the processes "
         "that use it (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
     )
-    assert refused(join) == f"cuda:0{end}"
+    assert refusal(join) == f"cuda:0{end}"
     if failing == "mem_get_info":
-        assert {refused(rehearse), refused(devices.check_free)} == {f"the GPU{end}"}
+        assert {refusal(rehearse), refusal(devices.check_free)} == {f"the GPU{end}"}
 
 
 def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
@@ -121,7 +121,7 @@ def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
 def test_a_rank_and_a_rehearsal_wait_for_a_process_that_is_leaving(monkeypatch, run):
     patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
-    limits = joined_group(monkeypatch)
+    limits = patch_group(monkeypatch)
     asked = iter([GiB, 79 * GiB])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GiB))
     run()
@@ -133,10 +133,10 @@ def test_a_rank_of_torchruns_has_a_clusters_timeout(monkeypatch):
     """As its two backends, gloo and NCCL, have half an hour by default."""
     patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
-    on_gpus = joined_group(monkeypatch)
+    on_gpus = patch_group(monkeypatch)
     join()
     patch_gpus(monkeypatch, 0, usable=False)
-    on_cpus = joined_group(monkeypatch)
+    on_cpus = patch_group(monkeypatch)
     join()
     assert (on_gpus, on_cpus) == ([600], [60])
 
@@ -155,7 +155,7 @@ def test_mig_slices(monkeypatch, visible, rows, named):
     patch_gpus(monkeypatch, 2, rows=rows)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert refused(lambda: Cluster(ranks=2)) == (
+    assert refusal(lambda: Cluster(ranks=2)) == (
         f"ranks=2: {named} is a MIG slice or is divided into slices, and NCCL joins whole GPUs only; ranks=1 "
         "would work, or MIG switched off by nvidia-smi -mig 0"
     )
@@ -173,10 +173,10 @@ def test_eight_ranks_on_seven_gpus(monkeypatch):
     patch_gpus(monkeypatch, 7)
     capacity.check_capacity(7)
     for profile in ("local", "node8"):
-        said = refused(lambda profile=profile: Cluster(ranks=8, profile=profile))
+        said = refusal(lambda profile=profile: Cluster(ranks=8, profile=profile))
         assert said.startswith("ranks=8: each rank needs a GPU and this process sees 7; ranks=7 would work")
     as_torchruns(monkeypatch, 7, 8)
-    assert refused(join) == (
+    assert refusal(join) == (
         "rank 7 is number 8 on its host and sees 7 GPUs; torchrun --nproc-per-node 7 would work"
     )
 
@@ -192,6 +192,6 @@ def join_beside_another(rank, *told):
 def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
     monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
     cluster = Cluster(ranks=2, start_timeout=20)
-    said = refused(cluster.start)
+    said = refusal(cluster.start)
     assert said == "rank 1: NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB"
     assert not cluster.started

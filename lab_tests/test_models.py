@@ -199,7 +199,7 @@ def refusal(call):
     return said
 
 
-def failing():
+def fail():
     raise OSError("No disk.\nLook behind the desk. It may be there.")
 
 
@@ -213,7 +213,7 @@ class OwnConfig(LlamaConfig):
     """Of somebody's own, under a family's name."""
 
 
-def mutated(name, value):
+def change_config(name, value):
     config = small()
     setattr(config, name, value)
     return config
@@ -231,9 +231,12 @@ def mutated(name, value):
         (7, "a model of type int: give a name, a directory, a config, or a callable"),
         (lambda: 3, "the callable returned int, not a transformers model"),
         (lambda: None, "the callable returned NoneType, not a transformers model"),
-        (failing, "the callable failed: OSError: No disk"),
+        (fail, "the callable failed: OSError: No disk"),
         (lambda: {}["a"], "the callable failed: KeyError: 'a'"),
-        (lambda: models.build(mutated("vocab_size", 0)), "vocab_size=0: it takes a whole number, 1 or more"),
+        (
+            lambda: models.build(change_config("vocab_size", 0)),
+            "vocab_size=0: it takes a whole number, 1 or more",
+        ),
         (GPT2Config(), f"gpt2 {FAMILY}"),
         (BertConfig(), f"bert {FAMILY}"),
         (BartConfig(), f"bart {FAMILY}"),
@@ -242,7 +245,7 @@ def mutated(name, value):
         (PretrainedConfig(), f"a model by {PretrainedConfig.__name__} {FAMILY}"),
         (OwnConfig(), f"llama by OwnConfig {FAMILY}"),
         (
-            mutated("num_key_value_heads", -2),
+            change_config("num_key_value_heads", -2),
             "num_key_value_heads=-2: it takes a whole number, 1 or more",
         ),
     ],
@@ -263,7 +266,7 @@ def test_a_model_itself_is_refused():
 
 def test_a_callables_own_error_is_the_cause():
     with pytest.raises(ModelError) as caught:
-        models.build(failing)
+        models.build(fail)
     assert isinstance(caught.value.__cause__, OSError)
 
 

@@ -45,7 +45,7 @@ PIECES = {
 }
 
 
-def saved(folder, family="llama", heads=24, kv_heads=6, **more) -> str:
+def save_checkpoint(folder, family="llama", heads=24, kv_heads=6, **more) -> str:
     save(folder, family, heads, kv_heads, **more)
     return str(folder)
 
@@ -59,7 +59,7 @@ def assert_exact(ranks4, work, tolerance=1e-9):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, family):
-    folder = saved(tmp_path, family)
+    folder = save_checkpoint(tmp_path, family)
     rungs = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert rungs["upipe"][1].ulysses == 2  # four ranks and six key/value heads: rows over the other two
     assert_exact(ranks4, {**rungs, "everything": (folder, EVERYTHING)})
@@ -68,13 +68,13 @@ def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, 
 @pytest.mark.parametrize(("family", "heads", "kv_heads"), MODELS)
 def test_every_technique_alone_of_every_kind_of_model(ranks4, tmp_path, family, heads, kv_heads):
     """Without FSDP the gradients are summed by hooks, which nothing inside a backward may wake twice."""
-    folder = saved(tmp_path, family, heads, kv_heads)
+    folder = save_checkpoint(tmp_path, family, heads, kv_heads)
     alone = {name: (folder, Recipe(**knobs)) for name, knobs in TECHNIQUES.items() if name != "deepspeed"}
     assert_exact(ranks4, alone)
 
 
 def test_every_pair_of_techniques(ranks4, tmp_path):
-    folder = saved(tmp_path)
+    folder = save_checkpoint(tmp_path)
     pairs = {pair: {**PIECES[pair[0]], **PIECES[pair[1]]} for pair in combinations(PIECES, 2)}
     assert len(pairs) == 36
     assert_exact(ranks4, {pair: (folder, Recipe(**knobs)) for pair, knobs in pairs.items()})
@@ -92,13 +92,13 @@ def test_every_pair_of_techniques(ranks4, tmp_path):
     ],
 )
 def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_heads, knobs):
-    folder = saved(tmp_path, heads=heads, kv_heads=kv_heads, tie_word_embeddings=heads == 28)
+    folder = save_checkpoint(tmp_path, heads=heads, kv_heads=kv_heads, tie_word_embeddings=heads == 28)
     recipe = Recipe(fsdp=True, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=9, **knobs)
     assert_exact(ranks4, {str(knobs): (folder, recipe)})
 
 
 def test_loss_and_gradients_in_single_precision(ranks4, tmp_path):
-    folder = saved(tmp_path, dtype=torch.float32)
+    folder = save_checkpoint(tmp_path, dtype=torch.float32)
     work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)
 
@@ -108,7 +108,7 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
     for family in ("llama", "qwen3"):
         folder = tmp_path / family
         folder.mkdir()
-        saved(folder, family, dtype=torch.float32)
+        save_checkpoint(folder, family, dtype=torch.float32)
         truth = torch.load(folder / "truth.pt")
         plain = plainly(build(config(family), torch.float32).to(torch.bfloat16))
         own_error = error(plain[1], truth[1])
@@ -121,11 +121,11 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
 
 
 def test_a_scaled_and_accumulated_loss_under_everything(ranks4, tmp_path):
-    for errors in ranks4.apply(accumulated, saved(tmp_path, "qwen3"), EVERYTHING):
+    for errors in ranks4.apply(accumulated_error, save_checkpoint(tmp_path, "qwen3"), EVERYTHING):
         assert errors < 1e-9
 
 
-def accumulated(folder, recipe):
+def accumulated_error(folder, recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = models.build(folder)
     lab.apply_recipe(model, recipe, mesh)
@@ -136,7 +136,7 @@ def accumulated(folder, recipe):
 
 
 def test_parameter_names_stay_the_plain_models(ranks4, tmp_path):
-    folder = saved(tmp_path, "qwen3")
+    folder = save_checkpoint(tmp_path, "qwen3")
     plain = list(models.build(folder).state_dict())
     assert ranks4.apply(names, folder, EVERYTHING) == [plain] * 4
 

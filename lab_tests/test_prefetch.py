@@ -22,7 +22,7 @@ INPUT = BATCH * TOKENS * HIDDEN * 8
 """Bytes of what one layer keeps."""
 
 
-def recomputing(**knobs):
+def bytes_in_recomputation(**knobs):
     """Device bytes at each layer's attention, when backward runs it again, last layer first."""
     model, meter = checkpoint_and_offload(decoder(layers=DEEP), **knobs), Meter()
     with meter.measure(model), meter.phase("step"), BytesAtAttention(meter) as observed:
@@ -31,7 +31,10 @@ def recomputing(**knobs):
 
 
 def test_without_prefetching_backward_holds_one_input_less():
-    (ahead, measured), (late, measured_late) = recomputing(), recomputing(prefetch=False)
+    (ahead, measured), (late, measured_late) = (
+        bytes_in_recomputation(),
+        bytes_in_recomputation(prefetch=False),
+    )
     # The first layer, which backward reaches last, has none before it to be fetched.
     assert [a - b for a, b in zip(ahead, late, strict=True)] == [INPUT] * (DEEP - 1) + [0]
     assert measured.host_peak == measured_late.host_peak == (DEEP - 1) * 32768  # in whole pages

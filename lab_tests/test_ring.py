@@ -95,7 +95,7 @@ def test_bf16_is_no_worse_than_plain_bf16(ranks4):
 # ---- causal in truth ---------------------------------------------------------------------------------
 
 
-def moved_by(length, ulysses, ring, chunk, changed):
+def moved_positions(length, ulysses, ring, chunk, changed):
     """Change one token at a time; which global positions' logits move?"""
     of_ulysses, of_ring, index = mesh(ulysses, ring)
     model = build(config("llama", 24, 6), torch.float64)
@@ -127,7 +127,7 @@ MESHES = [(1, 4, None), (2, 2, None), (2, 2, 4), (1, 2, None)]
 def test_a_changed_token_moves_itself_and_what_follows_and_nothing_before(ranks4, ulysses, ring, chunk):
     length = 40
     changed = [0, 3, 13, 21, 29, 38]
-    ranks = ranks4.apply(moved_by, length, ulysses, ring, chunk, changed)
+    ranks = ranks4.apply(moved_positions, length, ulysses, ring, chunk, changed)
     for i, token in enumerate(changed):
         moved = sorted(p for rank in ranks[: ulysses * ring] for p in rank[i])
         assert moved == list(range(token, length))

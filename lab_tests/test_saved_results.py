@@ -42,27 +42,27 @@ INPUT_HELD, OUT_HELD, LSE_HELD = 32768, 32768 + 8192, 4096
 """A layer's input, output and LSE on the host, in whole pages."""
 
 
-def upiped(model):
+def use_upipe(model):
     apply_upipe(model, head_chunk=2, group=None)
 
 
-def offloaded(model, attention=True, apply=apply_attention, **knobs):
+def with_offload(model, attention=True, apply=apply_attention, **knobs):
     apply(model)
     return checkpoint_and_offload(model, attention=attention, **knobs)
 
 
-@pytest.mark.parametrize("apply", [apply_attention, upiped])
+@pytest.mark.parametrize("apply", [apply_attention, use_upipe])
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama-tied", torch.float64), ("qwen2", torch.float32), ("qwen3", torch.bfloat16)]
 )
 def test_bit_for_bit_what_a_second_forward_gives(family, dtype, apply):
     model = decoder(family, dtype)
-    recomputed = offloaded(copy.deepcopy(model), attention=False, apply=apply)
-    assert error(step(offloaded(model, apply=apply)), step(recomputed)) == 0
+    recomputed = with_offload(copy.deepcopy(model), attention=False, apply=apply)
+    assert error(step(with_offload(model, apply=apply)), step(recomputed)) == 0
 
 
 def test_each_attention_runs_once_and_comes_back_a_layer_ahead():
-    model = offloaded(decoder(layers=LAYERS))
+    model = with_offload(decoder(layers=LAYERS))
     with TransfersAndAttention() as observed:
         step(model)
     run, back = "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
@@ -77,7 +77,7 @@ def test_upipe_runs_none_of_its_stages_again():
     """A stage's projections are batched products; backward makes q, k, v and dout once more by itself."""
     counted = {}
     for attention in (False, True):
-        model = offloaded(decoder(), attention, upiped)
+        model = with_offload(decoder(), attention, use_upipe)
         with Calls() as calls:
             step(model)
         counted[attention] = {name: calls[name] for name in ("attention forward", "aten.bmm")}
@@ -105,7 +105,7 @@ def test_all_to_alls_and_attentions_of_a_step(eight, chunk, inputs, attention):
             apply_ulysses(model, group=eight)
         else:
             apply_upipe(model, head_chunk=chunk, group=eight)
-        offloaded(model, attention=offload, apply=lambda _: None)
+        with_offload(model, attention=offload, apply=lambda _: None)
         with Calls() as calls:
             model(
                 input_ids=tokens(1, 80)[:, :10], position_ids=torch.arange(10)[None]
@@ -117,13 +117,13 @@ def test_all_to_alls_and_attentions_of_a_step(eight, chunk, inputs, attention):
 
 
 @pytest.mark.parametrize("layers", [1, LAYERS])
-@pytest.mark.parametrize("apply", [apply_attention, upiped])
+@pytest.mark.parametrize("apply", [apply_attention, use_upipe])
 def test_the_host_has_all_inputs_but_one_and_every_attention(layers, apply):
-    model = offloaded(decoder(layers=layers), apply=apply)
+    model = with_offload(decoder(layers=layers), apply=apply)
     timeline = step_timeline(model, batch())
     end = rows_of(timeline, "forward")[-1]
     # UPipe has an LSE of each of its three stages.
-    attended = OUT_HELD + LSE_HELD * (3 if apply is upiped else 1)
+    attended = OUT_HELD + LSE_HELD * (3 if apply is use_upipe else 1)
     assert timeline.host[end] == timeline.host_peak == (layers - 1) * INPUT_HELD + layers * attended
     assert timeline.host[-1] == 0
     with torch.no_grad(), TransfersAndAttention() as observed:
@@ -148,7 +148,7 @@ class HeldInBackward(TorchDispatchMode):
 def test_the_device_has_each_saved_attention_once_and_the_next_to_come(prefetch, coming):
     seen = {}
     for attention in (False, True):
-        model, meter = offloaded(decoder(layers=LAYERS), attention, prefetch=prefetch), Meter()
+        model, meter = with_offload(decoder(layers=LAYERS), attention, prefetch=prefetch), Meter()
         with meter.measure(model), meter.phase("step"), HeldInBackward(meter) as held:
             model(**batch()).loss.backward(retain_graph=True)  # what is not let go is there at the end
         seen[attention] = held.seen
@@ -184,7 +184,7 @@ PIECES = {INPUT: [32768], OUT: [32768, 8192], LSE: [4096]}
 
 def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step(pinned):
     limit = 2 * sum(map(sum, PIECES.values()))
-    model = offloaded(decoder(layers=3), pinned=limit)
+    model = with_offload(decoder(layers=3), pinned=limit)
     sent = [(size, pieces, [True] * len(pieces)) for size, pieces in PIECES.items()]
     beyond = [(size, PIECES[size], [False] * len(PIECES[size])) for size in (OUT, LSE)]
     for _ in range(2):
@@ -205,25 +205,25 @@ def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
     limit = 2 * INPUT_HELD
     for _ in range(2):
         with Pins() as pins:
-            step(offloaded(decoder(layers=3), attention=False, pinned=limit))
+            step(with_offload(decoder(layers=3), attention=False, pinned=limit))
         assert [may for _, _, may in pins.seen] == [[True]] * 2
         assert pinned.taken == limit
         gc.collect()
     with Pins() as pins:
-        offloaded(decoder(layers=3), attention=False, pinned=limit)(**batch(tokens=8)).loss.backward()
+        with_offload(decoder(layers=3), attention=False, pinned=limit)(**batch(tokens=8)).loss.backward()
     assert [may for _, _, may in pins.seen] == [[False]] * 2
     # A plan of the same process pins nothing.
     with FakeTensorMode():
-        step(offloaded(decoder(layers=3), attention=False, pinned=2 * limit))
+        step(with_offload(decoder(layers=3), attention=False, pinned=2 * limit))
     assert pinned.taken == limit
 
 
 # ---- whose ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("apply", [apply_attention, upiped])
+@pytest.mark.parametrize("apply", [apply_attention, use_upipe])
 def test_passes_that_interleave_keep_their_own_results(apply):
-    plain, model = decoder(layers=LAYERS), offloaded(decoder(layers=LAYERS), apply=apply)
+    plain, model = decoder(layers=LAYERS), with_offload(decoder(layers=LAYERS), apply=apply)
     torch.manual_seed(7)
     batches = [{n: torch.randint(0, VOCAB, (1, 20)) for n in ("input_ids", "labels")} for _ in range(2)]
     gradients = []
@@ -240,11 +240,11 @@ def test_passes_that_interleave_keep_their_own_results(apply):
 
 def test_a_retained_graph_can_be_walked_twice_but_not_upipes():
     wanted = step(decoder())
-    for apply in (apply_attention, upiped):
-        model = offloaded(decoder(), apply=apply)
+    for apply in (apply_attention, use_upipe):
+        model = with_offload(decoder(), apply=apply)
         loss = model(**batch()).loss
         loss.backward(retain_graph=True)
-        if apply is upiped:
+        if apply is use_upipe:
             with pytest.raises(RecipeError, match="a second backward through UPipe"):
                 loss.backward()
             continue
@@ -254,7 +254,7 @@ def test_a_retained_graph_can_be_walked_twice_but_not_upipes():
 
 
 def test_after_a_pass_that_failed_the_next_is_right():
-    model, wanted = offloaded(decoder()), step(decoder())
+    model, wanted = with_offload(decoder()), step(decoder())
     hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch())
@@ -267,7 +267,7 @@ def test_frozen_layers():
     for each in (plain, model):
         each.model.embed_tokens.requires_grad_(False)
         each.model.layers[0].requires_grad_(False)
-    offloaded(model)
+    with_offload(model)
     for each in (plain, model):
         each(**batch()).loss.backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
@@ -281,7 +281,7 @@ def test_refusals():
     before = list(model.state_dict())
     inner = model.model.layers[1].self_attn.forward
     model.model.layers[1].self_attn.forward = Patch(lambda *a, lab_cache=None, **k: inner(*a, **k), inner)
-    assert list(offloaded(model).state_dict()) == before
+    assert list(with_offload(model).state_dict()) == before
     with pytest.raises(RecipeError, match="hands no keywords on to its attention"):
         step(model)
     apply_loss(model)

@@ -32,7 +32,7 @@ def pixels(picture: lab.show.Picture) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGBA")).astype(int)
 
 
-def painted(picture: lab.show.Picture, colour: str) -> int:
+def count_pixels(picture: lab.show.Picture, colour: str) -> int:
     """How many pixels have this colour, as nearly as the stored palette has it."""
     wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)] + [255]
     return int((np.abs(pixels(picture) - wanted).max(axis=2) < 10).sum())
@@ -55,7 +55,7 @@ def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
     picture = lab.show.timeline(timeline_builder().since())
     assert picture.png.startswith(b"\x89PNG")
     assert 5_000 < len(picture.png) < 200_000
-    areas = [painted(picture, colour) for colour in palette.CATEGORY_COLOURS]
+    areas = [count_pixels(picture, colour) for colour in palette.CATEGORY_COLOURS]
     # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
     assert areas[3] > areas[0] > areas[1] > areas[2] > areas[4] > 500
     assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm in layers.3)."
@@ -95,7 +95,9 @@ def test_many_steps_are_drawn_with_few_shapes() -> None:
 def test_host_bytes_get_a_lane_of_their_own() -> None:
     without, lane = lab.show.timeline(finished_run(2)), lab.show.timeline(finished_run(2, host=MiB))
     assert len(lane.figure.axes) == 2 * len(without.figure.axes)
-    assert painted(lane, palette.COLOURS["host"]) > 10_000 > painted(without, palette.COLOURS["host"])
+    assert (
+        count_pixels(lane, palette.COLOURS["host"]) > 10_000 > count_pixels(without, palette.COLOURS["host"])
+    )
 
 
 def test_operators_can_stand_where_seconds_would_lie() -> None:
@@ -138,7 +140,9 @@ def test_bars_are_stacked_and_summed() -> None:
     assert picture.text == "tiny: plain 12.0 GiB, fsdp 700.0 MiB; the line stands at 8.00 GiB."
     written = [text.get_text() for text in picture.figure.axes[0].texts]
     assert written == ["12.0 GiB", "700.0 MiB", "8.00 GiB"]
-    ratio = painted(picture, palette.COLOURS["activations"]) / painted(picture, palette.COLOURS["parameters"])
+    ratio = count_pixels(picture, palette.COLOURS["activations"]) / count_pixels(
+        picture, palette.COLOURS["parameters"]
+    )
     assert 2.7 < ratio < 3.3
     assert picture.figure.axes[0].get_xlabel() == "GiB"
 
@@ -204,7 +208,7 @@ def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
 # ---- live ----------------------------------------------------------------------------------------------
 
 
-def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
+def decode(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
     """As the script reads it: seconds, total, host, phase, module, op, step of each row."""
     names.update(enumerate(content["names"], content["known"]))
     table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 11).astype(float)
@@ -216,13 +220,13 @@ def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> li
 def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
     builder, known, names = timeline_builder(host=3 * MiB), messages.Names(), {}
     first, second = builder.since(), builder.since(170)
-    sent = decoded(*messages.delta(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
+    sent = decode(*messages.delta(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
     content, buffer = messages.delta(Progress(1, 5, 1, 2, 2.5, second), known)
     assert (content["rank"], content["ranks"], content["step"], content["steps"]) == (1, 5, 1, 2)
     assert content["loss"] == 2.5
     # The first rows were forward, backward and optimizer in layers 0 to 2: layer 3 alone is new.
     assert content["names"] == ["layers.3"]
-    again = decoded(content, buffer, names)
+    again = decode(content, buffer, names)
     assert min(row[0] for row in again) == pytest.approx(second.seconds[0], abs=0.5)
     assert min(row[0] for row in again) > max(row[0] for row in sent)
     for row in sent + again:
@@ -242,7 +246,7 @@ def test_a_message_is_small_and_holds_the_peak() -> None:
     content, buffer = messages.delta(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
     assert len(buffer) <= 2 * messages.STRETCHES * 11 * 4
     assert len(json.dumps(content)) < 1000
-    assert max(row[1] for row in decoded(content, buffer, {})) == PEAK
+    assert max(row[1] for row in decode(content, buffer, {})) == PEAK
 
 
 class Page:
@@ -282,7 +286,7 @@ def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.Monk
     assert widget.comm is None
     assert len(page.sent) == 6 * 3
     names: dict[int, str] = {}
-    rows = [decoded(content, buffers[0], names) for content, buffers in page.sent]
+    rows = [decode(content, buffers[0], names) for content, buffers in page.sent]
     assert max(row[1] for some in rows for row in some) == PEAK
     assert len({name for content, _ in page.sent for name in content["names"]}) == len(names) == 10
 

@@ -124,7 +124,7 @@ def test_a_callables_model_arrives_whole(ranks4):
     assert "at the peak   start: check_same_model" in report.plan_text(planned)
 
 
-def three(model, recipe):
+def peaks_of_three(model, recipe):
     """Runs on every rank of four: what the first three hold at most until the optimizer is made."""
     gc.collect()
     group = dist.new_group([0, 1, 2])
@@ -147,7 +147,7 @@ def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
         model = tmp_path
     planned = lab.plan(model, Recipe(), tokens=9, ranks=3, workspace=False)
     assert planned.start.op == "check_same_model"
-    for peak in ranks4.apply(three, model, Recipe())[:3]:
+    for peak in ranks4.apply(peaks_of_three, model, Recipe())[:3]:
         assert planned.start.device == pytest.approx(peak, abs=1024)
 
 
@@ -172,14 +172,14 @@ def of_rank(folder, rank, ranks=4):
         return shards(start(folder, FSDP, mesh))
 
 
-def together(folder):
+def whole_parameters(folder):
     made = [of_rank(folder, rank) for rank in range(4)]
     return {name: torch.cat([one[name] for one in made]) for name in made[0]}
 
 
 def test_shards_of_a_directorys_weights_are_the_weights(folder):
     whole = models.build(folder)
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert torch.equal(parameter, whole.get_parameter(name)), name
     assert torch.equal(whole.lm_head.weight, models.build(models.config_of(folder), seed=8).lm_head.weight)
 
@@ -189,7 +189,7 @@ def test_weights_in_several_files_and_another_dtype(folder):
     (folder / "model.safetensors").unlink()
     whole.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
     assert len(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]) > 3
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, whole.get_parameter(name)), name
 
@@ -199,9 +199,9 @@ def test_weights_of_a_model_without_its_heads_prefix(folder):
 
     place = folder / "model.safetensors"
     weights = {name.removeprefix("model."): tensor for name, tensor in load_file(place).items()}
-    expected = together(folder)
+    expected = whole_parameters(folder)
     save_file(weights, place)
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert torch.equal(parameter, expected[name]), name
 
 
@@ -252,7 +252,7 @@ def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_nam
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, theirs.get_parameter(name)), name
-    assert torch.equal(together(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
+    assert torch.equal(whole_parameters(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
 
 
 def test_files_by_other_names_are_refused(folder):
@@ -264,7 +264,7 @@ def test_files_by_other_names_are_refused(folder):
 # ---- ranks that differ -----------------------------------------------------------------------------------
 
 
-def refused(models_by_rank, seeds):
+def refusal(models_by_rank, seeds):
     """Runs on every rank."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -279,9 +279,9 @@ def test_ranks_with_another_seed_are_refused(ranks4):
     said = (
         "the seed, or the files of the weights, differ on rank 2: give every rank the same seed, and a copy"
     )
-    for error in ranks4.apply(refused, [small_config()] * 4, [1, 1, 0, 1]):
+    for error in ranks4.apply(refusal, [small_config()] * 4, [1, 1, 0, 1]):
         assert error.startswith(said)
-    assert ranks4.apply(refused, [small_config()] * 4, [1] * 4) == [None] * 4
+    assert ranks4.apply(refusal, [small_config()] * 4, [1] * 4) == [None] * 4
 
 
 def test_ranks_with_other_files_are_refused(ranks4, tmp_path):
@@ -292,12 +292,12 @@ def test_ranks_with_other_files_are_refused(ranks4, tmp_path):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(1)
     model.save_pretrained(places[1])
-    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+    for error in ranks4.apply(refusal, [places[0], places[1], places[0], places[0]], [0] * 4):
         assert error.startswith("the seed, or the files of the weights, differ on rank 1")
     (places[1] / "model.safetensors").unlink()
-    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+    for error in ranks4.apply(refusal, [places[0], places[1], places[0], places[0]], [0] * 4):
         assert error is not None
-    assert ranks4.apply(refused, [places[0]] * 4, [0] * 4) == [None] * 4
+    assert ranks4.apply(refusal, [places[0]] * 4, [0] * 4) == [None] * 4
 
 
 # ---- without memory --------------------------------------------------------------------------------------

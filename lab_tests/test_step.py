@@ -48,7 +48,7 @@ def dense_losses_and_gradients(steps: int):
     return losses, gradients
 
 
-def sharded(recipe, ranks):
+def sharded_model(recipe, ranks):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert dist.get_world_size() == ranks
     model = models.build(small()).train()
@@ -57,7 +57,7 @@ def sharded(recipe, ranks):
 
 
 def gradients_on_rank(recipe):
-    model, mesh = sharded(recipe, 4)
+    model, mesh = sharded_model(recipe, 4)
     for _ in range(2):  # accumulated over two backward passes of half the loss each
         loss = lab.loss(model, lab.shard_batch(ids(), recipe, mesh))
         (loss / 2).backward()
@@ -67,7 +67,7 @@ def gradients_on_rank(recipe):
 
 
 def losses_on_rank(recipe, steps):
-    model, mesh = sharded(recipe, 4)
+    model, mesh = sharded_model(recipe, 4)
     optimizer = make_optimizer(model, learning_rate=LEARNING_RATE)
     meter = Meter()
     batches = (lab.shard_batch(ids(step), recipe, mesh) for step in range(steps))

@@ -34,7 +34,7 @@ def small(recipe: str | Recipe = "upipe", **settings: Any) -> tuner_widget.Tuner
     return lab.show.tuner("tiny", recipe, **given)
 
 
-def shown(tuner: tuner_widget.Tuner) -> Predicted:
+def estimate_of(tuner: tuner_widget.Tuner) -> Predicted:
     assert isinstance(tuner.predicted, Predicted)
     return tuner.predicted
 
@@ -46,14 +46,14 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     tuner = lab.show.tuner("llama3-8b", "upipe", tokens="5M", ranks=8, head_chunk=16)
     config = config_of("llama3-8b")
     found = estimate(config, tuner.recipe, tokens=5 * Mi, ranks=8)
-    assert shown(tuner).device == found.device_peak + fixed_workspace(8)
-    assert shown(tuner).host == 8 * found.host_peak > 0
+    assert estimate_of(tuner).device == found.device_peak + fixed_workspace(8)
+    assert estimate_of(tuner).host == 8 * found.host_peak > 0
     bar = tuner.panel.shown["bars"][0]
-    assert sum(bar["sizes"].values()) == shown(tuner).device
+    assert sum(bar["sizes"].values()) == estimate_of(tuner).device
     assert tuner.panel.shown["limit"] == 80 * GiB
     without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
-    assert shown(without).device == found.device_peak
-    assert "workspace" not in shown(without).by_category
+    assert estimate_of(without).device == found.device_peak
+    assert "workspace" not in estimate_of(without).by_category
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -70,13 +70,13 @@ def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
 def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     tuner = small()
     for name, value in (("mlp_tile", None), ("offload", "none")):
-        saved = shown(tuner).saves[name]
+        saved = estimate_of(tuner).saves[name]
         moved = tuner.state.moved(name, value)
         found = predict(moved)
         assert isinstance(found, Predicted)
-        assert found.device == shown(tuner).device + saved
+        assert found.device == estimate_of(tuner).device + saved
     tuner.move("mlp_tile", None)
-    assert "mlp_tile" not in shown(tuner).saves
+    assert "mlp_tile" not in estimate_of(tuner).saves
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     ],
 )
 def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
-    tuner = small(device_memory=int(shown(small()).device * device), host_memory=host)
+    tuner = small(device_memory=int(estimate_of(small()).device * device), host_memory=host)
     assert tuner.panel.shown["verdict"] == verdict, tuner.panel.shown["words"]
     assert tuner.panel.shown["words"].startswith(words)
 
@@ -376,8 +376,8 @@ lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
     assert len(output.data["image/png"]) > 5000
     first, *rows = output.data["text/plain"].splitlines()
     tuner = lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
-    assert first == shown(tuner).words
-    assert len(rows) == len(shown(tuner).by_category) + 2 + len(shown(tuner).saves)
+    assert first == estimate_of(tuner).words
+    assert len(rows) == len(estimate_of(tuner).by_category) + 2 + len(estimate_of(tuner).saves)
 
 
 def test_an_illegal_beginning_is_words_alone() -> None:

@@ -111,11 +111,11 @@ def test_bytes_are_the_docstrings(ranks4):
     assert ranks4.apply(bytes_of_attention) == [(0, 0)] * 4
 
 
-def refused(heads, kv_heads):
+def check_refusal(heads, kv_heads):
     with pytest.raises(RecipeError, match="ulysses=4"):
         apply_ulysses(build(config("llama", heads, kv_heads), torch.float32), group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (24, 6), (12, 3)])
 def test_degrees_that_the_heads_do_not_allow_are_refused(ranks4, heads, kv_heads):
-    ranks4.apply(refused, heads, kv_heads)
+    ranks4.apply(check_refusal, heads, kv_heads)

@@ -210,7 +210,7 @@ def test_what_the_next_stage_needs_travels_while_this_one_attends(eight):
 # ---- bytes -------------------------------------------------------------------------------------------
 
 
-def measured(cfg, chunk, group, local, dtype, overlap=False):
+def attention_bytes(cfg, chunk, group, local, dtype, overlap=False):
     """Bytes of one attention module beyond its parameters and tables: forward peak, held, backward peak."""
     module = build_upipe(cfg, chunk, group, dtype, overlap)
     x = torch.randn(1, local, cfg.hidden_size, dtype=dtype, requires_grad=True)
@@ -285,7 +285,7 @@ def test_bytes_are_the_docstrings_and_grow_with_the_chunk(eight, heads, kv_heads
     cfg = config("llama", heads, kv_heads, layers=1)
     for chunk in chunks(heads, 8):
         plan = schedule(heads, kv_heads, 8, chunk)
-        found = measured(cfg, chunk, eight, local, dtype, overlap)
+        found = attention_bytes(cfg, chunk, eight, local, dtype, overlap)
         right = formula(cfg, chunk, 8, local, dtype, overlap)
         several = any(len(stage) > 1 for stage in plan.stages)
         if not several and not (overlap and len(plan.stages) == 2 and plan.slots == 1):
@@ -305,7 +305,7 @@ def test_bytes_on_real_ranks_are_the_same(ranks4):
     cfg = config("llama", 24, 4, layers=1)
     for chunk, overlap in product((4, 8), (False, True)):
         found = ranks4.apply(
-            lambda u, o: measured(cfg, u, dist.group.WORLD, 100, torch.bfloat16, o), chunk, overlap
+            lambda u, o: attention_bytes(cfg, u, dist.group.WORLD, 100, torch.bfloat16, o), chunk, overlap
         )
         assert found == [formula(cfg, chunk, 4, 100, torch.bfloat16, overlap)] * 4
 
