@@ -12,6 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cluster.ranks import Cluster
 
+# A failed assertion of a helper shows its values, as one of a test does.
+pytest.register_assert_rewrite("lab_tests.support")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_plans_and_clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -61,7 +61,7 @@ def test_forward_and_backward_are_the_textbooks(dtype, tolerance, causal, keys):
 
 
 @pytest.mark.usefixtures("_computed_by")
-def test_backward_from_a_global_lse_gives_these_keys_share():
+def test_backward_from_a_global_lse_adds_up_over_parts_of_the_keys():
     """Over two parts of the keys, each from the out and LSE of the whole, gradients add up."""
     q, k, v = qkv(keys=S)
     out, lse = flash_forward(q, k, v, causal=False)

@@ -157,7 +157,7 @@ def test_hooks_of_saved_tensors_are_removed() -> None:
     assert gradient() == [4.0] * 3
 
 
-def test_reset_undoes_all_of_them_at_once() -> None:
+def test_reset_undoes_all_modes_at_once() -> None:
     torch.no_grad().__enter__()
     torch.set_autocast_enabled("cpu", True)
     torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__()

@@ -86,7 +86,7 @@ def test_three_layers_where_that_is_more(capsys, digits):
 
 @pytest.mark.parametrize("verb", ["run", "profile", "train"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
+def test_the_verbs_pass_the_timeout_on(monkeypatch, tmp_path, digits, verb, device):
     cluster = GpuCluster(timeout=1e-9)
     monkeypatch.setattr(cluster, "device_type", device)
     folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
@@ -165,7 +165,7 @@ def test_a_rank_of_torchruns_takes_the_timeout_that_is_given(alone, digits, tmp_
     assert limits == [7.0]
 
 
-def test_the_command_passes_it_on(monkeypatch, tmp_path):
+def test_the_command_passes_the_timeout_on(monkeypatch, tmp_path):
     given = []
 
     def apply(self, *_, timeout, **__):

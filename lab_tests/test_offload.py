@@ -128,7 +128,7 @@ def test_frozen_embeddings():
     assert model.model.embed_tokens.weight.grad is None
 
 
-def test_a_plan_sees_both_lanes():
+def test_a_plan_counts_device_and_host_bytes():
     tokens = 2**20
     block_input = tokens * HIDDEN * 2
     with FakeTensorMode():

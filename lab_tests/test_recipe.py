@@ -72,7 +72,7 @@ def test_the_ladder_takes_the_largest_degree_that_the_heads_allow(heads, kv_head
     assert ladder(config, ranks, 512)["upipe"].ulysses == degree
 
 
-def test_json_both_ways():
+def test_a_recipe_is_the_same_after_json():
     recipe = ladder("llama3-8b", 8, Mi)["upipe"]
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert Recipe.from_json(json.dumps(recipe.to_json())) == recipe

@@ -341,7 +341,7 @@ def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -> None:
+def test_run_trains_a_small_step_of_the_same_recipe_and_leaves_a_picture(ranks4: Cluster) -> None:
     tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4)
     tuner.run_button.click()
     assert tuner.run_button.disabled

@@ -50,7 +50,7 @@ def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Itera
     """Start a Jupyter server, yield it when it answers, stop it and all it started by their ids.
 
     ``command`` has ``{port}`` where the port belongs. Settings and runtime files go to ``home``, and the
-    server's words to ``home/server.log``.
+    server's log to ``home/server.log``.
     """
     server = Server(_free_port(), uuid4().hex)
     folders = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}

@@ -1,4 +1,4 @@
-"""Hosts to reach: network namespaces with an address, a name and an sshd each, and Slurm over them."""
+"""Other hosts: network namespaces with an address, a name and an sshd each, and Slurm on them."""
 
 import os
 import shutil

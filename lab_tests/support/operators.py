@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.memory.meter import Meter
+
 
 class Calls(TorchDispatchMode):
     """Counts the operators that are called: ``with Calls() as calls: ...; calls["aten.mm"]``.
@@ -34,11 +36,11 @@ class Calls(TorchDispatchMode):
 class TransfersAndAttention(TorchDispatchMode):
     """Lists the transfers to and from the host and the attention operators, in the order of their calls."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.order = []
+        self.order: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() in ("lab::to_host", "lab::from_host") or "flash_attention_for_cpu" in func.name():
             self.order.append(func.name().removeprefix("lab::").removeprefix("aten::_scaled_dot_product_"))
         return func(*args, **(kwargs or {}))
@@ -47,11 +49,12 @@ class TransfersAndAttention(TorchDispatchMode):
 class BytesAtAttention(TorchDispatchMode):
     """Lists the device bytes of the meter around it after each forward of attention."""
 
-    def __init__(self, meter):
+    def __init__(self, meter: Meter) -> None:
         super().__init__()
-        self.meter, self.seen = meter, []
+        self.meter = meter
+        self.seen: list[int] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
             self.seen.append(sum(self.meter._held[:-1]))
