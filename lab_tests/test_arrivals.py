@@ -1,4 +1,4 @@
-"""What arrives from outside is right or refused by name, on every rank, plain and with everything."""
+"""Models and batches as users have them are computed right or refused by name, on every rank."""
 
 import re
 

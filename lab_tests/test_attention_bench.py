@@ -1,4 +1,4 @@
-"""The bench of attention kernels, on CPU at small size."""
+"""The benchmark of attention kernels, on CPU at small size."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Input that cannot train is refused in one line; training that diverges ends, and keeps its checkpoint."""
+"""Input that cannot train is refused in one line; training that diverges ends and keeps its checkpoint."""
 
 import json
 import math

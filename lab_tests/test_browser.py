@@ -1,4 +1,4 @@
-"""What a reader sees: notebooks driven in a real JupyterLab by a real browser."""
+"""Notebooks in a real JupyterLab, driven by a real browser."""
 
 import json
 import sys

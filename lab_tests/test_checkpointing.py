@@ -1,4 +1,4 @@
-"""A layer keeps its input and nothing else, and runs twice."""
+"""A layer keeps only its input, and its forward runs twice."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not seen, refused where they do not belong, exported to the same logits."""
+"""Checkpoints are written whole, refused for another model or run, and exported to the same logits."""
 
 import os
 import shutil

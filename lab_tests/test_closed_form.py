@@ -1,4 +1,4 @@
-"""The closed-form estimate: the plan's within 1%, exact where that is simple, and from shapes alone."""
+"""The closed-form estimate is within 1% of the plan, and is made of shapes alone."""
 
 import ast
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The cluster: who is who, what comes back and when, who is blamed, and what is left behind."""
+"""The cluster: ranks and engines, results and records, failures, and the processes that remain."""
 
 import contextlib
 import os

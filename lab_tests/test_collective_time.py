@@ -1,4 +1,4 @@
-"""How long a collective may take: a layer's seconds from the plan, and where they are passed on."""
+"""The timeout of a collective: the seconds of a layer in the plan, and the calls that use them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Compiled tiles give the plain model's loss and gradients; whoever watches operators still sees them all."""
+"""Compiled tiles have the plain model's loss and gradients, and a meter still observes every operator."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a step costs: exact numbers of operations and bytes, by formulas that stand beside the counter."""
+"""The costs of a step: exact numbers of operations and bytes, each against a formula."""
 
 import pytest
 import torch
@@ -185,15 +185,15 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
 
 
 def test_a_rings_steps_hide_behind_attention():
-    """Forward and back all but one, which brings the sums of the gradients home."""
+    """All steps hide but the last of backward, which sends the sums of the gradients back."""
     h100, model, tokens, layers = hardware("h100"), model_config(), 2**20, 3
 
     def waiting(ring: int) -> float:
         return lab.plan(model, Recipe(fsdp=True, ring=ring), tokens=tokens, ranks=RANKS).costs.link_seconds
 
     sums = 2 * (tokens // RANKS) * K * D * FP32
-    home = layers * sums / (h100.link.value * h100.link_share.value)
-    assert waiting(4) - waiting(1) == pytest.approx(home, rel=1e-6)
+    last = layers * sums / (h100.link.value * h100.link_share.value)
+    assert waiting(4) - waiting(1) == pytest.approx(last, rel=1e-6)
 
 
 def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():

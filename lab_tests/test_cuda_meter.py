@@ -1,4 +1,4 @@
-"""The meter of CUDA, with an allocator that is told what to say: its bytes, by the meter's names."""
+"""The meter of CUDA with a scripted allocator: its bytes, and the names of the meter."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""GPUs that cannot be used are refused in one line; stand-ins for what torch and nvidia-smi answer."""
+"""GPUs that cannot be used are refused in one line; stand-ins give the answers of torch and nvidia-smi."""
 
 import time
 

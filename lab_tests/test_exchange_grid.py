@@ -1,4 +1,4 @@
-"""The grid of an exchange: each cell on the ranks that hold it, in their colours, and in words."""
+"""The picture of an exchange: each cell has the colour of the rank that holds it."""
 
 import numpy as np
 import pytest

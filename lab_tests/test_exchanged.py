@@ -1,4 +1,4 @@
-"""Addresses of all-to-alls: all are noted, what is used again counts once, and UPipe does use it again."""
+"""Addresses of all-to-alls: every address is recorded, memory that is used again counts once."""
 
 import pytest
 import torch

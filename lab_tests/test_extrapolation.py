@@ -1,4 +1,4 @@
-"""A step extended from five and six layers is the step of all layers, in every row."""
+"""A step that is extrapolated from five and six layers is the step of all layers, in every row."""
 
 import numpy as np
 import pytest

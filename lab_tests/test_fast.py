@@ -1,4 +1,4 @@
-"""The recipe ``fast``: the top rung with its attention kept, beside the ladder; known wherever names are."""
+"""The recipe ``fast``, which is the top rung with its attention saved, is known wherever rungs are."""
 
 from dataclasses import replace
 

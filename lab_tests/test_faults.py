@@ -1,4 +1,4 @@
-"""A rank fails, runs out of memory, is stopped or interrupted: what a run says, and what it keeps."""
+"""A rank that fails, runs out of memory, is stopped or interrupted: the message, and what the run keeps."""
 
 import importlib
 import json
@@ -206,7 +206,7 @@ def test_an_interrupted_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     assert not ranks4.broken
 
 
-# ---- what is left behind, and who may end it ---------------------------------------------------------
+# ---- processes without an owner ---------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The first values of parameters: their distribution, their independence, and any part made alone."""
+"""The first values of parameters: their distribution, their independence, and slices made alone."""
 
 import math
 from collections import Counter

@@ -1,3 +1,5 @@
+"""The recipes that fit a model on given ranks, fastest first."""
+
 import pytest
 
 from lab.errors import LabError

@@ -1,4 +1,4 @@
-"""The first hour on a GPU as a command that can be stopped and started again: on CPU, with stand-ins."""
+"""`lab bench gpu` can be stopped and started again: on CPU, with stand-ins."""
 
 import json
 import os

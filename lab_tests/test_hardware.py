@@ -1,4 +1,4 @@
-"""The table of devices, and what CUDA takes beside what a meter sees."""
+"""The table of devices, and the memory that CUDA takes and a meter does not see."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The picture of UPipe's schedule: right pairs, wrong pairs, and what is sent when."""
+"""The picture of UPipe's schedule: right pairs, wrong pairs, and the stage of each transfer."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What torch's attention kernel refuses on CUDA is refused before anything is planned; with stand-ins."""
+"""A size that torch's attention kernel refuses on CUDA is refused before anything is planned."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels by name: each against a stand-in with its library's signature; which is chosen, what is said."""
+"""Kernels by name: each against a stand-in with its library's signature, the choice, and the refusals."""
 
 import sys
 from dataclasses import replace

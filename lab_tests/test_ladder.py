@@ -1,4 +1,4 @@
-"""What each rung of the ladder saves, measured on four ranks at a size where every technique bites."""
+"""What each rung of the ladder saves, measured on four ranks at a size where every technique saves memory."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What ran when, in lanes on one axis; and timelines by name, one above the other from their beginnings."""
+"""Spans in lanes on one axis, and timelines by name, one above the other."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Liger's loss against a stand-in with its function's signature: the plain model's numbers, and refusals."""
+"""Liger's loss, as a stand-in with its function's signature, has the plain model's loss and gradients."""
 
 import copy
 import sys
@@ -145,7 +145,7 @@ def test_fsdp_has_the_head_whole(family, ranks4):
         assert error(got, wanted) <= 1e-9
 
 
-# ---- where it is not ---------------------------------------------------------------------------------------
+# ---- without Liger ----------------------------------------------------------------------------------------
 
 
 def module_with(monkeypatch, **contents):

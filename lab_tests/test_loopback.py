@@ -1,4 +1,4 @@
-"""A group of one that stands for N: right sizes, values made of this rank's own, bytes counted."""
+"""A group of one rank that stands for N: right sizes, values made of its own, bytes counted."""
 
 from collections.abc import Iterator
 

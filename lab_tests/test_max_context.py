@@ -1,3 +1,5 @@
+"""The longest context that fits, and the plans of its search."""
+
 import pytest
 
 from lab.errors import LabError

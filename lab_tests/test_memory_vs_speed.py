@@ -1,4 +1,4 @@
-"""Memory against throughput, drawn."""
+"""The picture of memory against throughput."""
 
 import pytest
 

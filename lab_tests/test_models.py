@@ -1,3 +1,5 @@
+"""Models by preset, config, directory or callable; anything else is refused in one line."""
+
 import json
 
 import pytest

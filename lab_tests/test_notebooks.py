@@ -1,4 +1,4 @@
-"""The notebooks as programs: what `lab execute` does with them, and how they are stored."""
+"""The notebooks as programs: `lab execute`, and how notebooks are stored."""
 
 import json
 import re

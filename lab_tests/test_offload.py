@@ -1,4 +1,4 @@
-"""A layer's input waits on the host: the right one, for the right pass, and back one layer ahead."""
+"""Inputs of layers on the host: each returns to its own layer and pass, one layer ahead of backward."""
 
 import copy
 

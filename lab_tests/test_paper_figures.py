@@ -1,4 +1,4 @@
-"""The published figures: each is there once, with unit and source, and stands for a recipe that works."""
+"""Published figures: each is stored once, with its unit and source, and has a recipe that works."""
 
 import subprocess
 import sys

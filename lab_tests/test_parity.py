@@ -1,4 +1,4 @@
-"""The whole road against plain transformers: loss and every gradient, whatever is stacked on whatever.
+"""Loss and every gradient against plain transformers: each technique alone, in pairs, and all together.
 
 Each assertion has been seen red. The mutants that must die here: heads in a wrong order on one side, RoPE
 missing on k, a corrupted offload (the wrong layer's input comes back, or the wrong layer's attention), a

@@ -1,4 +1,4 @@
-"""A plan's answers: what fits, what stops it, what it refuses, and that it leaves nothing behind."""
+"""The answers of a plan: what fits and what limits it; its refusals; and nothing remains after it."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Plans on disk: found again under all that they depend on, and never in the way."""
+"""Plans on disk: each is found under everything that it depends on."""
 
 import gzip
 import json

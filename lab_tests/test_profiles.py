@@ -1,4 +1,4 @@
-"""Profiles: what each refuses, what its ranks find, what it would run; and eight ranks of one node."""
+"""Profiles of clusters: refusals, settings of ranks, commands of launchers; and eight ranks of one node."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Seconds and bytes of one step: what ran is there, it adds up, and what is left has its maker."""
+"""Seconds and bytes of one step: every operator, sums that agree, and the maker of what remains."""
 
 import gzip
 import json

@@ -1,3 +1,5 @@
+"""Recipes: their checks, their JSON, the ladder that names them, and the row of each knob."""
+
 import dataclasses
 import json
 import re

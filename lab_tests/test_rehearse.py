@@ -1,4 +1,4 @@
-"""A rehearsal is the step of one rank of N: its bytes are the plan's, and its process can go on."""
+"""A rehearsal is the step of one rank of N: its bytes are the plan's, and the process stays usable."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ring attention alone and inside Ulysses or UPipe: exact, causal in truth, and balanced."""
+"""Ring attention alone and inside Ulysses or UPipe: exact, causal, and balanced."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_bf16_is_no_worse_than_plain_bf16(ranks4):
         assert 0 < gradient < 1.5 * plain, case
 
 
-# ---- causal in truth ---------------------------------------------------------------------------------
+# ---- causality --------------------------------------------------------------------------------------
 
 
 def moved_positions(length, ulysses, ring, chunk, changed):

@@ -1,4 +1,4 @@
-"""Angles that stay exact past five million tokens."""
+"""Rotations of positions are exact past five million tokens."""
 
 import math
 from fractions import Fraction

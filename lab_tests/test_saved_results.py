@@ -1,4 +1,4 @@
-"""An attention runs once forward: output and LSE wait on the host, and each recomputation gets its own."""
+"""Attention runs forward once: its output and LSE wait on the host, and a recomputation gets its own."""
 
 import copy
 import gc
@@ -192,7 +192,7 @@ def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step(pinned):
             step(model)
         assert pins.seen == sent * 2 + beyond
         assert pinned.taken == limit
-    # A longer sequence's pieces of other sizes find no room beside those in reserve.
+    # A longer sequence's pieces of other sizes are not pinned: those in reserve take the limit.
     with Pins() as pins:
         model(**batch(tokens=2 * TOKENS)).loss.backward()
     assert all(
@@ -218,7 +218,7 @@ def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
     assert pinned.taken == limit
 
 
-# ---- whose ---------------------------------------------------------------------------------------------
+# ---- passes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("apply", [apply_attention, use_upipe])

@@ -1,4 +1,4 @@
-"""What is drawn, what is said beside it, and what goes to the browser while ranks run."""
+"""Pictures, the words beside them, and the messages to the browser while ranks run."""
 
 import io
 import json

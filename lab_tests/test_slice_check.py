@@ -1,4 +1,4 @@
-"""Attention checked at some positions: right where it is right, and a planted error is found."""
+"""Attention is checked at some positions: right attention passes, and an error that is put in is found."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loop over tiles, and that a plan which walks three of them says what one that walks all does."""
+"""The loop over tiles: a plan that runs three of them has the figures of one that runs all."""
 
 import contextlib
 

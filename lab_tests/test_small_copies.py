@@ -1,4 +1,4 @@
-"""A shrunken copy: the model's heads and proportions, what is refused stays refused, and it trains."""
+"""A small copy has the model's heads and proportions, and trains; copies of refused models are refused."""
 
 import json
 import math

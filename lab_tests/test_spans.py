@@ -1,4 +1,4 @@
-"""Chosen operators in the order in which they ran, inside and outside the meter."""
+"""Chosen operators in the order of their calls, inside and outside the meter."""
 
 import pytest
 

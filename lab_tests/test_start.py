@@ -1,4 +1,4 @@
-"""A start under FSDP: each rank makes or reads its shard alone, as a part of the whole model."""
+"""A start under FSDP: each rank makes or reads its own shard of the model."""
 
 import gc
 import json

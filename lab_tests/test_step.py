@@ -1,4 +1,4 @@
-"""The step on real ranks: the dense model's loss and gradients, whatever the recipe."""
+"""The step on real ranks has the dense model's loss and gradients, whatever the recipe."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""MLP, norms and loss slice by slice: the plain model's numbers, fewer bytes, no slice lost or run again."""
+"""MLP, norms and loss in tiles: the plain model's loss and gradients, fewer bytes, and no tile runs a third time."""
 
 import copy
 

@@ -1,3 +1,5 @@
+"""A timeline: its peak, its moments and its spans."""
+
 import json
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Training that is stopped and goes on: the losses of the unbroken run, bit for bit, also after a SIGKILL."""
+"""Training that stops and resumes has the losses of an unbroken run, bit for bit, also after a SIGKILL."""
 
 import errno
 import json

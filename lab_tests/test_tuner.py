@@ -1,4 +1,4 @@
-"""The tuner: it shows the closed form, an illegal move can be mended, and what it copies is what it shows."""
+"""The tuner shows the closed form, offers a legal move for an illegal one, and copies what it shows."""
 
 import threading
 from itertools import pairwise

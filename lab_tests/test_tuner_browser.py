@@ -1,4 +1,4 @@
-"""What a reader sees of the tuner: moved in a real JupyterLab and in a real Notebook 7 by a real browser."""
+"""The tuner in a real JupyterLab and a real Notebook 7, moved by a real browser."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks on two other hosts, over ssh, by mpiexec and as a Slurm job: each told, each ended, nothing left."""
+"""Ranks on two other hosts, by ssh, mpiexec and Slurm: they are described, they end, and nothing remains."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Ulysses gives the plain model's loss and every one of its gradients."""
+"""Ulysses has the plain model's loss and every one of its gradients."""
 
 import pytest
 import torch

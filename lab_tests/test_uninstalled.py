@@ -1,4 +1,4 @@
-"""The lab's sources on a machine that has torch and transformers, where nothing can be installed."""
+"""The lab's sources on a machine with torch and transformers, where nothing can be installed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""UPipe gives the plain model's loss and gradients for every chunk; its calls and its bytes are counted."""
+"""UPipe has the plain model's loss and gradients for every chunk; its calls and its bytes are counted."""
 
 import resource
 from itertools import product
@@ -162,7 +162,7 @@ def test_all_to_alls_and_attentions_of_llama3s_heads(eight, chunk, forward, back
 def test_all_to_alls_and_attentions_follow_the_schedule(eight, heads, kv_heads, chunk):
     plan = schedule(heads, kv_heads, 8, chunk)
     stages, runs = len(plan.stages), sum(map(len, plan.stages))
-    # Keys that are first wanted in the middle of a stage travel by themselves, and so go home.
+    # Keys that are first wanted in the middle of a stage are sent by themselves, and so are their gradients.
     alone = sum(run.opens for stage in plan.stages for run in stage[1:])
     assert alone == sum(run.closes for stage in plan.stages for run in stage[:-1])
     assert calls_of_a_layer(heads, kv_heads, chunk, eight) == [
@@ -199,7 +199,7 @@ def test_what_the_next_stage_needs_travels_while_this_one_attends(eight):
         order.seen = []
         logits.sum().backward()
         orders.append(order.seen)
-    # Four stages: q; and q, dout, out. What leads home is waited for, and as many are sent as without.
+    # Four stages: q; and q, dout, out. What is sent back is waited for, and as many are sent as without.
     for things, seen in zip((1, 3), orders, strict=True):
         here = ["attention", "sent"]
         there = ["landed"] * things

@@ -1,4 +1,4 @@
-"""The race with DeepSpeed, run small: all have their figures, and fewer heads at once take less memory."""
+"""The benchmark against DeepSpeed at small size: fewer heads at a time take less memory."""
 
 import pytest
 
