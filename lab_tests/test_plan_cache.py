@@ -9,7 +9,7 @@ import pytest
 
 import lab
 from lab.planning import plan as planning
-from lab.planning import plan_cache as memory
+from lab.planning import plan_cache
 from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
@@ -19,7 +19,7 @@ config = partial(small_config, num_hidden_layers=1, vocab_size=104)
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "folder", lambda: tmp_path / "made" / "plans")
+    monkeypatch.setattr(plan_cache, "folder", lambda: tmp_path / "made" / "plans")
     return tmp_path / "made" / "plans"
 
 
@@ -84,13 +84,13 @@ def test_whatever_is_changed_makes_a_new_plan(walks, folder, name):
 
 def test_other_sources_or_versions_make_a_new_plan(walks, monkeypatch):
     plan()
-    monkeypatch.setattr(memory, "_versions", lambda: {"lab": "other"})
+    monkeypatch.setattr(plan_cache, "_versions", lambda: {"lab": "other"})
     plan()
     assert len(walks) == 2
 
 
 def test_sources_and_versions_are_known():
-    versions = memory._versions()
+    versions = plan_cache._versions()
     assert set(versions) == {"lab", "torch", "transformers"}
     assert len(versions["lab"]) == 64
 
@@ -151,7 +151,7 @@ def test_a_callable_is_never_remembered(walks, folder):
 
 
 def test_the_plans_used_last_are_kept(walks, folder, monkeypatch):
-    monkeypatch.setattr(memory, "KEPT", 3)
+    monkeypatch.setattr(plan_cache, "KEPT", 3)
     for age, tokens in enumerate((10, 12, 14)):
         plan(tokens=tokens)
         for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""MLP, norms and loss in tiles: the plain model's loss and gradients, fewer bytes, and no tile runs a third time."""
+"""MLP, norms and loss in tiles: the plain model's loss and gradients, and fewer bytes."""
 
 import copy
 
