@@ -1,4 +1,4 @@
-"""A real Jupyter server and a real browser page on it, for tests that look at what a reader sees."""
+"""A real Jupyter server and a page of a real browser on it, for tests of what a reader sees."""
 
 import os
 import shutil
@@ -92,7 +92,7 @@ def jupyter_page(command: Sequence[str], path: str, *, home: Path, **view: Any) 
 
 
 def run_all_cells(page: Page) -> None:
-    """Run the open notebook from JupyterLab's menu. What is asked for before the kernel is ready is lost."""
+    """Runs the open notebook from JupyterLab's menu, once the kernel is idle: an earlier request is lost."""
     page.get_by_text("| Idle").wait_for(timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()

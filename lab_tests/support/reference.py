@@ -17,7 +17,7 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 def truth(
     cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the plain model in one process; the labels are ``ids`` turned by one.
+    """Loss and gradients of the plain model in one process; the labels are ``ids`` rolled by one.
 
     ``rounded``: the weights are those of a model of this dtype, whatever the arithmetic.
     """
@@ -36,7 +36,7 @@ def textbook_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
 
 
-def sharded(
+def sharded_gradients(
     model: nn.Module, ids: Tensor, positions: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of a model of which each rank of ``group`` holds the tokens at ``positions`` [s]."""
@@ -63,9 +63,9 @@ def worst_errors(
     right: tuple[Tensor, dict[str, Tensor]] | None = None,
 ) -> tuple[float, float]:
     """Relative error of the loss and of the worst gradient, in fp64 unless ``right`` is given."""
-    found_loss, found = sharded(model, ids, positions, group)
-    right_loss, grads = right or truth(cfg, ids)
-    return abs(float(found_loss / right_loss) - 1), error(found, grads)
+    loss, grads = sharded_gradients(model, ids, positions, group)
+    right_loss, right_grads = right or truth(cfg, ids)
+    return abs(float(loss / right_loss) - 1), error(grads, right_grads)
 
 
 def subgroup(size: int) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Runs whose rows are made up, and a watcher that is given one."""
+"""Runs with invented rows, and a function that hands one to a watcher."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def finished_run(ranks: int = 3, **how: Any) -> Run:
 
 
 def follow(watch: LiveTimeline, run: Run, pieces: int = 6) -> None:
-    """Give the run to ``watch`` rank by rank and piece by piece, then as a whole."""
+    """Hands the run to ``watch`` rank by rank and piece by piece, then as a whole."""
     for piece in range(pieces):
         for rank, timeline in enumerate(run.timelines):
             rows = np.array_split(np.arange(len(timeline)), pieces)[piece]
