@@ -1,4 +1,4 @@
-"""The bench of attention kernels, on CPU at small size."""
+"""The benchmark of attention kernels, on CPU at small size."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_a_kernel_that_is_wrong_far_away_is_seen_and_one_that_is_not_a_number(on
     assert math.isnan(row["worst error"])
 
 
-def test_one_that_fails_says_so_in_its_row(only):
+def test_a_kernel_that_fails_says_so_in_its_row(only):
     def forward(*_, **__):
         raise RuntimeError("too long\nand more")
 

@@ -1,3 +1,5 @@
+"""The command `lab`: its help, its refusals in one line, and its JSON."""
+
 import json
 import os
 import re

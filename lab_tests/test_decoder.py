@@ -1,4 +1,4 @@
-"""Which models are taken: families by name, every field of their configs in a group; the rest are refused."""
+"""Families of models are accepted by name, with every field of their configs; others are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Addresses of all-to-alls: all are noted, what is used again counts once, and UPipe does use it again."""
+"""Addresses of all-to-alls: every address is recorded, memory that is used again counts once."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from lab.techniques.exchange import all_to_all
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.reference import tokens
+from lab_tests.support.reference import tokens
 
 
 def exchange(sent, received, size=100):

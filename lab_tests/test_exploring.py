@@ -1,4 +1,4 @@
-"""Sliders and their picture: what is drawn when one moves, and what is said where a value is refused."""
+"""Sliders with a picture: the picture of a choice, and the message where a choice is refused."""
 
 import pytest
 

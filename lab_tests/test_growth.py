@@ -1,4 +1,4 @@
-"""The rows of ``lab bench growth``: each beside the one before it."""
+"""The rows of ``lab bench growth``: each is compared with the one before it."""
 
 from lab.bench.growth import Point, Setting, compare_points
 from lab.units import MiB

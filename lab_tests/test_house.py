@@ -41,6 +41,14 @@ def test_the_top_level_is_small():
     assert top == {"README.md", "pyproject.toml", "lab", "cluster", "notebooks", "lab_tests"}
 
 
+def test_no_test_imports_another_test():
+    """``lab_tests/support`` has what several tests use. Code in strings counts too."""
+    imports = re.compile(r"\blab_tests\.test_\w+|^\s*from\s+(?:lab_tests|\.\w*)\s+import\b.*", re.M)
+    folder = ROOT / "lab_tests"
+    for path in folder.rglob("*.py"):
+        assert imports.findall(path.read_text()) == [], path
+
+
 def test_the_ci_runs_the_readmes_test_command():
     [command] = re.findall(r"^(pip install .* && pytest)$", README, re.M)
     assert command in (ROOT / ".ci" / "run").read_text()

@@ -1,4 +1,4 @@
-"""Each input is computed right or refused by name, on every rank, without techniques and with all of them."""
+"""Models and batches as users have them are computed right or refused by name, on every rank."""
 
 import re
 
@@ -111,7 +111,7 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def answers():
     """What each rank of two says."""
     with Cluster(ranks=2) as cluster:
         yield cluster.apply(outcomes)
@@ -123,9 +123,9 @@ def test_each_case_has_an_expected_outcome():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", EXPECTED)
-def test_it_is_right_or_refused_in_one_line(found, name, recipe):
+def test_an_arrival_is_right_or_refused_in_one_line(answers, name, recipe):
     wanted = EXPECTED[name]
-    for rank in found:
+    for rank in answers:
         said = rank[name, recipe]
         assert re.match(wanted if isinstance(wanted, str) else wanted[recipe], said), said
         assert "\n" not in said

@@ -1,4 +1,4 @@
-"""What torch's attention kernel refuses on CUDA is refused before anything is planned; with stand-ins."""
+"""A size that torch's attention kernel refuses on CUDA is refused before anything is planned."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from lab.rehearsing import rehearse as rehearsing
 from lab.techniques.attention.kernels import KernelSupport
 from lab.training import collective_time, train
 from lab.units import Mi
-from lab_tests.training import small
+from lab_tests.support.models import small_config
 
 TOO_MANY = r"^4 heads of 5242880 tokens in one call of torch's attention kernel on CUDA"
 AMPERE = KernelSupport((8, 0), True, {"flash-attn-2": "no module", "flash-attn-3": "no module"})
@@ -59,7 +59,7 @@ def call(patch, verb, machine, kernel, folder):
 
 
 @pytest.mark.parametrize("verb", ["rehearse", "run", "profile", "train", "torchrun"])
-def test_the_verbs_refuse_it_up_front(monkeypatch, tmp_path, verb):
+def test_the_verbs_refuse_too_many_tokens_for_the_kernel_before_a_plan(monkeypatch, tmp_path, verb):
     for machine, kernel in ((HOPPER, "torch"), (AMPERE, "auto")):
         with pytest.raises(RecipeError, match=TOO_MANY):
             call(monkeypatch, verb, machine, kernel, tmp_path / "run")
@@ -67,14 +67,14 @@ def test_the_verbs_refuse_it_up_front(monkeypatch, tmp_path, verb):
         call(monkeypatch, verb, HOPPER, "auto", tmp_path / "run")
 
 
-def test_a_plan_names_what_runs_for_its_dtype_and_head_dim():
+def test_a_plan_names_the_attention_that_runs_for_its_dtype_and_head_dim():
     def notes(model, **knobs):
         return " ".join(lab.plan(model, Recipe(**knobs), tokens=64, ranks=1).notes)
 
     exact = "attention runs as matrix products on CUDA"
-    assert exact not in notes(small(), compute_dtype="bfloat16")
+    assert exact not in notes(small_config(), compute_dtype="bfloat16")
     for knobs in ({}, {"compute_dtype": "float32"}):
-        assert f"in float32 with head_dim=10 {exact}" in notes(small(), **knobs)
-    said = notes(small(head_dim=264), compute_dtype="bfloat16")
+        assert f"in float32 with head_dim=10 {exact}" in notes(small_config(), **knobs)
+    said = notes(small_config(head_dim=264), compute_dtype="bfloat16")
     assert f"in bfloat16 with head_dim=264 {exact}" in said
     assert said.endswith("flash kernels take at most 256")

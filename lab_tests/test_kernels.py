@@ -1,4 +1,4 @@
-"""Kernels by name: each against a stand-in with its library's signature; which is chosen, what is said."""
+"""Kernels by name: each against a stand-in with its library's signature, the choice, and the refusals."""
 
 import sys
 from dataclasses import replace
@@ -202,7 +202,7 @@ def kernel(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("causal", "keys", "dim"), [(True, S, D), (False, 33, D), (True, S, 16)])
-def test_each_gives_what_torchs_does(kernel, causal, keys, dim):
+def test_each_kernel_gives_what_torchs_does(kernel, causal, keys, dim):
     make = torch.Generator().manual_seed(0)
     # Some as an exchange leaves them, some as a ring cuts them out.
     q = torch.randn(B, S, H, dim, generator=make, dtype=torch.float64).transpose(1, 2)
@@ -265,7 +265,7 @@ HOPPER = KernelSupport((9, 0), True, {})
         (KernelSupport((7, 5), True, {}), 128, "torch"),
     ],
 )
-def test_auto_is_the_fastest_that_is_there(machine, head_dim, name):
+def test_auto_is_the_fastest_kernel_that_is_there(machine, head_dim, name):
     assert choose_kernel("auto", machine, head_dim) == name
 
 
@@ -277,7 +277,7 @@ def test_in_full_precision_auto_is_torch_and_the_others_say_why(dtype):
             choose_kernel(name, HOPPER, 128, dtype)
 
 
-def test_the_names_are_the_recipes():
+def test_the_names_of_kernels_are_the_recipes():
     assert {*KERNELS, "auto"} == {*BY_NAME["kernel"].choices}
     assert {*FASTEST_FIRST} == {*KERNELS}
     assert all(missing_requirement(name, HOPPER, 128) is None for name in KERNELS)
@@ -301,7 +301,7 @@ def test_the_names_are_the_recipes():
         ("flash-attn-2", replace(HOPPER, missing={"flash-attn-2": "an ABI"}), r"interface .* \(an ABI\)"),
     ],
 )
-def test_one_that_is_not_there_says_what_it_lacks_and_which_are(name, machine, said):
+def test_a_missing_kernel_says_what_it_lacks_and_which_kernels_are_there(name, machine, said):
     with pytest.raises(RecipeError, match=f"kernel='{name}': .*{said}"):
         choose_kernel(name, machine, 128)
 
@@ -316,7 +316,7 @@ def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
     assert "flash_attn_interface" in machine.missing["flash-attn-3"]
 
 
-def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
+def test_the_doctor_says_which_kernel_is_used_and_what_the_others_lack(monkeypatch):
     there = replace(HOPPER, missing={"flash-attn-3": "No module"})
     monkeypatch.setattr(doctor, "kernel_support", lambda device: there)
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
@@ -328,7 +328,7 @@ def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
 # ---- in a recipe -------------------------------------------------------------------------------------------
 
 
-def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
+def test_ranks_and_a_command_refuse_a_missing_kernel_in_one_line(ranks4, capsys):
     with pytest.raises(RankError) as refused:
         lab.run("tiny", Recipe(kernel="flash-attn-3"), tokens=64, cluster=ranks4)
     assert isinstance(refused.value.cause, RecipeError)
@@ -344,7 +344,7 @@ def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
     assert capsys.readouterr().err == f"lab: {refused.value.cause}\n"
 
 
-def test_a_plan_is_the_same_for_all_of_them():
+def test_a_plan_is_the_same_for_all_kernels():
     plans = [lab.plan("tiny", "plain", tokens=64, ranks=1, kernel=name) for name in ("torch", "flash-attn-3")]
     assert plans[0].timeline.to_json() == plans[1].timeline.to_json()
     assert plans[1].recipe.kernel == "flash-attn-3"

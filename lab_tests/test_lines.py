@@ -1,4 +1,4 @@
-"""Results as lines of JSON: whole after every row, and nothing but a line that was cut off is lost."""
+"""Results as lines of JSON: a row is whole once it is written, and only a line that was cut off is lost."""
 
 import json
 

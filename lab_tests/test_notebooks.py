@@ -1,4 +1,4 @@
-"""The notebooks as programs: what `lab execute` does with them, and how they are stored."""
+"""The notebooks as programs: `lab execute`, and how notebooks are stored."""
 
 import json
 import re
@@ -244,7 +244,7 @@ def shown_sources(notebook):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_sources_that_it_shows_are_todays(name):
+def test_the_sources_that_a_notebook_shows_are_the_current_ones(name):
     """The code is compared, and not the number of its first line, which changes with the code above it."""
     for cell, today in shown_sources(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)):
         assert cell.outputs[0].data["text/plain"].partition("\n")[2] == today.code

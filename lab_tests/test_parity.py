@@ -1,4 +1,4 @@
-"""The whole road against plain transformers: loss and every gradient, whatever is stacked on whatever.
+"""Loss and every gradient against plain transformers: each technique alone, in pairs, and all together.
 
 Each assertion has been seen red. The mutants that must die here: heads in a wrong order on one side, RoPE
 missing on k, a corrupted offload (the wrong layer's input comes back, or the wrong layer's attention), a
@@ -28,6 +28,7 @@ from lab.bench.parity import (
 from lab.bench.reference import FAMILIES, build, config, error
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.recipe.recipe import Recipe
+from lab_tests.support.recipes import EVERYTHING
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +43,6 @@ PIECES = {
     "norm": {"norm_tile": 8},
     "loss": {"loss_tile": 9},
 }
-
-EVERYTHING = Recipe(
-    fsdp=True, ulysses=2, ring=2, head_chunk=4, checkpoint=True, offload="inputs", mlp_tile=5, norm_tile=8,
-    loss_tile=7,
-)  # fmt: skip
 
 
 def saved(folder, family="llama", heads=24, kv_heads=6, **more) -> str:
@@ -101,7 +97,7 @@ def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_h
     assert_exact(ranks4, {str(knobs): (folder, recipe)})
 
 
-def test_in_single_precision(ranks4, tmp_path):
+def test_loss_and_gradients_in_single_precision(ranks4, tmp_path):
     folder = saved(tmp_path, dtype=torch.float32)
     work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)
@@ -125,11 +121,11 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
 
 
 def test_a_scaled_and_accumulated_loss_under_everything(ranks4, tmp_path):
-    for errors in ranks4.apply(accumulated, saved(tmp_path, "qwen3"), EVERYTHING):
+    for errors in ranks4.apply(accumulated_error, saved(tmp_path, "qwen3"), EVERYTHING):
         assert errors < 1e-9
 
 
-def accumulated(folder, recipe):
+def accumulated_error(folder, recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = models.build(folder)
     lab.apply_recipe(model, recipe, mesh)

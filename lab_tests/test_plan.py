@@ -1,12 +1,12 @@
-"""A plan's answers: what fits, what stops it, what it refuses, and that it leaves nothing behind."""
+"""The answers of a plan: what fits and what limits it; its refusals; and nothing remains after it."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
@@ -14,24 +14,19 @@ from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import ring_ranks
 from lab.techniques.upipe.schedule import schedule
+from lab_tests.support.models import small_config
 
-
-def small(**more):
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return LlamaConfig(**{**shape, **more})
+small = partial(small_config, num_attention_heads=24, vocab_size=104)
 
 
 @pytest.fixture(scope="module")
-def offloaded():
+def offload_plan():
     """One layer's input on the host of each of 16 ranks."""
     return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2)
 
 
-def test_without_a_limit_nothing_is_said(offloaded):
-    assert (offloaded.fits, offloaded.limit) == (None, None)
+def test_without_a_limit_nothing_is_said(offload_plan):
+    assert (offload_plan.fits, offload_plan.limit) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -42,21 +37,21 @@ def test_without_a_limit_nothing_is_said(offloaded):
         (0, 0, True, None), (0, -1, False, "host"), (-1, 0, False, "device"), (-1, -1, False, "device"),
     ],
 )  # fmt: skip
-def test_what_fits_to_the_byte(offloaded, device, host, fits, limit):
+def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
     plan = replace(
-        offloaded,
-        device_memory=None if device is None else offloaded.device_peak + device,
-        host_memory=None if host is None else offloaded.host_peak_per_node + host,
+        offload_plan,
+        device_memory=None if device is None else offload_plan.device_peak + device,
+        host_memory=None if host is None else offload_plan.host_peak_per_node + host,
     )
     assert (plan.fits, plan.limit) == (fits, limit)
 
 
-def test_host_memory_is_that_of_a_node(offloaded):
+def test_host_memory_is_that_of_a_node(offload_plan):
     one_input = 8192  # 2 * (128 // 2) * 48 bytes of bf16, in whole pages
-    assert offloaded.host_peak == one_input
-    assert offloaded.host_peak_per_node == 8 * one_input
-    assert replace(offloaded, ranks_per_node=4).host_peak_per_node == 4 * one_input
-    assert replace(offloaded, ranks_per_node=64).host_peak_per_node == 16 * one_input
+    assert offload_plan.host_peak == one_input
+    assert offload_plan.host_peak_per_node == 8 * one_input
+    assert replace(offload_plan, ranks_per_node=4).host_peak_per_node == 4 * one_input
+    assert replace(offload_plan, ranks_per_node=64).host_peak_per_node == 16 * one_input
 
 
 def test_memory_is_given_in_words():
@@ -66,8 +61,8 @@ def test_memory_is_given_in_words():
     assert lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="1MiB").limit == "device"
 
 
-def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
-    assert offloaded.notes == ()
+def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
+    assert offload_plan.notes == ()
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, kernel="cudnn").notes
     assert note == "the workspace of attention is that of torch's kernel; kernel='cudnn' may take another"
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, compute_dtype=None).notes
@@ -77,33 +72,35 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
     assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")
 
 
-def test_json_holds_the_answers(offloaded):
-    document = replace(offloaded, device_memory=1).to_json()
+def test_json_holds_the_answers(offload_plan):
+    document = replace(offload_plan, device_memory=1).to_json()
     assert list(document) == [
         "recipe", "tokens", "ranks", "device_peak", "start_peak", "host_peak", "host_peak_per_node", "fits",
         "limit", "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "step_seconds",
         "notes", "planning_seconds",
     ]  # fmt: skip
-    peak = offloaded.timeline.peak
+    peak = offload_plan.timeline.peak
     assert document["peak"] == {
         "op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase
     }  # fmt: skip
-    assert sum(document["by_category"].values()) == document["device_peak"] == offloaded.timeline.total.max()
+    assert (
+        sum(document["by_category"].values()) == document["device_peak"] == offload_plan.timeline.total.max()
+    )
     assert (document["fits"], document["limit"]) == (False, "device")
-    assert Recipe.from_json(document["recipe"]) == offloaded.recipe
-    assert document["step_seconds"] == offloaded.costs.seconds > 0
+    assert Recipe.from_json(document["recipe"]) == offload_plan.recipe
+    assert document["step_seconds"] == offload_plan.costs.seconds > 0
     assert document["planning_seconds"] > 0
     assert (document["flops"], document["link_bytes"], document["host_bytes"]) == (
-        offloaded.costs.flops, offloaded.costs.link_bytes, offloaded.costs.host_bytes
+        offload_plan.costs.flops, offload_plan.costs.link_bytes, offload_plan.costs.host_bytes
     )  # fmt: skip
 
 
-def test_the_clock_is_the_devices(offloaded):
-    seconds = offloaded.timeline.seconds
+def test_the_clock_is_the_devices(offload_plan):
+    seconds = offload_plan.timeline.seconds
     assert (seconds[1:] >= seconds[:-1]).all()
     assert seconds[0] == 0
-    assert 0.5 * offloaded.costs.device_seconds < seconds[-1] <= offloaded.costs.device_seconds
-    assert [phase for phase, *_ in offloaded.timeline.spans()] == ["forward", "backward", "optimizer"]
+    assert 0.5 * offload_plan.costs.device_seconds < seconds[-1] <= offload_plan.costs.device_seconds
+    assert [phase for phase, *_ in offload_plan.timeline.spans()] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""Recipes: their checks, their JSON, the ladder that names them, and the row of each knob."""
+
 import dataclasses
 import json
 import re
@@ -72,7 +74,7 @@ def test_the_ladder_takes_the_largest_degree_that_the_heads_allow(heads, kv_head
     assert ladder(config, ranks, 512)["upipe"].ulysses == degree
 
 
-def test_json_both_ways():
+def test_a_recipe_is_the_same_after_json():
     recipe = ladder("llama3-8b", 8, Mi)["upipe"]
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert Recipe.from_json(json.dumps(recipe.to_json())) == recipe
@@ -147,7 +149,7 @@ def test_what_a_model_or_the_ranks_forbid_is_refused_before_launch(config, knobs
         Recipe(**knobs).check(config, ranks)
 
 
-def test_an_unknown_name():
+def test_an_unknown_name_of_a_recipe_is_refused():
     with pytest.raises(RecipeError, match="unknown recipe 'fdsp': give one of plain, fsdp"):
         recipe_for("fdsp", "tiny", 1, 64)
     with pytest.raises(RecipeError, match="a recipe has no field 'tile'"):

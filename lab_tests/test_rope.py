@@ -1,4 +1,4 @@
-"""Angles that stay exact past five million tokens."""
+"""Rotations of positions are exact past five million tokens."""
 
 import math
 from fractions import Fraction
@@ -48,7 +48,7 @@ def rotary(parameters, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_near_the_start_it_is_transformers_own(kind):
+def test_rotations_near_the_start_are_transformers_own(kind):
     theirs, ours = rotary(KINDS[kind]), rotary(KINDS[kind])
     apply_rope(ours)
     x, positions = torch.zeros(2, 3), torch.stack((torch.arange(300), torch.arange(7, 307)))
@@ -104,7 +104,7 @@ def test_only_the_given_positions_are_computed():
     assert cos.dtype == torch.bfloat16
 
 
-def test_other_models_keep_their_own():
+def test_other_models_keep_their_own_rotations():
     first, second = rotary(KINDS["default"]), rotary(KINDS["default"])
     apply_rope(first)
     assert "forward" in vars(first.model.rotary_emb)
@@ -123,7 +123,7 @@ def test_other_models_keep_their_own():
         ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "the same in every layer"),
     ],
 )
-def test_other_types_are_refused_by_name(parameters, named):
+def test_other_types_of_rotation_are_refused_by_name(parameters, named):
     with pytest.raises(RecipeError, match=named):
         inverse_frequencies(parameters, 64)
 

@@ -1,15 +1,15 @@
-"""The loop over tiles, and that a plan which walks three of them says what one that walks all does."""
+"""The loop over tiles: a plan that runs three of them has the figures of one that runs all."""
 
 import contextlib
 
 import pytest
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaConfig
 
 from lab.planning import fake_step as walking
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.techniques.slices import repetitions, short_loops, slices
+from lab_tests.support.models import small_config
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,7 @@ def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
 
 
 def asked(rung: str, workspace: bool) -> tuple[Job, Machine]:
-    config = LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=12,
-        num_key_value_heads=6, head_dim=10, vocab_size=104,
-    )  # fmt: skip
+    config = small_config(vocab_size=104)
     # s = 250: tiles of 23, 31 and 37 leave 20, 2 and 28; the loss takes a tile in blocks of 3 and one of 1.
     tiles = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37}
     return make_job(config, rung, tokens=500, ranks=4, ulysses=2, **tiles), Machine(workspace=workspace)

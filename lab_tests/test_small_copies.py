@@ -1,11 +1,12 @@
-"""A small copy has the model's heads and proportions, is refused where the model is, and trains."""
+"""A small copy has the model's heads and proportions, and trains; copies of refused models are refused."""
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from lab import models
 from lab.errors import LabError, ModelError
@@ -13,15 +14,13 @@ from lab.models.presets import PRESETS
 from lab.models.small_copies import small_copy
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import degrees
+from lab_tests.support.models import small_config
 
-
-def odd(family=LlamaConfig, **more):
-    """D=60, E=720, MLP 780: 60, 30, 20 and 15 divide all three, and 30 and 15 also E/H=30."""
-    shape = {
-        "hidden_size": 720, "intermediate_size": 780, "num_hidden_layers": 7, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 60, "vocab_size": 20_011,
-    }  # fmt: skip
-    return family(**{**shape, **more})
+odd = partial(
+    small_config, hidden_size=720, intermediate_size=780, num_hidden_layers=7, num_attention_heads=24,
+    num_key_value_heads=6, head_dim=60, vocab_size=20_011,
+)  # fmt: skip
+"""D=60, E=720, MLP 780: 60, 30, 20 and 15 divide all three, and 30 and 15 also E/H=30."""
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -126,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("named", REFUSED)
-def test_what_is_refused_stays_refused(named):
+def test_a_copy_of_a_refused_model_is_refused(named):
     config = REFUSED[named]
     with pytest.raises(LabError, match=named) as own:
         Recipe().check(config, 1)
@@ -135,7 +134,7 @@ def test_what_is_refused_stays_refused(named):
     assert str(of_the_copy.value) == str(own.value)
 
 
-def test_what_cannot_be_shrunk_is_said():
+def test_a_model_that_cannot_be_shrunk_is_refused():
     said = r"head_dim 60, hidden_size 744 and intermediate_size 780 have no divisor that leaves heads of 8 or"
     with pytest.raises(ModelError, match=said):
         small_copy(odd(hidden_size=744))

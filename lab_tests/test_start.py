@@ -1,4 +1,4 @@
-"""A start under FSDP: each rank makes or reads its shard alone, as a part of the whole model."""
+"""A start under FSDP: each rank makes or reads its own shard of the model."""
 
 import gc
 import json
@@ -28,14 +28,14 @@ from lab.step.compose import start
 from lab.step.one_rank import one_rank
 from lab.techniques.sharding import apply_replication
 from lab.training.run import _train as train_on_rank
-from lab_tests.training import small
+from lab_tests.support.models import small_config
 
 FSDP = Recipe(fsdp=True)
 MODELS = {
-    "rows that no number of ranks divides": small(vocab_size=101, head_dim=6, pad_token_id=55),
-    "a tied head": small(tie_word_embeddings=True),
-    "biases": small(Qwen2Config),
-    "norms of heads": small(Qwen3Config),
+    "rows that no number of ranks divides": small_config(vocab_size=101, head_dim=6, pad_token_id=55),
+    "a tied head": small_config(tie_word_embeddings=True),
+    "biases": small_config(Qwen2Config),
+    "norms of heads": small_config(Qwen3Config),
 }
 SCRATCH = 33 * piece_elements("cpu")
 
@@ -123,7 +123,7 @@ def test_a_callables_model_arrives_whole(ranks4):
     assert "at the peak   start: check_same_model" in report.plan_text(planned)
 
 
-def three(model, recipe):
+def peaks_of_three(model, recipe):
     """Runs on every rank of four: what the first three hold at most until the optimizer is made."""
     gc.collect()
     group = dist.new_group([0, 1, 2])
@@ -140,13 +140,13 @@ def three(model, recipe):
 @pytest.mark.parametrize("kind", ["a config", "a tied model", "a bf16 directory"])
 def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
     """The vocabulary is so large that the scratch of the comparison is above the optimizer's state."""
-    model = small(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
+    model = small_config(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
     if kind == "a bf16 directory":
         models.save(models.build(model).to(torch.bfloat16), tmp_path)
         model = tmp_path
     planned = lab.plan(model, Recipe(), tokens=9, ranks=3, workspace=False)
     assert planned.start.op == "check_same_model"
-    for peak in ranks4.apply(three, model, Recipe())[:3]:
+    for peak in ranks4.apply(peaks_of_three, model, Recipe())[:3]:
         assert planned.start.device == pytest.approx(peak, abs=1024)
 
 
@@ -171,14 +171,14 @@ def of_rank(folder, rank, ranks=4):
         return shards(start(folder, FSDP, mesh).model)
 
 
-def together(folder):
+def whole_parameters(folder):
     made = [of_rank(folder, rank) for rank in range(4)]
     return {name: torch.cat([one[name] for one in made]) for name in made[0]}
 
 
 def test_shards_of_a_directorys_weights_are_the_weights(folder):
     whole = models.build(folder)
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert torch.equal(parameter, whole.get_parameter(name)), name
     assert torch.equal(whole.lm_head.weight, models.build(models.config_of(folder), seed=8).lm_head.weight)
 
@@ -188,7 +188,7 @@ def test_weights_in_several_files_and_another_dtype(folder):
     (folder / "model.safetensors").unlink()
     whole.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
     assert len(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]) > 3
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, whole.get_parameter(name)), name
 
@@ -198,9 +198,9 @@ def test_weights_of_a_model_without_its_heads_prefix(folder):
 
     place = folder / "model.safetensors"
     weights = {name.removeprefix("model."): tensor for name, tensor in load_file(place).items()}
-    expected = together(folder)
+    expected = whole_parameters(folder)
     save_file(weights, place)
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert torch.equal(parameter, expected[name]), name
 
 
@@ -218,7 +218,7 @@ def tied_by_config(folder, *, equal=False, without=None):
     """Save an untied model whose config says that it is tied; return what transformers reads of it."""
     from safetensors.torch import load_file, save_file
 
-    models.build(small(), seed=8).save_pretrained(folder)
+    models.build(small_config(), seed=8).save_pretrained(folder)
     place = folder / "model.safetensors"
     weights = load_file(place)
     if equal:
@@ -251,7 +251,7 @@ def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_nam
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, theirs.get_parameter(name)), name
-    assert torch.equal(together(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
+    assert torch.equal(whole_parameters(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
 
 
 def test_files_by_other_names_are_refused(folder):
@@ -263,7 +263,7 @@ def test_files_by_other_names_are_refused(folder):
 # ---- ranks that differ -----------------------------------------------------------------------------------
 
 
-def refused(models_by_rank, seeds):
+def refusal(models_by_rank, seeds):
     """Runs on every rank."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -278,25 +278,25 @@ def test_ranks_with_another_seed_are_refused(ranks4):
     said = (
         "the seed, or the files of the weights, differ on rank 2: give every rank the same seed, and a copy"
     )
-    for error in ranks4.apply(refused, [small()] * 4, [1, 1, 0, 1]):
+    for error in ranks4.apply(refusal, [small_config()] * 4, [1, 1, 0, 1]):
         assert error.startswith(said)
-    assert ranks4.apply(refused, [small()] * 4, [1] * 4) == [None] * 4
+    assert ranks4.apply(refusal, [small_config()] * 4, [1] * 4) == [None] * 4
 
 
 def test_ranks_with_other_files_are_refused(ranks4, tmp_path):
     """The copy differs in one parameter, and not in its size."""
     places = [tmp_path / name for name in ("one", "other")]
-    model = models.build(small())
+    model = models.build(small_config())
     model.save_pretrained(places[0])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(1)
     model.save_pretrained(places[1])
-    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+    for error in ranks4.apply(refusal, [places[0], places[1], places[0], places[0]], [0] * 4):
         assert error.startswith("the seed, or the files of the weights, differ on rank 1")
     (places[1] / "model.safetensors").unlink()
-    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+    for error in ranks4.apply(refusal, [places[0], places[1], places[0], places[0]], [0] * 4):
         assert error is not None
-    assert ranks4.apply(refused, [places[0]] * 4, [0] * 4) == [None] * 4
+    assert ranks4.apply(refusal, [places[0]] * 4, [0] * 4) == [None] * 4
 
 
 # ---- without memory --------------------------------------------------------------------------------------
@@ -306,14 +306,14 @@ def test_a_model_without_memory_is_refused_without_fsdp():
     with one_rank(Recipe(), 2, "loopback") as mesh:
         for recipe in (Recipe(), Recipe(compute_dtype="bfloat16")):
             with pytest.raises(ModelError, match=r"embed_tokens.weight has no memory \(device meta\): load"):
-                lab.apply_recipe(models.outline(small()).model, recipe, mesh)
+                lab.apply_recipe(models.outline(small_config()).model, recipe, mesh)
         with pytest.raises(ModelError, match="has no memory"):
-            apply_replication(models.outline(small()).model, mesh=mesh)
+            apply_replication(models.outline(small_config()).model, mesh=mesh)
 
 
 def test_a_model_may_be_given_memory_by_hand(alone):
     mesh = init_device_mesh("cpu", (1,))
-    model = models.outline(small()).model
+    model = models.outline(small_config()).model
     lab.apply_recipe(model, FSDP, mesh)
     model.to_empty(device="cpu")
     assert all(isinstance(p, DTensor) and p.device.type == "cpu" for p in model.parameters())

@@ -1,4 +1,4 @@
-"""The tuner: it shows the closed form, an illegal move can be mended, and what it copies is what it shows."""
+"""The tuner shows the closed form, offers a legal move for an illegal one, and copies what it shows."""
 
 import threading
 from itertools import pairwise
@@ -35,7 +35,7 @@ def small(recipe: str | Recipe = "upipe", **settings: Any) -> tuner_widget.Tuner
     return lab.show.tuner("tiny", recipe, **given)
 
 
-def shown(tuner: tuner_widget.Tuner) -> StateEstimate:
+def estimate_of(tuner: tuner_widget.Tuner) -> StateEstimate:
     assert isinstance(tuner.estimate, StateEstimate)
     return tuner.estimate
 
@@ -47,14 +47,14 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     tuner = lab.show.tuner("llama3-8b", "upipe", tokens="5M", ranks=8, head_chunk=16)
     config = config_of("llama3-8b")
     found = estimate_job(config, Job("llama3-8b", tuner.recipe, 5 * Mi, 8))
-    assert shown(tuner).device == found.device_peak + fixed_workspace(8)
-    assert shown(tuner).host == 8 * found.host_peak > 0
+    assert estimate_of(tuner).device == found.device_peak + fixed_workspace(8)
+    assert estimate_of(tuner).host == 8 * found.host_peak > 0
     bar = tuner.panel.content["bars"][0]
-    assert sum(bar["sizes"].values()) == shown(tuner).device
+    assert sum(bar["sizes"].values()) == estimate_of(tuner).device
     assert tuner.panel.content["limit"] == 80 * GiB
     without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
-    assert shown(without).device == found.device_peak
-    assert "workspace" not in shown(without).by_category
+    assert estimate_of(without).device == found.device_peak
+    assert "workspace" not in estimate_of(without).by_category
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -72,13 +72,13 @@ def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
 def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     tuner = small()
     for name, value in (("mlp_tile", None), ("offload", "none")):
-        saved = shown(tuner).saves[name]
+        saved = estimate_of(tuner).saves[name]
         moved = tuner.state.with_value(name, value)
         found = estimate_state(moved)
         assert isinstance(found, StateEstimate)
-        assert found.device == shown(tuner).device + saved
+        assert found.device == estimate_of(tuner).device + saved
     tuner.change("mlp_tile", None)
-    assert "mlp_tile" not in shown(tuner).saves
+    assert "mlp_tile" not in estimate_of(tuner).saves
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     ],
 )
 def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
-    tuner = small(device_memory=int(shown(small()).device * device), host_memory=host)
+    tuner = small(device_memory=int(estimate_of(small()).device * device), host_memory=host)
     assert tuner.panel.content["verdict"] == verdict, tuner.panel.content["words"]
     assert tuner.panel.content["words"].startswith(words)
 
@@ -343,7 +343,7 @@ def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -> None:
+def test_run_trains_a_small_step_of_the_same_recipe_and_leaves_a_picture(ranks4: Cluster) -> None:
     tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4)
     tuner.run_button.click()
     assert tuner.run_button.disabled
@@ -378,8 +378,8 @@ lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
     assert len(output.data["image/png"]) > 5000
     first, *rows = output.data["text/plain"].splitlines()
     tuner = lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
-    assert first == shown(tuner).text
-    assert len(rows) == len(shown(tuner).by_category) + 2 + len(shown(tuner).saves)
+    assert first == estimate_of(tuner).text
+    assert len(rows) == len(estimate_of(tuner).by_category) + 2 + len(estimate_of(tuner).saves)
 
 
 def test_an_illegal_beginning_is_words_alone() -> None:

@@ -1,19 +1,15 @@
-"""The race with DeepSpeed, run small: all have their figures, and fewer heads at once take less memory."""
+"""The benchmark against DeepSpeed at small size: fewer heads at a time take less memory."""
 
 import pytest
 
 from lab.bench.upipe_vs_deepspeed import compare_attentions
 
 # The first use of DeepSpeed compiles an operator on this machine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks_afterwards(ranks4):
-    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
-    yield
-    ranks4.stop()
-    ranks4.start()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("_fresh_ranks_after_deepspeed"),
+    pytest.mark.timeout(600),
+]
 
 
 def test_a_short_comparison(ranks4):

@@ -1,4 +1,4 @@
-"""Plans on disk: found again under all that they depend on, and never in the way."""
+"""Plans on disk: each is found under everything that it depends on."""
 
 import gzip
 import json
@@ -6,26 +6,20 @@ import os
 from functools import partial
 
 import pytest
-from transformers import LlamaConfig
 
 import lab
 from lab.planning import plan as planning
-from lab.planning import plan_cache as memory
+from lab.planning import plan_cache
 from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
 
-
-def config(**more):
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 1, "num_attention_heads": 12,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return LlamaConfig(**{**shape, **more})
+config = partial(small_config, num_hidden_layers=1, vocab_size=104)
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "folder", lambda kind: tmp_path / "made" / kind)
+    monkeypatch.setattr(plan_cache, "folder", lambda kind: tmp_path / "made" / kind)
     return tmp_path / "made" / "plans"
 
 
@@ -46,14 +40,10 @@ def plan(**changed):
     return lab.plan(asked.pop("model"), asked.pop("recipe"), **asked)
 
 
-def columns(timeline):
-    return timeline.to_json()
-
-
 def test_the_second_time_nothing_is_walked_and_the_same_comes_back(walks):
     first, again = plan(), plan()
     assert len(walks) == 1
-    assert columns(first.timeline) == columns(again.timeline)
+    assert first.timeline.to_json() == again.timeline.to_json()
     assert first.costs == again.costs
     assert again.planning_seconds < first.planning_seconds
     kept = {k: v for k, v in first.to_json().items() if k != "planning_seconds"}
@@ -94,13 +84,13 @@ def test_whatever_is_changed_makes_a_new_plan(walks, folder, name):
 
 def test_other_sources_or_versions_make_a_new_plan(walks, monkeypatch):
     plan()
-    monkeypatch.setattr(memory, "_versions", lambda: {"lab": "other"})
+    monkeypatch.setattr(plan_cache, "_versions", lambda: {"lab": "other"})
     plan()
     assert len(walks) == 2
 
 
 def test_sources_and_versions_are_known():
-    versions = memory._versions()
+    versions = plan_cache._versions()
     assert set(versions) == {"lab", "torch", "transformers"}
     assert len(versions["lab"]) == 64
 
@@ -127,7 +117,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(walks, folder, how):
     file.write_bytes(spoiled(file.read_bytes())[how])
     again = plan()
     assert len(walks) == 2
-    assert columns(again.timeline) == columns(first.timeline)
+    assert again.timeline.to_json() == first.timeline.to_json()
     plan()
     assert len(walks) == 2
 
@@ -161,7 +151,7 @@ def test_a_callable_is_never_remembered(walks, folder):
 
 
 def test_the_plans_used_last_are_kept(walks, folder, monkeypatch):
-    monkeypatch.setattr(memory, "KEPT", 3)
+    monkeypatch.setattr(plan_cache, "KEPT", 3)
     for age, tokens in enumerate((10, 12, 14)):
         plan(tokens=tokens)
         for file in folder.iterdir():

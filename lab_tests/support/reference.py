@@ -1,14 +1,10 @@
-"""Helpers of the parity tests around the reference model of ``lab.bench.reference``."""
+"""Losses and gradients of the reference model of ``lab.bench.reference``, and errors against them."""
 
 from __future__ import annotations
-
-from collections import Counter
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from lab.bench.reference import VOCABULARY, build, error, exact_rotary, gradients, loss_of
@@ -21,7 +17,7 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 def truth(
     cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the plain model in one process; the labels are ``ids`` turned by one.
+    """Loss and gradients of the plain model in one process; the labels are ``ids`` rolled by one.
 
     ``rounded``: the weights are those of a model of this dtype, whatever the arithmetic.
     """
@@ -31,7 +27,16 @@ def truth(
     return loss.detach(), gradients(model)
 
 
-def sharded(
+def textbook_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [b, H, S, D] and LSE [b, H, S] of attention in fp64; q [b, H, S, D], k and v [b, K, keys, D]."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def sharded_gradients(
     model: nn.Module, ids: Tensor, positions: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of a model of which each rank of ``group`` holds the tokens at ``positions`` [s]."""
@@ -58,9 +63,9 @@ def worst_errors(
     right: tuple[Tensor, dict[str, Tensor]] | None = None,
 ) -> tuple[float, float]:
     """Relative error of the loss and of the worst gradient, in fp64 unless ``right`` is given."""
-    found_loss, found = sharded(model, ids, positions, group)
-    right_loss, grads = right or truth(cfg, ids)
-    return abs(float(found_loss / right_loss) - 1), error(found, grads)
+    loss, grads = sharded_gradients(model, ids, positions, group)
+    right_loss, right_grads = right or truth(cfg, ids)
+    return abs(float(loss / right_loss) - 1), error(grads, right_grads)
 
 
 def subgroup(size: int) -> dist.ProcessGroup:
@@ -69,25 +74,3 @@ def subgroup(size: int) -> dist.ProcessGroup:
         dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
     ]
     return groups[dist.get_rank() // size]
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that are called: ``with Calls() as calls: ...; calls["all_to_all"]``."""
-
-    NAMES: ClassVar[dict[str, str]] = {
-        "c10d::alltoall_base_": "all_to_all",
-        "aten::_scaled_dot_product_flash_attention_for_cpu": "attention forward",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "attention backward",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __getitem__(self, name: str) -> int:
-        assert name in self.NAMES.values()
-        return self.counts[name]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[self.NAMES.get(func._schema.name, "")] += 1
-        return func(*args, **(kwargs or {}))

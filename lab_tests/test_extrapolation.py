@@ -1,9 +1,9 @@
-"""A step extrapolated from five and six layers is the step of all layers, in every row."""
+"""A step that is extrapolated from five and six layers is the step of all layers, in every row."""
 
 import numpy as np
 import pytest
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, PretrainedConfig
 
 import lab
 from lab.planning import plan as planning
@@ -11,15 +11,13 @@ from lab.planning.extrapolation import extrapolate
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.ladder import NAMES
+from lab_tests.support.models import small_config
 
 TOKENS, RANKS = 120, 2
 
 
-def config(layers: int = 9) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=12,
-        num_key_value_heads=6, head_dim=10, vocab_size=104,
-    )  # fmt: skip
+def config(layers: int = 9) -> PretrainedConfig:
+    return small_config(num_hidden_layers=layers, vocab_size=104)
 
 
 def asked(rung: str, workspace: bool = False) -> tuple[Job, Machine]:

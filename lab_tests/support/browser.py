@@ -1,21 +1,25 @@
-"""A real Jupyter server and a real browser page on it, for tests that look at what a reader sees."""
+"""A real Jupyter server and a page of a real browser on it, for tests of what a reader sees."""
 
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import nbformat
 import psutil
 from playwright.sync_api import Page, sync_playwright
+
+from lab.jupyter.serving import jupyterlab_arguments
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -46,7 +50,7 @@ def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Itera
     """Start a Jupyter server, yield it when it answers, stop it and all it started by their ids.
 
     ``command`` has ``{port}`` where the port belongs. Settings and runtime files go to ``home``, and the
-    server's words to ``home/server.log``.
+    server's log to ``home/server.log``.
     """
     server = Server(_free_port(), uuid4().hex)
     folders = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
@@ -88,10 +92,29 @@ def jupyter_page(command: Sequence[str], path: str, *, home: Path, **view: Any) 
 
 
 def run_all_cells(page: Page) -> None:
-    """Run the open notebook from JupyterLab's menu. What is asked for before the kernel is ready is lost."""
+    """Runs the open notebook from JupyterLab's menu, once the kernel is idle: an earlier request is lost."""
     page.get_by_text("| Idle").wait_for(timeout=60_000)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
+    """Waits until a condition holds; it is an error if it does not within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"the page did not change within {seconds:g} s"
+        time.sleep(0.1)
+
+
+def one_cell_notebook(folder: Path, code: str) -> tuple[Path, list[str]]:
+    """Writes a notebook of one cell below ``folder``; returns its path and the command that serves it."""
+    path = folder / "notebooks" / "live.ipynb"
+    path.parent.mkdir()
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cell = nbformat.v4.new_code_cell(code)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
+    return path, command + jupyterlab_arguments(path.parent, path.name)
 
 
 def _free_port() -> int:

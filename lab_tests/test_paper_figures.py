@@ -1,4 +1,4 @@
-"""The published figures: each is there once, with unit and source, and stands for a recipe that works."""
+"""Published figures: each is stored once, with its unit and source, and has a recipe that works."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def test_each_number_stands_once_with_unit_and_source():
     assert {row.value for row in found if isinstance(row.value, str)} == {"OOM"}
 
 
-def test_what_stands_for_it_is_a_recipe_that_works_or_says_why_not():
+def test_each_figure_has_a_recipe_that_works_or_says_why_not():
     for row in rows():
         if row.rung is None:
             assert row.differs.startswith("not implemented here: ")
@@ -78,6 +78,6 @@ def test_a_ratio_is_ours_as_a_share_of_the_published(ours, ratio):
     assert rows(what="throughput", model="llama3-8b", method="ring")[-2].ratio(1.0) is None
 
 
-def test_it_knows_nothing_of_plans():
+def test_the_figures_know_nothing_of_plans():
     code = "import sys, lab.bench.paper_figures; assert not [m for m in sys.modules if 'planning' in m]"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""The closed-form estimate: the plan's within 1%, exact where that is simple, and from shapes alone."""
+"""The closed-form estimate is within 1% of the plan, and is made of shapes alone."""
 
 import ast
 from dataclasses import replace
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import models
 from lab.models.presets import PRESETS
-from lab.planning import closed_form as formulas
+from lab.planning import closed_form
 from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import NAMES, ladder, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.units import GiB, Ki, Mi
+from lab_tests.support.refusing import RefusingDispatch
 
 LAYERS = 3
 """A first, a last, and one between that longer models only repeat."""
@@ -144,22 +144,18 @@ def test_the_parts_add_up_to_the_peak():
     )
 
 
-def test_it_runs_no_operator_and_makes_no_module(monkeypatch):
-    class Refuse(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            raise AssertionError(f"{func} in a formula")
-
+def test_an_estimate_runs_no_operator_and_makes_no_module(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a module in a formula")
 
     config, recipe = PRESETS["qwen3-8b"](), ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
     monkeypatch.setattr(nn.Module, "__init__", refuse)
-    with Refuse():
+    with RefusingDispatch():
         estimate_job(config, Job("qwen3-8b", recipe, 3 * Mi, 8))
 
 
-def test_it_owes_the_plan_nothing():
-    tree = ast.parse(Path(formulas.__file__).read_text())
+def test_the_closed_form_imports_nothing_of_the_plan():
+    tree = ast.parse(Path(closed_form.__file__).read_text())
     of_lab = {
         n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")
     }

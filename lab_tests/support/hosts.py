@@ -1,4 +1,4 @@
-"""Hosts to reach: network namespaces with an address, a name and an sshd each, and Slurm over them."""
+"""Other hosts: network namespaces with an address, a name and an sshd each, and Slurm on them."""
 
 import os
 import shutil
@@ -59,18 +59,18 @@ class Host:
             )  # fmt: skip
 
     def processes(self) -> set[psutil.Process]:
-        said = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
-        found = set()
-        for pid in said.stdout.split():
+        result = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        processes = set()
+        for pid in result.stdout.split():
             try:
-                found.add(psutil.Process(int(pid)))
+                processes.add(psutil.Process(int(pid)))
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return processes
 
 
 class Hosts:
-    """Two hosts beside this one, on a network of their own; `address` is this one's there."""
+    """Two other hosts on a network of their own; `address` is this host's address on it."""
 
     def __init__(self) -> None:
         number = os.getpid() % 200 + 20
@@ -108,15 +108,15 @@ class Hosts:
 def network() -> Iterator[Hosts]:
     """Two hosts; skips where this machine may not make them."""
     needs("ip", "nsenter", "unshare")
-    made = Hosts()
+    hosts = Hosts()
     try:
         try:
-            made.up()
+            hosts.up()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
-        yield made
+        yield hosts
     finally:
-        made.down()
+        hosts.down()
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def daemons() -> Iterator[tuple[Path, ExitStack]]:
         yield Path(folder), stack
 
 
-def ending(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(5)
@@ -155,7 +155,7 @@ def sshd(hosts: Hosts) -> Iterator[Path]:
                 f"PasswordAuthentication no\nPidFile none\n"
             )
             server = host.start("sshd", "-D", "-e", "-f", str(config), log=folder / f"{host.name}.log")
-            stack.callback(ending, server)
+            stack.callback(end_process, server)
         for host in hosts.hosts:
             wait_until(lambda host=host: listens(host.address, SSH_PORT), f"sshd on {host.name}")
         yield folder
@@ -186,16 +186,16 @@ def slurm(hosts: Hosts) -> Iterator[dict[str, str]]:
                 ["slurmctld", "-D", "-f", str(config)],
             ):  # fmt: skip
                 started = subprocess.Popen([find(command[0]) or "", *command[1:]], stdout=out, stderr=out)
-                stack.callback(ending, started)
+                stack.callback(end_process, started)
         for host in hosts.hosts:
             node = host.start("slurmd", "-D", "-N", host.name, "-f", str(config), log=log)
-            stack.callback(ending, node)
+            stack.callback(end_process, node)
         variables = {"SLURM_CONF": str(config)}
 
         def idle() -> bool:
-            asked = ["sinfo", "--noheader", "--format=%T %D"]
-            said = subprocess.run(asked, capture_output=True, text=True, env={**os.environ, **variables})
-            return said.stdout.split() == ["idle", "2"]
+            command = ["sinfo", "--noheader", "--format=%T %D"]
+            result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+            return result.stdout.split() == ["idle", "2"]
 
         wait_until(idle, "Slurm's two nodes", lambda: log.read_text()[-2000:])
         yield variables

@@ -1,13 +1,13 @@
-"""What each rung of the ladder saves, measured on four ranks at a size where every technique bites."""
+"""What each rung of the ladder saves, measured on four ranks at a size where every technique saves memory."""
 
 from itertools import pairwise
 
 import pytest
-from transformers import LlamaConfig
 
 import lab
 from lab.recipe.ladder import RUNGS, ladder
 from lab.training.records import Started
+from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ LOCAL = TOKENS // 4
 
 
 def small():
-    return LlamaConfig(
+    return small_config(
         hidden_size=HIDDEN, intermediate_size=224, num_hidden_layers=LAYERS, num_attention_heads=16,
         num_key_value_heads=4, head_dim=4, vocab_size=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},

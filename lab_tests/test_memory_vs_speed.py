@@ -1,4 +1,4 @@
-"""Memory against throughput, drawn."""
+"""The picture of memory against throughput."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_both_bars_of_a_name_stand_in_its_row_and_the_picked_ones_are_orange():
         )
 
 
-def test_its_words_hold_no_time():
+def test_the_words_of_the_picture_hold_no_time():
     assert lab.show.memory_vs_speed(POINTS, picked="U=8").text == (
         "Memory against throughput: U=4 3.00 MiB, U=8 5.00 MiB; U=8 picked."
     )

@@ -1,4 +1,4 @@
-"""Ranks on two other hosts, over ssh, by mpiexec and as a Slurm job: each told, each ended, nothing left."""
+"""Ranks on two other hosts, by ssh, mpiexec and Slurm: they are described, they end, and nothing remains."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cluster import watchdog
 from cluster.errors import ClusterError, RankError
 from cluster.ranks import Cluster
-from lab_tests.hosts import SSH_PORT, Hosts, needs, network, slurm, sshd, wait_until
+from lab_tests.support.hosts import SSH_PORT, Hosts, needs, network, slurm, sshd, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def place(request: pytest.FixtureRequest, hosts: Hosts, tmp_path: Path) -> dict[
     return common | (over_ssh if request.param == "ssh" else by_mpiexec)(hosts, keys, tmp_path)
 
 
-def found_on_a_rank() -> dict[str, Any]:
+def describe_rank() -> dict[str, Any]:
     from ipyparallel.engine.app import IPEngine
 
     total = torch.tensor([10.0 ** dist.get_rank()])
@@ -123,7 +123,7 @@ def end_on(culprit: int) -> None:
 
 
 def check_ranks(cluster: Cluster, hosts: Hosts) -> list[dict[str, Any]]:
-    found = cluster.apply(found_on_a_rank)
+    found = cluster.apply(describe_rank)
     assert [f["id"] for f in found] == [f["rank"] for f in found] == [0, 1]
     assert [f["sum"] for f in found] == [11.0, 11.0]
     assert [f["address"] for f in found] == [host.address for host in hosts.hosts]
@@ -172,7 +172,7 @@ def test_ranks_on_two_hosts(place: dict[str, Any], hosts: Hosts, tmp_path: Path)
         assert time.monotonic() - began < 10
         assert (died.value.rank, died.value.kind) == (1, "ProcessDied")
         with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
-            cluster.apply(found_on_a_rank)
+            cluster.apply(describe_rank)
         began = time.monotonic()
         cluster.recover()
         assert time.monotonic() - began < 50, "by heartbeats alone the old ranks would be missed after 60 s"
