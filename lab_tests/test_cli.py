@@ -88,10 +88,10 @@ def test_run_prints_losses_and_peaks_beside_the_plan():
 def test_the_text_of_a_run_leaves_out_what_cuda_takes_outside_torch():
     planned = plan("tiny", "upipe", tokens=1024, ranks=4)
     steps = {"losses": (8.25, 7.5), "seconds": (2.0, 1.5), "timelines": (planned.timeline,)}
-    on_cpu = run_text(Run("tiny", None, **steps), planned)
+    on_cpu = run_text(Run("tiny", None, None, **steps), planned)
     assert "step 1        loss 8.2500, 2 s\nstep 2        loss 7.5000, 1.5 s\n" in on_cpu
     inside = planned.device_peak - outside_workspace(4)
-    on_gpus = run_text(Run("tiny", None, **steps, allocated=(inside, 7)), planned)
+    on_gpus = run_text(Run("tiny", None, None, **steps, allocated=(inside, 7)), planned)
     assert f"planned {format_bytes(inside)}" in on_gpus
     assert "1.0000 of the measured device peak" in on_gpus
 

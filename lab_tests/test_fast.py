@@ -78,4 +78,4 @@ def test_the_tuner_has_fast_in_both_lists():
     assert tuner.recipe == recipe_for("upipe", "tiny", 4, 2048)
     told = lab.show.tuner("tiny", recipe_for("fast", "tiny", 4, 2048), tokens=2048, ranks=4)
     assert told.state.rung == "fast"
-    assert '"fast"' in told.panel.shown["texts"][0]
+    assert '"fast"' in told.panel.content["texts"][0]

@@ -29,6 +29,10 @@ def test_without_a_limit_nothing_is_said(offload_plan):
     assert (offload_plan.fits, offload_plan.limit) == (None, None)
 
 
+def on_machine(plan, **changes):
+    return replace(plan, machine=replace(plan.machine, **changes))
+
+
 @pytest.mark.parametrize(
     ("device", "host", "fits", "limit"),
     [
@@ -38,7 +42,7 @@ def test_without_a_limit_nothing_is_said(offload_plan):
     ],
 )  # fmt: skip
 def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
-    plan = replace(
+    plan = on_machine(
         offload_plan,
         device_memory=None if device is None else offload_plan.device_peak + device,
         host_memory=None if host is None else offload_plan.host_peak_per_node + host,
@@ -50,8 +54,8 @@ def test_host_memory_is_that_of_a_node(offload_plan):
     one_input = 8192  # 2 * (128 // 2) * 48 bytes of bf16, in whole pages
     assert offload_plan.host_peak == one_input
     assert offload_plan.host_peak_per_node == 8 * one_input
-    assert replace(offload_plan, ranks_per_node=4).host_peak_per_node == 4 * one_input
-    assert replace(offload_plan, ranks_per_node=64).host_peak_per_node == 16 * one_input
+    assert on_machine(offload_plan, ranks_per_node=4).host_peak_per_node == 4 * one_input
+    assert on_machine(offload_plan, ranks_per_node=64).host_peak_per_node == 16 * one_input
 
 
 def test_memory_is_given_in_words():
@@ -73,7 +77,7 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
 
 
 def test_json_holds_the_answers(offload_plan):
-    document = replace(offload_plan, device_memory=1).to_json()
+    document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
         "recipe", "tokens", "ranks", "device_peak", "start_peak", "host_peak", "host_peak_per_node", "fits",
         "limit", "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "step_seconds",

@@ -14,7 +14,7 @@ from lab.planning.costs import CostCounter, Costs
 from lab.planning.hardware import cuda_workspace, hardware
 from lab.recipe.jobs import Job, Machine
 from lab.step.batches import shard_batch
-from lab.step.compose import apply_checked_recipe
+from lab.step.compose import apply_recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step, update
 from lab.techniques.slices import short_loops
@@ -42,7 +42,8 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
         # Fake tensors have torch's kernel alone, and nothing is compiled where operators are watched; the
         # others take the same tensors and give the same.
         fake = replace(job.recipe, kernel="torch", compile="none")
-        optimizer = apply_checked_recipe(model, fake, mesh).make_optimizer(learning_rate=1e-3)
+        applied = apply_recipe(model, fake, mesh, checked=True)
+        optimizer = applied.make_optimizer(learning_rate=1e-3)
         # The first update makes DTensor work out its layouts.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -62,16 +62,16 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
     arrives whole, and without ``fsdp`` every rank holds it whole.
 
     Raises:
-        LabError: as ``models.build`` and ``apply_checked_recipe``; ranks with another seed or other files.
+        LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
     """
     device = torch.device(mesh.device_type)
     if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
         whole = models.build(model, seed=seed, device=device)
         whole.train()
-        return apply_checked_recipe(whole, recipe, mesh)
+        return apply_recipe(whole, recipe, mesh, checked=True)
     outline = models.outline(model, seed=seed)
     outline.model.train()
-    applied = apply_checked_recipe(outline.model, recipe, mesh)
+    applied = apply_recipe(outline.model, recipe, mesh, checked=True)
     origin = refuse_together(outline.origin, mesh.get_group())
     check_same(
         "the seed, or the files of the weights, differ",
@@ -83,13 +83,16 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
     return applied
 
 
-def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> AppliedRecipe:
+def apply_recipe(
+    model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, *, checked: bool = False
+) -> AppliedRecipe:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
     and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
     With ``fsdp`` the parameters may be on the meta device, to be given memory afterwards, see ``start``.
     A hook of yours on a layer sees what this rank holds: its part of the sequence, and of a batch.
+    With ``checked``, ``Recipe.check`` has let the recipe pass for this model, and is not called again.
 
     Raises:
         ModelError: a family, a config or modules that the techniques are not proved with.
@@ -97,18 +100,8 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Ap
             attention or loss that is not on this machine.
         LabError: ranks with other weights or another recipe.
     """
-    refuse_together(partial(_check, model, recipe, mesh), mesh.get_group())
-    return apply_checked_recipe(model, recipe, mesh)
-
-
-def apply_checked_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> AppliedRecipe:
-    """Do what ``apply_recipe`` does, with a recipe that ``Recipe.check`` has let pass for this model.
-
-    Raises:
-        LabError: as ``apply_recipe``, but for what ``Recipe.check`` refuses.
-    """
     # What one rank alone would refuse, all refuse together; nothing has been changed until here.
-    kernel = refuse_together(partial(_kernel, model, recipe, mesh), mesh.get_group())
+    kernel = refuse_together(partial(_kernel, model, recipe, mesh, checked), mesh.get_group())
     check_same_model(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
     # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
@@ -156,19 +149,14 @@ def apply_checked_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMes
     return AppliedRecipe(model, recipe)
 
 
-def _check(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
-    """Check the model first, for a recipe is checked against the config of a known family."""
-    check_untouched(model)
-    decoder_of(model)
-    recipe.check(model.config, mesh.size())
-
-
-def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
-    """Check the model's modules, and choose the kernel of its attention on this machine."""
+def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: bool) -> Kernel:
+    """Check that the recipe can be right for this model; return the kernel of its attention on this machine."""
     check_untouched(model)
     if not recipe.fsdp:
         check_materialized(model)
     decoder = decoder_of(model)
+    if not checked:
+        recipe.check(model.config, mesh.size())
     dtype = attention_dtype(recipe, model.dtype)
     return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
 
