@@ -150,7 +150,7 @@ def apply_recipe(
 
 
 def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: bool) -> Kernel:
-    """Check that the recipe can be right for this model; return the kernel of its attention on this machine."""
+    """Check that the recipe can be right for this model; return the kernel of its attention."""
     check_untouched(model)
     if not recipe.fsdp:
         check_materialized(model)
