@@ -91,7 +91,7 @@ EXPECTED = {
         "everything": "refused: backward with create_graph=True under FSDP",
     },
     "state: an update before backward": r"refused: .* changed between forward and backward",
-    "state: a second recipe": "refused: .* already: build|refused: .* already: a second one would add to it",
+    "state: a second recipe": "refused: .* already: build|refused: .* already, and a second would add to it",
     "state: copy.deepcopy": "refused: a model with techniques applied cannot be copied",
     "state: pickle": "refused: a model with techniques applied cannot be pickled",
     "state: autocast": "refused: autocast around a model with a recipe: .*compute_dtype='bfloat16'",
