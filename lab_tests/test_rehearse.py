@@ -99,7 +99,7 @@ class WithWorkspace:
 
     def __init__(self, made: Plan) -> None:
         peak = made.timeline.device_peak + outside_workspace(made.ranks)
-        self.timeline = SimpleNamespace(device_peak=peak)
+        self.timeline, self.job = SimpleNamespace(device_peak=peak), made.job
 
 
 def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
