@@ -177,11 +177,11 @@ class Starting:
 
     def __init__(self, patch: pytest.MonkeyPatch, module: ModuleType) -> None:
         self.peak = 0
-        made, stepped = module.worker, module.train_step
+        made, stepped = module.make_rank_state, module.train_step
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.hold(0))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
         patch.setattr(module, "AllocatedPeak", lambda _: AllocatedPeak(torch.device("cuda")))
-        patch.setattr(module, "worker", lambda *told: (self.hold(90 * MIB), made(*told))[1])
+        patch.setattr(module, "make_rank_state", lambda *told: (self.hold(90 * MIB), made(*told))[1])
         patch.setattr(
             module, "train_step", lambda *args, **kw: (self.hold(50 * MIB), stepped(*args, **kw))[1]
         )
