@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from cluster.ranks import Cluster
     from lab import models, show, units
     from lab.errors import LabError, RecipeError
-    from lab.memory.measured import measure
+    from lab.memory.measure import measure
     from lab.memory.timeline import Timeline
     from lab.planning.fit import fit
     from lab.planning.max_context import MaxContext, max_context
@@ -77,7 +77,7 @@ _HOME = {
     "ladder": "lab.recipe.ladder",
     "loss": "lab.step.training_step",
     "max_context": "lab.planning.max_context",
-    "measure": "lab.memory.measured",
+    "measure": "lab.memory.measure",
     "plan": "lab.planning.plan",
     "plan_ladder": "lab.planning.plan",
     "profile": "lab.training.profile",

@@ -1,8 +1,8 @@
-"""What a model is: the families that the lab computes right, and a frozen view of a decoder's parts.
+"""The families of models that the lab supports, and a frozen view of the parts of a decoder.
 
-A family is here by name, because a parity test holds every rung of the ladder against transformers' own model
-of it. Families with the same attribute names differ in what matters (rotary layouts, multipliers, masks), so
-every other family is refused.
+The supported families are listed by name. For each of them a parity test compares every rung of the ladder
+with transformers' own model. Other families may have modules of the same names, and still differ in rotary
+embeddings, multipliers or masks. So every other family is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lab.errors import ModelError, RecipeError
+from lab.torch_private import has_gradient_hooks, module_hooks
 from lab.units import check_counts
 
 # ---- the families ------------------------------------------------------------------------------------------
@@ -29,18 +30,18 @@ SIZES = (
     "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers",
     "vocab_size",
 )  # fmt: skip
-"""The fields of a config that are counts, which no model is without."""
+"""The fields of a config that are counts. Every model has them."""
 
 _USED = {
     *SIZES, "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "tie_word_embeddings",
 }  # fmt: skip
 _HARMLESS = {
-    # Of every config: notes, labels of classifiers, plans of other libraries.
+    # Notes, labels of classifiers, and plans of other libraries.
     "architectures", "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan",
     "chunk_size_feed_forward", "dtype", "extra_config_files", "extra_files", "id2label", "label2id",
     "problem_type", "sub_configs_defaults", "transformers_version",
-    # Of generation and of random weights.
+    # Settings of generation and of random weights.
     "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id", "use_cache",
 }  # fmt: skip
 _ONLY: dict[str, tuple[object, ...]] = {
@@ -55,9 +56,9 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
     "output_attentions": (False, None),
     "quantization_config": (None, {}),
 }
-"""What transformers reads from any config, though no class declares it."""
+"""Fields that transformers reads from any config, although no config class declares them."""
 
-# A layer has a window where ``layer_types`` says so, whatever the other fields are.
+# ``layer_types`` decides which layers have a window, whatever these fields are.
 _WINDOWS = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
 _NO_WINDOW: dict[str, tuple[object, ...]] = {"layer_types": ("full_attention",)}
 
@@ -67,13 +68,13 @@ class Family:
     """A family of models that the lab computes right.
 
     Attributes:
-        name: what its makers call it.
-        used: fields of its config that the lab, or a module that runs unchanged, reads.
-        harmless: fields that change neither loss nor gradients.
-        only: fields that are right at these values alone, and refused at any other.
-        gated: its MLP is ``down(act(gate(x)) * up(x))``; else ``down(act(up(x)))``.
-        head_norms: it norms each head of q and k before they are rotated.
-        logits_divisor: the field that the head's logits are divided by; None where they are not.
+        name: The name that its authors use.
+        used: Fields of its config that the lab reads, or a module that runs unchanged.
+        harmless: Fields that change neither the loss nor the gradients.
+        only: Fields with the only values that the lab computes right. Other values are refused.
+        gated: Whether the MLP is ``down(act(gate(x)) * up(x))``. Otherwise it is ``down(act(up(x)))``.
+        head_norms: Whether each head of q and k has a norm before the rotary embedding.
+        logits_divisor: The field that divides the logits; None if there is none.
     """
 
     name: str
@@ -85,16 +86,16 @@ class Family:
     logits_divisor: str | None = None
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
-        """The values of a field that the lab computes right, None if every value is.
+        """Return the values of a field that the lab computes right; None stands for every value.
 
-        For a field in none of the groups, its default alone.
+        For a field in none of the groups, this is its default alone.
         """
         if name in self.used | _USED | self.harmless | _HARMLESS:
             return None
         return {**_ONLY, **self.only}.get(name, (default,))
 
     def knows(self, name: str) -> bool:
-        """Whether a field is in one of the groups."""
+        """Return whether a field is in one of the groups."""
         return name in _USED | _HARMLESS | _ONLY.keys() | self.used | self.harmless | self.only.keys()
 
 
@@ -121,28 +122,28 @@ FAMILIES: dict[str, Family] = {
         gated=False,
     ),
 }
-"""The families by ``model_type``."""
+"""The supported families by their ``model_type``."""
 
 
 def check_config(config: PretrainedConfig) -> Family:
-    """The family of a config, every field of which the lab computes right.
+    """Check every field of a config, and return its family.
 
     Raises:
-        ModelError: another family, with those that work; a field at a value that the techniques would compute
-            wrongly, by name, with the values that work; a size that is not 1 or more.
+        ModelError: The family is not supported; a field has a value that the lab would compute wrongly; or a
+            size is not 1 or more.
     """
     kind = config.model_type
-    # A class of somebody's own may carry a family's name.
+    # A class outside transformers may use the name of a family.
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
     check_counts({name: getattr(config, name, None) for name in SIZES}, ModelError)
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"num_attention_heads={config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={config.num_key_value_heads}: no attention shares keys so"
+            f"num_key_value_heads={config.num_key_value_heads}: give each key/value head as many query heads"
         )
-    for name, default in declared(type(config)):
-        # A field in no group came with a release of transformers newer than the groups.
+    for name, default in config_fields(type(config)):
+        # A field in no group is new in this release of transformers.
         works = family.rules(name, default)
         if works is not None:
             _check_value(family, name, getattr(config, name, default), works)
@@ -152,10 +153,10 @@ def check_config(config: PretrainedConfig) -> Family:
 
 
 def check_family(kind: str) -> Family:
-    """The family with this ``model_type``.
+    """Return the family with this ``model_type``.
 
     Raises:
-        ModelError: it is none of ``FAMILIES``, which are named.
+        ModelError: It is none of ``FAMILIES``.
     """
     if kind not in FAMILIES:
         names = [family.name for family in FAMILIES.values()]
@@ -165,14 +166,14 @@ def check_family(kind: str) -> Family:
     return FAMILIES[kind]
 
 
-def declared(config_class: type[PretrainedConfig]) -> Iterator[tuple[str, Any]]:
-    """The fields that a config class and its bases declare, each with its default."""
+def config_fields(config_class: type[PretrainedConfig]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that a config class and its bases declare, each with its default."""
     for one in fields(config_class):
         yield one.name, one.default if one.default_factory is MISSING else one.default_factory()
 
 
 def _check_value(family: Family, name: str, value: object, works: tuple[object, ...]) -> None:
-    """Refuse a value, or one of a list of values by layer, that is not among those that work."""
+    """Refuse a value that is not among ``works``; of a list with a value for each layer, any such value."""
     if value in works:
         return
     for one in value if isinstance(value, list) else [value]:
@@ -185,19 +186,19 @@ def _check_value(family: Family, name: str, value: object, works: tuple[object, 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model, by the letters of the method.
+    """The sizes of a model. Formulas use the same letters.
 
     Attributes:
-        L: layers.
-        E: hidden size.
-        H: query heads.
-        K: key/value heads.
-        D: head_dim.
-        I: the MLP's inner width.
-        V: vocabulary.
-        matrices: of an MLP, each of E*I weights: 3 where it is gated, else 2.
-        head_norms: each head of q and k is normed.
-        tied: the head is the embedding.
+        L: The number of layers.
+        E: The hidden size.
+        H: The number of query heads.
+        K: The number of key/value heads.
+        D: The head_dim.
+        I: The inner width of the MLP.
+        V: The size of the vocabulary.
+        matrices: The number of matrices in an MLP, each of E*I weights: 3 if it is gated, else 2.
+        head_norms: Whether each head of q and k has a norm.
+        tied: Whether the head shares its weight with the embedding.
     """
 
     L: int
@@ -213,7 +214,7 @@ class Shape:
 
 
 def shape_of(config: PretrainedConfig) -> Shape:
-    """The sizes of a config that ``check_config`` lets pass."""
+    """Return the sizes of a config that ``check_config`` accepts."""
     c, family = config, FAMILIES[config.model_type]
     return Shape(
         L=c.num_hidden_layers,
@@ -230,7 +231,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """D: the config's own, or the share of a head in the hidden size, as every family here takes it."""
+    """Return head_dim; where the config has none, it is the hidden size over the number of query heads."""
     own: int | None = getattr(config, "head_dim", None)
     return own or config.hidden_size // config.num_attention_heads
 
@@ -240,27 +241,33 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One decoder layer, x [b, s, E] -> [b, s, E], and its parts."""
+    """One decoder layer, [b, s, E] -> [b, s, E], and its parts.
+
+    Attributes:
+        module: The layer.
+        attention: The attention.
+        mlp: The MLP.
+        norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
+    """
 
     module: nn.Module
     attention: nn.Module
     mlp: nn.Module
     norms: tuple[nn.Module, nn.Module]
-    """Before the attention and before the MLP, [b, s, E] -> [b, s, E]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """The parts of a model that techniques take.
+    """The parts of a model to which techniques are applied.
 
     Attributes:
-        model: the model itself.
-        shape: its sizes.
-        layers: its layers, in order.
-        norm: the norm before the head.
-        head: hidden states [..., E] -> [..., V].
-        rotary: x and position_ids [b, s] -> cos and sin.
-        logits_divisor: what the head's output is divided by.
+        model: The model.
+        shape: The sizes of the model.
+        layers: The layers, in order.
+        norm: The norm before the head.
+        head: The head, [..., E] -> [..., V].
+        rotary: The rotary embedding; takes x and position_ids [b, s], returns cos and sin.
+        logits_divisor: The number that divides the output of the head.
     """
 
     model: PreTrainedModel
@@ -273,35 +280,33 @@ class Decoder:
 
     @property
     def attentions(self) -> list[nn.Module]:
-        """The attention of each layer, in order."""
+        """The attention modules of all layers, in order."""
         return [layer.attention for layer in self.layers]
 
     @property
     def norms(self) -> list[nn.Module]:
-        """Every norm over the hidden size: two a layer, and the last."""
+        """The norms over the hidden size: two of each layer, and the norm before the head."""
         return [*(norm for layer in self.layers for norm in layer.norms), self.norm]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., E] -> the logits of the model, [..., V]."""
+        """Return the logits [..., V] of hidden states [..., E]."""
         logits: Tensor = self.head(hidden)
         return logits if self.logits_divisor == 1 else logits / self.logits_divisor
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """The parts of a transformers model of one of ``FAMILIES``.
-
-    Techniques may have been applied to it.
+    """Return the parts of a transformers model of one of ``FAMILIES``, with or without techniques.
 
     Raises:
-        ModelError: see ``check_config``; a class that is not the family's causal language model; a module
-            that does not belong to the family.
+        ModelError: See ``check_config`` and ``check_modules``; or the model is not its family's causal
+            language model.
     """
     if type(model).__module__.startswith("peft."):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ModelError("prompt and prefix tuning are not supported: LoRA is")
+            raise ModelError("prompt and prefix tuning are not supported: use LoRA")
         raise ModelError(
-            f"a {type(model).__name__} of PEFT around a model: give the model in it, with its adapters, "
-            "model.get_base_model()"
+            f"a {type(model).__name__} of PEFT around a model: give the model inside it, which has the "
+            "adapters, by model.get_base_model()"
         )
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
@@ -336,10 +341,12 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 def check_materialized(model: nn.Module) -> None:
-    """Refuse a model whose parameters have no memory yet, for what would be lost when they are given some.
+    """Refuse a model with a parameter on the meta device.
+
+    Allocating it later makes a new parameter, without the hooks of this one.
 
     Raises:
-        ModelError: the first such parameter.
+        ModelError: There is such a parameter.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -347,34 +354,34 @@ def check_materialized(model: nn.Module) -> None:
 
 
 def check_untouched(model: nn.Module) -> None:
-    """Refuse a transformers model that techniques were applied to, or that checkpoints itself.
+    """Refuse a transformers model that is not as transformers makes it.
 
     Raises:
-        RecipeError: what was applied, and what works.
+        RecipeError: The parameters are sharded, or have gradients or gradient hooks; a technique was applied;
+            or transformers' gradient checkpointing is on.
     """
     if not isinstance(model, PreTrainedModel):
         return
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise RecipeError(
-            "the parameters of this model are sharded already: build the model again, then apply one recipe "
-            "to it, which shards them with fsdp=True"
+            "the parameters of this model are sharded already: build the model again, and let the recipe "
+            "shard them by fsdp=True"
         )
     for name, module in model.named_modules():
         patched = isinstance(vars(module).get("forward"), Patch)
         if patched or hasattr(module, "lab_kernel") or hasattr(module, "lab_attention"):
             raise RecipeError(
-                "a recipe or a technique was applied to this model already: a second one would add to it; "
+                "a recipe or a technique was applied to this model already, and a second would add to it: "
                 "build the model again, then apply the recipe"
             )
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
             raise RecipeError(
                 f"{name} has gradients already, which sharding would drop: call model.zero_grad() first"
             )
-        hooked = [p for p in module.parameters(recurse=False) if p._backward_hooks]
-        if hooked or any(p._post_accumulate_grad_hooks for p in module.parameters(recurse=False)):
+        if any(map(has_gradient_hooks, module.parameters(recurse=False))):
             raise RecipeError(
-                f"{name} has a gradient hook on a parameter: it would see one rank's part of the gradient, "
-                "or never run; remove it, and change gradients after backward"
+                f"{name} has a gradient hook on a parameter, which would see one rank's part of the "
+                "gradient, or never run: remove it, and change gradients after backward"
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise RecipeError(
@@ -383,7 +390,7 @@ def check_untouched(model: nn.Module) -> None:
             )
 
 
-# ---- modules that are not what a family makes of them ------------------------------------------------------
+# ---- modules that do not belong to a family ----------------------------------------------------------------
 
 _PLAIN = (
     nn.Dropout, nn.Embedding, nn.Identity, nn.LayerNorm, nn.Linear, nn.ModuleDict, nn.ModuleList,
@@ -393,12 +400,12 @@ _ADAPTERS = {
     "peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
     "peft.utils.other.ModulesToSaveWrapper",
 }  # fmt: skip
-"""What PEFT puts in a module's place, and runs as autograd differentiates it. Recognised by name, for PEFT
-need not be installed."""
+"""Modules of PEFT that replace a family's module and compute with plain operators. They are known by name,
+because PEFT need not be installed."""
 
 
 def facts_of(module: nn.Module) -> dict[str, object]:
-    """What a module computes with beside its tensors: numbers, flags and names among its attributes."""
+    """Return the attributes of a module that are numbers, flags or texts. The module computes with them."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -409,40 +416,41 @@ def facts_of(module: nn.Module) -> dict[str, object]:
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """Refuse modules that a family's techniques were not proved with.
+    """Refuse modules that the techniques are not tested with.
 
     Raises:
-        ModelError: a module of another class than transformers, torch or LoRA make; one whose ``forward`` was
-            replaced by others than the lab; dropout; a variant of LoRA; modules or parameters in two places,
-            but for a head that is the embedding; a weight that changes whenever it is used.
+        ModelError: A module's class is not one of the family, of torch or of LoRA; other code than the lab
+            replaced a ``forward``; there is dropout, or a variant of LoRA; a module or parameter has two
+            places and is not a tied embedding; or a weight changes each time that it is used.
     """
     _check_shared(model)
     for name, module in model.named_modules():
         if ".parametrizations" in name or isinstance(module, nn.Linear):
             for buffer, _ in module.named_buffers(recurse=False):
                 raise ModelError(
-                    f"{name} has a buffer {buffer}, as spectral norms have, which changes when the module "
-                    "runs: a recomputed layer or a tile would change it again; remove the parametrization"
+                    f"{name} has a buffer {buffer}, which changes each time that the module runs, as in "
+                    "spectral norms: a recomputed layer or a tile would change it again; remove the "
+                    "parametrization"
                 )
         if ".parametrizations" in name:
             continue
         kind = _class_of(module)
         if not _belongs(kind, model.config.model_type):
             raise ModelError(
-                f"{name} is a {kind.__module__}.{kind.__name__}: the lab is proved with the modules of "
-                "transformers and the LoRA layers of PEFT alone; put the model's own module in its place"
+                f"{name} is a {kind.__module__}.{kind.__name__}: the lab is tested with the modules of "
+                "transformers and the LoRA layers of PEFT alone; replace it by the model's own module"
             )
         forward = vars(module).get("forward")
         if forward is not None and not isinstance(forward, Patch):
             raise ModelError(
                 f"the forward of {name or 'the model'} has been replaced (by accelerate's hooks, a kernel "
-                "library or by hand): the lab's techniques would leave that out; give the model as "
+                "library or by hand), and the lab's techniques would not run it: give the model as "
                 "transformers makes it"
             )
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ModelError(
                 f"{name} has p={module.p}: dropout is not supported, because a layer that is recomputed in "
-                "backward would draw another mask; set it to 0 (lora_dropout=0 for an adapter)"
+                "backward would draw another mask; set p to 0 (lora_dropout=0 for an adapter)"
             )
         for attribute, value in facts_of(module).items():
             if "dropout" in attribute and isinstance(value, float) and value > 0:
@@ -453,13 +461,13 @@ def check_modules(model: PreTrainedModel) -> None:
         variants: Mapping[str, object] = getattr(module, "lora_variant", None) or {}
         for variant in variants.values():
             raise ModelError(
-                f"{name} has a variant of LoRA ({type(variant).__name__}): plain LoRA alone is supported; "
-                "make the adapter without use_dora and the like"
+                f"{name} has a variant of LoRA ({type(variant).__name__}): only plain LoRA is supported; "
+                "make the adapter without options such as use_dora"
             )
 
 
 def _check_shared(model: PreTrainedModel) -> None:
-    """Refuse what stands in two places of a model, and would be sharded or patched twice."""
+    """Refuse a module or parameter in two places of a model, which would be sharded or patched twice."""
     first: dict[object, str] = {}
     for name, part in (
         *model.named_modules(remove_duplicate=False),
@@ -468,15 +476,15 @@ def _check_shared(model: PreTrainedModel) -> None:
         earlier = first.setdefault(part, name)
         if earlier != name and not (isinstance(part, nn.Parameter) and "embed_tokens" in earlier + name):
             raise ModelError(
-                f"{name} is {earlier} again: modules and parameters in two places are not supported, but for "
-                "a head that is the embedding; give each layer its own"
+                f"{name} is the same as {earlier}: only a head and its embedding may share a parameter; give "
+                "each layer its own"
             )
         if isinstance(part, nn.Parameter) and not part.is_contiguous():
-            raise ModelError(f"{name} is not contiguous in memory: set it to a parameter of .contiguous()")
+            raise ModelError(f"{name} is not contiguous in memory: replace it by a contiguous parameter")
 
 
 def _class_of(module: nn.Module) -> type:
-    """A module's own class, where a parametrization or FSDP has put one of theirs over it."""
+    """Return a module's class without the subclass that a parametrization or FSDP makes of it."""
     kind: type = type(module)
     if is_parametrized(module):
         kind = kind.__bases__[0]
@@ -494,16 +502,16 @@ def _belongs(kind: type, model_type: str) -> bool:
 
 
 def effective_weight(linear: nn.Module, technique: str) -> tuple[Tensor, Tensor | None]:
-    """The weight [out, in] and bias [out] of a projection, for a technique that multiplies by them itself.
+    """Return the weight [out, in] and bias [out] of a projection that a technique does not call.
 
-    A LoRA layer's weight is W + scale * B @ A over its active adapters, and a parametrized weight is the
-    parametrization's output. Both are computed here with autograd on, so their parameters get gradients.
+    The weight of a LoRA layer is W + scale * B @ A, summed over its active adapters. A parametrized weight is
+    the output of the parametrization. Both are computed under autograd, so their parameters get gradients.
 
-    Costs: for a LoRA layer, one more weight matrix, and the whole gradient of it in backward, from which
-    those of A and B are made. Source: LoRA (arXiv 2106.09685), section 4.1.
+    Costs: for a LoRA layer, one more weight matrix, and in backward its whole gradient, from which the
+    gradients of A and B are computed. Source: LoRA (arXiv 2106.09685), section 4.1.
 
     Raises:
-        RecipeError: hooks on the projection, which would not run; a quantized weight.
+        RecipeError: The projection has hooks, which would not run; or its weight is quantized.
     """
     for module in linear.modules():
         check_hooks(module, technique)
@@ -522,7 +530,7 @@ def effective_weight(linear: nn.Module, technique: str) -> tuple[Tensor, Tensor 
     for adapter in adapted.active_adapters:
         if adapter in adapted.lora_A:
             a, b, scale = adapted.lora_A[adapter], adapted.lora_B[adapter], adapted.scaling[adapter]
-            # One product that adds to W and rounds once; adapters in a wider dtype are added in theirs.
+            # The product is added to W in the adapter's dtype, and rounded once.
             wide = weight.to(a.weight.dtype)
             weight = torch.addmm(wide, b.weight, a.weight, alpha=scale).to(weight.dtype)
             if b.bias is not None:
@@ -531,52 +539,44 @@ def effective_weight(linear: nn.Module, technique: str) -> tuple[Tensor, Tensor 
 
 
 def check_hooks(module: nn.Module, technique: str) -> None:
-    """Refuse hooks on a module that a technique does not call, or calls on slices of its input.
+    """Refuse hooks on a module that a technique does not call, or calls with slices of its input.
 
-    The meter's hooks stay: they note which module runs, and see no tensor.
+    The meter's hooks are allowed: they note which module runs, and use no tensor.
 
     Raises:
-        RecipeError: there is a hook.
+        RecipeError: There is a hook.
     """
-    everywhere = torch.nn.modules.module
-    hooks = (
-        *everywhere._global_forward_hooks.values(),
-        *everywhere._global_forward_pre_hooks.values(),
-        *everywhere._global_backward_hooks.values(),
-        *everywhere._global_backward_pre_hooks.values(),
-        *module._forward_hooks.values(),
-        *module._forward_pre_hooks.values(),
-        *module._backward_hooks.values(),
-        *module._backward_pre_hooks.values(),
-    )
-    if any(getattr(hook, "__module__", None) != "lab.memory.meter" for hook in hooks):
+    if any(getattr(hook, "__module__", None) != "lab.memory.meter" for hook in module_hooks(module)):
         raise RecipeError(
-            f"a hook on a {type(module).__name__}: {technique} does not call this module, or calls it on "
+            f"a hook on a {type(module).__name__}: {technique} does not call this module, or calls it with "
             "slices of its input, so the hook would be skipped or see slices; remove the hook, or turn "
             f"{technique} off"
         )
 
 
 class Patch:
-    """A forward that a technique puts on a module in the place of its own.
+    """A forward that replaces the forward of one module.
 
-    It holds the module that it was made for. A copy of that module would go on computing with the original's
-    weights, so what has one is neither copied nor pickled.
+    It refers to the module for which it was made. In a copy of the module it would compute with the weights
+    of the original. So a module with a Patch cannot be copied or pickled.
+
+    Attributes:
+        checkpointed: Whether it belongs to a decoder layer that keeps its input alone and is recomputed in
+            backward.
+        sequence: The Ulysses and ring degree of the model's batches; None if this is not the forward of a
+            model with a recipe.
     """
 
     checkpointed = False
-    """On a decoder layer: it keeps its input alone and runs again in backward."""
-
     sequence: tuple[int, int] | None = None
-    """On a model that ``lab.loss`` may call: the Ulysses and ring degree of its batches."""
 
     def __init__(self, forward: Callable[..., Any], replaced: Callable[..., Any]) -> None:
-        # transformers asks for the signature of a forward.
+        # transformers reads the signature of a forward.
         update_wrapper(self, replaced, updated=())
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the new forward."""
         return self.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -589,10 +589,10 @@ class Patch:
 
 
 def refuse_copy(_: Any) -> NoReturn:
-    """What ``copy.deepcopy`` of a model with techniques comes to.
+    """Refuse ``copy.deepcopy`` of a model with techniques.
 
     Raises:
-        RecipeError: always.
+        RecipeError: Always.
     """
     raise RecipeError(
         "a model with techniques applied cannot be copied: the copy would compute with the original's "
@@ -601,12 +601,12 @@ def refuse_copy(_: Any) -> NoReturn:
 
 
 def refuse_pickle(_: Any) -> NoReturn:
-    """What ``pickle`` of a model with techniques comes to.
+    """Refuse to pickle a model with techniques.
 
     Raises:
-        RecipeError: always.
+        RecipeError: Always.
     """
     raise RecipeError(
-        "a model with techniques applied cannot be pickled: save its state_dict, where it is sharded by "
-        "torch.distributed.checkpoint, and apply the recipe after loading"
+        "a model with techniques applied cannot be pickled: save its state_dict (with "
+        "torch.distributed.checkpoint if it is sharded), and apply the recipe after loading"
     )

@@ -1,18 +1,18 @@
-"""What the lab refuses, by name. Each message says what was wrong and what would work."""
+"""The lab's errors. Each message is one line that says what was wrong and what would work."""
 
 from typing import Any
 
 
 class LabError(ValueError):
-    """Input the lab cannot work with; the command line prints its message as one line and exits with 2."""
+    """Input that the lab cannot work with. The command line prints the message and exits with code 2."""
 
 
 class RecipeError(LabError):
-    """A knob, or a combination of knobs, that a technique or the model forbids."""
+    """A value of a knob, or a combination of values, that a technique or the model does not allow."""
 
 
 class ModelError(LabError):
-    """A model that is unknown, incomplete, or of a family the techniques do not cover."""
+    """A model that is unknown, incomplete, or of a family that the techniques do not support."""
 
 
 class DataError(LabError):
@@ -20,28 +20,29 @@ class DataError(LabError):
 
 
 class NotebookError(LabError):
-    """A notebook that is unknown, a parameter it does not take, or a cell of it that failed."""
+    """A notebook that is unknown, a parameter that it does not have, or a cell that failed."""
 
 
 class CheckpointError(LabError):
-    """A checkpoint that is missing, cut short, of another run, or that could not be written."""
+    """A checkpoint that is missing, incomplete, of another run, or that could not be written."""
 
 
 class DivergedError(LabError):
-    """Training whose loss, or what it would save in a checkpoint, is not finite.
+    """Training that ended because the loss, a parameter or the optimizer's state is not finite.
 
     Attributes:
-        step: the step in which training ended, counted from 1.
-        loss: the loss of that step.
-        kept: what ``lab.run`` measured until then; None from other verbs.
+        message: The message.
+        step: The step in which training ended, counted from 1.
+        loss: The loss of that step.
+        kept: The measurements of ``lab.run`` until then; None from other verbs.
     """
 
-    def __init__(self, said: str, step: int, loss: float) -> None:
-        # As arguments of the exception, which is how it travels from a rank to the caller.
-        super().__init__(said, step, loss)
-        self.said, self.step, self.loss = said, step, loss
+    def __init__(self, message: str, step: int, loss: float) -> None:
+        # All values are arguments of the exception, so that pickling keeps them on the way to the caller.
+        super().__init__(message, step, loss)
+        self.message, self.step, self.loss = message, step, loss
         self.kept: Any = None
 
     def __str__(self) -> str:
-        """One line."""
-        return self.said
+        """Return the message alone."""
+        return self.message

@@ -1,6 +1,6 @@
-"""Bytes and tokens: the binary units of the papers, parsed and printed.
+"""Numbers of tokens and bytes as text, and as integers.
 
-Tokens are counted as the papers count them: ``5M`` is 5 x 2**20 = 5,242,880 tokens.
+The units are binary, as in the papers: ``5M`` is 5 x 2**20 = 5,242,880 tokens.
 """
 
 import re
@@ -18,19 +18,19 @@ _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_tokens(text: str | int) -> int:
-    """Read a token count: ``8192``, ``"128K"``, ``"5M"`` (5 x 2**20).
+    """Return the number of tokens that a text such as ``"128K"`` or ``"5M"``, or an integer, means.
 
     Raises:
-        LabError: not a positive whole number of tokens.
+        LabError: It is not a positive whole number of tokens.
     """
     return _parse(text, _TOKENS, "a number of tokens", "8192, 128K or 5M")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read an amount of memory: ``"80GiB"``, ``"2TiB"``, or a plain number of bytes.
+    """Return the number of bytes that a text such as ``"80GiB"`` or ``"2TiB"``, or an integer, means.
 
     Raises:
-        LabError: not a positive whole number of bytes.
+        LabError: It is not a positive whole number of bytes.
     """
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
 
@@ -38,11 +38,15 @@ def parse_bytes(text: str | int) -> int:
 def check_counts(
     counts: Mapping[str, object], error: type[LabError] = LabError, *, or_none: bool = False
 ) -> None:
-    """Refuse what is no count, by its name.
+    """Refuse values that are not counts: whole numbers of 1 or more.
+
+    Args:
+        counts: The values by their names, which the message contains.
+        error: The class of the error.
+        or_none: Whether None is allowed too.
 
     Raises:
-        LabError: the first that is not a whole number, 1 or more, or None where that is one of the values; as
-            ``error``, where one is given.
+        LabError: A value is no count. The error is of the class ``error``.
     """
     for name, count in counts.items():
         if (type(count) is not int or count < 1) and not (or_none and count is None):
@@ -51,16 +55,16 @@ def check_counts(
 
 
 def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> int:
-    found = _NUMBER.fullmatch(str(text).strip())
-    factor = units.get(found[2].upper()) if found else None
-    value = Fraction(found[1]) * factor if found and factor else Fraction(0)
+    match = _NUMBER.fullmatch(str(text).strip())
+    factor = units.get(match[2].upper()) if match else None
+    value = Fraction(match[1]) * factor if match and factor else Fraction(0)
     if value < 1 or value.denominator != 1:
         raise LabError(f"{text!r} is not {what}: write {examples}")
     return int(value)
 
 
 def format_tokens(tokens: int) -> str:
-    """Print tokens in the largest unit that divides them: 5242880 -> ``5M``, 1000 -> ``1000``."""
+    """Return tokens as text, in the largest unit that divides them: ``5M`` for 5242880, ``1000`` for 1000."""
     for name, size in (("M", Mi), ("K", Ki)):
         if tokens and tokens % size == 0:
             return f"{tokens // size}{name}"
@@ -68,7 +72,7 @@ def format_tokens(tokens: int) -> str:
 
 
 def format_bytes(size: int | float) -> str:
-    """Print bytes to three or four significant digits in the unit that suits: ``15.0 GiB``, ``512 B``."""
+    """Return bytes as text with three or four significant digits: ``15.0 GiB``, ``512 B``."""
     for name, factor in (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(size) >= factor:
             value = size / factor
@@ -77,7 +81,7 @@ def format_bytes(size: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print seconds to three digits, or hours and minutes: ``250 ms``, ``4 s``, ``1 h 52 min``."""
+    """Return seconds as text with three digits, or as hours and minutes: ``250 ms``, ``1 h 52 min``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
     if seconds < 1:

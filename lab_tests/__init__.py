@@ -1,1 +1,1 @@
-"""The tests: one file a module, and the whole held together in parity, notebooks, browser and house."""
+"""The tests: a file for each subject, and ``support`` for what they share."""

@@ -8,8 +8,12 @@ import platformdirs
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cluster.ranks import Cluster
+
+# A failed assertion of a helper shows its values, as one of a test does.
+pytest.register_assert_rewrite("lab_tests.support")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +47,14 @@ def _fresh_ranks(ranks4: Cluster) -> None:
     ranks4.start()
 
 
+@pytest.fixture(scope="module")
+def _fresh_ranks_after_deepspeed(ranks4: Cluster) -> Iterator[None]:
+    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
+    yield
+    ranks4.stop()
+    ranks4.start()
+
+
 @pytest.fixture(autouse=True)
 def _recovered(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
@@ -66,6 +78,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "digits.txt"
     path.write_text("".join(str(n**3 % 977) for n in range(2000)))
     return path
+
+
+@pytest.fixture
+def eight() -> Iterator[dist.ProcessGroup]:
+    """A group of eight of which only this rank exists: what it sends is counted and goes nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -9,27 +9,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
-from lab.bench.arrivals import EVERY_LINEAR, adapted, error_of, token_ids, truth
+from lab.bench.input_cases import EVERY_LINEAR, expected_result, relative_error, token_ids, with_lora
 from lab.bench.parity import whole_gradients
-from lab.bench.reference import build, config, error, exact_rotary, loss_of
+from lab.bench.reference import build, config, error, exact_rotary
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import make_optimizer
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.test_parity import EVERYTHING
+from lab_tests.support.operators import Calls
+from lab_tests.support.recipes import EVERYTHING
 
 MAKE = {"target_modules": EVERY_LINEAR, "family": "qwen3"}
 
 
 def errors(recipes):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    right, found = truth(adapted(**MAKE)()), {}
+    right, found = expected_result(with_lora(**MAKE)()), {}
     for name, recipe in recipes.items():
-        model = adapted(**MAKE)()
+        model = with_lora(**MAKE)()
         lab.apply_recipe(model, recipe, mesh)
         value = lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))
         value.backward()
-        found[name] = error_of(model, value.item(), right)
+        found[name] = relative_error(model, value.item(), right)
     return found
 
 
@@ -44,40 +45,34 @@ def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
 # PEFT asks a model for what transformers is about to call otherwise.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapters_frozen_weights_have_no_optimizer_state():
-    model = adapted(**MAKE)()
+    model = with_lora(**MAKE)()
     optimizer = make_optimizer(model, learning_rate=1e-3)
     trained = {p for n, p in model.named_parameters() if "lora_" in n}
     assert set(optimizer.state) == trained
 
 
-def in_bf16(recipe):
+def bf16_errors(recipe):
     """Errors against fp32 of plain LoRA in bf16, and of LoRA under the recipe in bf16."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ids = token_ids()
-
-    def plainly(dtype):
-        model = exact_rotary(adapted(**MAKE)().to(dtype))
-        logits = model(input_ids=ids, use_cache=False).logits
-        (loss_of(logits[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()).backward()
-        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-    right = plainly(torch.float32)
-    model = adapted(**MAKE)().to(torch.float32)
+    plain, right = (
+        expected_result(with_lora(**MAKE)().to(dtype))[1] for dtype in (torch.bfloat16, torch.float32)
+    )
+    model = with_lora(**MAKE)().to(torch.float32)
     lab.apply_recipe(model, recipe, mesh)
-    lab.loss(model, lab.shard_batch(ids, recipe, mesh)).backward()
+    lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh)).backward()
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     found = {name: g for name, g in whole_gradients(model).items() if name in right}
-    return error(plainly(torch.bfloat16), right), error(found, right)
+    return error(plain, right), error(found, right)
 
 
-def test_in_bf16_it_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks4):
+def test_lora_in_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks4):
     recipe = Recipe(
         fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=7,
         compute_dtype="bfloat16",
     )  # fmt: skip
-    own, found = ranks4.apply(in_bf16, recipe)[0]
+    own, found = ranks4.apply(bf16_errors, recipe)[0]
     assert 1e-4 < found < 1.5 * own
 
 
@@ -127,13 +122,6 @@ def test_no_product_is_run_for_a_frozen_weights_gradient(trained, expected):
 
 
 def test_where_the_output_alone_is_trained_attention_is_not_differentiated():
-    class Backwards(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen += "flash_attention_for_cpu_backward" in str(func)
-            return func(*args, **(kwargs or {}))
-
     model = build(config(layers=1))
     model.requires_grad_(False)
     model.model.layers[0].self_attn.o_proj.weight.requires_grad_(True)
@@ -143,8 +131,8 @@ def test_where_the_output_alone_is_trained_attention_is_not_differentiated():
     plain(input_ids=token_ids(), use_cache=False).logits.square().sum().backward()
     exact_rotary(model)
     apply_upipe(model, head_chunk=4, group=None)
-    with Backwards() as backwards:
+    with Calls() as calls:
         model(input_ids=token_ids()).logits.square().sum().backward()
-    assert backwards.seen == 0
+    assert calls["attention backward"] == 0
     own = model.model.layers[0].self_attn.o_proj.weight.grad
     torch.testing.assert_close(own, plain.model.layers[0].self_attn.o_proj.weight.grad)

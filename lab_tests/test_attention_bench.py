@@ -1,4 +1,4 @@
-"""The bench of attention kernels, on CPU at small size."""
+"""The benchmark of attention kernels, on CPU at small size."""
 
 import json
 import math
@@ -9,10 +9,10 @@ import transformers
 from click.testing import CliRunner
 
 from lab.bench import attention
-from lab.bench.table import write
+from lab.bench.table import rows_text
 from lab.commands.cli import main
 from lab.techniques.attention.flash import Kernel, flash_backward, flash_forward
-from lab.techniques.attention.kernels import FASTEST_FIRST, lacks, machine_of
+from lab.techniques.attention.kernels import FASTEST_FIRST, kernel_support, missing_requirement
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def test_a_row_for_each_kernel_that_is_here_and_each_length():
     said = CliRunner().invoke(main, ["bench", "attention", "--tokens", "96", "--tokens", "33", "--json"])
     assert said.exit_code == 0
     rows = json.loads(said.stdout)
-    machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    here = [name for name in FASTEST_FIRST if lacks(name, machine, 128) is None]
+    machine = kernel_support(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    here = [name for name in FASTEST_FIRST if missing_requirement(name, machine, 128) is None]
     assert [(row["kernel"], row["tokens"]) for row in rows] == [(name, n) for n in (96, 33) for name in here]
     for row in rows:
         assert row["failed"] is None
@@ -64,7 +64,7 @@ def test_a_kernel_that_is_wrong_far_away_is_seen_and_one_that_is_not_a_number(on
     assert math.isnan(row["worst error"])
 
 
-def test_one_that_fails_says_so_in_its_row(only):
+def test_a_kernel_that_fails_says_so_in_its_row(only):
     def forward(*_, **__):
         raise RuntimeError("too long\nand more")
 
@@ -76,8 +76,8 @@ def test_one_that_fails_says_so_in_its_row(only):
 
 def test_the_machine_of_all_rows_is_named_once_below_them():
     rows = [{"kernel": "torch", "tokens": n, "machine": "a GPU, torch 2"} for n in (5, 7)]
-    above, below = write([*rows, {**rows[0], "machine": None}], as_json=False).rsplit("\n", 1)
+    above, below = rows_text([*rows, {**rows[0], "machine": None}], as_json=False).rsplit("\n", 1)
     assert below == "  on a GPU, torch 2"
     assert "machine" not in above
     assert len(above.splitlines()) == 2 + 3
-    assert json.loads(write(rows, as_json=True)) == rows
+    assert json.loads(rows_text(rows, as_json=True)) == rows

@@ -1,4 +1,4 @@
-"""Input that cannot train is refused in one line; training that diverges ends, and keeps its checkpoint."""
+"""Input that cannot train is refused in one line; training that diverges ends and keeps its checkpoint."""
 
 import json
 import math
@@ -15,15 +15,17 @@ from cluster.ranks import Cluster
 from lab import models
 from lab.commands.cli import main
 from lab.errors import DivergedError, LabError
+from lab.recipe.jobs import TrainSettings, make_job
+from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import NAMES, recipe_for
-from lab.recipe.recipe import FIELDS, parse_knobs
-from lab.step.on_ranks import checked
+from lab.recipe.recipe import parse_knobs
 from lab.step.training_step import make_optimizer
 from lab.training import manifest, train_loop
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
-from lab.training.train_loop import Course, train_on_this_rank
-from lab_tests.training import ROWS, TOKENS, small
+from lab.training.train_loop import CheckpointSettings, train_on_this_rank
+from lab_tests.support.models import small_config, tiny_with_infinite_head
+from lab_tests.support.training import ROWS, TOKENS
 
 COUNT = "it takes a whole number, 1 or more"
 RATE = "it takes a finite number, 0 or more, for instance 0.001"
@@ -42,7 +44,7 @@ BEYOND = 1e300
 """A learning rate after whose first update no parameter is finite."""
 
 
-def refused(words):
+def refusal(words):
     """What a command says on stderr, its only line, when it exits with 2."""
     run = CliRunner().invoke(main, words)
     assert run.exit_code == 2, run.exception
@@ -71,7 +73,7 @@ def refused(words):
 def test_train_refuses_numbers_that_cannot_train(tmp_path, monkeypatch, words, said):
     monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
-    assert refused(["train", "tiny", "--tokens", "40", *COMMANDS["train"].split(), *words.split()]) == said
+    assert refusal(["train", "tiny", "--tokens", "40", *COMMANDS["train"].split(), *words.split()]) == said
     assert not list(tmp_path.iterdir())
 
 
@@ -86,7 +88,7 @@ def test_train_refuses_numbers_that_cannot_train(tmp_path, monkeypatch, words, s
         ({"tokens": 1}, f"tokens=1: {ALONE}"),
     ],
 )
-def test_run_and_profile_refuse_them_too(verb, settings, said):
+def test_run_and_profile_refuse_numbers_that_cannot_train(verb, settings, said):
     with pytest.raises(LabError) as error:
         verb("tiny", cluster=Cluster(ranks=2), **{"tokens": 40, **settings})
     assert str(error.value) == said
@@ -94,13 +96,13 @@ def test_run_and_profile_refuse_them_too(verb, settings, said):
 
 def test_a_rehearsal_of_one_token_is_refused():
     words = ["rehearse", "tiny", "--tokens", "1", *COMMANDS["rehearse"].split()]
-    assert refused(words) == f"tokens=1: {ALONE}"
+    assert refusal(words) == f"tokens=1: {ALONE}"
 
 
 def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
     run = lab.train(
-        small(), "plain", tokens=TOKENS, rows=ROWS, text=digits, steps=2, checkpoint=tmp_path, cluster=None,
-        learning_rate=0, clip_norm=math.inf,
+        small_config(), "plain", tokens=TOKENS, rows=ROWS, text=digits, steps=2, checkpoint=tmp_path,
+        cluster=None, learning_rate=0, clip_norm=math.inf,
     )  # fmt: skip
     assert len(run.losses) == 2
     assert manifest.newest(tmp_path)[1].clip_norm == math.inf
@@ -108,10 +110,10 @@ def test_no_clipping_and_a_learning_rate_of_0_train(alone, digits, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("degree", ["ulysses", "ring"])
-def test_a_degree_that_is_none_is_refused_by_each_command(tmp_path, monkeypatch, command, degree):
+def test_a_degree_of_none_is_refused_by_each_command(tmp_path, monkeypatch, command, degree):
     monkeypatch.chdir(tmp_path)
     words = [command, "tiny", "--tokens", "40", *COMMANDS[command].split(), "--set", f"{degree}=none"]
-    assert refused(words) == f"{degree}=None: {COUNT}"
+    assert refusal(words) == f"{degree}=None: {COUNT}"
 
 
 @pytest.mark.parametrize(
@@ -125,9 +127,9 @@ def test_a_degree_that_is_none_is_refused_by_each_command(tmp_path, monkeypatch,
         ("mlp_tile=0", f"mlp_tile=0: {COUNT}, or None"),
     ],
 )
-def test_a_value_that_a_knob_does_not_take_is_refused_by_the_name_of_the_knob(setting, said):
+def test_a_value_that_a_knob_does_not_take_is_refused_with_the_name_of_the_knob(setting, said):
     words = ["plan", "tiny", "--tokens", "40", "--ranks", "2", "--recipe", "upipe", "--set", setting]
-    assert refused(words) == said
+    assert refusal(words) == said
 
 
 VALUES = [
@@ -140,12 +142,12 @@ VALUES = [
 def test_no_value_of_a_knob_ends_in_a_traceback(name):
     config = models.config_of("tiny")
     refusals = []
-    for setting in (f"{field}={value}" for field in FIELDS for value in VALUES):
+    for setting in (f"{field}={value}" for field in BY_NAME for value in VALUES):
         try:
             recipe_for(name, "tiny", 4, 64, config=config, **parse_knobs([setting]))
         except LabError as error:
             refusals.append(str(error))
-    assert len(refusals) > len(FIELDS)
+    assert len(refusals) > len(BY_NAME)
     assert not [said for said in refusals if "\n" in said]
 
 
@@ -153,7 +155,7 @@ def test_no_value_of_a_knob_ends_in_a_traceback(name):
 
 
 @pytest.fixture
-def told(digits, tmp_path):
+def train_settings(digits, tmp_path):
     return {"tokens": TOKENS, "rows": ROWS, "text": digits, "checkpoint": tmp_path / "run", "every": 1}
 
 
@@ -161,11 +163,11 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_path):
-    told |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
+def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, train_settings, tmp_path):
+    train_settings |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
     with pytest.raises(DivergedError) as error:
-        lab.train(small(), "upipe", steps=4, **told)
-    run = told["checkpoint"]
+        lab.train(small_config(), "upipe", steps=4, **train_settings)
+    run = train_settings["checkpoint"]
     assert error.value.step == 2
     assert not math.isfinite(error.value.loss)
     assert str(error.value) == (
@@ -180,8 +182,8 @@ def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, told, tmp_
 
 
 @pytest.mark.slow
-def test_the_command_says_it_in_one_line(told, digits, tmp_path):
-    models.build(small()).config.save_pretrained(tmp_path / "model")
+def test_the_command_says_in_one_line_that_the_loss_is_not_finite(train_settings, digits, tmp_path):
+    models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         "train", tmp_path / "model", "--tokens", TOKENS, "--text", digits, "--steps", 4, "--every", 1,
         "--checkpoint", tmp_path / "run", "--ranks", 1, "--set", "compute_dtype=none", "--lr", TOO_FAR,
@@ -195,62 +197,55 @@ def test_the_command_says_it_in_one_line(told, digits, tmp_path):
     assert run.stderr.count("\n") == 1
 
 
-def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, told):
+def test_parameters_that_are_not_finite_are_in_no_checkpoint(alone, train_settings):
     with pytest.raises(DivergedError) as error:
-        lab.train(small(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **told)
+        lab.train(small_config(), "plain", steps=1, cluster=None, learning_rate=BEYOND, **train_settings)
     assert error.value.step == 1
     assert str(error.value) == (
         f"after step 1 (loss {error.value.loss:.4g}) a parameter or the optimizer's state is not finite; "
         "there is no earlier checkpoint; start again in another folder with a lower "
         "learning_rate than 1e+300 or a lower clip_norm than 1"
     )
-    assert names(told["checkpoint"]) == ["losses.jsonl"]
+    assert names(train_settings["checkpoint"]) == ["losses.jsonl"]
 
 
-def test_a_model_whose_weights_are_too_large_is_said_in_step_1(alone, told):
+def test_weights_that_are_too_large_are_reported_in_step_1(alone, train_settings):
     with pytest.raises(DivergedError) as error:
-        lab.train(with_an_infinite_head, "plain", steps=3, cluster=None, **told)
+        lab.train(tiny_with_infinite_head, "plain", steps=3, cluster=None, **train_settings)
     assert str(error.value) == (
         "the loss of step 1 is nan; there is no earlier checkpoint; "
         "no update had been made yet: check the model's initial weights"
     )
 
 
-def with_an_infinite_head():
-    model = models.build("tiny")
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.inf)
-    return model
-
-
 def test_a_profile_refuses_a_loss_that_is_not_finite(ranks4):
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
-        lab.profile(with_an_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)
+        lab.profile(tiny_with_infinite_head, "fsdp", tokens=TOKENS, cluster=ranks4)
 
 
-def test_a_save_that_is_under_way_is_waited_for(alone, told, monkeypatch):
+def test_a_loss_that_is_not_finite_waits_for_a_save_under_way(alone, train_settings, monkeypatch):
     complete = Manifest.complete
     monkeypatch.setattr(Manifest, "complete", lambda *args: time.sleep(1) or complete(*args))
     with pytest.raises(DivergedError, match=r"; the last good checkpoint is .*step-00000001 "):
-        lab.train(small(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
-    assert names(told["checkpoint"]) == ["losses.jsonl", "step-00000001"]
+        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **train_settings)
+    assert names(train_settings["checkpoint"]) == ["losses.jsonl", "step-00000001"]
 
 
-def test_a_save_that_fails_meanwhile_is_said_too(alone, told, monkeypatch):
+def test_the_error_of_a_loss_that_is_not_finite_says_that_a_save_failed(alone, train_settings, monkeypatch):
     def full(*_):
         time.sleep(1)
         raise OSError("no room")
 
     monkeypatch.setattr(Manifest, "complete", full)
     with pytest.raises(DivergedError) as error:
-        lab.train(small(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **told)
+        lab.train(small_config(), "plain", steps=3, cluster=None, learning_rate=TOO_FAR, **train_settings)
     assert str(error.value).startswith("the loss of step 2 is ")
     assert "; step-00000001 could not be written in " in str(error.value)
     assert "no room (rank 0); there is no earlier checkpoint; start again" in str(error.value)
-    assert not checkpoints_in(told["checkpoint"])
+    assert not checkpoints_in(train_settings["checkpoint"])
 
 
-def with_one_bad_shard(course):
+def with_one_bad_shard(*arguments):
     """Runs on every rank: train; after each step one rank's shard of the norms of heads has a NaN."""
     step = train_loop.train_step
 
@@ -264,7 +259,7 @@ def with_one_bad_shard(course):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_loop, "train_step", stepped)
         try:
-            train_on_this_rank(course)
+            train_on_this_rank(*arguments)
         except DivergedError as error:
             return str(error)
     return None
@@ -272,10 +267,11 @@ def with_one_bad_shard(course):
 
 def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_path):
     # Of six numbers on four ranks the last holds none.
-    config = small(Qwen3Config, head_dim=6)
-    training, _, _ = checked(config, "fsdp", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits)
+    config = small_config(Qwen3Config, head_dim=6)
+    job = make_job(config, "fsdp", ranks=4, tokens=TOKENS, rows=ROWS)
     facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 4)
-    [said, *others] = ranks4.apply(with_one_bad_shard, Course(training, tmp_path, 1, 2, facts, None))
+    saving = CheckpointSettings(tmp_path, 1, 2, facts, None)
+    [said, *others] = ranks4.apply(with_one_bad_shard, job, TrainSettings(1, digits), saving)
     assert said.startswith("after step 1 (loss ")
     assert ") a parameter or the optimizer's state is not finite; there is no earlier checkpoint" in said
     assert others == [said] * 3
@@ -291,8 +287,8 @@ def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_p
         ("exp_avg_sq", math.inf, False),
     ],
 )
-def test_what_is_finite(alone, tmp_path, where, value, finite):
-    model = models.build(small())
+def test_a_checkpointer_sees_any_value_that_is_not_finite(alone, tmp_path, where, value, finite):
+    model = models.build(small_config())
     optimizer = make_optimizer(model, learning_rate=1e-3)
     parameter = model.lm_head.weight
     with torch.no_grad():
@@ -306,7 +302,7 @@ def test_a_run_that_diverges_keeps_what_it_measured(ranks4, digits):
     seen = []
     with pytest.raises(DivergedError) as error:
         lab.run(
-            small(), "fsdp", tokens=TOKENS, rows=ROWS, text=digits, steps=4, cluster=ranks4,
+            small_config(), "fsdp", tokens=TOKENS, rows=ROWS, text=digits, steps=4, cluster=ranks4,
             learning_rate=TOO_FAR, watch=seen.append,
         )  # fmt: skip
     assert str(error.value) == (

@@ -1,3 +1,5 @@
+"""The labels of a batch are counted once, however its tokens are sharded."""
+
 import pytest
 import torch
 

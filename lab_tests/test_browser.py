@@ -1,19 +1,23 @@
-"""What a reader sees: notebooks driven in a real JupyterLab by a real browser."""
+"""Notebooks in a real JupyterLab, driven by a real browser."""
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import pytest
 from playwright.sync_api import Locator
 
 from lab.jupyter.executing import FOLDER
-from lab.jupyter.serving import arguments
 from lab.show import palette
-from lab_tests.browser import CHROMIUM, browser_page, jupyter, jupyter_page, run_all_cells
+from lab_tests.support.browser import (
+    CHROMIUM,
+    browser_page,
+    jupyter,
+    jupyter_page,
+    one_cell_notebook,
+    run_all_cells,
+    wait_for,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,12 +29,12 @@ ROOT = Path(__file__).parents[1]
 FEED = f"""
 import sys, time
 sys.path[:0] = [{str(ROOT)!r}]
-from lab_tests.test_show import finished
+from lab_tests.support.runs import finished_run
 from lab.training.records import Progress
 import numpy as np
 import lab.show
 
-run, watch = finished(2), lab.show.live(height=300)
+run, watch = finished_run(2), lab.show.live(height=300)
 for rows in np.array_split(np.arange(len(run.timelines[0])), 100):
     for rank, timeline in enumerate(run.timelines):
         watch(Progress(rank, 2, 1, 3, 2.5, timeline.rows(rows)))
@@ -60,26 +64,8 @@ COUNT_PAINTED = """([red, green, blue]) => {
 }"""
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.1)
-
-
-def served(tmp_path: Path, code: str) -> tuple[Path, list[str]]:
-    """A notebook of one cell, and the command that serves it."""
-    path = tmp_path / "notebooks" / "live.ipynb"
-    path.parent.mkdir()
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    cell = nbformat.v4.new_code_cell(code)
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
-    return path, command + arguments(path.parent, path.name)
-
-
 def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:
-    path, command = served(tmp_path, FEED)
+    path, command = one_cell_notebook(tmp_path, FEED)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         page.locator(".lab-live canvas").wait_for(timeout=60_000)
@@ -93,12 +79,12 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
 
         canvas, chips = page.locator(".lab-live canvas"), page.locator(".lab-live-chip")
         assert chips.all_inner_texts() == ["rank 0", "1"]
-        assert "rank 1 peak" in said(canvas)
+        assert "rank 1 peak" in label_of(canvas)
         chips.nth(1).click()
-        wait_for(lambda: "rank 1" not in said(canvas) and "rank 0 peak" in said(canvas))
+        wait_for(lambda: "rank 1" not in label_of(canvas) and "rank 0 peak" in label_of(canvas))
         assert chips.nth(0).is_disabled(), "the last rank that is shown stays"
         chips.nth(1).click()
-        wait_for(lambda: "rank 1 peak" in said(canvas))
+        wait_for(lambda: "rank 1 peak" in label_of(canvas))
         canvas.hover(position={"x": 200, "y": 150})
         read = page.locator(".lab-live-readout")
         wait_for(lambda: "device" in read.inner_text())
@@ -117,7 +103,7 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
 
 
 def test_stop_ends_a_run_while_its_cell_blocks_and_keeps_what_it_measured(tmp_path: Path) -> None:
-    _, command = served(tmp_path, LONG_RUN)
+    _, command = one_cell_notebook(tmp_path, LONG_RUN)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         # It trains: where a loss is shown, a step has ended.
@@ -156,7 +142,7 @@ def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path
     (FOLDER / "00_memory_wall.ipynb").write_bytes(stored)
 
 
-def said(canvas: Locator) -> str:
+def label_of(canvas: Locator) -> str:
     """What a screen reader is told of the picture."""
     return canvas.get_attribute("aria-label") or ""
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not seen, refused where they do not belong, exported to the same logits."""
+"""Checkpoints are written whole, refused for another model or run, and exported to the same logits."""
 
 import os
 import shutil
@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import lab
 from lab import models
 from lab.errors import CheckpointError
-from lab.step.on_ranks import checked, worker
+from lab.recipe.jobs import TrainSettings, make_job
+from lab.step.on_ranks import make_rank_state
 from lab.step.training_step import NoMeter, make_optimizer, train_step
 from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
-from lab_tests.training import ROWS, TOKENS, small
+from lab_tests.support.models import small_config
+from lab_tests.support.training import ROWS, TOKENS
 
 
 @pytest.fixture
@@ -28,36 +30,34 @@ def train(alone, digits, tmp_path):
 
     def trained(model=None, recipe="plain", **settings):
         told = {"tokens": TOKENS, "rows": ROWS, "steps": 2, "text": digits, "checkpoint": tmp_path / "run"}
-        return lab.train(model or small(), recipe, cluster=None, **(told | settings))
+        return lab.train(model or small_config(), recipe, cluster=None, **(told | settings))
 
     return trained
 
 
-def saved_on_ranks(training, folder, config):
+def save_on_rank(job, settings, folder):
     """Runs on every rank: one step, one checkpoint; the whole state as the ranks hold it together."""
-    ready = worker(training)
-    train_step(ready.model, ready.optimizer, ready.batch(0), meter=NoMeter())
+    state = make_rank_state(job, settings)
+    train_step(state.model, state.optimizer, state.batch(0), meter=NoMeter())
     facts = Manifest(
-        config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
+        config_document(job.model), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
     )
     checkpoints = Checkpointer(folder, keep=2)
-    checkpoints.save(ready.model, ready.optimizer, facts)
+    checkpoints.save(state.model, state.optimizer, facts)
     checkpoints.close()
-    state = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in ready.model.state_dict().items()}
-    return {name: tensor.clone() for name, tensor in state.items()} if dist.get_rank() == 0 else None
+    whole = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in state.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in whole.items()} if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize(
     "config",
-    [small(tie_word_embeddings=True), small(Qwen3Config)],
+    [small_config(tie_word_embeddings=True), small_config(Qwen3Config)],
     ids=["llama, tied head", "qwen3"],
 )
 def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, tmp_path, config):
-    training, _, _ = checked(
-        config, "upipe", ranks=4, tokens=TOKENS, steps=1, rows=ROWS, text=digits, tokenizer=None,
-        learning_rate=1e-2, clip_norm=1.0, seed=0, compute_dtype=None,
-    )  # fmt: skip
-    held = ranks4.apply(saved_on_ranks, training, tmp_path, config)[0]
+    job = make_job(config, "upipe", ranks=4, tokens=TOKENS, rows=ROWS, compute_dtype=None)
+    settings = TrainSettings(1, digits, learning_rate=1e-2)
+    held = ranks4.apply(save_on_rank, job, settings, tmp_path)[0]
     untrained, trained = models.build(config), models.build(config)
     trained.load_state_dict(held, strict=True)
     assert export(tmp_path, tmp_path / "out").name == "step-00000001"
@@ -72,7 +72,7 @@ def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, 
 
 
 def test_export_keeps_the_dtype_and_refuses_a_folder_in_use(train, tmp_path):
-    train(lambda: models.build(small()).to(dtype=torch.bfloat16))
+    train(lambda: models.build(small_config()).to(dtype=torch.bfloat16))
     (tmp_path / "out").mkdir()
     export(tmp_path / "run", tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
@@ -112,9 +112,9 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
         CheckpointError,
         match=r"step-00000002 holds another model: hidden_size 48 there and 36 here; give that model",
     ):
-        train(small(hidden_size=36), **going_on)
+        train(small_config(hidden_size=36), **going_on)
     with pytest.raises(CheckpointError, match=r"another model: .*model_type llama there and qwen3 here"):
-        train(small(Qwen3Config), **going_on)
+        train(small_config(Qwen3Config), **going_on)
     other = tmp_path / "other.txt"
     other.write_text("3210" * 500)
     for knob, value, said in [
@@ -196,12 +196,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, d
         "every": 1,
         "compute_dtype": None,
     }
-    lab.train(small(), "upipe", steps=1, checkpoint=tmp_path / "run", **told)
+    lab.train(small_config(), "upipe", steps=1, checkpoint=tmp_path / "run", **told)
     one = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*"))
     disk = full(int(1.5 * one))
     steps = []
     with pytest.raises(CheckpointError) as refused:
-        lab.train(small(), "upipe", steps=6, checkpoint=disk / "run", watch=steps.append, **told)
+        lab.train(small_config(), "upipe", steps=6, checkpoint=disk / "run", watch=steps.append, **told)
     said = str(refused.value)
     assert said.startswith(f"step-00000002 could not be written in {disk / 'run'} (")
     assert "No space left on device" in said
@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, d
     assert sorted(path.name for path in (disk / "run").iterdir()) == ["losses.jsonl", "step-00000001"]
     assert manifest.read(disk / "run" / "step-00000001").step == 1
     subprocess.run(["mount", "-o", f"remount,size={6 * one}", str(disk)], check=True)
-    after = lab.train(small(), "upipe", steps=3, checkpoint=disk / "run", resume=True, **told)
+    after = lab.train(small_config(), "upipe", steps=3, checkpoint=disk / "run", resume=True, **told)
     assert after.losses[0] == steps[1].loss
 
 
@@ -242,7 +242,7 @@ def test_an_export_that_a_full_disk_does_not_take(train, tmp_path, full):
 
 def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch):
     """What is written is the state at the call, whatever training has made of it since."""
-    model = models.build(small())
+    model = models.build(small_config())
     optimizer = make_optimizer(model, learning_rate=1e-3)
     at_the_call = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     go = threading.Event()

@@ -1,15 +1,22 @@
+"""The command `lab`: its help, its refusals in one line, and its JSON."""
+
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import click
+import platformdirs
 import pytest
 from click.testing import CliRunner
 
 from lab.commands.cli import main
 from lab.commands.report import run_text
+from lab.planning.closed_form import estimate
 from lab.planning.hardware import outside_workspace
 from lab.planning.plan import plan
 from lab.recipe.ladder import RUNGS
@@ -32,20 +39,21 @@ finally:
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
-    for command in (
-        "open",
-        "execute",
-        "run",
-        "plan",
-        "ladder",
-        "max-context",
-        "fit",
-        "train",
-        "export",
-        "bench",
-        "doctor",
-    ):
+    for command in main.commands:
         assert f"\n  {command} " in said.stdout
+
+
+def test_the_table_of_commands_in_the_readme_has_every_command():
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    table = re.search(r"\n## Commands\n(.*?)\n## ", page, re.DOTALL)[1]
+    for name, command in main.commands.items():
+        if name == "bench":
+            entries = [f"`{below}`" for below in command.commands]
+        elif isinstance(command, click.Group):
+            entries = [f"`lab {name} {below}" for below in command.commands]
+        else:
+            entries = [f"`lab {name}"]
+        assert all(entry in table for entry in entries), entries
 
 
 def test_doctor_names_what_is_there_and_what_would_be_used():
@@ -80,10 +88,10 @@ def test_run_prints_losses_and_peaks_beside_the_plan():
 def test_the_text_of_a_run_leaves_out_what_cuda_takes_outside_torch():
     planned = plan("tiny", "upipe", tokens=1024, ranks=4)
     steps = {"losses": (8.25, 7.5), "seconds": (2.0, 1.5), "timelines": (planned.timeline,)}
-    on_cpu = run_text(Run("tiny", None, **steps), planned)
+    on_cpu = run_text(Run("tiny", None, None, **steps), planned)
     assert "step 1        loss 8.2500, 2 s\nstep 2        loss 7.5000, 1.5 s\n" in on_cpu
     inside = planned.device_peak - outside_workspace(4)
-    on_gpus = run_text(Run("tiny", None, **steps, allocated=(inside, 7)), planned)
+    on_gpus = run_text(Run("tiny", None, None, **steps, allocated=(inside, 7)), planned)
     assert f"planned {format_bytes(inside)}" in on_gpus
     assert "1.0000 of the measured device peak" in on_gpus
 
@@ -117,6 +125,7 @@ def test_bad_input_is_one_line_and_exit_code_2():
         ("plan tiny --tokens 512 --ranks 4 --rows 0", "rows=0: it takes a whole number, 1 or more"),
         ("plan tiny --tokens 512 --ranks 4 --ranks-per-node 0", "ranks_per_node=0: it takes"),
         ("plan tiny --tokens 512 --ranks 4 --device-memory 80GB", "'80GB' is not an amount of memory: write"),
+        ("plan tiny --tokens 512 --ranks 4 --quick --device k80", "no device named 'k80': the table has"),
         ("plan tiny --tokens 512 --ranks 4 --device k80", "no device named 'k80': the table has"),
         ("plan tiny --tokens 512 --ranks 4 --recipe uppipe", "unknown recipe 'uppipe': give one of plain"),
         ("plan tiny --tokens 512 --ranks 3 --set ulysses=3", "ulysses=3: .* these work: 1, 2, 4, 8, 16, 32"),
@@ -138,11 +147,32 @@ def test_a_planning_command_refuses_in_one_line(words, said):
     assert re.match(f"lab: {said}", run.stderr), run.stderr
 
 
+WITHOUT_TORCH = """
+import sys
+from lab.commands.cli import main
+main(sys.argv[1:], standalone_mode=False)
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def saved_answer(words):
+    """What another process prints, which asks the same and imports neither torch nor transformers."""
+    cache = platformdirs.user_cache_path("any").parent
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 @pytest.mark.slow
-def test_planning_commands_print_json(monkeypatch):
+def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     def asked(words):
         run = CliRunner().invoke(main, [*words.split(), "--json"])
         assert run.exit_code == 0, run.stderr
+        assert saved_answer([*words.split(), "--json"]) == run.stdout
+        assert saved_answer(words.split()).startswith("tiny")
         return json.loads(run.stdout)
 
     made = asked("plan tiny --tokens 1K --ranks 4 --recipe checkpoint --set ulysses=2 --no-workspace")
@@ -151,6 +181,10 @@ def test_planning_commands_print_json(monkeypatch):
     assert made["recipe"]["ulysses"] == 2
     assert made["peak"].keys() == {"op", "shapes", "module", "phase"}
     assert sum(made["by_category"].values()) == made["device_peak"]
+    quick = asked("plan tiny --tokens 1K --ranks 4 --quick --no-workspace --device-memory 1GiB")
+    assert (quick["closed_form"], quick["fits"]) == (True, True)
+    assert quick["device_peak"] == estimate("tiny", "upipe", tokens=1024, ranks=4).device_peak
+    assert sum(quick["parts"].values()) == quick["device_peak"]
     rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
     assert all(rung.keys() == {"name", "device_peak", "host_peak", "fits"} for rung in rungs)

@@ -1,4 +1,4 @@
-"""The cluster: who is who, what comes back and when, who is blamed, and what is left behind."""
+"""The cluster: ranks and engines, results and records, failures, and the processes that remain."""
 
 import contextlib
 import os
@@ -20,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster import capacity, host, remote, watchdog
 from cluster.client import AnswerMessage, RecordMessage
@@ -29,6 +27,7 @@ from cluster.errors import ClusterError, Failure, RankError, Stopped
 from cluster.live import Stamp, publish
 from cluster.ranks import Cluster
 from cluster.waiting import Call
+from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, refuse_saved
 
 
 def identity() -> dict[str, Any]:
@@ -330,7 +329,7 @@ def test_process_groups_end_with_the_call_that_made_them(ranks4: Cluster) -> Non
     assert ranks4.apply(sum_over_ranks, 2.0) == ranks4.apply(sum_over_ranks, 2.0)
 
 
-def test_unanswered_in_time(ranks4: Cluster) -> None:
+def test_a_call_that_is_not_answered_in_time_is_an_error(ranks4: Cluster) -> None:
     with pytest.raises(ClusterError, match=r"no answer within 0\.3 s from ranks 0-3"):
         ranks4.apply(sleep, 0.9, answer_timeout=0.3)
     assert not ranks4.broken, "the ranks came back within the grace"
@@ -433,28 +432,10 @@ def test_a_stop_does_not_cut_the_end_of_a_block(impatient: Cluster) -> None:
     assert impatient.apply(lambda: sys.modules.pop("closing").ended) == [True, True]
 
 
-class NoMode(TorchDispatchMode):
-    """Lets no operator pass."""
-
-    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a mode of an earlier call")
-
-
-class NoFunctionMode(TorchFunctionMode):
-    """Lets no function pass."""
-
-    def __torch_function__(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a mode of an earlier call")
-
-
-def refuse_saved(_: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("a hook of an earlier call")
-
-
 HALF_OPEN: dict[str, Callable[[], Any]] = {
     "no_grad": lambda: torch.no_grad().__enter__(),
-    "dispatch mode": lambda: NoMode().__enter__(),
-    "function mode": lambda: NoFunctionMode().__enter__(),
+    "dispatch mode": lambda: RefusingDispatch().__enter__(),
+    "function mode": lambda: RefusingFunction().__enter__(),
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__(),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
 }

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster import torch_private, torch_state
+from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, refuse_saved
 
 
 @pytest.fixture
@@ -118,24 +117,6 @@ def test_without_dtensor_there_is_nothing_to_clear(monkeypatch: pytest.MonkeyPat
     torch_private.clear_mesh_caches()
 
 
-class RefusingDispatch(TorchDispatchMode):
-    """Refuses every operator."""
-
-    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("an operator reached the mode")
-
-
-class RefusingFunction(TorchFunctionMode):
-    """Refuses every function."""
-
-    def __torch_function__(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a function reached the mode")
-
-
-def refuse(_: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("a saved tensor reached the hook")
-
-
 def gradient() -> list[float]:
     x = torch.full((3,), 2.0, requires_grad=True)
     (x * x).sum().backward()
@@ -167,7 +148,7 @@ def test_function_modes_are_left() -> None:
 
 def test_hooks_of_saved_tensors_are_removed() -> None:
     for _ in range(2):
-        torch.autograd.graph.saved_tensors_hooks(refuse, refuse).__enter__()
+        torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__()
     try:
         with pytest.raises(AssertionError, match="a saved tensor reached the hook"):
             gradient()
@@ -176,10 +157,10 @@ def test_hooks_of_saved_tensors_are_removed() -> None:
     assert gradient() == [4.0] * 3
 
 
-def test_reset_undoes_all_of_them_at_once() -> None:
+def test_reset_undoes_all_modes_at_once() -> None:
     torch.no_grad().__enter__()
     torch.set_autocast_enabled("cpu", True)
-    torch.autograd.graph.saved_tensors_hooks(refuse, refuse).__enter__()
+    torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__()
     RefusingDispatch().__enter__()
     RefusingFunction().__enter__()
     torch_state.reset()

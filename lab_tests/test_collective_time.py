@@ -1,4 +1,4 @@
-"""How long a collective may take: a layer's seconds from the plan, and where they are passed on."""
+"""The timeout of a collective: the seconds of a layer in the plan, and the calls that use them."""
 
 from dataclasses import replace
 
@@ -13,16 +13,16 @@ from lab.errors import LabError
 from lab.memory.timeline import Op, TimelineBuilder
 from lab.planning.costs import Costs
 from lab.planning.hardware import nearest
-from lab.step.on_ranks import checked
+from lab.recipe.jobs import make_job
 from lab.training import collective_time, train
 from lab.training.collective_time import layers_time
 from lab.units import format_seconds
-from lab_tests.training import TOKENS, small
+from lab_tests.support.gpus import H100
+from lab_tests.support.models import small_config
+from lab_tests.support.training import TOKENS
 
-H100 = "NVIDIA H100 80GB HBM3"
 
-
-class Asked(Exception):
+class EndOfCall(Exception):
     """Ends a call that was to be looked at."""
 
 
@@ -37,7 +37,7 @@ class GpuCluster:
     def apply(self, function, *args, timeout=None, on_record=None):
         if function is torch.cuda.get_device_name:
             return [H100] * self.ranks
-        raise Asked(timeout)
+        raise EndOfCall(timeout)
 
 
 def rows(*said):
@@ -71,12 +71,12 @@ def test_the_device_of_the_table_that_torch_names():
 
 
 @pytest.mark.slow
-def test_three_layers_where_that_is_more(capsys, digits):
-    training, _, _ = checked(small(), "upipe", ranks=2, tokens=TOKENS, text=digits, steps=1)
-    layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
-    assert layers_time(training, 2, H100, 3 * layer) is None
+def test_three_layers_where_that_is_more(capsys):
+    job = make_job(small_config(), "upipe", ranks=2, tokens=TOKENS)
+    layer = lab.plan(small_config(), "upipe", tokens=TOKENS, ranks=2).longest_layer
+    assert layers_time(job, H100, 3 * layer) is None
     assert capsys.readouterr() == ("", "")
-    assert layers_time(training, 2, H100, 2.9 * layer) == 3 * layer
+    assert layers_time(job, H100, 2.9 * layer) == 3 * layer
     out, said = capsys.readouterr()
     assert out == ""
     assert said.startswith("a collective may take ")
@@ -86,19 +86,21 @@ def test_three_layers_where_that_is_more(capsys, digits):
 
 @pytest.mark.parametrize("verb", ["run", "profile", "train"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_verbs_pass_it_on(monkeypatch, tmp_path, digits, verb, device):
+def test_the_verbs_pass_the_timeout_on(monkeypatch, tmp_path, digits, verb, device):
     cluster = GpuCluster(timeout=1e-9)
     monkeypatch.setattr(cluster, "device_type", device)
     folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
-    with pytest.raises(Asked) as asked:
-        getattr(lab, verb)(small(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder)
-    layer = lab.plan(small(), "upipe", tokens=TOKENS, ranks=2).longest_layer
+    with pytest.raises(EndOfCall) as asked:
+        getattr(lab, verb)(
+            small_config(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder
+        )
+    layer = lab.plan(small_config(), "upipe", tokens=TOKENS, ranks=2).longest_layer
     assert asked.value.args == ((3 * layer,) if device == "cuda" else (None,))
 
 
 def test_trains_own_timeout_comes_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(collective_time, "plan", lambda *_, **__: pytest.fail("planned"))
-    with pytest.raises(Asked) as asked:
+    monkeypatch.setattr(collective_time, "plan_job", lambda *_, **__: pytest.fail("planned"))
+    with pytest.raises(EndOfCall) as asked:
         lab.train(
             "tiny", tokens=128, steps=1, cluster=GpuCluster(timeout=1e-9), checkpoint=tmp_path, timeout=7
         )
@@ -111,7 +113,7 @@ def gpu_rank(patch, default):
 
     def note(*_):
         limits.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-        raise Asked
+        raise EndOfCall
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         patch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))
@@ -141,8 +143,8 @@ def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, c
     gpu_rank(monkeypatch, default=1e-9)
     limits = []
     monkeypatch.setattr(train, "set_timeout", limits.append)
-    with pytest.raises(Asked):
-        train_as_a_rank(small(), digits, tmp_path)
+    with pytest.raises(EndOfCall):
+        train_as_a_rank(small_config(), digits, tmp_path)
     [limit] = limits
     assert 1e-9 < limit < 1
     assert f"a collective may take {format_seconds(limit)} and not " in capfd.readouterr().err
@@ -152,23 +154,23 @@ def test_a_plan_that_fails_is_a_line_on_every_rank(alone, digits, tmp_path, monk
     gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(collective_time, "watched", lambda _: ["false"])
     with pytest.raises(LabError, match="how long a collective may take failed: its process ended with code"):
-        train_as_a_rank(small(), digits, tmp_path)
+        train_as_a_rank(small_config(), digits, tmp_path)
 
 
 def test_a_rank_of_torchruns_takes_the_timeout_that_is_given(alone, digits, tmp_path, monkeypatch):
     limits = gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(train, "on_this_rank", lambda *_: pytest.fail("planned"))
-    with pytest.raises(Asked):
-        train_as_a_rank(small(), digits, tmp_path, timeout=7.0)
+    with pytest.raises(EndOfCall):
+        train_as_a_rank(small_config(), digits, tmp_path, timeout=7.0)
     assert limits == [7.0]
 
 
-def test_the_command_passes_it_on(monkeypatch, tmp_path):
+def test_the_command_passes_the_timeout_on(monkeypatch, tmp_path):
     given = []
 
     def apply(self, *_, timeout, **__):
         given.append(timeout)
-        raise Asked
+        raise EndOfCall
 
     monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: self)
     monkeypatch.setattr("cluster.ranks.Cluster.stop", lambda self: None)

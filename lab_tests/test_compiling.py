@@ -1,4 +1,4 @@
-"""Compiled tiles give the plain model's loss and gradients; whoever watches operators still sees them all."""
+"""Compiled tiles have the plain model's loss and gradients, and a meter still observes every operator."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import lab
 from lab import models
-from lab.bench.compiled import compiled
+from lab.bench.compiled import measure_tiles
 from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.bench.software import versions
 from lab.commands.cli import main
@@ -20,7 +20,7 @@ from lab.recipe.recipe import Recipe, parse_knobs
 from lab.step.one_rank import one_rank
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
-from lab_tests.reference import tokens
+from lab_tests.support.reference import tokens
 
 # Torch's compiler imports a part of torch that uses another, deprecated part; and asks every tensor for its
 # gradient, the warning of which it hides where warnings are shown, and not where they are errors.
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _forgotten():
+def _reset_compiler():
     yield
     torch.compiler.reset()
 
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_the_plain_models():
     assert 0 < compiled_frames["ok"] == compiled_frames["total"]
 
 
-class Compiled:
+class CompilerStandIn:
     """Stands for torch's compiler: what it was given, and how often that ran."""
 
     def __init__(self):
@@ -79,7 +79,7 @@ class Compiled:
 
 @pytest.mark.parametrize(("mlps", "given"), [(False, 5), (True, 7)])
 def test_a_metered_step_runs_the_modules_own_forward(monkeypatch, mlps, given):
-    compiler = Compiled()
+    compiler = CompilerStandIn()
     monkeypatch.setattr(torch, "compile", compiler)
     model, meter = build(config()), Meter()
     apply_compiled(model, mlps=mlps)
@@ -92,7 +92,7 @@ def test_a_metered_step_runs_the_modules_own_forward(monkeypatch, mlps, given):
     assert compiler.ran == given
 
 
-def stepped(recipe):
+def gradients_of_step(recipe):
     """The gradients of rank 0 of two after a step that nobody watches, and the frames that were compiled."""
     torch.manual_seed(0)
     model = models.build("tiny")
@@ -111,9 +111,12 @@ def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
         fsdp=True, ulysses=2, head_chunk=8, overlap=True, checkpoint=True, offload="attention", mlp_tile=20,
         norm_tile=20, loss_tile=20,
     )  # fmt: skip
-    truth, nothing = stepped(recipe)
+    truth, nothing = gradients_of_step(recipe)
     recipe = replace(recipe, compute_dtype="bfloat16")
-    (eager, _), (fused, frames) = stepped(recipe), stepped(replace(recipe, compile="tiles"))
+    (eager, _), (fused, frames) = (
+        gradients_of_step(recipe),
+        gradients_of_step(replace(recipe, compile="tiles")),
+    )
     assert nothing == 0 < frames
     assert error(fused, eager) > 0
     assert error(fused, truth) < 1.2 * error(eager, truth) < 0.1
@@ -131,7 +134,7 @@ def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
     assert fused.loss == plain.loss
 
 
-def test_without_a_compiler_it_says_so(monkeypatch):
+def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler, none of c\+\+, .* or set compile='none'"):
         apply_compiled(build(config()), mlps=False)
@@ -139,7 +142,7 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     lab.plan("tiny", "tiling", tokens=512, ranks=4, compile="tiles")
 
 
-def test_it_is_for_tiles():
+def test_compiling_is_for_tiles():
     assert Recipe(norm_tile=4, compile="norms").mlp_tile is None
     for knobs in ({"compile": "norms"}, {"compile": "tiles", "norm_tile": 4}, {"compile": "tiles"}):
         with pytest.raises(
@@ -157,7 +160,7 @@ def test_it_is_for_tiles():
 
 def test_the_bench_of_a_tile():
     said = []
-    rows = compiled("tiny", said.append, tile=64, dtype=torch.float32, device="cpu", repeats=1)
+    rows = measure_tiles("tiny", said.append, tile=64, dtype=torch.float32, device="cpu", repeats=1)
     assert [row["tile of"] for row in rows] == ["norm", "MLP"]
     for row in rows:
         assert row["compiled / not"] == pytest.approx(row["compiled"] / row["seconds"])

@@ -1,120 +1,114 @@
-"""What a step costs: exact numbers of operations and bytes, by formulas that stand beside the counter."""
+"""The costs of a step: exact numbers of operations and bytes, each against a formula."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, Qwen2Config
+from transformers import Qwen2Config
 
 import lab
 from lab.planning.costs import CostCounter, Costs
 from lab.planning.hardware import hardware
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import AllToAll, all_to_all
-
-L, E, I, H, K, D, V = 3, 48, 72, 24, 4, 10, 104  # noqa: E741
-S, RANKS, FP32 = 160, 4, 4
+from lab_tests.support.costs import (
+    ATTENTION,
+    FP32,
+    RANKS,
+    D,
+    E,
+    H,
+    I,
+    K,
+    L,
+    S,
+    V,
+    model_config,
+    planned_costs,
+)
 
 LAYER = 2 * E * H * D + 2 * E * K * D + 3 * E * I
 MATMULS = L * LAYER + V * E
 NORMS = L * 2 * E + E
 LAYER_BYTES, ROOT_BYTES = FP32 * (LAYER + 2 * E), FP32 * (2 * V * E + E)
-ATTENTION = 2 * S * S * H * D  # scores and outputs, half of each behind the mask
 
 
-def config(family=LlamaConfig):
-    return family(
-        hidden_size=E, intermediate_size=I, num_hidden_layers=L, num_attention_heads=H,
-        num_key_value_heads=K, head_dim=D, vocab_size=V,
-    )  # fmt: skip
-
-
-def costs(ranks=RANKS, ranks_per_node=8, device="h100", rows=1, family=LlamaConfig, **knobs) -> Costs:
-    model = config(family)
-    return lab.plan(
-        model, Recipe(**knobs), tokens=S, ranks=ranks, rows=rows, device=device, ranks_per_node=ranks_per_node
-    ).costs
-
-
-def left(nbytes: int, group: int = RANKS) -> int:
+def sent_bytes(nbytes: int, group: int = RANKS) -> int:
     """What of a payload leaves the rank."""
     return nbytes * (group - 1) // group
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_flops_of_a_plain_step(rows):
-    assert costs(1, rows=rows).flops == rows * (6 * MATMULS * S + L * ATTENTION * 7 // 2)
+    assert planned_costs(1, rows=rows).flops == rows * (6 * MATMULS * S + L * ATTENTION * 7 // 2)
 
 
 def test_a_rank_of_four_does_a_fourth():
-    assert costs(fsdp=True, ulysses=4).flops * 4 == costs(1).flops
+    assert planned_costs(fsdp=True, ulysses=4).flops * 4 == planned_costs(1).flops
 
 
 def test_biases_multiply_nothing():
     # Qwen2 takes head_dim from E / H: it is that of this test's shapes only where it is given.
-    assert costs(1, family=Qwen2Config).flops == costs(1).flops
+    assert planned_costs(1, family=Qwen2Config).flops == planned_costs(1).flops
 
 
 def test_checkpointing_runs_every_attention_and_matmul_twice_but_the_last_of_a_layer():
     again = 2 * S * (LAYER - I * E)  # nothing that backward needs comes after down_proj
-    assert costs(1, checkpoint=True).flops - costs(1).flops == L * (again + ATTENTION)
+    assert planned_costs(1, checkpoint=True).flops - planned_costs(1).flops == L * (again + ATTENTION)
 
 
 def test_upipe_computes_no_attention_more_than_ulysses():
     ulysses, upipe = ({"ulysses": 4, "checkpoint": True, **more} for more in ({}, {"head_chunk": 8}))
-    extra = costs(**upipe).flops - costs(**ulysses).flops
+    extra = planned_costs(**upipe).flops - planned_costs(**ulysses).flops
     assert extra % (2 * S // 4) == 0
     assert extra < L * ATTENTION // 4
 
 
 def test_replicated_ranks_sum_every_gradient():
     parameters = [E * H * D] * 2 + [E * K * D] * 2 + [E * I] * 3 + [E] * 2
-    summed = L * sum(2 * left(FP32 * n) for n in parameters)
-    summed += 2 * left(FP32 * V * E) * 2 + 2 * left(FP32 * E)
-    the_loss = 2 * left(FP32)
-    assert costs().link_bytes == summed + the_loss
+    summed = L * sum(2 * sent_bytes(FP32 * n) for n in parameters)
+    summed += 2 * sent_bytes(FP32 * V * E) * 2 + 2 * sent_bytes(FP32 * E)
+    the_loss = 2 * sent_bytes(FP32)
+    assert planned_costs().link_bytes == summed + the_loss
 
 
 def test_fsdp_gathers_a_layer_twice_and_the_rest_once():
     # Summed beside the loss: the norm of each gradient, 9 a layer and 3 of the root.
-    the_loss = 2 * left(FP32) + 2 * left(FP32 * (9 * L + 3))
-    layers = L * 3 * left(LAYER_BYTES)  # gathered forward, gathered backward, gradients scattered
-    assert costs(fsdp=True).link_bytes == layers + 2 * left(ROOT_BYTES) + the_loss
-    halves = costs(fsdp=True, compute_dtype="bfloat16")
-    gathered = (2 * L * left(LAYER_BYTES) + left(ROOT_BYTES)) // 2
-    scattered = L * left(LAYER_BYTES) + left(ROOT_BYTES)
+    the_loss = 2 * sent_bytes(FP32) + 2 * sent_bytes(FP32 * (9 * L + 3))
+    layers = L * 3 * sent_bytes(LAYER_BYTES)  # gathered forward, gathered backward, gradients scattered
+    assert planned_costs(fsdp=True).link_bytes == layers + 2 * sent_bytes(ROOT_BYTES) + the_loss
+    halves = planned_costs(fsdp=True, compute_dtype="bfloat16")
+    gathered = (2 * L * sent_bytes(LAYER_BYTES) + sent_bytes(ROOT_BYTES)) // 2
+    scattered = L * sent_bytes(LAYER_BYTES) + sent_bytes(ROOT_BYTES)
     assert halves.link_bytes == gathered + scattered + the_loss
 
 
 def test_ulysses_exchanges_q_k_v_and_out_both_ways():
     for degree in (2, 4, 8):  # K = 4: with 8 ranks each key and value head goes to two
         more = {"ranks": 8, "fsdp": True}
-        sent = costs(ulysses=degree, **more).link_bytes - costs(**more).link_bytes
+        sent = planned_costs(ulysses=degree, **more).link_bytes - planned_costs(**more).link_bytes
         payload = FP32 * (S // degree) * D * (2 * H + 2 * max(K, degree))
-        assert sent == 2 * L * left(payload, degree)
+        assert sent == 2 * L * sent_bytes(payload, degree)
 
 
 @pytest.mark.parametrize("ring", [2, 4])
 def test_a_ring_sends_to_one_rank(ring):
-    sent = costs(fsdp=True, ring=ring).link_bytes - costs(fsdp=True).link_bytes
+    sent = planned_costs(fsdp=True, ring=ring).link_bytes - planned_costs(fsdp=True).link_bytes
     kv = 2 * (S // ring) * K * D * FP32
     assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
 
 
 @pytest.fixture
-def of_eight():
+def counter(eight):
     """What this rank of eight does is counted, as if on an H100; nothing is computed."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     with FakeTensorMode(), CostCounter(hardware("h100"), 8) as counted:
         yield counted
-    dist.destroy_process_group()
 
 
 SENT, SQUARE = 2**20, 4096
 
 
-def begun() -> AllToAll:
+def start_exchange() -> AllToAll:
     send = torch.empty(8, SENT)
     return AllToAll(send, torch.empty_like(send), dist.group.WORLD)
 
@@ -124,7 +118,7 @@ def travel() -> float:
     return 7 * SENT * FP32 / (h100.link.value * h100.link_share.value)
 
 
-def computed(counted, rows: int) -> float:
+def compute(counted, rows: int) -> float:
     """Seconds of so many rows times a square matrix."""
     before, x = counted.now(), torch.empty(SQUARE, SQUARE)
     x[:rows] @ x
@@ -132,43 +126,43 @@ def computed(counted, rows: int) -> float:
 
 
 @pytest.mark.parametrize("rows", [64, SQUARE])
-def test_what_is_under_way_is_waited_for_where_it_is_wanted(of_eight, rows):
-    exchange = begun()
-    meanwhile = computed(of_eight, rows)
+def test_an_exchange_is_waited_for_where_its_result_is_used(counter, rows):
+    exchange = start_exchange()
+    meanwhile = compute(counter, rows)
     assert (meanwhile < travel()) == (rows == 64)
-    assert of_eight.total.link_seconds == 0
+    assert counter.total.link_seconds == 0
     exchange.wait()
-    assert of_eight.now() == pytest.approx(max(travel(), meanwhile))
-    waited = of_eight.total.link_seconds
+    assert counter.now() == pytest.approx(max(travel(), meanwhile))
+    waited = counter.total.link_seconds
     assert waited == pytest.approx(max(travel() - meanwhile, 0))
     # What comes after hides nothing of it.
-    computed(of_eight, rows)
-    assert of_eight.total.link_seconds == waited
+    compute(counter, rows)
+    assert counter.total.link_seconds == waited
 
 
-def test_several_under_way_follow_each_other_and_are_waited_for_one_by_one(of_eight):
-    first, second, third = begun(), begun(), begun()
-    assert of_eight.now() == 0
+def test_several_exchanges_follow_each_other_and_are_waited_for_one_by_one(counter):
+    first, second, third = start_exchange(), start_exchange(), start_exchange()
+    assert counter.now() == 0
     first.wait()
-    assert of_eight.now() == of_eight.total.link_seconds == pytest.approx(travel())
+    assert counter.now() == counter.total.link_seconds == pytest.approx(travel())
     # Long enough for the second, and not for the third.
     meanwhile = 0.0
     while meanwhile < 1.2 * travel():
-        meanwhile += computed(of_eight, 64)
+        meanwhile += compute(counter, 64)
     assert meanwhile < 1.9 * travel()
     second.wait()
-    assert of_eight.total.link_seconds == pytest.approx(travel())
+    assert counter.total.link_seconds == pytest.approx(travel())
     third.wait()
-    assert of_eight.now() == pytest.approx(3 * travel())
-    assert of_eight.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
+    assert counter.now() == pytest.approx(3 * travel())
+    assert counter.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
 
 
-def test_one_that_is_waited_for_at_once_waits_for_the_links(of_eight):
-    exchange, send = begun(), torch.empty(8, SENT)
+def test_an_exchange_that_is_waited_for_at_once_waits_for_the_links(counter):
+    exchange, send = start_exchange(), torch.empty(8, SENT)
     all_to_all(send, dist.group.WORLD)
-    assert of_eight.now() == pytest.approx(2 * travel())
+    assert counter.now() == pytest.approx(2 * travel())
     exchange.wait()
-    assert of_eight.now() == of_eight.total.link_seconds == pytest.approx(2 * travel())
+    assert counter.now() == counter.total.link_seconds == pytest.approx(2 * travel())
 
 
 def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
@@ -179,11 +173,11 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
     )
     knobs = {"ulysses": 4, "head_chunk": 8, "checkpoint": True}
     for more in ({}, {"ranks_per_node": 1}):
-        late, ahead = costs(**knobs, **more), costs(**knobs, overlap=True, **more)
+        late, ahead = planned_costs(**knobs, **more), planned_costs(**knobs, overlap=True, **more)
         assert (ahead.flops, ahead.link_bytes) == (late.flops, late.link_bytes)
         hidden = late.link_seconds - ahead.link_seconds
         # Two stages of three go ahead: queries forward, again, and in backward, there with dout and out.
-        queries = (H // 8 - 1) * left(FP32 * (S // 4) * 8 * D)
+        queries = (H // 8 - 1) * sent_bytes(FP32 * (S // 4) * 8 * D)
         longest = L * 5 * queries / (network if more else links)
         assert 0 < hidden < longest
         # What goes ahead is copied once more.
@@ -191,25 +185,25 @@ def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
 
 
 def test_a_rings_steps_hide_behind_attention():
-    """Forward and back all but one, which brings the sums of the gradients home."""
-    h100, model, tokens, layers = hardware("h100"), config(), 2**20, 3
+    """All steps hide but the last of backward, which sends the sums of the gradients back."""
+    h100, model, tokens, layers = hardware("h100"), model_config(), 2**20, 3
 
     def waiting(ring: int) -> float:
         return lab.plan(model, Recipe(fsdp=True, ring=ring), tokens=tokens, ranks=RANKS).costs.link_seconds
 
     sums = 2 * (tokens // RANKS) * K * D * FP32
-    home = layers * sums / (h100.link.value * h100.link_share.value)
-    assert waiting(4) - waiting(1) == pytest.approx(home, rel=1e-6)
+    last = layers * sums / (h100.link.value * h100.link_share.value)
+    assert waiting(4) - waiting(1) == pytest.approx(last, rel=1e-6)
 
 
 def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():
-    offloaded = costs(fsdp=True, ulysses=4, checkpoint=True, offload="inputs")
+    offloaded = planned_costs(fsdp=True, ulysses=4, checkpoint=True, offload="inputs")
     one_input = FP32 * (S // 4) * E
     assert offloaded.host_bytes == 2 * (L - 1) * one_input
     h100 = hardware("h100")
     rate = h100.host_link.value * h100.host_link_share.value
     assert offloaded.host_seconds == pytest.approx(offloaded.host_bytes / rate, rel=1e-12)
-    kept = costs(fsdp=True, ulysses=4, checkpoint=True)
+    kept = planned_costs(fsdp=True, ulysses=4, checkpoint=True)
     assert (kept.host_bytes, kept.host_seconds) == (0, 0.0)
     assert offloaded.device_seconds == pytest.approx(kept.device_seconds, rel=1e-12)
 
@@ -220,10 +214,10 @@ def test_groups_across_nodes_use_the_network(ulysses):
     h100 = hardware("h100")
     links = h100.link.value * h100.link_share.value
     network = h100.network.value * h100.network_share.value
-    one = costs(fsdp=True, ulysses=ulysses)
-    two = costs(fsdp=True, ulysses=ulysses, ranks_per_node=2)
+    one = planned_costs(fsdp=True, ulysses=ulysses)
+    two = planned_costs(fsdp=True, ulysses=ulysses, ranks_per_node=2)
     assert (one.flops, one.link_bytes, one.host_bytes) == (two.flops, two.link_bytes, two.host_bytes)
-    gathered = costs(fsdp=True).link_bytes
+    gathered = planned_costs(fsdp=True).link_bytes
     exchanged = (one.link_bytes - gathered) * (ulysses == 4)
     # Of what a rank exchanges with three others, two are on the other node.
     slower = gathered * (1 / (2 * network) - 1 / links) + exchanged * (2 / 3 / network - 1 / links)
@@ -231,8 +225,9 @@ def test_groups_across_nodes_use_the_network(ulysses):
 
 
 def test_matmuls_take_fp32_at_half_the_rate_and_devices_differ():
-    assert costs(device="a100").seconds > costs().seconds > costs(compute_dtype="bfloat16").seconds * 0.9
-    assert costs(device="h200").flops == costs().flops
+    a100, h100 = planned_costs(device="a100"), planned_costs()
+    assert a100.seconds > h100.seconds > planned_costs(compute_dtype="bfloat16").seconds * 0.9
+    assert planned_costs(device="h200").flops == h100.flops
 
 
 def test_costs_add_and_multiply():

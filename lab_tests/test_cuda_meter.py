@@ -1,9 +1,9 @@
-"""The meter of CUDA, with an allocator that is told what to say: its bytes, by the meter's names."""
+"""The meter of CUDA with a scripted allocator: its bytes, and the names of the meter."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,20 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
 from lab.errors import LabError
-from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, capped
+from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, limit_memory
 from lab.memory.stopwatch import Stopwatch
-from lab.step.on_ranks import checked
+from lab.recipe.jobs import TrainSettings, make_job
 from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
 from lab.training.records import Run
 from lab.units import GiB
-from lab_tests.test_meter import Two, metered_step
-from lab_tests.training import TOKENS, small
+from lab_tests.support.gpus import Card
+from lab_tests.support.metered_step import TwoLayers, metered_step
+from lab_tests.support.models import small_config
+from lab_tests.support.training import TOKENS
 
 MIB = 2**20
 
 
-class Told:
+class ScriptedAllocator:
     """An allocator that holds 7 MiB at first, and takes and gives back as it is told."""
 
     def __init__(self) -> None:
@@ -61,53 +63,53 @@ class Inside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stepped() -> tuple[CudaMeter, Told]:
+def metered_product() -> tuple[CudaMeter, ScriptedAllocator]:
     """A step in which the product of the second module takes 5 MiB inside, and a doubling in place 1 MiB."""
-    told = Told()
-    model = Two()
+    allocator = ScriptedAllocator()
+    model = TwoLayers()
 
     def product() -> None:
-        told.now("alloc", 5 * MIB)
-        told.now("segment_alloc", 20 * MIB)
-        told.now("free_requested", 5 * MIB)
-        told.now("alloc", 2 * MIB)
-        told.now("free_completed", 5 * MIB)
+        allocator.now("alloc", 5 * MIB)
+        allocator.now("segment_alloc", 20 * MIB)
+        allocator.now("free_requested", 5 * MIB)
+        allocator.now("alloc", 2 * MIB)
+        allocator.now("free_completed", 5 * MIB)
 
-    meter = CudaMeter(told)
+    meter = CudaMeter(allocator)
     with (
         Inside(torch.ops.aten.mm.default, {1: product}),
-        Inside(torch.ops.aten.mul_.Tensor, {0: lambda: told.now("alloc", MIB)}),
+        Inside(torch.ops.aten.mul_.Tensor, {0: lambda: allocator.now("alloc", MIB)}),
         meter.measure(model),
         meter.phase("forward"),
     ):
         x = model(torch.randn(11, 5))
         x.detach().mul_(2)
         kept = to_host(x, [False])
-        told.now("free_requested", MIB)
+        allocator.now("free_requested", MIB)
     assert kept[0].nbytes == 4096
-    return meter, told
+    return meter, allocator
 
 
 def test_each_event_is_a_row_with_the_allocators_bytes() -> None:
-    meter, told = stepped()
+    meter, allocator = metered_product()
     timeline = meter.timeline()
     assert timeline.total.tolist() == [12 * MIB, 7 * MIB, 9 * MIB, 10 * MIB, 9 * MIB]
     history = meter.history
     assert timeline.device_peak == history.device_peak == 12 * MIB
     assert (history.reserved_peak, history.retries, history.outside_torch) == (20 * MIB, 4, 3 * MIB)
-    assert (told.began, told.ended) == (1, 1)
+    assert (allocator.began, allocator.ended) == (1, 1)
 
 
-def test_the_names_are_the_meters() -> None:
+def test_events_have_the_names_of_the_meter() -> None:
     """An event that falls into an operator is that operator's, also of one that changes no bytes itself."""
-    timeline = stepped()[0].timeline()
+    timeline = metered_product()[0].timeline()
     rows = [timeline.moment(row) for row in range(len(timeline))]
     named = [(row.module, row.op) for row in rows]
     assert named == [("second", "aten.mm")] * 3 + [("", "aten.mul_"), ("", "-")]
     assert [row.host for row in rows] == [0, 0, 0, 0, 4096]
     peak = timeline.peak
     assert (peak.phase, peak.module, peak.op, peak.shapes) == ("forward", "second", "aten.mm", "11x7 7x3")
-    weights = sum(p.nbytes for p in Two().parameters())
+    weights = sum(p.nbytes for p in TwoLayers().parameters())
     assert peak.by_category["parameters"] == weights
     known = sum(size for name, size in peak.by_category.items() if name != "other")
     assert peak.by_category["other"] == 12 * MIB - known > 4 * MIB
@@ -115,12 +117,12 @@ def test_the_names_are_the_meters() -> None:
 
 def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
     """The allocator holds less than the meter knows of: the split still adds up, and nothing is negative."""
-    told = Told()
-    model = Two()
-    meter = CudaMeter(told)
+    allocator = ScriptedAllocator()
+    model = TwoLayers()
+    meter = CudaMeter(allocator)
     with meter.measure(model), meter.phase("forward"):
         kept = model.first(torch.randn(11, 5))
-        told.now("free_requested", 7 * MIB - 400)
+        allocator.now("free_requested", 7 * MIB - 400)
     assert kept.numel()
     row = meter.timeline().moment(-1)
     weights = sum(p.nbytes for p in model.parameters())
@@ -131,11 +133,11 @@ def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
 
 
 def test_the_record_ends_with_a_step_that_fails() -> None:
-    told = Told()
-    meter = CudaMeter(told)
-    with pytest.raises(ZeroDivisionError), meter.measure(Two()):
+    allocator = ScriptedAllocator()
+    meter = CudaMeter(allocator)
+    with pytest.raises(ZeroDivisionError), meter.measure(TwoLayers()):
         raise ZeroDivisionError
-    assert told.ended == 1
+    assert allocator.ended == 1
 
 
 def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +177,11 @@ class Starting:
 
     def __init__(self, patch: pytest.MonkeyPatch, module: ModuleType) -> None:
         self.peak = 0
-        made, stepped = module.worker, module.train_step
+        made, stepped = module.make_rank_state, module.train_step
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.hold(0))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
         patch.setattr(module, "AllocatedPeak", lambda _: AllocatedPeak(torch.device("cuda")))
-        patch.setattr(module, "worker", lambda *told: (self.hold(90 * MIB), made(*told))[1])
+        patch.setattr(module, "make_rank_state", lambda *told: (self.hold(90 * MIB), made(*told))[1])
         patch.setattr(
             module, "train_step", lambda *args, **kw: (self.hold(50 * MIB), stepped(*args, **kw))[1]
         )
@@ -193,7 +195,7 @@ def test_the_peak_of_training_is_that_of_its_steps(
 ) -> None:
     Starting(monkeypatch, train_loop)
     trained = lab.train(
-        small(), "plain", tokens=TOKENS, text=digits, steps=2, checkpoint=tmp_path, cluster=None
+        small_config(), "plain", tokens=TOKENS, text=digits, steps=2, checkpoint=tmp_path, cluster=None
     )
     assert [step.device_peak for step in trained.steps] == [50 * MIB] * 2
 
@@ -201,46 +203,31 @@ def test_the_peak_of_training_is_that_of_its_steps(
 def test_a_run_brings_the_allocators_peak_with_it(
     alone: None, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, _, _ = checked(small(), "plain", ranks=1, tokens=TOKENS, steps=1, text=digits)
-    result = run._train(training, None)
+    job, settings = make_job(small_config(), "plain", ranks=1, tokens=TOKENS), TrainSettings(1, digits)
+    result = run._train(job, settings, None)
     assert result.allocated is None
     timeline = result.timeline
-    assert Run("", training, (), (), (timeline,)).device_peak == timeline.device_peak
+    assert Run("", job, settings, (), (), (timeline,)).device_peak == timeline.device_peak
     Starting(monkeypatch, run)
-    result = run._train(training, None)
+    result = run._train(job, settings, None)
     assert result.allocated == 50 * MIB > timeline.device_peak
-    held = Run("", training, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
+    held = Run("", job, settings, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
     assert held.device_peak == 50 * MIB
-
-
-class Card:
-    """Stands in for torch.cuda: a GPU of 79 GiB on which 1 GiB is taken, and 0.25 GiB of that is torch's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fractions: list[float] = []
-        for name, answer in {
-            "get_device_properties": lambda _: SimpleNamespace(total_memory=79 * GiB),
-            "current_device": lambda: 0,
-            "mem_get_info": lambda: (78 * GiB, 79 * GiB),
-            "memory_reserved": lambda: GiB // 4,
-            "set_per_process_memory_fraction": self.fractions.append,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
 
 
 def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
-    with capped(40 * GiB, absent=3 * GiB):
+    with limit_memory(40 * GiB, absent=3 * GiB):
         assert card.fractions == [pytest.approx((40 - 0.75 - 3) / 79)]
     assert card.fractions[1:] == [1.0]
-    said = r"^device_memory=3.50 GiB: outside torch's allocator 3.75 GiB are taken"
-    with pytest.raises(LabError, match=said) as caught, capped(7 * GiB // 2, absent=3 * GiB):
+    said = r"^device_memory=3.50 GiB: 3.75 GiB are in use outside torch's allocator"
+    with pytest.raises(LabError, match=said) as caught, limit_memory(7 * GiB // 2, absent=3 * GiB):
         pass
     assert "\n" not in str(caught.value)
 
 
 def test_the_stopwatch_has_seconds_by_phase_and_sees_no_operator() -> None:
-    model, watch = Two(), Stopwatch()
+    model, watch = TwoLayers(), Stopwatch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         metered_step(watch, model, optimizer, torch.randn(11, 5))

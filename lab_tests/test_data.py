@@ -1,3 +1,5 @@
+"""Text becomes batches of tokens."""
+
 import pytest
 import torch
 from click.testing import CliRunner

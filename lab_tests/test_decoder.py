@@ -1,4 +1,4 @@
-"""Which models are taken: families by name, every field of their configs in a group; the rest are refused."""
+"""Families of models are accepted by name, with every field of their configs; others are refused."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ import lab
 from lab import decoder, models
 from lab.bench.reference import build, config
 from lab.commands.cli import main
-from lab.decoder import FAMILIES, check_config, declared, decoder_of
+from lab.decoder import FAMILIES, check_config, config_fields, decoder_of
 from lab.errors import ModelError
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_field_that_the_installed_transformers_declares_is_in_a_group(kind):
-    unknown = [name for name, _ in declared(CONFIG_MAPPING[kind]) if not FAMILIES[kind].knows(name)]
+    unknown = [name for name, _ in config_fields(CONFIG_MAPPING[kind]) if not FAMILIES[kind].knows(name)]
     assert not unknown, f"put {unknown} of {kind} in a group, each after reading what it does"
 
 
 def test_a_field_in_no_group_is_refused_unless_it_is_at_its_default(monkeypatch):
-    fields = decoder.declared
-    monkeypatch.setattr(decoder, "declared", lambda kind: [*fields(kind), ("logit_twist", 0.0)])
+    fields = decoder.config_fields
+    monkeypatch.setattr(decoder, "config_fields", lambda kind: [*fields(kind), ("logit_twist", 0.0)])
     check_config(LlamaConfig())
     with pytest.raises(
         ModelError, match=r"logit_twist=0\.5 in the config of a Llama model: .*logit_twist=0\.0"

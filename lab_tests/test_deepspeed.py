@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses in our seam: the plain model's numbers, and ours."""
+"""DeepSpeed's Ulysses in a model: the loss and gradients of the plain model and of the lab's Ulysses."""
 
 import os
 import subprocess
@@ -9,53 +9,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
-from lab.techniques.loss import apply_loss
 from lab.techniques.offload import apply_offload
 from lab.techniques.ulysses import apply_ulysses
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks_afterwards(ranks4):
-    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
-    yield
-    ranks4.stop()
-    ranks4.start()
-
+from lab_tests.support.models import small_config, small_decoder
 
 TOKENS, VOCAB = 40, 67
 FAMILIES = {
-    "llama": (LlamaConfig, {"num_key_value_heads": 4, "head_dim": 10}),
-    "kv-replicated": (LlamaConfig, {"num_key_value_heads": 2, "head_dim": 10}),
-    "qwen2": (Qwen2Config, {"num_key_value_heads": 12}),
-    "qwen3": (Qwen3Config, {"num_key_value_heads": 4, "head_dim": 10}),
+    "llama": (LlamaConfig, {"num_key_value_heads": 4}),
+    "kv-replicated": (LlamaConfig, {"num_key_value_heads": 2}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 12, "head_dim": None}),
+    "qwen3": (Qwen3Config, {"num_key_value_heads": 4}),
 }
 APPLY = {"deepspeed": apply_deepspeed_ulysses, "ours": apply_ulysses}
 
 # The first use compiles an operator on this machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.usefixtures("_fresh_ranks_after_deepspeed"), pytest.mark.timeout(600)]
 
 
 def decoder(family="llama", dtype=torch.float64):
-    config, further = FAMILIES[family]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config(
-            vocab_size=VOCAB, hidden_size=48, intermediate_size=88, num_hidden_layers=2,
-            num_attention_heads=12, use_cache=False, **further,
-        ),
-        dtype=dtype, attn_implementation="sdpa",
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():  # a bug hides behind biases of 0 and norms of 1
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    apply_loss(model)
-    return model
+    kind, further = FAMILIES[family]
+    config = small_config(kind, vocab_size=VOCAB, intermediate_size=88, use_cache=False, **further)
+    return small_decoder(config, dtype)
 
 
 def batch(rows):
@@ -90,14 +71,11 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
         dist.all_reduce(tensor, group=group)
     assert (dict(ALL_ATTENTION_FUNCTIONS.items()), "DS_ACCELERATOR" in os.environ) == before
     kinds = {
-        type(m.self_attn.lab_attention._made).__module__ for m in model.model.layers if backend == "deepspeed"
+        type(m.self_attn.lab_attention._attention).__module__
+        for m in model.model.layers
+        if backend == "deepspeed"
     }
     return got, kinds
-
-
-def worst(got, wanted):
-    assert got.keys() == wanted.keys()
-    return max(((got[n] - w).norm() / w.norm()).item() for n, w in wanted.items())
 
 
 @pytest.mark.slow
@@ -113,15 +91,15 @@ def worst(got, wanted):
     ],
     ids=str,
 )
-def test_the_plain_models_loss_and_gradients_and_ours(family, dtype, size, checkpoint, kept, ranks4):
+def test_loss_and_gradients_are_the_plain_models_and_the_labs(family, dtype, size, checkpoint, kept, ranks4):
     wanted = steps(decoder(family, dtype), lambda t: t)
     tolerance = 1e-9 if dtype == torch.float64 else 5e-6
     theirs = ranks4.apply(steps_on_rank, "deepspeed", family, dtype, size, checkpoint, kept)
     ours = ranks4.apply(steps_on_rank, "ours", family, dtype, size, checkpoint, kept)
     for (got, kinds), (mine, _) in zip(theirs, ours, strict=True):
         assert kinds == {"deepspeed.runtime.sequence_parallel.ulysses_sp"}
-        assert worst(got, wanted) <= tolerance
-        assert worst(got, mine) <= tolerance
+        assert error(got, wanted) <= tolerance
+        assert error(got, mine) <= tolerance
 
 
 def refusals():
@@ -139,7 +117,7 @@ def refusals():
 
 
 @pytest.mark.slow
-def test_refusals(ranks4):
+def test_fake_tensors_and_degrees_that_heads_do_not_allow_are_refused(ranks4):
     for said in ranks4.apply(refusals):
         assert "ulysses_backend='lab'" in said["fake"]
         assert "ulysses=4" in said["heads"]
@@ -169,7 +147,7 @@ for without in ("a compiler", "DeepSpeed"):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_or_deepspeed_it_says_so(tmp_path):
+def test_without_a_compiler_or_deepspeed_the_backend_is_refused(tmp_path):
     nothing = {"PATH": str(tmp_path), "CXX": "nothing", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     ran = subprocess.run(
         [sys.executable, "-c", ALONE], cwd=Path(__file__).parent.parent, env=os.environ | nothing,

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's operator cannot be compiled, the refusal is one line, whatever the compiler said."""
+"""Where DeepSpeed's operator cannot be compiled, the refusal is one line, whatever the compiler wrote."""
 
 import sys
 from types import ModuleType, SimpleNamespace

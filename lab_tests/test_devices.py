@@ -1,4 +1,4 @@
-"""GPUs that cannot be used are refused in one line; stand-ins for what torch and nvidia-smi answer."""
+"""GPUs that cannot be used are refused in one line; stand-ins give the answers of torch and nvidia-smi."""
 
 import time
 
@@ -13,30 +13,8 @@ from cluster.errors import ClusterError
 from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.rehearsing.rehearse import machine_for
-
-GIB = 2**30
-TOO_OLD = (
-    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by "
-    "downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
-)
-
-
-def gpus(patch, count, *, usable=True, taken=0, reserved=0, rows=()):
-    """Stands in for a host of ``count`` GPUs of 80 GiB, of which ``taken`` bytes are in use."""
-
-    def init():
-        raise RuntimeError(TOO_OLD)
-
-    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    patch.setattr(torch.cuda, "device_count", lambda: count)
-    patch.setattr(torch.cuda, "is_available", lambda: usable)
-    patch.setattr(torch.cuda, "init", init)
-    patch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB - taken, 80 * GIB))
-    patch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
-    patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    patch.setattr(torch.cuda, "set_device", lambda _: None)
-    patch.setattr(devices, "ask_gpus", lambda *_: [list(row) for row in rows])
-    patch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("joined"))
+from lab.units import GiB
+from lab_tests.support.gpus import patch_gpus
 
 
 def as_torchruns(patch, rank, ranks):
@@ -46,7 +24,7 @@ def as_torchruns(patch, rank, ranks):
         patch.setenv(name, str(value))
 
 
-def refused(run):
+def refusal(run):
     with pytest.raises(ClusterError) as error:
         run()
     assert "\n" not in str(error.value)
@@ -62,7 +40,7 @@ def join():
         pass
 
 
-def joined_group(patch):
+def patch_group(patch):
     """Stands in for the process group; the timeouts that are set for it, in seconds."""
     limits = []
     patch.setattr(dist, "init_process_group", lambda *_, **__: None)
@@ -73,9 +51,9 @@ def joined_group(patch):
 
 
 def test_a_driver_older_than_torchs_cuda(monkeypatch):
-    gpus(monkeypatch, 8, usable=False)
+    patch_gpus(monkeypatch, 8, usable=False)
     as_torchruns(monkeypatch, 0, 8)
-    said = [refused(run) for run in (lambda: Cluster(ranks=8), rehearse, join, devices.check_driver)]
+    said = [refusal(run) for run in (lambda: Cluster(ranks=8), rehearse, join, devices.check_driver)]
     assert set(said) == {
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use the 8 GPUs here: The "
         "NVIDIA driver on your system is too old (found version 12020); a newer driver would work, or the "
@@ -83,29 +61,29 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
     }
     run = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "64", "--ranks", "2"])
     assert (run.exit_code, run.stdout, run.stderr) == (2, "", f"lab: {said[0]}\n")
-    gpus(monkeypatch, 1, usable=False)
-    assert "cannot use the 1 GPU here: " in refused(devices.check_driver)
-    gpus(monkeypatch, 8)
+    patch_gpus(monkeypatch, 1, usable=False)
+    assert "cannot use the 1 GPU here: " in refusal(devices.check_driver)
+    patch_gpus(monkeypatch, 8)
     devices.check_driver()
-    gpus(monkeypatch, 0, usable=False)
+    patch_gpus(monkeypatch, 0, usable=False)
     devices.check_driver()
 
 
 def test_a_gpu_that_another_process_fills(monkeypatch):
     for module in ("cluster.torchrun", "lab.rehearsing.rehearse"):
         monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
-    gpus(monkeypatch, 1, taken=61 * GIB + GIB // 2)
+    patch_gpus(monkeypatch, 1, taken=61 * GiB + GiB // 2)
     as_torchruns(monkeypatch, 0, 1)
-    said = {refused(run) for run in (rehearse, join, devices.check_free)}
+    said = {refusal(run) for run in (rehearse, join, devices.check_free)}
     assert said == {
         "NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB; end them (nvidia-smi "
         "lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
     }
     # What this process holds is its own, and so is a context.
-    gpus(monkeypatch, 1, taken=62 * GIB, reserved=61 * GIB)
+    patch_gpus(monkeypatch, 1, taken=62 * GiB, reserved=61 * GiB)
     devices.check_free()
-    gpus(monkeypatch, 1, taken=10 * GIB)
-    assert "10.0 of its 80.0 GiB" in refused(devices.check_free)
+    patch_gpus(monkeypatch, 1, taken=10 * GiB)
+    assert "10.0 of its 80.0 GiB" in refusal(devices.check_free)
 
 
 @pytest.mark.parametrize("failing", ["set_device", "mem_get_info"])
@@ -113,7 +91,7 @@ def test_a_gpu_that_cuda_refuses(monkeypatch, failing):
     """One that is full to the last byte, or that another process holds in exclusive mode."""
     for module in ("cluster.torchrun", "lab.rehearsing.rehearse"):
         monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
-    gpus(monkeypatch, 1)
+    patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
 
     def busy(*_):
@@ -124,28 +102,28 @@ def test_a_gpu_that_cuda_refuses(monkeypatch, failing):
         " cannot be used: CUDA error: CUDA-capable device(s) is/are busy or unavailable; end the processes "
         "that use it (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES"
     )
-    assert refused(join) == f"cuda:0{end}"
+    assert refusal(join) == f"cuda:0{end}"
     if failing == "mem_get_info":
-        assert {refused(rehearse), refused(devices.check_free)} == {f"the GPU{end}"}
+        assert {refusal(rehearse), refusal(devices.check_free)} == {f"the GPU{end}"}
 
 
 def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
-    gpus(monkeypatch, 1)
+    patch_gpus(monkeypatch, 1)
     began = time.monotonic()
-    asked = iter([GIB, 2 * GIB, 79 * GIB])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GIB))
+    asked = iter([GiB, 2 * GiB, 79 * GiB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GiB))
     devices.check_free(wait=10)
     assert time.monotonic() - began < 5
     assert next(asked, None) is None
 
 
 @pytest.mark.parametrize("run", [join, lambda: machine_for(None)], ids=["torchrun", "rehearse"])
-def test_a_rank_and_a_rehearsal_wait_for_it(monkeypatch, run):
-    gpus(monkeypatch, 1)
+def test_a_rank_and_a_rehearsal_wait_for_a_process_that_is_leaving(monkeypatch, run):
+    patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
-    limits = joined_group(monkeypatch)
-    asked = iter([GIB, 79 * GIB])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GIB))
+    limits = patch_group(monkeypatch)
+    asked = iter([GiB, 79 * GiB])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GiB))
     run()
     assert next(asked, None) is None
     assert limits == ([600] if run is join else [])
@@ -153,12 +131,12 @@ def test_a_rank_and_a_rehearsal_wait_for_it(monkeypatch, run):
 
 def test_a_rank_of_torchruns_has_a_clusters_timeout(monkeypatch):
     """As its two backends, gloo and NCCL, have half an hour by default."""
-    gpus(monkeypatch, 1)
+    patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
-    on_gpus = joined_group(monkeypatch)
+    on_gpus = patch_group(monkeypatch)
     join()
-    gpus(monkeypatch, 0, usable=False)
-    on_cpus = joined_group(monkeypatch)
+    patch_gpus(monkeypatch, 0, usable=False)
+    on_cpus = patch_group(monkeypatch)
     join()
     assert (on_gpus, on_cpus) == ([600], [60])
 
@@ -174,10 +152,10 @@ def test_a_rank_of_torchruns_has_a_clusters_timeout(monkeypatch):
     ],
 )
 def test_mig_slices(monkeypatch, visible, rows, named):
-    gpus(monkeypatch, 2, rows=rows)
+    patch_gpus(monkeypatch, 2, rows=rows)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert refused(lambda: Cluster(ranks=2)) == (
+    assert refusal(lambda: Cluster(ranks=2)) == (
         f"ranks=2: {named} is a MIG slice or is divided into slices, and NCCL joins whole GPUs only; ranks=1 "
         "would work, or MIG switched off by nvidia-smi -mig 0"
     )
@@ -186,19 +164,19 @@ def test_mig_slices(monkeypatch, visible, rows, named):
 
 def test_a_gpu_with_slices_that_is_not_visible_is_nobodys(monkeypatch):
     rows = [("0", "GPU-a1", "Enabled"), ("1", "GPU-b2", "Disabled"), ("2", "GPU-c3", "Disabled")]
-    gpus(monkeypatch, 2, rows=rows)
+    patch_gpus(monkeypatch, 2, rows=rows)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     Cluster(ranks=2)
 
 
 def test_eight_ranks_on_seven_gpus(monkeypatch):
-    gpus(monkeypatch, 7)
+    patch_gpus(monkeypatch, 7)
     capacity.check_capacity(7)
     for profile in ("local", "node8"):
-        said = refused(lambda profile=profile: Cluster(ranks=8, profile=profile))
+        said = refusal(lambda profile=profile: Cluster(ranks=8, profile=profile))
         assert said.startswith("ranks=8: each rank needs a GPU and this process sees 7; ranks=7 would work")
     as_torchruns(monkeypatch, 7, 8)
-    assert refused(join) == (
+    assert refusal(join) == (
         "rank 7 is number 8 on its host and sees 7 GPUs; torchrun --nproc-per-node 7 would work"
     )
 
@@ -214,6 +192,6 @@ def join_beside_another(rank, *told):
 def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
     monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
     cluster = Cluster(ranks=2)
-    said = refused(cluster.start)
+    said = refusal(cluster.start)
     assert said == "rank 1: NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB"
     assert not cluster.started

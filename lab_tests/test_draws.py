@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from cluster.ranks import Cluster
 from lab.bench import draws as module
-from lab.bench.draws import RANKS, Draw, draws, examine, legal, suggestion
+from lab.bench.draws import RANKS, Draw, draws, examine, follow_suggestions, suggestion
 from lab.recipe.recipe import Recipe
 
 
@@ -31,7 +31,7 @@ def test_every_draw_is_right_or_refused(clusters, draw):
     assert examine(draw, clusters[draw.ranks]) in ("right", "refused")
 
 
-def drawn(**changed):
+def make_draw(**changed):
     shape = {
         "family": "llama", "heads": 24, "kv_heads": 6, "head_dim": 10, "hidden": 48, "inner": 72, "layers": 2,
         "vocabulary": 101, "tied": False, "tokens": 40, "rows": 1, "ranks": 2, "knobs": {},
@@ -41,7 +41,7 @@ def drawn(**changed):
 
 @pytest.mark.slow
 def test_a_wrong_plan_or_a_wrong_gradient_is_found(ranks4, monkeypatch):
-    draw = drawn(ranks=4, knobs={"fsdp": True, "ulysses": 2, "checkpoint": True, "offload": "inputs"})
+    draw = make_draw(ranks=4, knobs={"fsdp": True, "ulysses": 2, "checkpoint": True, "offload": "inputs"})
     assert examine(draw, ranks4) == "right"
     planned = partial(module.plan, draw.model, Recipe(**draw.knobs))
     monkeypatch.setattr(module, "plan", lambda *_, **told: planned(**{**told, "tokens": 44}))
@@ -64,12 +64,12 @@ def test_a_wrong_plan_or_a_wrong_gradient_is_found(ranks4, monkeypatch):
     ],
 )
 def test_following_a_refusal_leads_to_a_recipe_that_is_not_refused(knobs):
-    draw = drawn(knobs=knobs)
-    recipe, refused = legal(draw)
+    draw = make_draw(knobs=knobs)
+    recipe, refused = follow_suggestions(draw)
     assert refused
     recipe.check(draw.config(), draw.ranks)
 
 
 def test_a_legal_draw_is_its_recipe_and_a_refusal_without_a_suggestion_is_found():
-    assert legal(drawn(knobs={"ulysses": 2})) == (Recipe(ulysses=2), False)
+    assert follow_suggestions(make_draw(knobs={"ulysses": 2})) == (Recipe(ulysses=2), False)
     assert suggestion("ulysses=5: it is odd", {"ulysses": 5}) == {}

@@ -15,7 +15,7 @@ from lab.techniques.exchange import (
     sequence_from_heads,
     sum_over_ranks,
 )
-from lab_tests.reference import subgroup
+from lab_tests.support.reference import subgroup
 
 B, S, D = 2, 40, 10
 
@@ -25,7 +25,7 @@ def whole(heads):
     return torch.randn(B, S, heads, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def exchanged(heads, ranks):
+def exchange_and_back(heads, ranks):
     group = subgroup(ranks)
     rank, local = dist.get_rank(group), S // ranks
     x = whole(heads)
@@ -58,14 +58,14 @@ def permuted_payload():
     return all_to_all(send, group)
 
 
-def summed():
+def sum_and_gradient():
     x = torch.tensor([dist.get_rank() + 1.0], requires_grad=True)
     total = sum_over_ranks(x, dist.group.WORLD)
     (3 * total).backward()
     return total.item(), x.grad.item()
 
 
-def shifted(ranks):
+def shift(ranks):
     group = subgroup(ranks)
     rank = dist.get_rank(group)
     first = Shift(torch.full((2, 3), float(rank)), group)
@@ -78,7 +78,7 @@ def shifted(ranks):
 @pytest.mark.parametrize("heads", [24, 4, 2, 1])
 def test_heads_and_sequence_change_places_and_back(ranks4, heads, ranks):
     if heads < ranks or heads % ranks == 0:
-        shapes = ranks4.apply(exchanged, heads, ranks)
+        shapes = ranks4.apply(exchange_and_back, heads, ranks)
         assert shapes == [(B, S, max(heads // ranks, 1), D)] * 4
 
 
@@ -89,15 +89,15 @@ def test_a_permuted_buffer_is_sent_in_its_own_order(ranks4):
 
 
 def test_the_sum_is_everyones_and_each_differentiates_its_own_share(ranks4):
-    assert ranks4.apply(summed) == [(10.0, 3.0)] * 4
+    assert ranks4.apply(sum_and_gradient) == [(10.0, 3.0)] * 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_round_the_ring_brings_the_previous_ranks(ranks4, ranks):
-    assert ranks4.apply(shifted, ranks) == [True] * 4
+    assert ranks4.apply(shift, ranks) == [True] * 4
 
 
-def test_what_is_under_way_is_waited_for_by_its_work(monkeypatch):
+def test_an_exchange_is_waited_for_by_its_work(monkeypatch):
     """On CPU its tensors' holders say as much; on a GPU only this holds the computing stream back."""
 
     class Work:
@@ -148,6 +148,6 @@ def test_the_degrees_that_heads_allow():
         (28, 4, -2, "ulysses=-2: "),
     ],
 )
-def test_other_degrees_are_refused_with_those_that_work(heads, kv_heads, degree, named):
+def test_degrees_that_heads_do_not_allow_are_refused_with_those_that_work(heads, kv_heads, degree, named):
     with pytest.raises(RecipeError, match=named):
         check_degree(heads, kv_heads, degree)

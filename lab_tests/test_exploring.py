@@ -1,14 +1,14 @@
-"""Sliders and their picture: what is drawn when one moves, and what is said where a value is refused."""
+"""Sliders with a picture: the picture of a choice, and the message where a choice is refused."""
 
 import pytest
 
 import lab.show
 from lab.errors import LabError
-from lab.show.picture import Picture, drawing
+from lab.show.picture import Picture, styled_figure
 
 
 def picture_of(text):
-    with drawing(1.0) as figure:
+    with styled_figure(1.0) as figure:
         figure.text(0.1, 0.5, text)
     return Picture(figure, text)
 
@@ -42,13 +42,13 @@ def test_none_is_a_value_like_others():
 
 def test_a_refused_value_is_explained_and_the_picture_stays():
     found = lab.show.explore(lab.show.schedule, heads=[32], kv_heads=[8], ranks=[4], head_chunk=[12, 4])
-    assert found.refused == ""
+    assert found.refusal == ""
     before = found._image.value
     found.sliders["head_chunk"].index = 0
-    assert found.refused == ("head_chunk=12: it does not divide the 32 query heads; these work: 4, 8, 16, 32")
+    assert found.refusal == ("head_chunk=12: it does not divide the 32 query heads; these work: 4, 8, 16, 32")
     assert found._image.value == before
     found.sliders["head_chunk"].index = 1
-    assert found.refused == ""
+    assert found.refusal == ""
 
 
 def test_another_error_is_not_hidden():

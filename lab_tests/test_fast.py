@@ -1,4 +1,4 @@
-"""The recipe ``fast``: the top rung with its attention kept, beside the ladder; known wherever names are."""
+"""The recipe ``fast``, which is the top rung with its attention saved, is known wherever rungs are."""
 
 from dataclasses import replace
 
@@ -12,11 +12,11 @@ from lab.models import config_of
 from lab.planning.fit import candidates
 from lab.planning.hardware import hardware
 from lab.recipe.ladder import NAMES, RUNGS, ladder, named, recipe_for
-from lab.show.tuner.text import set_by_hand
-from lab_tests.test_costs import ATTENTION, FP32, RANKS, D, E, H, L, S, costs
+from lab.show.tuner.text import fields_to_set
+from lab_tests.support.costs import ATTENTION, FP32, RANKS, D, E, H, L, S, planned_costs
 
 
-def test_it_is_the_top_rung_with_its_attention_kept_and_no_rung():
+def test_fast_is_the_top_rung_with_its_attention_saved_and_no_rung():
     top = recipe_for(RUNGS[-1], "tiny", 4, 4096)
     assert recipe_for("fast", "tiny", 4, 4096) == replace(top, offload="attention")
     assert set(NAMES) - set(ladder("tiny", 4, 4096)) == {"fast"}
@@ -28,7 +28,7 @@ def test_it_is_the_top_rung_with_its_attention_kept_and_no_rung():
         lab.Recipe(offload="attention")
 
 
-def test_the_command_knows_it():
+def test_the_command_knows_fast():
     words = "plan tiny --recipe fast --tokens 2K --ranks 4 --set head_chunk=32 --json"
     planned = CliRunner().invoke(main, words.split())
     assert planned.exit_code == 0, planned.output
@@ -39,9 +39,9 @@ def test_the_command_knows_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{}, {"ring": 2, "ulysses": 2}])
-def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
+def test_a_step_of_fast_has_an_attention_forward_less_and_more_to_copy(knobs):
     settings = {"fsdp": True, "ulysses": RANKS, "checkpoint": True, **knobs}
-    inputs, kept = (costs(offload=offload, **settings) for offload in ("inputs", "attention"))
+    inputs, kept = (planned_costs(offload=offload, **settings) for offload in ("inputs", "attention"))
     again = L * ATTENTION // RANKS
     rank = S // RANKS
     assert kept.host_bytes == 2 * ((L - 1) * FP32 * rank * E + L * FP32 * rank * H * (D + 1))
@@ -55,7 +55,7 @@ def test_a_step_has_an_attention_forward_less_and_more_to_copy(knobs):
 
 
 @pytest.mark.slow
-def test_where_attention_takes_most_of_the_time_a_step_takes_less_of_it():
+def test_where_attention_takes_most_of_the_time_fast_takes_less():
     model = config_of("tiny")
     model.num_hidden_layers = 2
     made = {name: lab.plan(model, name, tokens="1M", ranks=8) for name in ("upipe", "fast")}
@@ -63,19 +63,19 @@ def test_where_attention_takes_most_of_the_time_a_step_takes_less_of_it():
     assert made["fast"].host_peak > made["upipe"].host_peak
 
 
-def test_fit_tries_it():
+def test_fit_tries_fast():
     base = recipe_for("tiling", "tiny", 4, 4096)
     tried = list(candidates(base, 32))
     assert len(set(tried)) == len(tried)
     assert recipe_for("fast", "tiny", 4, 4096) in tried
 
 
-def test_the_tuner_has_it_in_both_lists():
+def test_the_tuner_has_fast_in_both_lists():
     tuner = lab.show.tuner("tiny", "fast", tokens=2048, ranks=4)
     assert (tuner.knobs.by_name["rung"].value, tuner.knobs.by_name["offload"].value) == ("fast", "attention")
-    assert set_by_hand(tuner.state) == {}
+    assert fields_to_set(tuner.state) == {}
     tuner.knobs.by_name["offload"].value = "inputs"
     assert tuner.recipe == recipe_for("upipe", "tiny", 4, 2048)
     told = lab.show.tuner("tiny", recipe_for("fast", "tiny", 4, 2048), tokens=2048, ranks=4)
     assert told.state.rung == "fast"
-    assert '"fast"' in told.panel.shown["texts"][0]
+    assert '"fast"' in told.panel.content["texts"][0]

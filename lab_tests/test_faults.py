@@ -1,4 +1,4 @@
-"""A rank fails, runs out of memory, is stopped or interrupted: what a run says, and what it keeps."""
+"""A rank that fails, runs out of memory, is stopped or interrupted: the message, and what the run keeps."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 import lab
 from cluster import registry, remote
@@ -32,15 +32,16 @@ from lab.memory.out_of_memory import OutOfMemory
 from lab.training.out_of_memory import RankOutOfMemory
 from lab.training.records import Run, Started
 from lab.training.run import Interrupted
+from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.usefixtures("_fresh_ranks")
 
 TOKENS = 2048
 
 
-def small() -> LlamaConfig:
+def small() -> PretrainedConfig:
     """So small that a step takes a moment, at a size where each technique saves."""
-    return LlamaConfig(
+    return small_config(
         hidden_size=64, intermediate_size=224, num_hidden_layers=3, num_attention_heads=16,
         num_key_value_heads=4, head_dim=4, vocab_size=1024,
     )  # fmt: skip
@@ -74,7 +75,7 @@ def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     assert not ranks4.broken
 
 
-def test_to_leave_holds_no_object_that_it_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_the_process_groups_holds_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
     # The last object may be a part of a model, and the model holds its process groups.
     importlib.import_module("torch.distributed.tensor._redistribute")
     looked_at, alive = [Last()], []
@@ -205,7 +206,7 @@ def test_an_interrupted_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     assert not ranks4.broken
 
 
-# ---- what is left behind, and who may end it ---------------------------------------------------------
+# ---- processes without an owner ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -269,7 +270,7 @@ def test_two_labs_at_once(state: Path) -> None:
     assert registry.entries() == []
 
 
-def test_the_commands_say_it(state: Path) -> None:
+def test_the_commands_report_and_end_what_has_no_owner(state: Path) -> None:
     assert CliRunner().invoke(main, ["cluster", "status"]).output == "no cluster is running\n"
     assert CliRunner().invoke(main, ["cluster", "clean"]).output == "nothing to clean\n"
     orphan, gone = sleeper(), sleeper()

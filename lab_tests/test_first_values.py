@@ -1,4 +1,4 @@
-"""The first values of parameters: their distribution, their independence, and any part made alone."""
+"""The first values of parameters: their distribution, their independence, and slices made alone."""
 
 import math
 from collections import Counter
@@ -6,12 +6,13 @@ from itertools import combinations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Starcoder2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Starcoder2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from lab.errors import ModelError
 from lab.models import first_values
 from lab.models.first_values import fill, normal_
+from lab_tests.support.models import small_config
 
 N = 2**18
 
@@ -103,10 +104,8 @@ def test_another_dtype_has_the_same_values_rounded(dtype):
 
 
 def llama(**fields):
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=10, vocab_size=261, initializer_range=0.03, **fields,
-    )  # fmt: skip
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    return small_config(**heads, vocab_size=261, initializer_range=0.03, **fields)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +113,9 @@ def llama(**fields):
     [
         llama(pad_token_id=7, attention_bias=True, mlp_bias=True),
         llama(tie_word_embeddings=True),
-        Starcoder2Config(
-            hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=6,
-            num_key_value_heads=2, vocab_size=261, use_bias=True,
+        small_config(
+            Starcoder2Config, num_attention_heads=6, num_key_value_heads=2, head_dim=None, vocab_size=261,
+            use_bias=True,
         ),
     ],
 )  # fmt: skip
@@ -143,5 +142,5 @@ def test_each_parameter_is_distributed_as_transformers_has_it(config):
 
 def test_a_module_of_another_kind_is_refused():
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16, n_positions=8))
-    with pytest.raises(ModelError, match=r"c_attn.weight is a parameter of a Conv1D: it is not known how"):
+    with pytest.raises(ModelError, match=r"c_attn.weight is a parameter of a Conv1D: only linear maps"):
         fill(model, 0)

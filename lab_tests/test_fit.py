@@ -1,3 +1,5 @@
+"""The recipes that fit a model on given ranks, fastest first."""
+
 import pytest
 
 from lab.errors import LabError
@@ -24,7 +26,7 @@ def plans(seen):
     return fit(MODEL, device_memory="64MiB", watch=lambda *it: seen.append(it), **SMALL)
 
 
-def test_all_that_are_returned_fit_and_the_fastest_is_first(plans):
+def test_all_returned_recipes_fit_and_the_fastest_is_first(plans):
     assert len(plans) > 1
     assert all(p.fits and p.device_peak <= 64 * MiB for p in plans)
     seconds = [p.step_seconds for p in plans]

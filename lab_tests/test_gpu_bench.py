@@ -1,4 +1,4 @@
-"""The first hour on a GPU as a command that can be stopped and started again: on CPU, with stand-ins."""
+"""`lab bench gpu` can be stopped and started again: on CPU, with stand-ins."""
 
 import json
 import os
@@ -28,9 +28,8 @@ FEW = (
 RUN = """
 from pathlib import Path
 from types import SimpleNamespace
-from lab.bench.gpu import measure_gpu
-from lab_tests.test_gpu_bench import FEW
-for row in measure_gpu(Path({out!r}), 5, print, print, machine="cpu", items=FEW):
+from lab.bench.gpu import Item, measure_gpu
+for row in measure_gpu(Path({out!r}), 5, print, print, machine="cpu", items={items!r}):
     print("measured", row["name"], flush=True)
 """
 
@@ -39,14 +38,14 @@ def quiet(_):
     """Watch nothing."""
 
 
-def noted(out, minutes=5.0, items=FEW, machine="cpu"):
+def measure(out, minutes=5.0, items=FEW, machine="cpu"):
     """The rows of one run, and its notes."""
     notes = []
     return list(measure_gpu(out, minutes, quiet, notes.append, machine=machine, items=items)), notes
 
 
 @pytest.fixture
-def instantly(monkeypatch):
+def instant_rows(monkeypatch):
     """Rows without processes: what is asked for, in order; each takes a minute of a clock that stands in."""
     asked, now = [], [0.0]
 
@@ -64,10 +63,10 @@ def instantly(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
+def test_measuring_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN.format(out=str(tmp_path))]
+    command = [sys.executable, "-c", RUN.format(out=str(tmp_path), items=FEW)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
     assert first.stdout is not None
     with first.stdout as said:
@@ -84,9 +83,9 @@ def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
     assert not alive
     file.write_bytes(before + before[: len(before) // 2])
 
-    rows, notes = noted(tmp_path)
+    rows, notes = measure(tmp_path)
     assert [row["name"] for row in rows] == [item.name for item in FEW[1:]]
-    assert notes == [f"{file} ends within a line: that line is dropped"]
+    assert notes == [f"{file} ends within a line: that line is removed"]
     assert file.read_bytes().startswith(before)
     assert read_lines(file, pytest.fail)[1:] == rows
     for row in rows:
@@ -96,44 +95,44 @@ def test_it_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
         assert row["took"] > 0
     assert rows[0]["knobs"] == {"kernel": "torch", "heads": 2, "kv_heads": 1}
     assert rows[0]["worst error"] < 1e-3
-    assert noted(tmp_path) == ([], [])
+    assert measure(tmp_path) == ([], [])
 
 
 # ---- what is begun, and in which order -------------------------------------------------------------------
 
 
-def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, monkeypatch, instantly):
+def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, monkeypatch, instant_rows):
     monkeypatch.setattr(Item, "small", lambda item: item)
     items = [Item("rehearse", seconds, recipe=name) for name, seconds in (("a", 50), ("b", 500), ("c", 70))]
-    rows, notes = noted(tmp_path, minutes=200 / 60, items=items)
+    rows, notes = measure(tmp_path, minutes=200 / 60, items=items)
     assert [row["recipe"] for row in rows] == ["a", "c"]
     # Three times the seconds, at least two minutes, and no more than what is left.
-    assert [limit for _, limit in instantly] == [150, 140]
+    assert [limit for _, limit in instant_rows] == [150, 140]
     assert notes == ["1 of 3 are not measured yet and take about 8 min: the same command goes on with them"]
-    assert [row["recipe"] for row in noted(tmp_path, items=items, minutes=9)[0]] == ["b"]
+    assert [row["recipe"] for row in measure(tmp_path, items=items, minutes=9)[0]] == ["b"]
 
 
-def test_a_row_of_another_torch_is_measured_again(tmp_path, monkeypatch, instantly):
-    assert [row["torch"] for row in noted(tmp_path)[0]] == [torch.__version__] * 2
-    assert noted(tmp_path) == ([], [])
+def test_a_row_of_another_torch_is_measured_again(tmp_path, monkeypatch, instant_rows):
+    assert [row["torch"] for row in measure(tmp_path)[0]] == [torch.__version__] * 2
+    assert measure(tmp_path) == ([], [])
     monkeypatch.setattr(torch, "__version__", "9.0")
-    assert [row["torch"] for row in noted(tmp_path)[0]] == ["9.0"] * 2
-    assert noted(tmp_path) == ([], [])
+    assert [row["torch"] for row in measure(tmp_path)[0]] == ["9.0"] * 2
+    assert measure(tmp_path) == ([], [])
 
 
-def test_a_second_run_on_one_folder_is_refused(tmp_path, instantly):
+def test_a_second_run_on_one_folder_is_refused(tmp_path, instant_rows):
     first = measure_gpu(tmp_path, 5.0, quiet, quiet, machine="cpu", items=FEW)
     next(first)
     with pytest.raises(LabError, match=r"another process writes .*cpu.jsonl now"):
-        noted(tmp_path)
+        measure(tmp_path)
     assert len([*first]) == 1
-    assert noted(tmp_path) == ([], [])
+    assert measure(tmp_path) == ([], [])
 
 
-def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypatch, instantly):
+def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypatch, instant_rows):
     monkeypatch.setattr(Item, "small", lambda item: item)
     items = [Item("rehearse", 30, recipe="a")]
-    rows, notes = noted(tmp_path, minutes=40 / 60, items=items)
+    rows, notes = measure(tmp_path, minutes=40 / 60, items=items)
     assert rows == []
     assert notes[0].startswith("1 of 1 are not measured yet")
 
@@ -143,12 +142,12 @@ def test_a_row_that_takes_too_long_is_tried_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(Item, "small", lambda item: item)
     monkeypatch.setattr(gpu, "_in_a_process", lambda item, where, limit: limits.append(limit))
     items = [Item("rehearse", 10, recipe="a")]
-    [row], notes = noted(tmp_path, items=items)
+    [row], notes = measure(tmp_path, items=items)
     assert row["failed"] == "it took more than 120 s, where 10 s were expected"
     assert notes[0].startswith("1 of 1 are not measured yet")
-    [row], notes = noted(tmp_path, items=items)
+    [row], notes = measure(tmp_path, items=items)
     assert notes == []
-    assert noted(tmp_path, items=items) == ([], [])
+    assert measure(tmp_path, items=items) == ([], [])
     assert limits == [120, 120]
 
 
@@ -156,33 +155,33 @@ def test_a_gpu_that_is_in_use_is_no_row(tmp_path, monkeypatch):
     taken = {"failed": "NVIDIA X: 61.5 of its 80.0 GiB are taken", "error": "ClusterError"}
     answers = iter([taken, {"failed": None}])
     monkeypatch.setattr(gpu, "_in_a_process", lambda *_: next(answers))
-    rows, notes = noted(tmp_path)
+    rows, notes = measure(tmp_path)
     assert [row["name"] for row in rows] == [FEW[1].name]
     assert notes[0] == f"{FEW[0].name} stays missing: NVIDIA X: 61.5 of its 80.0 GiB are taken"
     assert notes[1].startswith("1 of 2 are not measured yet")
     assert [row["name"] for row in read_lines(tmp_path / "cpu.jsonl", pytest.fail)] == [FEW[1].name]
 
 
-def test_this_process_asks_cuda_nothing(tmp_path, monkeypatch):
+def test_the_process_that_starts_the_rows_asks_cuda_nothing(tmp_path, monkeypatch):
     """Torch's first answer takes a context of GPU memory, for as long as the process lives."""
     for name in ("is_available", "device_count", "mem_get_info", "current_device", "get_device_name"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked"))
     with pytest.raises(LabError, match="machine='cuda', and torch sees no GPU here"):
-        noted(tmp_path, machine="cuda")
+        measure(tmp_path, machine="cuda")
     answer = json.dumps({"where": "cuda", "name": "NVIDIA X"})
     monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"seen\n{answer}\n"))
     monkeypatch.setattr(gpu, "_in_a_process", lambda *_: {"failed": None})
-    assert {row["machine"] for row in noted(tmp_path, machine="cuda")[0]} == {"NVIDIA X"}
+    assert {row["machine"] for row in measure(tmp_path, machine="cuda")[0]} == {"NVIDIA X"}
 
 
-def test_results_of_another_machine_are_not_this_ones(tmp_path, instantly):
+def test_results_of_another_machine_are_not_this_ones(tmp_path, instant_rows):
     (tmp_path / "gpu.jsonl").write_text(json.dumps({"name": FEW[0].name, "machine": "NVIDIA X"}) + "\n")
     done = {"name": FEW[1].name, "machine": "CPU", "torch": torch.__version__}
     (tmp_path / "other.jsonl").write_text(json.dumps(done) + "\n")
-    assert [row["name"] for row in noted(tmp_path)[0]] == [FEW[0].name]
+    assert [row["name"] for row in measure(tmp_path)[0]] == [FEW[0].name]
 
 
-def test_the_list():
+def test_the_list_of_items():
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     assert ITEMS[0].name == "copies gib=4"
     assert "rehearse llama3-8b 1M upipe layers=2 kernel=torch" in {item.name for item in ITEMS}
@@ -212,11 +211,11 @@ def test_the_list():
 )
 def test_a_process_that_crashes_is_a_row(tmp_path, monkeypatch, code, failed):
     monkeypatch.setattr(gpu, "watched", lambda module: [sys.executable, "-c", code])
-    rows, _ = noted(tmp_path)
+    rows, _ = measure(tmp_path)
     assert [row["failed"] for row in rows] == [failed] * 2
     assert "trace" in rows[0]
     assert row_text(rows[0]) == f"copies gib=1: failed: {failed}"
-    assert noted(tmp_path) == ([], [])
+    assert measure(tmp_path) == ([], [])
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
@@ -290,7 +289,7 @@ def test_compiling_is_measured_where_the_row_is(monkeypatch):
         devices.append(device)
         return [{"tile of": "norm", "compiled / not": 0.5}]
 
-    monkeypatch.setattr("lab.bench.compiled.compiled", compiled)
+    monkeypatch.setattr("lab.bench.compiled.measure_tiles", compiled)
     for where in ("cpu", "cuda"):
         assert gpu_row.figures(Item("compile", 1), where)["norm compiled / not"] == 0.5
     assert devices == ["cpu", "cuda"]

@@ -12,12 +12,10 @@ from cluster import host
 from lab.commands import doctor, gpu_findings
 from lab.techniques import host_memory
 from lab.techniques.host_memory import local_ranks, pinnable
-from lab.techniques.host_transfer import PINNED, HostCopier
-from lab.units import Mi, parse_tokens
-from lab_tests.test_devices import TOO_OLD, gpus
+from lab.techniques.host_transfer import PINNED_MEMORY, HostCopier
+from lab.units import GiB, Mi, parse_tokens
+from lab_tests.support.gpus import H100, TOO_OLD, patch_gpus
 
-GIB = 2**30
-H100 = "NVIDIA H100 80GB HBM3"
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
 GPU0\t X \t{}\tNV18\tPIX\t0-47\t0
 GPU1\t{}\t X \tNV18\tNODE\t0-47\t0
@@ -46,9 +44,9 @@ def smi(patch, pair="NV18", links=LINKS):
     patch.setattr(subprocess, "run", run)
 
 
-def machine(patch, tmp_path, *, available=2048 * GIB, copied=(51e9, 50e9)):
+def machine(patch, tmp_path, *, available=2048 * GiB, copied=(51e9, 50e9)):
     """Stands in for the host's memory and for the copies."""
-    memory = psutil.virtual_memory()._replace(total=2304 * GIB, available=available)
+    memory = psutil.virtual_memory()._replace(total=2304 * GiB, available=available)
     patch.setattr(psutil, "virtual_memory", lambda: memory)
     patch.setattr(host_memory, "CGROUP", tmp_path)
     patch.setattr(gpu_findings, "copy_rates", lambda: copied)
@@ -64,7 +62,7 @@ def one_of_eight(patch):
 def test_a_node_with_nvlink(monkeypatch, tmp_path):
     smi(monkeypatch)
     machine(monkeypatch, tmp_path)
-    found = list(gpu_findings.findings(3))
+    found = list(gpu_findings.gpu_findings(3))
     assert found[:4] == [
         ("links", "NV18 between 3 pairs: all-to-alls take NVLink, as plans assume"),
         ("pcie", "generation 5 x16 of 2 GPUs, at most 63.0 GB/s each way"),
@@ -109,47 +107,47 @@ def test_a_machine_whose_nvidia_smi_says_nothing(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_context_whose_offload_the_host_can_hold_is_the_plans(monkeypatch, tmp_path):
-    machine(monkeypatch, tmp_path, available=64 * GIB)
+    machine(monkeypatch, tmp_path, available=64 * GiB)
     said = gpu_findings._pinned(8)
     assert said.startswith(
         "64.0 GiB of 2.25 TiB can be pinned: llama3-8b with upipe on 8 ranks can offload up to "
     )
     longest = parse_tokens(said.split()[-2])
     plan = lab.plan("llama3-8b", "upipe", tokens=Mi, ranks=8, workspace=False)
-    assert longest == pytest.approx(64 * GIB * Mi / plan.host_peak_per_node, rel=0.01)
+    assert longest == pytest.approx(64 * GiB * Mi / plan.host_peak_per_node, rel=0.01)
 
 
 def test_what_a_container_leaves_can_be_pinned(monkeypatch, tmp_path):
-    machine(monkeypatch, tmp_path, available=64 * GIB)
+    machine(monkeypatch, tmp_path, available=64 * GiB)
     (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text(f"{3 * GIB}\n")
-    assert pinnable() == 64 * GIB
-    (tmp_path / "memory.max").write_text(f"{40 * GIB}\n")
-    assert pinnable() == 32 * GIB
-    (tmp_path / "memory.current").write_text(f"{13 * GIB}\n")
-    assert pinnable() == 27 * GIB
+    (tmp_path / "memory.current").write_text(f"{3 * GiB}\n")
+    assert pinnable() == 64 * GiB
+    (tmp_path / "memory.max").write_text(f"{40 * GiB}\n")
+    assert pinnable() == 32 * GiB
+    (tmp_path / "memory.current").write_text(f"{13 * GiB}\n")
+    assert pinnable() == 27 * GiB
     # The page cache is given up when memory is asked for.
-    (tmp_path / "memory.stat").write_text(f"active_file 5\ninactive_file {3 * GIB}\n")
-    assert pinnable() == 30 * GIB
-    assert pinnable(ranks=2, pinned=GIB) == 16 * GIB
-    assert pinnable(ranks=5, pinned=GIB // 8) == 6 * GIB + GIB // 8
-    (tmp_path / "memory.current").write_text(f"{44 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"active_file 5\ninactive_file {3 * GiB}\n")
+    assert pinnable() == 30 * GiB
+    assert pinnable(ranks=2, pinned=GiB) == 16 * GiB
+    assert pinnable(ranks=5, pinned=GiB // 8) == 6 * GiB + GiB // 8
+    (tmp_path / "memory.current").write_text(f"{44 * GiB}\n")
     assert pinnable() == 0
 
 
 def test_the_ranks_of_a_host_share_what_can_be_pinned(monkeypatch, tmp_path):
-    machine(monkeypatch, tmp_path, available=2200 * GIB)
+    machine(monkeypatch, tmp_path, available=2200 * GiB)
     assert local_ranks() == 1
     one_of_eight(monkeypatch)
     assert local_ranks() == 8
     share = HostCopier()._limit
-    assert share == pinnable(ranks=8) == int(0.8 * 2304 * GIB) // 8
+    assert share == pinnable(ranks=8) == int(0.8 * 2304 * GiB) // 8
     # 5M tokens of Llama3-8B take 1.21 TiB a node.
-    assert 8 * share > 1.21 * 1024 * GIB
+    assert 8 * share > 1.21 * 1024 * GiB
     # What this process has pinned before is part of its share.
-    machine(monkeypatch, tmp_path, available=800 * GIB)
-    monkeypatch.setattr(PINNED, "taken", 30 * GIB)
-    assert HostCopier()._limit == 130 * GIB
+    machine(monkeypatch, tmp_path, available=800 * GiB)
+    monkeypatch.setattr(PINNED_MEMORY, "nbytes", 30 * GiB)
+    assert HostCopier()._limit == 130 * GiB
 
 
 def test_a_gpu_that_is_not_in_the_table_has_no_rate(monkeypatch, tmp_path):
@@ -159,7 +157,7 @@ def test_a_gpu_that_is_not_in_the_table_has_no_rate(monkeypatch, tmp_path):
 
 
 def test_the_rate_is_that_of_the_bytes_copied():
-    source = torch.empty(gpu_findings.COPIED, dtype=torch.uint8)
+    source = torch.empty(gpu_findings.COPY_BYTES, dtype=torch.uint8)
     copies = []
     found = gpu_findings.rate(lambda: copies.append(source.clone()), lambda: copies.clear())
     assert 1e8 < found < 1e12
@@ -176,11 +174,11 @@ def test_copies_that_fail_are_said(monkeypatch, tmp_path):
 
 
 def test_the_doctor_of_a_gpu_machine(monkeypatch, tmp_path):
-    gpus(monkeypatch, 2, taken=3 * GIB)
+    patch_gpus(monkeypatch, 2, taken=3 * GiB)
     machine(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=H100))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (77 * GIB, 80 * GIB))
-    monkeypatch.setattr(doctor, "findings", lambda count: [("links", f"of {count}")])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (77 * GiB, 80 * GiB))
+    monkeypatch.setattr(doctor, "gpu_findings", lambda count: [("links", f"of {count}")])
     monkeypatch.setattr(doctor, "_attention", lambda device: [("attention", device.type)])
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
     for number in "01":
@@ -191,14 +189,14 @@ def test_the_doctor_of_a_gpu_machine(monkeypatch, tmp_path):
 
 
 def test_the_doctor_says_what_keeps_torch_from_the_gpus(monkeypatch):
-    gpus(monkeypatch, 8, usable=False)
+    patch_gpus(monkeypatch, 8, usable=False)
     said = [line for line in doctor.report().splitlines() if line.startswith("gpu")]
     assert len(said) == 1
     assert TOO_OLD.split(". ")[0] in said[0]
 
 
 def test_the_doctor_of_a_gpu_that_another_process_holds(monkeypatch, tmp_path):
-    gpus(monkeypatch, 2)
+    patch_gpus(monkeypatch, 2)
     machine(monkeypatch, tmp_path)
     smi(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,16 +1,16 @@
-"""The rows of ``lab bench growth``: each beside the one before it."""
+"""The rows of ``lab bench growth``: each is compared with the one before it."""
 
-from lab.bench.growth import Asked, Point, compared
+from lab.bench.growth import Point, Setting, compare_points
 from lab.units import MiB
 
 
 def test_bytes_a_token_where_the_context_alone_grew() -> None:
-    first, second, third = compared(
+    first, second, third = compare_points(
         "context",
         [
-            Point(Asked("fsdp", 2, 128), 2.0, 10 * MiB, 11 * MiB),
-            Point(Asked("fsdp", 2, 256), 3.0, 15 * MiB, 13 * MiB),
-            Point(Asked("fsdp", 2, 512), 9.0, 30 * MiB, 29 * MiB),
+            Point(Setting("fsdp", 2, 128), 2.0, 10 * MiB, 11 * MiB),
+            Point(Setting("fsdp", 2, 256), 3.0, 15 * MiB, 13 * MiB),
+            Point(Setting("fsdp", 2, 512), 9.0, 30 * MiB, 29 * MiB),
         ],
     )
     assert list(first) == list(second)
@@ -23,12 +23,12 @@ def test_bytes_a_token_where_the_context_alone_grew() -> None:
 
 
 def test_more_ranks_are_no_longer_context() -> None:
-    _, grown, fixed = compared(
+    _, grown, fixed = compare_points(
         "ranks",
         [
-            Point(Asked("upipe", 1, 128), 2.0, 10 * MiB, 11 * MiB),
-            Point(Asked("upipe", 2, 256), 3.0, 8 * MiB, 9 * MiB),
-            Point(Asked("upipe", 4, 256), 6.0, 4 * MiB, 5 * MiB),
+            Point(Setting("upipe", 1, 128), 2.0, 10 * MiB, 11 * MiB),
+            Point(Setting("upipe", 2, 256), 3.0, 8 * MiB, 9 * MiB),
+            Point(Setting("upipe", 4, 256), 6.0, 4 * MiB, 5 * MiB),
         ],
     )
     assert (grown["seconds, x"], grown["peak, x"], grown["bytes a token"]) == (1.5, 0.8, None)

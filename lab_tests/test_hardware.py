@@ -1,8 +1,7 @@
-"""The table of devices, and what CUDA takes beside what a meter sees."""
+"""The table of devices, and the memory that CUDA takes and a meter does not see."""
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
@@ -17,6 +16,7 @@ from lab.planning.hardware import (
 )
 from lab.recipe.recipe import Recipe
 from lab.units import GiB, MiB
+from lab_tests.support.models import small_config
 
 FIGURES = {
     **{f"{d}.{n}": f for d, h in HARDWARE.items() for n, f in vars(h).items() if isinstance(f, Figure)},
@@ -78,10 +78,7 @@ def test_the_fixed_part_grows_with_the_ranks_of_a_node():
 
 
 def wide_attention():
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=56, num_hidden_layers=2, num_attention_heads=24,
-        num_key_value_heads=6, head_dim=10, vocab_size=104,
-    )  # fmt: skip
+    return small_config(intermediate_size=56, num_attention_heads=24, vocab_size=104)
 
 
 def both(**knobs):
@@ -101,7 +98,7 @@ def test_at_the_peak_a_plan_adds_the_fixed_part_and_the_kernels_own(monkeypatch)
     assert cuda.host_peak == seen.host_peak
 
 
-def test_at_the_first_row_it_adds_the_rounding_of_every_storage():
+def test_at_the_first_row_a_plan_adds_the_rounding_of_every_storage():
     cuda, seen = both(fsdp=False)
     model = lab.models.build(wide_attention())
     lost = [rounded(p.nbytes) - p.nbytes for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""The picture of UPipe's schedule: right pairs, wrong pairs, and what is sent when."""
+"""The picture of UPipe's schedule: right pairs, wrong pairs, and the stage of each transfer."""
 
 import io
 
@@ -54,7 +54,7 @@ def test_the_methods_own_example_and_where_both_are_the_same():
     assert all(in_model_order(plan, *place) == pairs(plan, *place) for place in everywhere(plan))
 
 
-def painted(picture, colour):
+def count_pixels(picture, colour):
     pixels = np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGBA")).astype(int)
     wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)] + [255]
     return int((np.abs(pixels - wanted).max(axis=2) < 10).sum())
@@ -67,12 +67,12 @@ def test_the_picture_says_and_shows_how_many_pairs_are_wrong():
         "in model order 24 of 32 query heads meet another's keys."
     )
     # 40 squares are right in both panels together, and 24 wrong; two rows of eight are sent.
-    right, wrong, sent = (painted(picture, colour) for colour in (RIGHT, WRONG, KEYS))
+    right, wrong, sent = (count_pixels(picture, colour) for colour in (RIGHT, WRONG, KEYS))
     assert 1.4 < right / wrong < 1.9
     assert 0.12 < sent / (right + wrong) < 0.2
     same = lab.show.schedule(24, 24, 4, 4)
     assert "in model order 0 of 24" in same.text
-    assert painted(same, WRONG) < 0.02 * painted(same, RIGHT)  # in the legend only
+    assert count_pixels(same, WRONG) < 0.02 * count_pixels(same, RIGHT)  # in the legend only
 
 
 def test_many_heads_a_stage_are_drawn_below_one_another():

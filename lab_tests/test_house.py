@@ -1,8 +1,10 @@
 """The layers, types and style of the code, and the names at the top level."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,14 @@ def test_the_top_level_is_small():
     assert top == {"README.md", "pyproject.toml", "lab", "cluster", "notebooks", "lab_tests"}
 
 
+def test_no_test_imports_another_test():
+    """``lab_tests/support`` has what several tests use. Code in strings counts too."""
+    imports = re.compile(r"\blab_tests\.test_\w+|^\s*from\s+(?:lab_tests|\.\w*)\s+import\b.*", re.M)
+    folder = ROOT / "lab_tests"
+    for path in folder.rglob("*.py"):
+        assert imports.findall(path.read_text()) == [], path
+
+
 def test_the_ci_runs_the_readmes_test_command():
     [command] = re.findall(r"^(pip install .* && pytest)$", README, re.M)
     assert command in (ROOT / ".ci" / "run").read_text()
@@ -51,3 +61,42 @@ def test_the_project_speaks_of_itself_alone():
             found = words.search((ROOT / name).read_text())
             if name != "lab_tests/test_notebooks.py":
                 assert not found, (name, found)
+
+
+OWN = {"self", "cls", "super()"}
+
+
+def private_uses(tree: ast.AST) -> Iterator[str]:
+    """Imports of private modules or names of torch, and private attributes of whatever is not `self`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                paths = [name.name for name in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                paths = [f"{module}.{name.name}" for name in names]
+            case ast.Attribute(value=value, attr=attr) if ast.unparse(value) not in OWN:
+                paths = [f"torch.{attr}"]
+            case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[_, ast.Constant(str(attr)), *_]):
+                paths = [f"torch.{attr}"]
+            case _:
+                continue
+        yield from (path for path in paths if re.search(r"^torch\b.*\._(?!_)", path))
+
+
+OF_OTHERS = {
+    "_asdict", "_replace",  # collections
+    "_exit", "_current_frames", "_DummyThread",  # the standard library
+    "_attn_implementation",  # transformers
+    "_flash_attn_backward", "_flash_attn_forward",  # flash-attn
+    "_reply_subshell_for", "_repr_mimebundle_",  # Jupyter
+}  # fmt: skip
+
+
+def test_torchs_private_interfaces_are_used_in_one_file_of_each_package():
+    for package in ("lab", "cluster"):
+        users = {}
+        for path in (ROOT / package).rglob("*.py"):
+            uses = set(private_uses(ast.parse(path.read_text()))) - {f"torch.{name}" for name in OF_OTHERS}
+            if uses:
+                users[path.relative_to(ROOT).as_posix()] = uses
+        assert set(users) == {f"{package}/torch_private.py"}, users

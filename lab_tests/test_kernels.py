@@ -1,4 +1,4 @@
-"""Kernels by name: each against a stand-in with its library's signature; which is chosen, what is said."""
+"""Kernels by name: each against a stand-in with its library's signature, the choice, and the refusals."""
 
 import sys
 from dataclasses import replace
@@ -14,21 +14,22 @@ import lab
 from cluster.errors import RankError
 from lab import models
 from lab.commands import doctor
-from lab.commands.base import plainly
+from lab.commands.base import one_line_errors
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.recipe.recipe import KERNEL_NAMES, Recipe
+from lab.recipe.knobs import BY_NAME
+from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe
 from lab.techniques.attention import kernels
 from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.attention.kernels import (
     FASTEST_FIRST,
     KERNELS,
-    Machine,
-    chosen,
+    KernelSupport,
+    choose_kernel,
     kernel_for,
-    lacks,
-    machine_of,
+    kernel_support,
+    missing_requirement,
 )
 from lab.techniques.ring import ring_kernel
 
@@ -201,7 +202,7 @@ def kernel(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("causal", "keys", "dim"), [(True, S, D), (False, 33, D), (True, S, 16)])
-def test_each_gives_what_torchs_does(kernel, causal, keys, dim):
+def test_each_kernel_gives_what_torchs_does(kernel, causal, keys, dim):
     make = torch.Generator().manual_seed(0)
     # Some as an exchange leaves them, some as a ring cuts them out.
     q = torch.randn(B, S, H, dim, generator=make, dtype=torch.float64).transpose(1, 2)
@@ -245,75 +246,79 @@ def test_a_ring_runs_the_kernel_it_is_given():
 
 # ---- the choice --------------------------------------------------------------------------------------------
 
-HOPPER = Machine((9, 0), True, {})
+HOPPER = KernelSupport((9, 0), True, {})
 
 
 @pytest.mark.parametrize(
     ("machine", "head_dim", "name"),
     [
-        (Machine(None, False, {}), 128, "torch"),
+        (KernelSupport(None, False, {}), 128, "torch"),
         (HOPPER, 128, "flash-attn-3"),
         (HOPPER, 192, "flash-attn-3"),
         (HOPPER, 512, "torch"),
         (replace(HOPPER, missing={"flash-attn-3": "no module"}), 128, "cudnn"),
         (replace(HOPPER, missing={"flash-attn-3": "no module"}), 192, "flash-attn-2"),
         (replace(HOPPER, cudnn=False, missing={"flash-attn-3": "no module"}), 128, "flash-attn-2"),
-        (Machine((9, 0), False, {"flash-attn-2": "x", "flash-attn-3": "x"}), 128, "torch"),
-        (Machine((8, 0), True, {}), 128, "flash-attn-2"),
-        (Machine((10, 0), True, {}), 128, "cudnn"),
-        (Machine((7, 5), True, {}), 128, "torch"),
+        (KernelSupport((9, 0), False, {"flash-attn-2": "x", "flash-attn-3": "x"}), 128, "torch"),
+        (KernelSupport((8, 0), True, {}), 128, "flash-attn-2"),
+        (KernelSupport((10, 0), True, {}), 128, "cudnn"),
+        (KernelSupport((7, 5), True, {}), 128, "torch"),
     ],
 )
-def test_auto_is_the_fastest_that_is_there(machine, head_dim, name):
-    assert chosen("auto", machine, head_dim) == name
+def test_auto_is_the_fastest_kernel_that_is_there(machine, head_dim, name):
+    assert choose_kernel("auto", machine, head_dim) == name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_in_full_precision_auto_is_torch_and_the_others_say_why(dtype):
-    assert chosen("auto", HOPPER, 128, dtype) == "torch"
+    assert choose_kernel("auto", HOPPER, 128, dtype) == "torch"
     for name in {*KERNELS} - {"torch"}:
         with pytest.raises(RecipeError, match=f"kernel='{name}': it takes bfloat16 and float16, not float"):
-            chosen(name, HOPPER, 128, dtype)
+            choose_kernel(name, HOPPER, 128, dtype)
 
 
-def test_the_names_are_the_recipes():
-    assert {*KERNELS, "auto"} == {*KERNEL_NAMES}
+def test_the_names_of_kernels_are_the_recipes():
+    assert {*KERNELS, "auto"} == {*BY_NAME["kernel"].choices}
     assert {*FASTEST_FIRST} == {*KERNELS}
-    assert all(lacks(name, HOPPER, 128) is None for name in KERNELS)
+    assert all(missing_requirement(name, HOPPER, 128) is None for name in KERNELS)
 
 
 @pytest.mark.parametrize(
     ("name", "machine", "said"),
     [
-        ("flash-attn-3", Machine((8, 6), True, {}), "a Hopper GPU .* there: auto, flash-attn-2, torch"),
-        ("cudnn", Machine((8, 6), True, {}), "a Hopper GPU or a later one"),
+        (
+            "flash-attn-3",
+            KernelSupport((8, 6), True, {}),
+            "a Hopper GPU .* work here: auto, flash-attn-2, torch",
+        ),
+        ("cudnn", KernelSupport((8, 6), True, {}), "a Hopper GPU or a later one"),
         (
             "cudnn",
             replace(HOPPER, cudnn=False),
             "this torch has no cuDNN; .* auto, flash-attn-3",
         ),
-        ("flash-attn-2", Machine((7, 5), True, {}), "an Ampere GPU .* these are there: auto, torch$"),
+        ("flash-attn-2", KernelSupport((7, 5), True, {}), "an Ampere GPU .* these work here: auto, torch$"),
         ("flash-attn-2", replace(HOPPER, missing={"flash-attn-2": "an ABI"}), r"interface .* \(an ABI\)"),
     ],
 )
-def test_one_that_is_not_there_says_what_it_lacks_and_which_are(name, machine, said):
+def test_a_missing_kernel_says_what_it_lacks_and_which_kernels_are_there(name, machine, said):
     with pytest.raises(RecipeError, match=f"kernel='{name}': .*{said}"):
-        chosen(name, machine, 128)
+        choose_kernel(name, machine, 128)
 
 
 def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     install(monkeypatch, "flash_attn.flash_attn_interface", flash_attn_2())
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    machine = machine_of(torch.device("cuda"))
+    machine = kernel_support(torch.device("cuda"))
     assert machine.capability == (9, 0)
     assert list(machine.missing) == ["flash-attn-3"]
     assert "flash_attn_interface" in machine.missing["flash-attn-3"]
 
 
-def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
+def test_the_doctor_says_which_kernel_is_used_and_what_the_others_lack(monkeypatch):
     there = replace(HOPPER, missing={"flash-attn-3": "No module"})
-    monkeypatch.setattr(doctor, "machine_of", lambda device: there)
+    monkeypatch.setattr(doctor, "kernel_support", lambda device: there)
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
     assert ["attention", "kernel='cudnn' is the fastest here"] in lines
     assert ["flash-attn-3", "flash_attn_interface cannot be imported (No module)"] in lines
@@ -323,13 +328,13 @@ def test_the_doctor_says_which_is_used_and_what_the_others_lack(monkeypatch):
 # ---- in a recipe -------------------------------------------------------------------------------------------
 
 
-def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
+def test_ranks_and_a_command_refuse_a_missing_kernel_in_one_line(ranks4, capsys):
     with pytest.raises(RankError) as refused:
         lab.run("tiny", Recipe(kernel="flash-attn-3"), tokens=64, cluster=ranks4)
     assert isinstance(refused.value.cause, RecipeError)
     assert str(refused.value.cause).startswith("kernel='flash-attn-3': it needs an NVIDIA GPU")
 
-    @plainly
+    @one_line_errors
     def command():
         raise refused.value
 
@@ -339,7 +344,7 @@ def test_ranks_refuse_in_one_line_and_so_does_a_command(ranks4, capsys):
     assert capsys.readouterr().err == f"lab: {refused.value.cause}\n"
 
 
-def test_a_plan_is_the_same_for_all_of_them():
+def test_a_plan_is_the_same_for_all_kernels():
     plans = [lab.plan("tiny", "plain", tokens=64, ranks=1, kernel=name) for name in ("torch", "flash-attn-3")]
     assert plans[0].timeline.to_json() == plans[1].timeline.to_json()
     assert plans[1].recipe.kernel == "flash-attn-3"
@@ -354,7 +359,7 @@ def test_a_recipe_sets_the_kernel_of_every_attention(alone, monkeypatch):
         apply_recipe(model, Recipe(kernel="cudnn"), mesh)
     assert not any("forward" in vars(module) for module in model.modules())
     asked = []
-    monkeypatch.setattr(kernels, "machine_of", lambda device: asked.append(device) or HOPPER)
+    monkeypatch.setattr(kernels, "kernel_support", lambda device: asked.append(device) or HOPPER)
     assert kernel_for("auto", torch.device("cpu"), 128, torch.bfloat16) is KERNELS["flash-attn-3"]
     apply_recipe(model, Recipe(kernel="flash-attn-2", compute_dtype="bfloat16"), mesh)
     assert {module.lab_kernel for module in decoder_of(model).attentions} == {KERNELS["flash-attn-2"]}

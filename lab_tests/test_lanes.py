@@ -1,11 +1,11 @@
-"""What ran when, in lanes on one axis; and timelines by name, one above the other from their beginnings."""
+"""Spans in lanes on one axis, and timelines by name, one above the other."""
 
 import numpy as np
 import pytest
 
 import lab.show
 from lab.errors import LabError
-from lab_tests.test_show import measured
+from lab_tests.support.runs import timeline_builder
 
 RUNS = {
     "ahead": {"layers": [("1", 10.0, 12.0), ("0", 12.0, 14.5)], "copies": [("0", 10.5, 10.5001)]},
@@ -55,7 +55,7 @@ def test_no_lanes(runs):
 
 
 def test_timelines_by_name_stand_one_above_the_other_on_the_same_axes():
-    before, after = measured(steps=1).since(), measured(rank=3, steps=1, rows=30).since()
+    before, after = timeline_builder(steps=1).since(), timeline_builder(rank=3, steps=1, rows=30).since()
     picture = lab.show.timeline({"before": before, "after": after})
     upper, lower = picture.figure.axes
     assert upper.get_position().x0 == lower.get_position().x0

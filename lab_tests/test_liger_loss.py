@@ -1,4 +1,4 @@
-"""Liger's loss against a stand-in with its function's signature: the plain model's numbers, and refusals."""
+"""Liger's loss, as a stand-in with its function's signature, has the plain model's loss and gradients."""
 
 import copy
 import sys
@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 import lab
 from lab import models
+from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe
-from lab.techniques.liger_loss import MODULE, apply_liger_loss, found
+from lab.techniques.liger_loss import MODULE, apply_liger_loss, import_liger
 from lab.techniques.sharding import apply_fsdp
-from lab_tests.test_checkpointing import (
+from lab_tests.support.decoder_step import (
     BATCH,
     FAMILIES,
     TOKENS,
@@ -28,7 +29,6 @@ from lab_tests.test_checkpointing import (
     batch,
     decoder,
     step,
-    worst,
 )
 
 
@@ -103,7 +103,7 @@ def fused(model):
 def test_loss_and_every_gradient_are_the_plain_models(family, dtype):
     plain = decoder(family, dtype)
     wanted = step(plain)
-    assert worst(step(fused(copy.deepcopy(plain))), wanted) <= TOLERANCE[dtype]
+    assert error(step(fused(copy.deepcopy(plain))), wanted) <= TOLERANCE[dtype]
 
 
 def test_a_head_with_a_bias():
@@ -111,7 +111,7 @@ def test_a_head_with_a_bias():
     plain.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
     wanted = step(plain)
     assert "lm_head.bias" in wanted
-    assert worst(step(fused(copy.deepcopy(plain))), wanted) <= 1e-9
+    assert error(step(fused(copy.deepcopy(plain))), wanted) <= 1e-9
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
@@ -125,7 +125,7 @@ def test_scaled_and_accumulated_losses_and_ignored_labels(family):
             labels[0, 3:26] = -100
             (each(input_ids=ids, labels=labels).loss / 4).backward()
         gradients.append({name: p.grad for name, p in each.named_parameters()})
-    assert worst(gradients[1], gradients[0]) <= 1e-9
+    assert error(gradients[1], gradients[0]) <= 1e-9
 
 
 def sharded_step(family):
@@ -142,10 +142,10 @@ def test_fsdp_has_the_head_whole(family, ranks4):
     plain(**batch(rows=4)).loss.backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     for got in ranks4.apply(sharded_step, family):
-        assert worst(got, wanted) <= 1e-9
+        assert error(got, wanted) <= 1e-9
 
 
-# ---- where it is not ---------------------------------------------------------------------------------------
+# ---- without Liger ----------------------------------------------------------------------------------------
 
 
 def module_with(monkeypatch, **contents):
@@ -156,21 +156,22 @@ def module_with(monkeypatch, **contents):
 
 def test_the_installed_function_is_found(monkeypatch):
     module_with(monkeypatch, liger_fused_linear_cross_entropy=liger_fused_linear_cross_entropy)
-    assert found("") is liger_fused_linear_cross_entropy
+    assert import_liger() is liger_fused_linear_cross_entropy
 
 
-def test_missing_or_too_old_it_says_what_would_work(monkeypatch):
+def test_a_missing_or_old_liger_is_refused_with_what_would_work(monkeypatch):
     def before(input, weight, target, bias=None, ignore_index=-100, reduction="mean"):
         raise AssertionError
 
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(
-        RecipeError, match=r"liger': liger_kernel.* cannot be imported .*install .*; use the lab's"
+        RecipeError,
+        match=r"liger': liger_kernel.* cannot be imported .*install .*; loss_kernel='lab' works",
     ):
-        found("use the lab's")
+        import_liger()
     module_with(monkeypatch, liger_fused_linear_cross_entropy=before)
-    with pytest.raises(RecipeError, match=r"install 0\.6\.2 or later; use the lab's"):
-        found("use the lab's")
+    with pytest.raises(RecipeError, match=r"install 0\.6\.2 or later; loss_kernel='lab' works everywhere"):
+        import_liger()
 
 
 def test_a_recipe_has_a_tile_or_liger():
@@ -184,11 +185,11 @@ def test_a_recipe_has_a_tile_or_liger():
     assert ladder("tiny", 4, 1000, loss_kernel="liger")["upipe"].loss_tile is None
 
 
-def test_a_plan_says_what_can_be_planned():
+def test_a_plan_refuses_liger_and_says_what_can_be_planned():
     with pytest.raises(RecipeError, match=r"'liger' cannot be planned.* plan with loss_kernel='lab'"):
         lab.plan("tiny", "upipe", tokens=512, ranks=4, loss_kernel="liger")
 
 
-def test_on_a_cpu_it_is_refused(alone):
+def test_liger_is_refused_on_a_cpu(alone):
     with pytest.raises(RecipeError, match=r"it needs a GPU, .* loss_kernel='lab' works everywhere"):
         apply_recipe(models.build("tiny"), Recipe(loss_kernel="liger"), init_device_mesh("cpu", (1,)))

@@ -1,11 +1,11 @@
-"""Results as lines of JSON: whole after every row, and nothing but a line that was cut off is lost."""
+"""Results as lines of JSON: a row is whole once it is written, and only a line that was cut off is lost."""
 
 import json
 
 import pytest
 from click.testing import CliRunner
 
-from lab.bench.lines import appending, read_lines
+from lab.bench.lines import append_lines, read_lines
 from lab.commands.cli import main
 from lab.errors import LabError
 
@@ -18,7 +18,7 @@ def file(tmp_path):
 
 
 def test_a_row_is_on_the_disk_when_append_returns(file):
-    with appending(file, pytest.fail) as append:
+    with append_lines(file, pytest.fail) as append:
         append(FIRST)
         assert read_lines(file, pytest.fail) == [FIRST]
         append(SECOND)
@@ -31,15 +31,15 @@ def test_a_line_that_was_cut_off_is_dropped_with_a_note(file, cut):
     notes = []
     assert read_lines(file, notes.append) == [FIRST]
     assert notes == [f"{file}:2 is not a whole line of JSON: it is left out"]
-    with appending(file, notes.append) as append:
+    with append_lines(file, notes.append) as append:
         append(SECOND)
-    assert notes[1:] == [f"{file} ends within a line: that line is dropped"]
+    assert notes[1:] == [f"{file} ends within a line: that line is removed"]
     assert read_lines(file, pytest.fail) == [FIRST, SECOND]
 
 
 def test_a_last_line_that_lacks_its_end_alone_is_kept(file):
     file.write_text(json.dumps(FIRST))
-    with appending(file, pytest.fail) as append:
+    with append_lines(file, pytest.fail) as append:
         append(SECOND)
     assert read_lines(file, pytest.fail) == [FIRST, SECOND]
 
@@ -49,7 +49,7 @@ def test_a_line_in_the_middle_that_is_no_row_is_left_out_and_stays(file):
     notes = []
     assert read_lines(file, notes.append) == [FIRST]
     assert len(notes) == 1
-    with appending(file, pytest.fail) as append:
+    with append_lines(file, pytest.fail) as append:
         append(SECOND)
     assert file.read_text().startswith("[1]\n")
 
@@ -70,13 +70,13 @@ def test_the_bench_of_attention_writes_its_rows(file):
 
 def test_a_second_process_that_appends_is_refused(file):
     with (
-        appending(file, pytest.fail),
+        append_lines(file, pytest.fail),
         pytest.raises(LabError, match=r"another process writes .*rows.jsonl now: wait for its end") as error,
-        appending(file, pytest.fail),
+        append_lines(file, pytest.fail),
     ):
         pass
     assert "\n" not in str(error.value)
-    with appending(file, pytest.fail) as append:
+    with append_lines(file, pytest.fail) as append:
         append(FIRST)
     assert read_lines(file, pytest.fail) == [FIRST]
 
@@ -94,4 +94,4 @@ def test_json_that_is_no_row_is_left_out_with_a_note(file, line, wrong):
     file.write_text(json.dumps(FIRST) + "\n" + line + "\n")
     notes = []
     assert read_lines(file, notes.append) == [FIRST]
-    assert notes == [f"{file}:2 is no row of results, for its {wrong}: it is left out"]
+    assert notes == [f"{file}:2 is not a row of results, because its {wrong}: it is left out"]

@@ -1,4 +1,4 @@
-"""A group of one that stands for N: right sizes, values made of this rank's own, bytes counted."""
+"""A group of one rank that stands for N: right sizes, values made of its own, bytes counted."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def sent(collective: str) -> int:
     return bytes_sent()[collective]
 
 
-def test_it_is_one_rank_of_n(mesh: DeviceMesh) -> None:
+def test_a_loopback_group_is_one_rank_of_n(mesh: DeviceMesh) -> None:
     assert isinstance(dist.group.WORLD, Loopback)
     assert (dist.get_rank(), dist.get_world_size()) == (ME, N)
     part = dist.new_group([1, ME, 4])
@@ -123,7 +123,7 @@ def test_broadcast_send_receive_and_barrier(own: Tensor) -> None:
     assert (sent("broadcast"), sent("send")) == (own.nbytes, own.nbytes)
 
 
-def test_functional_collectives_reach_it(own: Tensor) -> None:
+def test_functional_collectives_reach_a_loopback_group(own: Tensor) -> None:
     group = dist.group.WORLD
     assert torch.equal(functional.all_reduce(own, "sum", group), N * own)
     assert torch.equal(functional.all_gather_single(own, 0, group), own.repeat(N))

@@ -1,4 +1,4 @@
-"""`%%ranks`: one line per distinct output, names that stay, and failures with the manners of `apply`."""
+"""`%%ranks`: one line for each different output, names that stay, and failures as those of `apply`."""
 
 from pathlib import Path
 

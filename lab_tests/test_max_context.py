@@ -1,3 +1,5 @@
+"""The longest context that fits, and the plans of its search."""
+
 import pytest
 
 from lab.errors import LabError
@@ -15,13 +17,13 @@ SMALL = {"ranks": 4, "workspace": False, "host_memory": "1GiB"}
 
 
 @pytest.fixture(scope="module")
-def found():
+def search():
     tried = []
     return max_context(MODEL, "checkpoint", device_memory="96MiB", watch=tried.append, **SMALL), tried
 
 
-def test_the_longest_fits_and_what_follows_it_does_not(found):
-    found, _ = found
+def test_the_longest_context_fits_and_the_next_one_does_not(search):
+    found, _ = search
     step = max(Ki, found.tokens // RESOLUTION)
     longest = plan(MODEL, "checkpoint", tokens=found.tokens, device_memory="96MiB", **SMALL)
     beyond = plan(MODEL, "checkpoint", tokens=found.tokens + step, device_memory="96MiB", **SMALL)
@@ -30,8 +32,8 @@ def test_the_longest_fits_and_what_follows_it_does_not(found):
     assert found.plan.device_peak == longest.device_peak <= 96 * MiB
 
 
-def test_every_plan_of_the_search_is_seen_and_there_are_few(found):
-    found, tried = found
+def test_every_plan_of_the_search_is_seen_and_there_are_few(search):
+    found, tried = search
     assert found.plan in tried
     assert found.next_plan in tried
     assert len(tried) <= 10

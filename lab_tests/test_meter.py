@@ -11,37 +11,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab import models
 from lab.memory.meter import Meter
-from lab.memory.resizes import resizes_seen
+from lab.memory.resizes import report_resizes
 from lab.memory.timeline import CATEGORIES
-
-FP32 = 4
-
-
-class Two(nn.Module):
-    """x [11, 5] -> relu(x W1^T) W2^T, W1 [7, 5], W2 [3, 7]: no two sizes alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 7, bias=False)
-        self.second = nn.Linear(7, 3, bias=False)
-
-    def forward(self, x):
-        return self.second(self.first(x).relu())
-
-
-def metered_step(meter, model, optimizer, x):
-    with meter.measure(model, optimizer):
-        with meter.phase("forward"):
-            loss = model(x).sum()
-        with meter.phase("backward"):
-            loss.backward()
-        with meter.phase("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
+from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
 
 def test_peak_equals_a_count_by_hand():
-    model, x = Two(), torch.randn(11, 5)
+    model, x = TwoLayers(), torch.randn(11, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     meter = Meter()
     metered_step(meter, model, optimizer, x)
@@ -66,7 +42,7 @@ def test_peak_equals_a_count_by_hand():
 
 
 def test_everything_is_freed_again():
-    model, x = Two(), torch.randn(11, 5)
+    model, x = TwoLayers(), torch.randn(11, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     meter = Meter()
     metered_step(meter, model, optimizer, x)
@@ -80,7 +56,7 @@ def test_everything_is_freed_again():
 
 
 def test_categories_of_a_training_step():
-    model, x = Two(), torch.randn(11, 5)
+    model, x = TwoLayers(), torch.randn(11, 5)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     metered_step(Meter(), model, optimizer, x)
     meter = Meter()
@@ -103,7 +79,7 @@ def test_categories_of_a_training_step():
 
 
 def test_backward_names_the_module_whose_forward_it_undoes():
-    model = Two()
+    model = TwoLayers()
     meter = Meter()
     metered_step(meter, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(11, 5))
     timeline = meter.timeline()
@@ -116,7 +92,7 @@ def test_backward_names_the_module_whose_forward_it_undoes():
 
 def test_a_resized_storage_is_followed():
     """FSDP frees an unsharded parameter by resizing its storage, which crosses no dispatcher."""
-    model = Two()
+    model = TwoLayers()
     meter = Meter()
     with meter.measure(model), meter.phase("forward"):
         held = torch.zeros(1000)
@@ -130,7 +106,7 @@ def test_a_resized_storage_is_followed():
 
 def test_resizes_reach_all_who_listen_in_whatever_order_they_end():
     first, second, storage = [], [], torch.zeros(7).untyped_storage()
-    outer, inner = resizes_seen(first.append), resizes_seen(second.append)
+    outer, inner = report_resizes(first.append), report_resizes(second.append)
     outer.__enter__()
     inner.__enter__()
     storage.resize_(8)
@@ -209,7 +185,7 @@ def peak_of_events(profiler) -> int:
 
 
 def test_growth_is_handed_out_once_and_in_order():
-    model, grown = Two(), []
+    model, grown = TwoLayers(), []
     meter = Meter(on_growth=grown.append, interval=0.0)
     metered_step(meter, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(11, 5))
     seconds = [s for rows in grown for s in rows.seconds.tolist()]
@@ -218,7 +194,7 @@ def test_growth_is_handed_out_once_and_in_order():
 
 
 def test_hooks_are_gone_after_a_step_that_fails():
-    model = Two()
+    model = TwoLayers()
     meter = Meter()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         metered_step(meter, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(11, 4))

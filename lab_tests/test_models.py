@@ -1,3 +1,5 @@
+"""Models by preset, config, directory or callable; anything else is refused in one line."""
+
 import json
 
 import pytest
@@ -22,6 +24,7 @@ from lab import models
 from lab.errors import ModelError, RecipeError
 from lab.models.presets import PRESETS
 from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
 
 PUBLISHED = {
     "llama3-8b": 8_030_261_248,
@@ -89,15 +92,14 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_random_stat
     assert one.lm_head.weight.dtype == torch.float32
 
 
-def shrunken():
-    return Qwen3Config(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=10, vocab_size=260,
-    )  # fmt: skip
+def small():
+    return small_config(
+        Qwen3Config, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=260
+    )
 
 
 def test_the_callers_config_is_left_as_it_is():
-    config = shrunken()
+    config = small()
     before = config.to_dict()
     built = models.build(config)
     assert built.config.use_cache is False
@@ -105,7 +107,7 @@ def test_the_callers_config_is_left_as_it_is():
 
 
 def test_a_directory_gives_its_own_weights(tmp_path):
-    saved = models.build(shrunken(), seed=9)
+    saved = models.build(small(), seed=9)
     saved.save_pretrained(tmp_path)
     for place in (tmp_path, tmp_path / "config.json", str(tmp_path / "config.json")):
         loaded = models.build(place)
@@ -116,12 +118,12 @@ def test_a_directory_gives_its_own_weights(tmp_path):
 
 
 def test_a_directory_with_a_config_alone_gives_random_weights(tmp_path):
-    shrunken().save_pretrained(tmp_path)
+    small().save_pretrained(tmp_path)
     assert models.build(str(tmp_path), seed=1).config.head_dim == 10
 
 
 def test_a_presets_name_is_the_preset_whatever_lies_in_the_working_directory(tmp_path, monkeypatch):
-    models.build(shrunken()).save_pretrained(tmp_path / "tiny")
+    models.build(small()).save_pretrained(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     assert models.build("tiny").config.num_attention_heads == 32
     assert models.build("./tiny").config.num_attention_heads == 6
@@ -130,7 +132,7 @@ def test_a_presets_name_is_the_preset_whatever_lies_in_the_working_directory(tmp
 @pytest.fixture
 def half(tmp_path):
     """A directory of bf16 weights that no seed gives."""
-    model = models.build(shrunken()).to(torch.bfloat16)
+    model = models.build(small()).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
@@ -187,8 +189,8 @@ def test_a_model_without_weights_can_be_fake(half):
 
 
 def test_a_callable():
-    assert models.config_of(lambda: models.build(shrunken())).hidden_size == 48
-    assert models.build(lambda: models.build(shrunken()), weights=False).config.hidden_size == 48
+    assert models.config_of(lambda: models.build(small())).hidden_size == 48
+    assert models.build(lambda: models.build(small()), weights=False).config.hidden_size == 48
 
 
 def refusal(call):
@@ -199,7 +201,7 @@ def refusal(call):
     return said
 
 
-def failing():
+def fail():
     raise OSError("No disk.\nLook behind the desk. It may be there.")
 
 
@@ -213,8 +215,8 @@ class OwnConfig(LlamaConfig):
     """Of somebody's own, under a family's name."""
 
 
-def mutated(name, value):
-    config = shrunken()
+def change_config(name, value):
+    config = small()
     setattr(config, name, value)
     return config
 
@@ -231,9 +233,12 @@ def mutated(name, value):
         (7, "a model of type int: give a name, a directory, a config, or a callable"),
         (lambda: 3, "the callable returned int, not a transformers model"),
         (lambda: None, "the callable returned NoneType, not a transformers model"),
-        (failing, "the callable failed: OSError: No disk"),
+        (fail, "the callable failed: OSError: No disk"),
         (lambda: {}["a"], "the callable failed: KeyError: 'a'"),
-        (lambda: models.build(mutated("vocab_size", 0)), "vocab_size=0: it takes a whole number, 1 or more"),
+        (
+            lambda: models.build(change_config("vocab_size", 0)),
+            "vocab_size=0: it takes a whole number, 1 or more",
+        ),
         (GPT2Config(), f"gpt2 {FAMILY}"),
         (BertConfig(), f"bert {FAMILY}"),
         (BartConfig(), f"bart {FAMILY}"),
@@ -242,7 +247,7 @@ def mutated(name, value):
         (PretrainedConfig(), f"a model by {PretrainedConfig.__name__} {FAMILY}"),
         (OwnConfig(), f"llama by OwnConfig {FAMILY}"),
         (
-            mutated("num_key_value_heads", -2),
+            change_config("num_key_value_heads", -2),
             "num_key_value_heads=-2: it takes a whole number, 1 or more",
         ),
     ],
@@ -254,20 +259,20 @@ def test_what_is_no_model_is_refused_in_one_line(model, said):
 
 def test_a_model_itself_is_refused():
     with torch.device("meta"):
-        model = models.build(shrunken())
+        model = models.build(small())
     for call in (models.config_of, models.build):
         assert refusal(lambda call=call: call(model)) == (
-            "a Qwen3ForCausalLM itself: give a callable that returns one"
+            "a model (Qwen3ForCausalLM) was given: give a callable that returns one"
         )
 
 
 def test_a_callables_own_error_is_the_cause():
     with pytest.raises(ModelError) as caught:
-        models.build(failing)
+        models.build(fail)
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_callables_model_is_held_to_the_same_names():
+def test_a_callables_model_must_be_of_a_verified_family():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(GPT2Config())
     for call in (models.config_of, models.build):
@@ -290,14 +295,14 @@ LLAMA = {**SIZES, "model_type": "llama"}
         (SIZES, " has model_type=None: give one that transformers knows, such as llama or qwen3"),
         ({"model_type": ["llama"]}, " has model_type=['llama']: give one that transformers knows"),
         ({**SIZES, "model_type": "lama"}, " has model_type='lama': give one that transformers knows"),
-        ({"model_type": "llama", "hidden_size": 5}, " has no num_attention_heads: give it the model's own"),
-        ({**LLAMA, "vocab_size": None}, " has no vocab_size: give it the model's own"),
+        ({"model_type": "llama", "hidden_size": 5}, " has no num_attention_heads: add the model's own"),
+        ({**LLAMA, "vocab_size": None}, " has no vocab_size: add the model's own"),
         ({**LLAMA, "num_attention_heads": 0}, ": num_attention_heads=0: it takes a whole number, 1 or more"),
         ({**LLAMA, "vocab_size": -1}, ": vocab_size=-1: it takes a whole number, 1 or more"),
         ({**LLAMA, "hidden_size": "48"}, ": hidden_size='48': it takes a whole number, 1 or more"),
         ({**LLAMA, "num_hidden_layers": True}, ": num_hidden_layers=True: it takes a whole number"),
         ({**LLAMA, "num_key_value_heads": 0}, ": num_key_value_heads=0: it takes a whole number, 1 or more"),
-        ({**LLAMA, "rms_norm_eps": "small"}, " is not a config transformers can read: "),
+        ({**LLAMA, "rms_norm_eps": "small"}, " is not a config that transformers can read: "),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be_used_is_refused_in_one_line(tmp_path, text, said):
@@ -324,7 +329,7 @@ def test_a_config_without_key_value_heads_has_as_many_as_query_heads(tmp_path):
 
 def test_a_model_transformers_cannot_make_is_refused_in_one_line():
     said = refusal(lambda: models.build(LlamaConfig(**SIZES, hidden_act="none")))
-    assert said.startswith("no llama can be made of this config: KeyError: ")
+    assert said.startswith("no llama model can be made from this config: KeyError: ")
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The notebooks as programs: what `lab execute` does with them, and how they are stored."""
+"""The notebooks as programs: `lab execute`, and how notebooks are stored."""
 
 import json
 import re
@@ -13,10 +13,10 @@ from lab import models
 from lab.bench.notebooks import changed_facts
 from lab.commands.cli import main
 from lab.errors import NotebookError
-from lab.jupyter.executing import FOLDER, execute, execute_one, find, with_parameters
+from lab.jupyter.executing import FOLDER, execute, execute_one, find_notebooks, parse_parameters
 from lab.show.sources import source
 
-NAMES = [notebook.name for notebook in find([])]
+NAMES = [notebook.name for notebook in find_notebooks([])]
 SMALL = {
     "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "70", "ranks": "2"},
     "90_reproduce_paper": {
@@ -78,7 +78,7 @@ def differences(session, stored, copy):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
 def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, tmp_path, request):
     """nbval alone would execute it, and papermill once more: here papermill executes and nbval compares."""
-    [notebook] = find([name])
+    [notebook] = find_notebooks([name])
     done = execute_one(notebook, {}, tmp_path)
     assert done.failure is None
     found, facts = differences(request.session, notebook.path, done.copy)
@@ -90,7 +90,7 @@ def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, t
 @pytest.mark.slow
 def test_a_fact_that_changed_is_found(tmp_path, request):
     path = write(tmp_path / "n.ipynb", "a = 7", "# NBVAL_CHECK_OUTPUT\nprint(a)", "print(id(a))")
-    [notebook] = find([path])
+    [notebook] = find_notebooks([path])
     notebook.path.write_bytes(execute_one(notebook, {}, tmp_path / "first").copy.read_bytes())
     again = execute_one(notebook, {}, tmp_path / "again").copy
     assert differences(request.session, notebook.path, again) == ([], 1)
@@ -143,7 +143,7 @@ def test_an_unknown_notebook_names_the_known_ones():
     with pytest.raises(
         NotebookError, match=r"unknown notebook '00_memory' \(did you mean 00_memory_wall\?\): the"
     ):
-        find(["00_memory"])
+        find_notebooks(["00_memory"])
 
 
 @pytest.mark.parametrize(
@@ -157,23 +157,25 @@ def test_an_unknown_notebook_names_the_known_ones():
 )
 def test_an_unknown_or_ill_typed_parameter_is_refused(given, message):
     with pytest.raises(NotebookError, match=re.escape(message)):
-        with_parameters(find(["01_fsdp"])[0], given)
+        parse_parameters(find_notebooks(["01_fsdp"])[0], given)
 
 
 def test_parameters_are_read_as_their_defaults_types(tmp_path):
     path = write(tmp_path / "n.ipynb", "a = 1\nb = 0.5\nc = 'x'\nd = [1]")
-    [notebook] = find([path])
+    [notebook] = find_notebooks([path])
     assert notebook.defaults == {"a": 1, "b": 0.5, "c": "x", "d": [1]}
     given = {"a": "7", "b": "2", "c": "7", "d": "[3, 4]"}
-    assert with_parameters(notebook, given) == {"a": 7, "b": 2.0, "c": "7", "d": [3, 4]}
+    assert parse_parameters(notebook, given) == {"a": 7, "b": 2.0, "c": "7", "d": [3, 4]}
 
 
 def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
     for cell in ("a = 1 + 1", "import sys", "a = b = 3"):
-        with pytest.raises(NotebookError, match=r"n\.ipynb: its parameters are to be literals, .* is none"):
-            find([write(tmp_path / "n.ipynb", cell)])
+        with pytest.raises(
+            NotebookError, match=r"n\.ipynb: its parameters must be literals, and .* is not one"
+        ):
+            find_notebooks([write(tmp_path / "n.ipynb", cell)])
     with pytest.raises(NotebookError, match=r"n\.ipynb has no cell tagged 'parameters'"):
-        find([write(tmp_path / "n.ipynb", "a = 1", tags=())])
+        find_notebooks([write(tmp_path / "n.ipynb", "a = 1", tags=())])
 
 
 @pytest.mark.slow
@@ -242,7 +244,7 @@ def shown_sources(notebook):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_sources_that_it_shows_are_todays(name):
+def test_the_sources_that_a_notebook_shows_are_the_current_ones(name):
     """The code is compared, and not the number of its first line, which changes with the code above it."""
     for cell, today in shown_sources(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)):
         assert cell.outputs[0].data["text/plain"].partition("\n")[2] == today.code

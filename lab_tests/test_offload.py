@@ -1,19 +1,19 @@
-"""A layer's input waits on the host: the right one, for the right pass, and back one layer ahead."""
+"""Inputs of layers on the host: each returns to its own layer and pass, one layer ahead of backward."""
 
 import copy
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.host_transfer import HostCopier, HostTensor
 from lab.techniques.offload import apply_offload
-from lab_tests.test_checkpointing import (
+from lab_tests.support.decoder_step import (
     BATCH,
     FAMILIES,
     HIDDEN,
@@ -21,33 +21,15 @@ from lab_tests.test_checkpointing import (
     TOKENS,
     VOCAB,
     batch,
+    checkpoint_and_offload,
     decoder,
+    rows_of,
     step,
-    worst,
+    step_timeline,
 )
+from lab_tests.support.operators import BytesAtAttention, TransfersAndAttention
 
 DEEP = 5
-CROSSINGS = ("lab::to_host", "lab::from_host")
-
-
-def offloaded(model, **knobs):
-    apply_checkpointing(model)
-    apply_offload(model, **knobs)
-    return model
-
-
-def measured(model, inputs):
-    meter = Meter()
-    with meter.measure(model):
-        with meter.phase("forward"):
-            loss = model(**inputs).loss
-        with meter.phase("backward"):
-            loss.backward()
-    return meter.timeline()
-
-
-def rows_of(timeline, phase):
-    return [row for row in range(len(timeline)) if timeline.phases[timeline.phase[row]] == phase]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -56,7 +38,7 @@ def test_bit_for_bit_what_checkpointing_alone_gives(family, dtype):
     model = decoder(family, dtype)
     checkpointed = copy.deepcopy(model)
     apply_checkpointing(checkpointed)
-    assert worst(step(offloaded(model)), step(checkpointed)) == 0
+    assert error(step(checkpoint_and_offload(model)), step(checkpointed)) == 0
 
 
 @pytest.mark.parametrize("layers", [1, 2, DEEP])
@@ -65,7 +47,7 @@ def test_between_forward_and_backward_the_host_has_all_but_one(layers):
     checkpointed = copy.deepcopy(model)
     apply_checkpointing(checkpointed)
     block_input = BATCH * TOKENS * HIDDEN * 8
-    here, before = measured(offloaded(model), batch()), measured(checkpointed, batch())
+    here, before = step_timeline(checkpoint_and_offload(model), batch()), step_timeline(checkpointed, batch())
     end, end_before = rows_of(here, "forward")[-1], rows_of(before, "forward")[-1]
     assert here.host[end] == (layers - 1) * 32768  # the 30720 bytes of a block input, in whole pages
     assert before.total[end_before] - here.total[end] == (layers - 1) * block_input
@@ -74,57 +56,32 @@ def test_between_forward_and_backward_the_host_has_all_but_one(layers):
     assert here.host[-1] == 0
 
 
-class Held(TorchDispatchMode):
-    """Device bytes of the meter around it at each layer's first attention op in backward."""
-
-    def __init__(self, meter):
-        super().__init__()
-        self.meter, self.seen = meter, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
-            self.seen.append(sum(self.meter._held[:-1]))
-        return result
-
-
 def test_backward_holds_two_block_inputs_at_most():
     block_input = BATCH * TOKENS * HIDDEN * 8
     seen = {}
-    for apply in (apply_checkpointing, offloaded):
+    for apply in (apply_checkpointing, checkpoint_and_offload):
         model, meter = decoder(layers=DEEP), Meter()
         apply(model)
-        with meter.measure(model), meter.phase("step"), Held(meter) as held:
+        with meter.measure(model), meter.phase("step"), BytesAtAttention(meter) as observed:
             model(**batch()).loss.backward()
-        seen[apply] = held.seen[DEEP:]  # those of the recomputation
-    saved = [a - b for a, b in zip(seen[apply_checkpointing], seen[offloaded], strict=True)]
+        seen[apply] = observed.seen[DEEP:]  # those of the recomputation
+    saved = [a - b for a, b in zip(seen[apply_checkpointing], seen[checkpoint_and_offload], strict=True)]
     # Layer i: its own input and all before it (i + 1), against its own and the next to come (2, at last 1).
     assert saved == [(i + 1 - min(i + 1, 2)) * block_input for i in reversed(range(DEEP))]
 
 
-class Crossings(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.order = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in CROSSINGS or "flash_attention_for_cpu" in func.name():
-            self.order.append(func.name().removeprefix("lab::").removeprefix("aten::_scaled_dot_product_"))
-        return func(*args, **(kwargs or {}))
-
-
 def test_one_copy_each_way_and_back_before_it_is_wanted():
-    model = offloaded(decoder(layers=4))
-    with Crossings() as crossings:
+    model = checkpoint_and_offload(decoder(layers=4))
+    with TransfersAndAttention() as observed:
         step(model)
     again, back = "flash_attention_for_cpu", "flash_attention_for_cpu_backward"
     forward = ["to_host", again] * 3 + [again]
     backward = ["from_host", again, back] * 3 + [again, back]
-    assert crossings.order == forward + backward
+    assert observed.order == forward + backward
 
 
 def test_passes_that_interleave_keep_their_own_inputs():
-    plain, model = decoder(layers=4), offloaded(decoder(layers=4))
+    plain, model = decoder(layers=4), checkpoint_and_offload(decoder(layers=4))
     torch.manual_seed(7)
     batches = [
         {n: torch.randint(0, VOCAB, (1, length)) for n in ("input_ids", "labels")} for length in (20, 33)
@@ -135,27 +92,27 @@ def test_passes_that_interleave_keep_their_own_inputs():
         for loss in losses:  # both forwards before the first backward
             (loss / 4).backward()
         gradients.append({name: p.grad for name, p in each.named_parameters()})
-    assert worst(gradients[1], gradients[0]) <= 1e-9
+    assert error(gradients[1], gradients[0]) <= 1e-9
 
 
 def test_a_retained_graph_can_be_walked_twice():
-    plain, model = decoder(), offloaded(decoder())
+    plain, model = decoder(), checkpoint_and_offload(decoder())
     wanted = step(plain)
     loss = model(**batch()).loss
     loss.backward(retain_graph=True)
     loss.backward()
     assert (
-        worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+        error({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
     )
 
 
 def test_after_a_pass_that_failed_the_next_is_right():
-    model, wanted = offloaded(decoder()), step(decoder())
+    model, wanted = checkpoint_and_offload(decoder()), step(decoder())
     hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(**batch())
     hook.remove()
-    assert worst(step(model), wanted) <= 1e-9
+    assert error(step(model), wanted) <= 1e-9
 
 
 def test_frozen_embeddings():
@@ -163,19 +120,20 @@ def test_frozen_embeddings():
     for each in (plain, model):
         each.model.embed_tokens.requires_grad_(False)
         each.model.layers[0].requires_grad_(False)
-    offloaded(model)
+    checkpoint_and_offload(model)
     for each in (plain, model):
         each(**batch()).loss.backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    assert worst({n: p.grad for n, p in model.named_parameters()}, wanted) <= 1e-9
+    assert error({n: p.grad for n, p in model.named_parameters() if p.requires_grad}, wanted) <= 1e-9
     assert model.model.embed_tokens.weight.grad is None
 
 
-def test_a_plan_sees_both_lanes():
+def test_a_plan_counts_device_and_host_bytes():
     tokens = 2**20
     block_input = tokens * HIDDEN * 2
     with FakeTensorMode():
-        model, inputs, meter = offloaded(decoder(dtype=torch.bfloat16)), batch(tokens, rows=1), Meter()
+        model, inputs = checkpoint_and_offload(decoder(dtype=torch.bfloat16)), batch(tokens, rows=1)
+        meter = Meter()
         with meter.measure(model):
             with meter.phase("forward"):
                 loss = model.model(input_ids=inputs["input_ids"]).last_hidden_state.sum()
@@ -217,4 +175,4 @@ def test_names_and_refusal():
     before = list(model.state_dict())
     with pytest.raises(RecipeError, match="checkpoint=True"):
         apply_offload(model)
-    assert list(offloaded(model, pinned=0).state_dict()) == before
+    assert list(checkpoint_and_offload(model, pinned=0).state_dict()) == before

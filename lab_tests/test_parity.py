@@ -1,4 +1,4 @@
-"""The whole road against plain transformers: loss and every gradient, whatever is stacked on whatever.
+"""Loss and every gradient against plain transformers: each technique alone, in pairs, and all together.
 
 Each assertion has been seen red. The mutants that must die here: heads in a wrong order on one side, RoPE
 missing on k, a corrupted offload (the wrong layer's input comes back, or the wrong layer's attention), a
@@ -19,15 +19,16 @@ from lab.bench.parity import (
     MODELS,
     TECHNIQUES,
     TOKENS,
-    plainly,
-    save,
+    plain_result,
+    relative_errors,
+    save_checkpoint,
     token_ids,
-    verdicts,
     whole_gradients,
 )
 from lab.bench.reference import FAMILIES, build, config, error
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.recipe.recipe import Recipe
+from lab_tests.support.recipes import EVERYTHING
 
 pytestmark = pytest.mark.slow
 
@@ -43,19 +44,14 @@ PIECES = {
     "loss": {"loss_tile": 9},
 }
 
-EVERYTHING = Recipe(
-    fsdp=True, ulysses=2, ring=2, head_chunk=4, checkpoint=True, offload="inputs", mlp_tile=5, norm_tile=8,
-    loss_tile=7,
-)  # fmt: skip
-
 
 def saved(folder, family="llama", heads=24, kv_heads=6, **more) -> str:
-    save(folder, family, heads, kv_heads, **more)
+    save_checkpoint(folder, family, heads, kv_heads, **more)
     return str(folder)
 
 
 def assert_exact(ranks4, work, tolerance=1e-9):
-    for rank in ranks4.apply(verdicts, list(work.values())):
+    for rank in ranks4.apply(relative_errors, list(work.values())):
         for name, (loss, gradient) in zip(work, rank, strict=True):
             assert loss < tolerance, name
             assert gradient < tolerance, name
@@ -101,7 +97,7 @@ def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_h
     assert_exact(ranks4, {str(knobs): (folder, recipe)})
 
 
-def test_in_single_precision(ranks4, tmp_path):
+def test_loss_and_gradients_in_single_precision(ranks4, tmp_path):
     folder = saved(tmp_path, dtype=torch.float32)
     work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)
@@ -113,30 +109,30 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
         folder = tmp_path / family
         folder.mkdir()
         saved(folder, family, dtype=torch.float32)
-        truth = torch.load(folder / "truth.pt")
-        plain = plainly(build(config(family), torch.float32).to(torch.bfloat16))
+        truth = torch.load(folder / "expected.pt")
+        plain = plain_result(build(config(family), torch.float32).to(torch.bfloat16))
         own_error = error(plain[1], truth[1])
         rungs = [recipe_for(name, str(folder), 4, TOKENS) for name in RUNGS]
         assert {recipe.compute_dtype for recipe in rungs} == {"bfloat16"}
         for name, (_, gradient) in zip(
-            RUNGS, ranks4.apply(verdicts, [(str(folder), recipe) for recipe in rungs])[0], strict=True
+            RUNGS, ranks4.apply(relative_errors, [(str(folder), recipe) for recipe in rungs])[0], strict=True
         ):
             assert 1e-4 < gradient < 1.5 * own_error, (family, name)
 
 
 def test_a_scaled_and_accumulated_loss_under_everything(ranks4, tmp_path):
-    for errors in ranks4.apply(accumulated, saved(tmp_path, "qwen3"), EVERYTHING):
+    for errors in ranks4.apply(accumulated_error, saved(tmp_path, "qwen3"), EVERYTHING):
         assert errors < 1e-9
 
 
-def accumulated(folder, recipe):
+def accumulated_error(folder, recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = models.build(folder)
     lab.apply_recipe(model, recipe, mesh)
     # Powers of two: the norms go through fp32, where any other share would be rounded on its way.
     for share in (0.5, 0.25, 0.25):
         (share * lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))).backward()
-    return error(whole_gradients(model), torch.load(f"{folder}/truth.pt")[1])
+    return error(whole_gradients(model), torch.load(f"{folder}/expected.pt")[1])
 
 
 def test_parameter_names_stay_the_plain_models(ranks4, tmp_path):

@@ -1,39 +1,36 @@
-"""A plan's answers: what fits, what stops it, what it refuses, and that it leaves nothing behind."""
+"""The answers of a plan: what fits and what limits it; its refusals; and nothing remains after it."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._op_schema import OpSchema
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
 
 import lab
 from lab.errors import LabError
-from lab.planning.fake_step import Question, fake_step, layouts_remembered
+from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
-from lab.step.one_rank import one_rank, ring_ranks
+from lab.step.one_rank import ring_ranks
+from lab.techniques.upipe.schedule import schedule
+from lab_tests.support.models import small_config
 
-
-def small(**more):
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return LlamaConfig(**{**shape, **more})
+small = partial(small_config, num_attention_heads=24, vocab_size=104)
 
 
 @pytest.fixture(scope="module")
-def offloaded():
+def offload_plan():
     """One layer's input on the host of each of 16 ranks."""
     return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2)
 
 
-def test_without_a_limit_nothing_is_said(offloaded):
-    assert (offloaded.fits, offloaded.limit) == (None, None)
+def test_without_a_limit_nothing_is_said(offload_plan):
+    assert (offload_plan.fits, offload_plan.limit) == (None, None)
+
+
+def on_machine(plan, **changes):
+    return replace(plan, machine=replace(plan.machine, **changes))
 
 
 @pytest.mark.parametrize(
@@ -44,32 +41,32 @@ def test_without_a_limit_nothing_is_said(offloaded):
         (0, 0, True, None), (0, -1, False, "host"), (-1, 0, False, "device"), (-1, -1, False, "device"),
     ],
 )  # fmt: skip
-def test_what_fits_to_the_byte(offloaded, device, host, fits, limit):
-    plan = replace(
-        offloaded,
-        device_memory=None if device is None else offloaded.device_peak + device,
-        host_memory=None if host is None else offloaded.host_peak_per_node + host,
+def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
+    plan = on_machine(
+        offload_plan,
+        device_memory=None if device is None else offload_plan.device_peak + device,
+        host_memory=None if host is None else offload_plan.host_peak_per_node + host,
     )
     assert (plan.fits, plan.limit) == (fits, limit)
 
 
-def test_host_memory_is_that_of_a_node(offloaded):
+def test_host_memory_is_that_of_a_node(offload_plan):
     one_input = 8192  # 2 * (128 // 2) * 48 bytes of bf16, in whole pages
-    assert offloaded.host_peak == one_input
-    assert offloaded.host_peak_per_node == 8 * one_input
-    assert replace(offloaded, ranks_per_node=4).host_peak_per_node == 4 * one_input
-    assert replace(offloaded, ranks_per_node=64).host_peak_per_node == 16 * one_input
+    assert offload_plan.host_peak == one_input
+    assert offload_plan.host_peak_per_node == 8 * one_input
+    assert on_machine(offload_plan, ranks_per_node=4).host_peak_per_node == 4 * one_input
+    assert on_machine(offload_plan, ranks_per_node=64).host_peak_per_node == 16 * one_input
 
 
 def test_memory_is_given_in_words():
     plan = lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="80GiB", host_memory="2TiB")
-    assert (plan.device_memory, plan.host_memory) == (80 * 2**30, 2 * 2**40)
+    assert (plan.machine.device_memory, plan.machine.host_memory) == (80 * 2**30, 2 * 2**40)
     assert plan.fits is True
     assert lab.plan(small(), "plain", tokens=32, ranks=1, device_memory="1MiB").limit == "device"
 
 
-def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
-    assert offloaded.notes == ()
+def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
+    assert offload_plan.notes == ()
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, kernel="cudnn").notes
     assert note == "the workspace of attention is that of torch's kernel; kernel='cudnn' may take another"
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, compute_dtype=None).notes
@@ -79,33 +76,35 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offloaded):
     assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")
 
 
-def test_json_holds_the_answers(offloaded):
-    document = replace(offloaded, device_memory=1).to_json()
+def test_json_holds_the_answers(offload_plan):
+    document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
         "recipe", "tokens", "ranks", "device_peak", "start_peak", "host_peak", "host_peak_per_node", "fits",
         "limit", "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "step_seconds",
         "notes", "planning_seconds",
     ]  # fmt: skip
-    peak = offloaded.timeline.peak
+    peak = offload_plan.timeline.peak
     assert document["peak"] == {
         "op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase
     }  # fmt: skip
-    assert sum(document["by_category"].values()) == document["device_peak"] == offloaded.timeline.total.max()
+    assert (
+        sum(document["by_category"].values()) == document["device_peak"] == offload_plan.timeline.total.max()
+    )
     assert (document["fits"], document["limit"]) == (False, "device")
-    assert Recipe.from_json(document["recipe"]) == offloaded.recipe
-    assert document["step_seconds"] == offloaded.costs.seconds > 0
+    assert Recipe.from_json(document["recipe"]) == offload_plan.recipe
+    assert document["step_seconds"] == offload_plan.costs.seconds > 0
     assert document["planning_seconds"] > 0
     assert (document["flops"], document["link_bytes"], document["host_bytes"]) == (
-        offloaded.costs.flops, offloaded.costs.link_bytes, offloaded.costs.host_bytes
+        offload_plan.costs.flops, offload_plan.costs.link_bytes, offload_plan.costs.host_bytes
     )  # fmt: skip
 
 
-def test_the_clock_is_the_devices(offloaded):
-    seconds = offloaded.timeline.seconds
+def test_the_clock_is_the_devices(offload_plan):
+    seconds = offload_plan.timeline.seconds
     assert (seconds[1:] >= seconds[:-1]).all()
     assert seconds[0] == 0
-    assert 0.5 * offloaded.costs.device_seconds < seconds[-1] <= offloaded.costs.device_seconds
-    assert [phase for phase, *_ in offloaded.timeline.spans()] == ["forward", "backward", "optimizer"]
+    assert 0.5 * offload_plan.costs.device_seconds < seconds[-1] <= offload_plan.costs.device_seconds
+    assert [phase for phase, *_ in offload_plan.timeline.spans()] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -184,11 +183,25 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     model = small(num_hidden_layers=1, num_attention_heads=8, **more)
     ranks = recipe.ulysses * recipe.ring
     plan = lab.plan(model, recipe, tokens=480, ranks=ranks, rows=2, workspace=workspace)
-    question = Question(model, recipe, 480, ranks, 2, ranks_per_node=8, device="h100", workspace=workspace)
-    steps = [fake_step(replace(question, ring_rank=r), 1)[0] for r in range(recipe.ring)]
+    steps = [fake_step(plan.job, plan.machine, 1, ring_rank=r)[0] for r in range(recipe.ring)]
     assert max(step.device_peak for step in steps) == plan.device_peak
     assert steps[plan.ring_rank].device_peak == plan.device_peak
     assert {step.host_peak for step in steps} == {plan.host_peak}
+
+
+def test_a_plan_checks_its_recipe_once_and_schedules_its_heads_once(monkeypatch):
+    """Two steps are walked, of five and six layers."""
+    recipes, check = [], Recipe.check
+
+    def checked(recipe, config, ranks):
+        recipes.append(recipe)
+        check(recipe, config, ranks)
+
+    monkeypatch.setattr(Recipe, "check", checked)
+    schedule.cache_clear()
+    plan = lab.plan(small(num_hidden_layers=7), "upipe", tokens=72, ranks=2)
+    assert recipes == [plan.recipe]
+    assert schedule.cache_info().misses == 1
 
 
 def test_a_plan_that_fails_leaves_no_group():
@@ -229,20 +242,3 @@ def test_the_callers_config_is_kept():
     before = config.to_dict()
     lab.plan(config, "fsdp", tokens=70, ranks=4)
     assert config.to_dict() == before
-
-
-def test_a_layout_is_worked_out_once_though_tensors_are_fake(monkeypatch):
-    # Releases of torch whose dispatcher has no key for lists of tensors ask for it at every update.
-    propagator, asked = DTensor._op_dispatcher.sharding_propagator, []
-    whole = propagator._propagate_tensor_meta_non_cached
-    monkeypatch.setattr(
-        propagator, "_propagate_tensor_meta_non_cached", lambda op: asked.append(op) or whole(op)
-    )
-    with one_rank(Recipe(fsdp=True), 4, "fake") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-        specs = [distribute_tensor(torch.ones(n, 7), mesh, [Shard(0)])._spec for n in (51, 53)]
-        schema = OpSchema(torch.ops.aten._foreach_mul.Scalar, (specs, 2.0), {})
-        with layouts_remembered():
-            found = [propagator.propagate_op_sharding_non_cached(schema) for _ in range(3)]
-    assert len(asked) == 1
-    assert found[0] is found[2]
-    assert "propagate_op_sharding_non_cached" not in vars(propagator)

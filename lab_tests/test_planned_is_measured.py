@@ -1,15 +1,17 @@
 """Planned bytes are measured bytes: every recipe, every rank, to the byte, with the operator at the peak."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 
 import lab
 from lab.memory.timeline import Timeline
 from lab.models import config_of
 from lab.recipe.ladder import NAMES, recipe_for
 from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +38,7 @@ def answers(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def planned_and_measured(cluster, text, model, recipe, tokens, rows=1, steps=1):
+def plan_and_measure(cluster, text, model, recipe, tokens, rows=1, steps=1):
     """The plan's answers, and those of every rank and step."""
     plan = lab.plan(model, recipe, tokens=tokens, ranks=4, rows=rows, workspace=False)
     run = lab.run(model, recipe, tokens=tokens, rows=rows, steps=steps, text=text, cluster=cluster)
@@ -46,13 +48,8 @@ def planned_and_measured(cluster, text, model, recipe, tokens, rows=1, steps=1):
     return answers(plan.timeline), measured
 
 
-def odd(family=LlamaConfig, **more):
-    """All axes and quotients differ; four divides each, so that shards are equal."""
-    shape = {
-        "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 24,
-        "num_key_value_heads": 6, "head_dim": 10, "vocab_size": 104,
-    }  # fmt: skip
-    return family(**{**shape, **more})
+odd = partial(small_config, num_hidden_layers=3, num_attention_heads=24, vocab_size=104)
+"""All axes and quotients differ; four divides each, so that shards are equal."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +57,7 @@ def test_every_named_recipe_of_two_layers_of_tiny(ranks4, text, name):
     model = config_of("tiny")
     model.num_hidden_layers = 2
     recipe = recipe_for(name, model, 4, 512)
-    planned, measured = planned_and_measured(ranks4, text, model, recipe, 512, steps=2)
+    planned, measured = plan_and_measure(ranks4, text, model, recipe, 512, steps=2)
     assert measured == [[planned] * 2] * 4
     assert (planned["host"] > 0) == (name in ("offload", "tiling", "upipe", "fast"))
 
@@ -92,7 +89,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_where_nothing_coincides(ranks4, text, name):
-    planned, measured = planned_and_measured(ranks4, text, *CASES[name])
+    planned, measured = plan_and_measure(ranks4, text, *CASES[name])
     assert measured == [[planned]] * 4
 
 
@@ -101,7 +98,7 @@ def test_every_chunk_of_the_heads(ranks4, text):
     model = odd(hidden_size=64, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=2)
     for chunk in (8, 16, 32):
         recipe = Recipe(fsdp=True, ulysses=4, head_chunk=chunk, checkpoint=True)
-        planned, measured = planned_and_measured(ranks4, text, model, recipe, 500)
+        planned, measured = plan_and_measure(ranks4, text, model, recipe, 500)
         assert measured == [[planned]] * 4
         assert "self_attn" in planned["module"]
         peaks.append(planned["device"])
@@ -131,7 +128,7 @@ RINGS = {
 """The recipe, and the ring rank that is planned for 1, 2 and 4 query heads to a key/value head."""
 
 
-def ringed(group: int) -> LlamaConfig:
+def ring_model(group: int) -> PretrainedConfig:
     """A model so small beside its heads that its peak is in attention's backward."""
     return odd(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8,
@@ -149,7 +146,7 @@ def test_round_a_ring_the_plan_is_that_of_the_rank_that_holds_most(ranks4, text,
     """
     recipe, ring_ranks = RINGS[name]
     recipe = replace(recipe, loss_tile=62)
-    planned, measured = planned_and_measured(ranks4, text, ringed(group), recipe, 496)
+    planned, measured = plan_and_measure(ranks4, text, ring_model(group), recipe, 496)
     ring_rank = ring_ranks[(1, 2, 4).index(group)]
     of_ring_rank = [m for rank, m in enumerate(measured) if rank // recipe.ulysses % recipe.ring == ring_rank]
     assert of_ring_rank == [[planned]] * (4 // recipe.ring)
@@ -170,7 +167,7 @@ def test_a_rehearsal_is_of_the_rank_that_is_planned():
 
 def test_of_shards_that_are_not_equal_rank_0_holds_the_most(ranks4, text):
     """A vocabulary of 101 is sharded 26, 26, 26, 23: the last rank holds 3 rows less of both moments."""
-    planned, measured = planned_and_measured(ranks4, text, odd(vocab_size=101), UPIPE, 500)
+    planned, measured = plan_and_measure(ranks4, text, odd(vocab_size=101), UPIPE, 500)
     assert measured[:3] == [[planned]] * 3
     rows = 3 * 48 * 4 * 2  # of the embedding and of the head
     assert planned["device"] - measured[3][0]["device"] == 2 * rows

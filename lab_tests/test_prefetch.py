@@ -1,28 +1,40 @@
-"""The way back from the host, one layer ahead or at the last moment: the same numbers, one input apart."""
+"""With and without prefetching a layer's input from the host: the same gradients, one input more or less."""
 
 import copy
 
 import pytest
 
+from lab.bench.reference import error
 from lab.memory.meter import Meter
-from lab_tests.test_checkpointing import BATCH, HIDDEN, TOKENS, batch, decoder, step, worst
-from lab_tests.test_offload import Crossings, Held, offloaded
+from lab_tests.support.decoder_step import (
+    BATCH,
+    HIDDEN,
+    TOKENS,
+    batch,
+    checkpoint_and_offload,
+    decoder,
+    step,
+)
+from lab_tests.support.operators import BytesAtAttention, TransfersAndAttention
 
 DEEP = 5
 INPUT = BATCH * TOKENS * HIDDEN * 8
 """Bytes of what one layer keeps."""
 
 
-def recomputing(**knobs):
+def bytes_in_recomputation(**knobs):
     """Device bytes at each layer's attention, when backward runs it again, last layer first."""
-    model, meter = offloaded(decoder(layers=DEEP), **knobs), Meter()
-    with meter.measure(model), meter.phase("step"), Held(meter) as held:
+    model, meter = checkpoint_and_offload(decoder(layers=DEEP), **knobs), Meter()
+    with meter.measure(model), meter.phase("step"), BytesAtAttention(meter) as observed:
         model(**batch()).loss.backward()
-    return held.seen[DEEP:], meter.timeline()
+    return observed.seen[DEEP:], meter.timeline()
 
 
-def test_without_it_backward_holds_one_input_less():
-    (ahead, measured), (late, measured_late) = recomputing(), recomputing(prefetch=False)
+def test_without_prefetching_backward_holds_one_input_less():
+    (ahead, measured), (late, measured_late) = (
+        bytes_in_recomputation(),
+        bytes_in_recomputation(prefetch=False),
+    )
     # The first layer, which backward reaches last, has none before it to be fetched.
     assert [a - b for a, b in zip(ahead, late, strict=True)] == [INPUT] * (DEEP - 1) + [0]
     assert measured.host_peak == measured_late.host_peak == (DEEP - 1) * 32768  # in whole pages
@@ -36,15 +48,15 @@ def test_without_it_backward_holds_one_input_less():
     ],
 )
 def test_each_input_comes_back_before_the_layer_that_wants_it(prefetch, way):
-    model = offloaded(decoder(layers=4), prefetch=prefetch)
-    with Crossings() as crossings:
+    model = checkpoint_and_offload(decoder(layers=4), prefetch=prefetch)
+    with TransfersAndAttention() as observed:
         step(model)
     names = {"flash_attention_for_cpu": "again", "flash_attention_for_cpu_backward": "back"}
-    backward = crossings.order[crossings.order.index("from_host") - 2 * (not prefetch) :]
+    backward = observed.order[observed.order.index("from_host") - 2 * (not prefetch) :]
     assert [names.get(name, name) for name in backward] == way
 
 
-def test_the_numbers_do_not_know():
+def test_prefetching_changes_no_gradient():
     model = decoder()
-    other = copy.deepcopy(model)
-    assert worst(step(offloaded(model, prefetch=False)), step(offloaded(other))) == 0
+    prefetching = checkpoint_and_offload(copy.deepcopy(model))
+    assert error(step(checkpoint_and_offload(model, prefetch=False)), step(prefetching)) == 0

@@ -1,4 +1,4 @@
-"""Profiles: what each refuses, what its ranks find, what it would run; and eight ranks of one node."""
+"""Profiles of clusters: refusals, settings of ranks, commands of launchers; and eight ranks of one node."""
 
 import dataclasses
 import os
@@ -24,8 +24,8 @@ from cluster.profiles.parsing import parse_fields
 from cluster.profiles.showing import describe
 from cluster.ranks import Cluster
 from lab.commands.cli import main
-from lab.jupyter import security as exposure
-from lab.jupyter.serving import arguments
+from lab.jupyter import security
+from lab.jupyter.serving import jupyterlab_arguments
 
 NINE_PORTS = "7300-7308"
 
@@ -35,7 +35,7 @@ def _everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program, **_: f"/usr/bin/{program}")
 
 
-def refused(text: str, ranks: int = 2, **settings: Any) -> None:
+def check_refusal(text: str, ranks: int = 2, **settings: Any) -> None:
     with pytest.raises(ClusterError, match=text) as caught:
         Cluster(ranks=ranks, **settings)
     assert "\n" not in str(caught.value)
@@ -44,34 +44,38 @@ def refused(text: str, ranks: int = 2, **settings: Any) -> None:
 def test_bad_input_is_one_line_that_says_what_would_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused("'sulrm' is not known; known are: local, mpi, node8, slurm, ssh", profile="sulrm")
-    refused("'local' has no hosts; it has: numa, variables", hosts=("a",))
-    refused(r"hosts='node1': a tuple is needed; hosts=\('node1',\)", profile="ssh", hosts="node1")
-    refused(r"ranks=9: .*one node of 8; ranks=8 would work", ranks=9, profile="node8")
-    refused(
+    check_refusal("'sulrm' is not known; known are: local, mpi, node8, slurm, ssh", profile="sulrm")
+    check_refusal("'local' has no hosts; it has: numa, variables", hosts=("a",))
+    check_refusal(r"hosts='node1': a tuple is needed; hosts=\('node1',\)", profile="ssh", hosts="node1")
+    check_refusal(r"ranks=9: .*one node of 8; ranks=8 would work", ranks=9, profile="node8")
+    check_refusal(
         r"ranks=3: hosts=.* have 2 slots; hosts=\('node1\*3',\)", ranks=3, profile="ssh", hosts=("a", "b")
     )
     for wrong in ("-oProxyCommand=x", "a*0", "a:b", "a b", ""):
-        refused("names no host; 'user@host:22", profile="ssh", hosts=(wrong,))
-    refused("key='.*': No such file", profile="ssh", hosts=("a*2",), key=str(tmp_path / "none"))
-    refused(r"ranks=3: 2 node\(s\) of 2 ranks give 4; ranks=4", ranks=3, profile="slurm", nodes=2)
-    refused("gpus_per_node=2: 4 ranks on a node", ranks=8, profile="slurm", nodes=2, gpus_per_node=2)
-    refused("there is no such folder", profile="slurm", folder=str(tmp_path / "none"))
-    refused("hostfile=.*: No such file", profile="mpi", hostfile=str(tmp_path / "none"))
+        check_refusal("names no host; 'user@host:22", profile="ssh", hosts=(wrong,))
+    check_refusal("key='.*': No such file", profile="ssh", hosts=("a*2",), key=str(tmp_path / "none"))
+    check_refusal(r"ranks=3: 2 node\(s\) of 2 ranks give 4; ranks=4", ranks=3, profile="slurm", nodes=2)
+    check_refusal("gpus_per_node=2: 4 ranks on a node", ranks=8, profile="slurm", nodes=2, gpus_per_node=2)
+    check_refusal("there is no such folder", profile="slurm", folder=str(tmp_path / "none"))
+    check_refusal("hostfile=.*: No such file", profile="mpi", hostfile=str(tmp_path / "none"))
     (tmp_path / "hosts").write_text("# two\nnode1 slots=2\nnode2\n")
-    refused(
+    check_refusal(
         "ranks=4: .* has 3 slots; ranks=3 would work", ranks=4, profile="mpi", hostfile=f"{tmp_path}/hosts"
     )
     monkeypatch.setattr(shutil, "which", lambda program, **_: None)
-    refused("'mpi' needs mpiexec, which is not installed here; Debian has it in openmpi-bin", profile="mpi")
-    refused("'slurm' needs sbatch", profile="slurm")
+    check_refusal(
+        "'mpi' needs mpiexec, which is not installed here; Debian has it in openmpi-bin", profile="mpi"
+    )
+    check_refusal("'slurm' needs sbatch", profile="slurm")
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret")
     key.chmod(0o640)
-    refused(r"can be read by others \(mode 0640\); chmod 600", profile="ssh", hosts=("a*2",), key=str(key))
+    check_refusal(
+        r"can be read by others \(mode 0640\); chmod 600", profile="ssh", hosts=("a*2",), key=str(key)
+    )
     key.chmod(0o600)
     Cluster(ranks=2, profile="ssh", hosts=("a*2",), key=str(key))
 
@@ -305,35 +309,35 @@ def test_show_from_the_command_line() -> None:
      ("192.0.2.7", False), ("example.org", False)],
 )  # fmt: skip
 def test_loopback_is_told_from_the_rest(host_: str, loopback: bool) -> None:
-    assert exposure.is_loopback(host_) == loopback
+    assert security.is_loopback(host_) == loopback
 
 
 def test_the_doctor_warns_of_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = {"hostname": "127.0.0.1", "token": "t", "password": False, "pid": 7}
-    monkeypatch.setattr(exposure, "list_running_servers", lambda: [closed])
-    monkeypatch.setattr(exposure, "jupyter_config", Config)
+    monkeypatch.setattr(security, "list_running_servers", lambda: [closed])
+    monkeypatch.setattr(security, "jupyter_config", Config)
     key = tmp_path / "key"
     key.touch(0o600)
-    monkeypatch.setattr(exposure, "private_keys", lambda: [key])
-    monkeypatch.setattr(exposure, "connection_files", list)
-    assert list(exposure.openings()) == []
+    monkeypatch.setattr(security, "private_keys", lambda: [key])
+    monkeypatch.setattr(security, "connection_files", list)
+    assert list(security.find_exposures()) == []
 
     for folder in tmp_path.parents:
         if not private.mode(folder) & 0o011:
             monkeypatch.setattr(private, "mode", lambda path, mode=private.mode: mode(path) | 0o011)
     key.chmod(0o644)
     config = Config({"ServerApp": {"ip": "0.0.0.0"}, "IdentityProvider": {"token": ""}})
-    monkeypatch.setattr(exposure, "jupyter_config", lambda: config)
+    monkeypatch.setattr(security, "jupyter_config", lambda: config)
     monkeypatch.setattr(
-        exposure, "list_running_servers", lambda: [{**closed, "hostname": "0.0.0.0"}, {**closed, "token": ""}]
+        security, "list_running_servers", lambda: [{**closed, "hostname": "0.0.0.0"}, {**closed, "token": ""}]
     )
-    said = "\n".join(exposure.openings())
+    said = "\n".join(security.find_exposures())
     assert len(said.splitlines()) == 5
     for part in ("process 7 listens on 0.0.0.0", "process 7 asks for no token", "configuration has it listen",
                  "switches its token off", f"private key {key}; chmod 600"):  # fmt: skip
         assert part in said
     config.PasswordIdentityProvider.hashed_password = "argon2:..."
-    assert not exposure.token_is_off(config)
+    assert not security.token_is_off(config)
 
 
 def test_jupyters_configuration_is_read_as_jupyter_reads_it(
@@ -342,9 +346,9 @@ def test_jupyters_configuration_is_read_as_jupyter_reads_it(
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     (tmp_path / "jupyter_server_config.py").write_text("c.ServerApp.ip = '0.0.0.0'")
     (tmp_path / "jupyter_lab_config.json").write_text('{"ServerApp": {"token": ""}}')
-    config = exposure.jupyter_config()
+    config = security.jupyter_config()
     assert config.ServerApp.ip == "0.0.0.0"
-    assert exposure.token_is_off(config)
+    assert security.token_is_off(config)
 
 
 def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +357,7 @@ def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pyte
     assert (elsewhere.exit_code, elsewhere.output.count("\n")) == (2, 1)
     assert "--ip 198.51.100.7: " in elsewhere.output
     assert "127.0.0.1 would work" in elsewhere.output
-    assert "--ServerApp.ip=127.0.0.1" in arguments(tmp_path, "a.ipynb")
+    assert "--ServerApp.ip=127.0.0.1" in jupyterlab_arguments(tmp_path, "a.ipynb")
     (tmp_path / "jupyter_server_config.py").write_text("c.IdentityProvider.token = ''")
     (tmp_path / "jupyter_lab_config.py").write_text("a file that Python cannot read")
     refused = CliRunner().invoke(main, ["open", "--no-browser"])
@@ -370,7 +374,7 @@ def test_eight_ranks_that_pin_at_once_have_threads_for_it() -> None:
     assert threads & (threads - 1) == 0, "torch takes powers of two alone"
 
 
-def found_on_a_rank() -> dict[str, Any]:
+def describe_rank() -> dict[str, Any]:
     from ipyparallel.engine.app import IPEngine
 
     return {
@@ -386,7 +390,7 @@ def test_node8_gives_each_of_eight_ranks_its_settings() -> None:
     profile = find_profile("node8", variables={"NCCL_DEBUG": "INFO"})
     cores = host.near_cores(capacity.visible_devices(), 8)
     with Cluster(ranks=8, profile="node8", variables={"NCCL_DEBUG": "INFO"}, start_timeout=120) as cluster:
-        found = cluster.apply(found_on_a_rank)
+        found = cluster.apply(describe_rank)
     assert [f["id"] for f in found] == [f["rank"] for f in found] == list(range(8))
     assert [f["cores"] for f in found] == cores
     for rank, f in enumerate(found):

@@ -1,4 +1,4 @@
-"""Seconds and bytes of one step: what ran is there, it adds up, and what is left has its maker."""
+"""Seconds and bytes of one step: every operator, sums that agree, and the maker of what remains."""
 
 import gzip
 import json
@@ -10,30 +10,30 @@ import lab
 from lab import models
 from lab.memory.meter import Meter
 from lab.memory.profiling import Call, Profile, ProfilingMeter, name_of
-from lab_tests.test_meter import FP32, Two, metered_step
+from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
 
 
-def profiled(model) -> Profile:
+def profile_steps(model) -> Profile:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     meter = ProfilingMeter()
     for _ in range(STEPS - 1):
         metered_step(meter, model, optimizer, torch.randn(11, 5))
-    with meter.profiled() as result:
+    with meter.profile_step() as result:
         metered_step(meter, model, optimizer, torch.randn(11, 5))
     return result[0]
 
 
 @pytest.fixture(scope="module")
-def found() -> Profile:
-    return profiled(Two())
+def profile() -> Profile:
+    return profile_steps(TwoLayers())
 
 
-def test_the_operators_that_ran_are_there_in_order_with_module_and_phase(found):
-    ran = [(c.phase, c.module, c.op) for c in found.calls if c.op in ("aten.mm", "aten.relu")]
+def test_the_operators_that_ran_are_there_in_order_with_module_and_phase(profile):
+    ran = [(c.phase, c.module, c.op) for c in profile.calls if c.op in ("aten.mm", "aten.relu")]
     assert ran == [
         ("forward", "first", "aten.mm"),
         ("forward", "", "aten.relu"),
@@ -42,12 +42,12 @@ def test_the_operators_that_ran_are_there_in_order_with_module_and_phase(found):
         ("backward", "second", "aten.mm"),
         ("backward", "first", "aten.mm"),
     ]
-    assert [c.phase for c in found.calls if c.op == "aten._fused_sgd_"] == ["optimizer"]
-    starts = [c.start for c in found.calls]
+    assert [c.phase for c in profile.calls if c.op == "aten._fused_sgd_"] == ["optimizer"]
+    starts = [c.start for c in profile.calls]
     assert starts == sorted(starts)
 
 
-def test_every_operator_of_the_meter_is_one_call_of_the_last_step_alone(found):
+def test_every_operator_of_the_meter_is_one_call_of_the_last_step_alone(profile):
     seen = []
 
     class Counting(Meter):
@@ -55,33 +55,33 @@ def test_every_operator_of_the_meter_is_one_call_of_the_last_step_alone(found):
             seen.append(str(func.overloadpacket))
             return super().observe(func, args, kwargs)
 
-    model = Two()
+    model = TwoLayers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     metered_step(Counting(), model, optimizer, torch.randn(11, 5))
     # The optimizer marks its step for the profiler, which is no operator.
-    assert [c.op for c in found.calls] == [op for op in seen if not op.startswith("profiler.")]
+    assert [c.op for c in profile.calls] == [op for op in seen if not op.startswith("profiler.")]
 
 
-def test_seconds_add_up_and_lie_inside_the_step(found):
-    assert found.last.step.tolist() == [STEPS - 1] * len(found.last)
-    assert len(found.timeline) > 2 * len(found.last)
-    first, end = found.last.seconds[[0, -1]]
-    assert all(first <= c.start and c.start + c.seconds <= end for c in found.calls)
+def test_seconds_add_up_and_lie_inside_the_step(profile):
+    assert profile.last.step.tolist() == [STEPS - 1] * len(profile.last)
+    assert len(profile.timeline) > 2 * len(profile.last)
+    first, end = profile.last.seconds[[0, -1]]
+    assert all(first <= c.start and c.start + c.seconds <= end for c in profile.calls)
     # One operator at a time: their seconds and the meter's are parts of the step.
-    spent = sum(c.seconds for c in found.calls)
-    assert 0 < spent < spent + found.meter_seconds < found.seconds
+    spent = sum(c.seconds for c in profile.calls)
+    assert 0 < spent < spent + profile.meter_seconds < profile.seconds
     for by in ("op", "module", "phase"):
-        parts = found.spent(by)
+        parts = profile.totals(by)
         assert sum(part.seconds for part in parts) == pytest.approx(spent)
-        assert sum(part.calls for part in parts) == len(found.calls)
+        assert sum(part.calls for part in parts) == len(profile.calls)
         assert [part.seconds for part in parts] == sorted((p.seconds for p in parts), reverse=True)
 
 
-def test_bytes_and_seconds_stand_on_one_clock(found):
+def test_bytes_and_seconds_stand_on_one_clock(profile):
     """A row is added right after its operator: none begins before the operator that it names has ended."""
-    relu = next(c for c in found.calls if c.op == "aten.relu")
-    after = next(c for c in found.calls if c.start > relu.start)
-    rows = found.last
+    relu = next(c for c in profile.calls if c.op == "aten.relu")
+    after = next(c for c in profile.calls if c.start > relu.start)
+    rows = profile.last
     row = [rows.ops[o].name for o in rows.op].index("aten.relu")
     assert relu.start + relu.seconds <= rows.seconds[row] <= after.start
 
@@ -96,24 +96,25 @@ def test_layers_count_as_one():
     ]  # fmt: skip
 
 
-def test_the_trace_is_json_with_the_meters_marks(found):
-    events = json.loads(gzip.decompress(found.trace))["traceEvents"]
+def test_the_trace_is_json_with_the_meters_marks(profile):
+    events = json.loads(gzip.decompress(profile.trace))["traceEvents"]
     names = {event["name"] for event in events}
     assert {"aten::mm", "lab|forward|first|aten.mm", "lab|backward|first|aten.mm"} <= names
-    assert found.snapshot is None or torch.cuda.is_available()
+    assert profile.snapshot is None or torch.cuda.is_available()
 
 
-def test_a_clean_step_leaves_nothing_and_what_is_kept_has_its_maker(found):
-    assert found.left == ()
-    model = Two()
+def test_a_clean_step_leaves_nothing_and_what_is_kept_has_its_maker(profile):
+    assert profile.leftovers == ()
+    model = TwoLayers()
     kept = []
     model.first.register_forward_hook(lambda module, args, out: kept.append(out.detach().double()))
-    left = profiled(model).left
+    left = profile_steps(model).leftovers
     assert [one.bytes for one in left] == [11 * 7 * 8] * STEPS
-    assert sorted(one.made.step for one in left) == list(range(STEPS))
+    assert sorted(one.first_seen.step for one in left) == list(range(STEPS))
     for one in left:
-        made = (one.category, one.made.phase, one.made.op, one.made.shapes, one.made.module)
-        assert made == ("activations", "forward", "aten._to_copy", "11x7", "first")
+        seen = one.first_seen
+        origin = (one.category, seen.phase, seen.op, seen.shapes, seen.module)
+        assert origin == ("activations", "forward", "aten._to_copy", "11x7", "first")
 
 
 # ---- on ranks, with hogs -----------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ RECIPE = lab.Recipe(fsdp=True, ulysses=2, compute_dtype="bfloat16")
 """On four ranks: two groups of two, s = 128."""
 
 
-def hogged(hook, places):
+def model_with_hook(hook, places):
     def build():
         model = models.build("tiny")
         for module in places(model):
@@ -155,15 +156,15 @@ def inside_mlps(model):
 
 LOGITS, LAYERS = 128 * 4096 * 2, 4
 HOGS = {
-    "logits": (hogged(keep_logits, head), [LOGITS], {"aten.mm"}, {"lm_head"}),
+    "logits": (model_with_hook(keep_logits, head), [LOGITS], {"aten.mm"}, {"lm_head"}),
     "fp32": (
-        hogged(keep_fp32, inside_mlps),
+        model_with_hook(keep_fp32, inside_mlps),
         [128 * 896 * FP32] * LAYERS,
         {"aten._to_copy"},
         {f"model.layers.{layer}.mlp.act_fn" for layer in range(LAYERS)},
     ),
     "losses": (
-        hogged(keep_losses, head),
+        model_with_hook(keep_losses, head),
         [LOGITS] * STEPS + [128 * 2] * STEPS + [2] * STEPS,
         {"aten.mm", "aten.logsumexp", "aten.mean"},
         {"lm_head"},
@@ -181,9 +182,9 @@ def test_each_hog_is_found_on_every_rank_by_its_maker_and_to_the_byte(ranks4, cl
     model, sizes, ops, modules = HOGS[name]
     hog = lab.profile(model, RECIPE, tokens=TOKENS, rows=2, steps=STEPS, cluster=ranks4)
     for one, without in zip(hog.profiles, clean.profiles, strict=True):
-        assert [left.bytes for left in one.left] == sizes
-        assert {left.made.op for left in one.left} == ops
-        assert {left.made.module for left in one.left} == modules
+        assert [left.bytes for left in one.leftovers] == sizes
+        assert {left.first_seen.op for left in one.leftovers} == ops
+        assert {left.first_seen.module for left in one.leftovers} == modules
         assert one.timeline.device_peak == without.timeline.device_peak + sum(sizes)
 
 
@@ -207,7 +208,7 @@ def test_a_clean_run_profiled_is_the_run(ranks4, clean, tmp_path):
         return {name: size for name, size in by_category.items() if name != "other"}
 
     assert bytes_of(clean.timelines) == bytes_of(run.timelines)
-    assert all(not profile.left for profile in clean.profiles)
+    assert all(not profile.leftovers for profile in clean.profiles)
     files = clean.save(tmp_path / "new" / "folder")
     assert [file.name for file in files] == [f"rank{rank}.json.gz" for rank in range(4)]
     assert [file.read_bytes() for file in files] == [profile.trace for profile in clean.profiles]

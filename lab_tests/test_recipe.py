@@ -1,7 +1,11 @@
+"""Recipes: their checks, their JSON, the ladder that names them, and the row of each knob."""
+
 import dataclasses
 import json
 import re
+from dataclasses import fields
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
@@ -9,6 +13,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 import lab
 from lab import models
 from lab.errors import LabError, RecipeError
+from lab.planning.fit import candidates
+from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RUNGS, ladder, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.units import Mi
@@ -68,7 +74,7 @@ def test_the_ladder_takes_the_largest_degree_that_the_heads_allow(heads, kv_head
     assert ladder(config, ranks, 512)["upipe"].ulysses == degree
 
 
-def test_json_both_ways():
+def test_a_recipe_is_the_same_after_json():
     recipe = ladder("llama3-8b", 8, Mi)["upipe"]
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert Recipe.from_json(json.dumps(recipe.to_json())) == recipe
@@ -143,7 +149,7 @@ def test_what_a_model_or_the_ranks_forbid_is_refused_before_launch(config, knobs
         Recipe(**knobs).check(config, ranks)
 
 
-def test_an_unknown_name():
+def test_an_unknown_name_of_a_recipe_is_refused():
     with pytest.raises(RecipeError, match="unknown recipe 'fdsp': give one of plain, fsdp"):
         recipe_for("fdsp", "tiny", 1, 64)
     with pytest.raises(RecipeError, match="a recipe has no field 'tile'"):
@@ -161,3 +167,34 @@ def test_public_names():
         assert getattr(lab, name) is not None
     with pytest.raises(AttributeError, match="module 'lab' has no attribute 'plam'"):
         lab.plam  # noqa: B018
+
+
+def test_each_field_of_a_recipe_has_a_row_and_the_rows_neutral_value_is_its_default():
+    assert {f.name: f.default for f in fields(Recipe)} == {knob.name: knob.neutral for knob in KNOBS}
+    assert [f.name for f in fields(Recipe)] == [knob.name for knob in KNOBS]
+
+
+def test_the_rung_of_a_row_is_the_one_that_introduces_the_knob():
+    """A knob set by hand stands on its own rung and on those after it, and on none before."""
+    other = {"ulysses": 2, "ring": 2, "overlap": True, "compute_dtype": "float64", "compile": "norms"}
+    for knob in KNOBS:
+        value = other.get(knob.name, next((c for c in reversed(knob.choices) if c != knob.neutral), 8))
+        # DeepSpeed's exchange has no stages.
+        rungs = ladder(
+            "tiny", 8, 4096, **{"head_chunk": None} if value == "deepspeed" else {}, **{knob.name: value}
+        )
+        having = [name for name, recipe in rungs.items() if getattr(recipe, knob.name) == value]
+        assert having == list(rungs)[list(rungs).index(knob.rung) :], knob.name
+
+
+def test_fit_varies_the_knobs_that_are_searched_and_no_other():
+    base = ladder("tiny", 2, 4096)["upipe"]
+    recipes = [recipe.to_json() for recipe in candidates(base, 32)]
+    varied = {name for name in BY_NAME if len({recipe[name] for recipe in recipes}) > 1}
+    assert varied == {knob.name for knob in KNOBS if knob.searched}
+
+
+def test_the_readme_has_a_line_a_row():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = [f"| `{knob.name}` | {knob.values} | {knob.sets} |" for knob in KNOBS]
+    assert "\n".join(["| knob | values | what it sets |", "| --- | --- | --- |", *lines, ""]) in readme

@@ -1,7 +1,6 @@
-"""A rehearsal is the step of one rank of N: its bytes are the plan's, and its process can go on."""
+"""A rehearsal is the step of one rank of N: its bytes are the plan's, and the process stays usable."""
 
 import json
-import math
 import os
 import pkgutil
 from dataclasses import replace
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 import lab
 from lab import models
@@ -28,17 +27,15 @@ from lab.recipe.ladder import RUNGS
 from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
-from lab_tests.test_cuda_meter import Card
+from lab_tests.support.gpus import Card
+from lab_tests.support.models import small_config, tiny_with_infinite_head
 
 TOKENS = 512
 
 
-def odd() -> LlamaConfig:
+def odd() -> PretrainedConfig:
     """All axes and quotients differ; four divides each, so that shards are equal."""
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=4, num_attention_heads=24,
-        num_key_value_heads=6, head_dim=10, vocab_size=260,
-    )  # fmt: skip
+    return small_config(num_hidden_layers=4, num_attention_heads=24, vocab_size=260)
 
 
 @pytest.mark.slow
@@ -77,7 +74,7 @@ def test_a_hybrid_with_a_ring_in_bf16() -> None:
     )
     assert found.plan_over_measured == 1
     assert found.link_bytes == found.plan.costs.link_bytes
-    assert found.recipe.ring == 2
+    assert found.job.recipe.ring == 2
     assert said[0] == "planning"
     assert said[-1] == "step 1 of 1 by the clock"
 
@@ -102,7 +99,7 @@ class WithWorkspace:
 
     def __init__(self, made: Plan) -> None:
         peak = made.timeline.device_peak + outside_workspace(made.ranks)
-        self.timeline = SimpleNamespace(device_peak=peak)
+        self.timeline, self.job = SimpleNamespace(device_peak=peak), made.job
 
 
 def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
@@ -231,16 +228,9 @@ def test_the_bench_of_every_recipe() -> None:
     assert rows["fast"]["over upipe"] == pytest.approx(rows["fast"]["seconds"] / rows["upipe"]["seconds"])
 
 
-def with_an_infinite_head() -> PreTrainedModel:
-    model = models.build("tiny")
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.inf)
-    return model
-
-
-def test_a_loss_that_is_not_finite_ends_it() -> None:
+def test_a_loss_that_is_not_finite_ends_a_rehearsal() -> None:
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
-        lab.rehearse(with_an_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
+        lab.rehearse(tiny_with_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
 
 
 @pytest.mark.parametrize("verb", ["rehearse", "bench rehearsals"])
@@ -295,7 +285,7 @@ class Refusing:
     [
         ("lab.step.training_step.loss", 2, "forward"),
         ("lab.step.training_step.update", 2, "optimizer"),
-        ("lab.rehearsing.rehearse.worker_on", 1, "setup"),
+        ("lab.rehearsing.rehearse.make_rank_state", 1, "setup"),
     ],
 )
 def test_out_of_memory_where_no_meter_stands(

@@ -1,3 +1,5 @@
+"""Plans, ladders and fits as text."""
+
 import pytest
 
 from lab.commands.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text, recipe_text

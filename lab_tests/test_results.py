@@ -7,13 +7,13 @@ import pytest
 
 from lab.bench.gpu import ITEMS, Item
 from lab.bench.results import GAP, results_text
-from lab.bench.table import write
+from lab.bench.table import rows_text
 
 ROOT = Path(__file__).parent.parent
 FEW = (Item("copies", 1), Item("compile", 1), Item("rehearse", 1, tokens=64, recipe="upipe"))
 
 
-def written(folder, *rows):
+def write_results(folder, *rows):
     (folder / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -31,7 +31,7 @@ def test_without_a_result_every_line_is_a_gap(tmp_path):
 
 def test_a_table_a_gpu_with_its_figures_its_failures_and_its_gaps(tmp_path):
     rehearsed = {"name": FEW[2].name, "seconds": 1.5, "device_peak": 2**31, "plan_over_measured": 1.01}
-    written(
+    write_results(
         tmp_path,
         {"name": "copies", "machine": "GPU A", "failed": None, "to host GB/s": 55.0},
         rehearsed | {"machine": "GPU A", "seconds": 9.0},
@@ -57,27 +57,29 @@ def test_a_line_that_was_cut_off_is_a_gap_and_noted(tmp_path):
 
 
 def test_json_that_is_no_row_is_left_out(tmp_path):
-    written(tmp_path, {"name": "copies", "machine": [1]}, {"name": "copies", "machine": "A", "seconds": "3"})
+    write_results(
+        tmp_path, {"name": "copies", "machine": [1]}, {"name": "copies", "machine": "A", "seconds": "3"}
+    )
     notes = []
     assert results_text(notes.append, folder=tmp_path, items=FEW).count(GAP) == 3
     assert [note.partition(" ")[0] for note in notes] == [f"{tmp_path / 'gpu.jsonl'}:{n}" for n in (1, 2)]
 
 
 def test_brackets_are_no_markup(tmp_path):
-    written(tmp_path, {"name": "copies", "machine": "GPU A", "failed": "no [/dev/nvidia0] :smile:"})
+    write_results(tmp_path, {"name": "copies", "machine": "GPU A", "failed": "no [/dev/nvidia0] :smile:"})
     assert "no [/dev/nvidia0] :smile:" in results_text(pytest.fail, folder=tmp_path, items=FEW)
-    assert "[/dev/nvidia0]" in write([{"device": "[/dev/nvidia0]"}], as_json=False)
+    assert "[/dev/nvidia0]" in rows_text([{"device": "[/dev/nvidia0]"}], as_json=False)
 
 
 def test_the_versions_stand_below_the_table(tmp_path):
     old, new = "torch 2.11, lab aa", "torch 2.13, lab bb"
     first = {"name": "copies", "machine": "GPU A", "seconds": 1.5, "torch": "2.13", "versions": new}
     second = {"name": "compile", "machine": "GPU A", "seconds": 2.5, "torch": "2.13", "versions": new}
-    written(tmp_path, first, second)
+    write_results(tmp_path, first, second)
     text = results_text(pytest.fail, folder=tmp_path, items=FEW)
     assert text.splitlines()[-1] == f"  with {new}"
     assert "(1)" not in text
-    written(tmp_path, first, second | {"versions": old}, {"name": FEW[2].name, "machine": "GPU A"})
+    write_results(tmp_path, first, second | {"versions": old}, {"name": FEW[2].name, "machine": "GPU A"})
     text = results_text(pytest.fail, folder=tmp_path, items=FEW)
     assert text.splitlines()[-3:] == [f"  (1) with {new}", f"  (2) with {old}", "  (3) with unknown versions"]
     assert cells(text, "copies (1)") == ["1.5", "-", "-"]

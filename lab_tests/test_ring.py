@@ -1,4 +1,4 @@
-"""Ring attention alone and inside Ulysses or UPipe: exact, causal in truth, and balanced."""
+"""Ring attention alone and inside Ulysses or UPipe: exact, causal, and balanced."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from lab.techniques.ring import apply_ring, local_positions, ring_kernel, token_
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.reference import Calls, tokens, truth, worst_errors
+from lab_tests.support.operators import Calls
+from lab_tests.support.reference import tokens, truth, worst_errors
 
 # family, H, K, C, R, U (None: Ulysses), b, S
 CASES = [
@@ -75,7 +76,7 @@ def test_loss_and_gradients_are_the_plain_models(ranks4):
             assert gradient < 1e-9, case
 
 
-def test_in_single_precision(ranks4):
+def test_loss_and_gradients_in_single_precision(ranks4):
     cases = [CASES[1], CASES[6]]
     for case, (loss, gradient, _) in zip(
         cases, ranks4.apply(errors_of, cases, torch.float32)[0], strict=True
@@ -91,10 +92,10 @@ def test_bf16_is_no_worse_than_plain_bf16(ranks4):
         assert 0 < gradient < 1.5 * plain, case
 
 
-# ---- causal in truth ---------------------------------------------------------------------------------
+# ---- causality --------------------------------------------------------------------------------------
 
 
-def moved_by(length, ulysses, ring, chunk, changed):
+def moved_positions(length, ulysses, ring, chunk, changed):
     """Change one token at a time; which global positions' logits move?"""
     of_ulysses, of_ring, index = mesh(ulysses, ring)
     model = build(config("llama", 24, 6), torch.float64)
@@ -126,7 +127,7 @@ MESHES = [(1, 4, None), (2, 2, None), (2, 2, 4), (1, 2, None)]
 def test_a_changed_token_moves_itself_and_what_follows_and_nothing_before(ranks4, ulysses, ring, chunk):
     length = 40
     changed = [0, 3, 13, 21, 29, 38]
-    ranks = ranks4.apply(moved_by, length, ulysses, ring, chunk, changed)
+    ranks = ranks4.apply(moved_positions, length, ulysses, ring, chunk, changed)
     for i, token in enumerate(changed):
         moved = sorted(p for rank in ranks[: ulysses * ring] for p in rank[i])
         assert moved == list(range(token, length))
@@ -162,7 +163,7 @@ def test_positions_of_a_small_mesh_by_hand():
 @pytest.mark.parametrize(
     ("ulysses", "ring", "multiple"), [(4, 1, 4), (1, 2, 4), (2, 2, 4), (3, 2, 12), (2, 3, 6)]
 )
-def test_other_lengths_are_refused_with_one_that_works(ulysses, ring, multiple):
+def test_lengths_that_do_not_divide_are_refused_with_one_that_works(ulysses, ring, multiple):
     assert token_multiple(ulysses, ring) == multiple
     with pytest.raises(RecipeError, match=f"a multiple of {multiple} works, such as {multiple * 4}"):
         local_positions(multiple * 3 + 1, ulysses=ulysses, ring=ring, index=0)
@@ -220,7 +221,7 @@ def test_a_ring_of_one_is_flash_itself():
     assert ring_kernel(None) is FLASH
 
 
-def test_only_causal_attention():
+def test_attention_that_is_not_causal_is_refused():
     q = torch.zeros(1, 1, 4, 8)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -1,4 +1,4 @@
-"""Angles that stay exact past five million tokens."""
+"""Rotations of positions are exact past five million tokens."""
 
 import math
 from fractions import Fraction
@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from lab.bench.reference import build, config
 from lab.errors import RecipeError
-from lab.techniques.rope import apply_rope, inverse_frequencies, rotate_, tables
+from lab.techniques.rope import apply_rope, inverse_frequencies, rotary_tables, rotate_
 
 FAR = 5 * 2**20
 KINDS = {
@@ -48,7 +48,7 @@ def rotary(parameters, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_near_the_start_it_is_transformers_own(kind):
+def test_rotations_near_the_start_are_transformers_own(kind):
     theirs, ours = rotary(KINDS[kind]), rotary(KINDS[kind])
     apply_rope(ours)
     x, positions = torch.zeros(2, 3), torch.stack((torch.arange(300), torch.arange(7, 307)))
@@ -99,12 +99,12 @@ def test_five_million_tokens_on_the_tables_are_as_exact_as_their_dtype():
 
 def test_only_the_given_positions_are_computed():
     far = torch.tensor([[FAR - 1]])
-    cos, sin = tables(torch.zeros(1, dtype=torch.bfloat16), far, frequencies=[1.0, 0.5])
+    cos, sin = rotary_tables(torch.zeros(1, dtype=torch.bfloat16), far, frequencies=[1.0, 0.5])
     assert cos.shape == sin.shape == (1, 1, 4)
     assert cos.dtype == torch.bfloat16
 
 
-def test_other_models_keep_their_own():
+def test_other_models_keep_their_own_rotations():
     first, second = rotary(KINDS["default"]), rotary(KINDS["default"])
     apply_rope(first)
     assert "forward" in vars(first.model.rotary_emb)
@@ -123,7 +123,7 @@ def test_other_models_keep_their_own():
         ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "the same in every layer"),
     ],
 )
-def test_other_types_are_refused_by_name(parameters, named):
+def test_other_types_of_rotation_are_refused_by_name(parameters, named):
     with pytest.raises(RecipeError, match=named):
         inverse_frequencies(parameters, 64)
 
@@ -132,7 +132,7 @@ def test_other_types_are_refused_by_name(parameters, named):
 def test_rotation_is_transformers_own_and_its_transpose_is_its_gradient(scratch):
     torch.manual_seed(0)
     x = torch.randn(3, 2, 20, 4, 10, dtype=torch.float64)
-    cos, sin = tables(x, torch.arange(20)[None], frequencies=[1.0, 0.5, 0.2, 0.1, 0.05], factor=1.3)
+    cos, sin = rotary_tables(x, torch.arange(20)[None], frequencies=[1.0, 0.5, 0.2, 0.1, 0.05], factor=1.3)
     flat = x.flatten(0, 1).requires_grad_()
     right, _ = apply_rotary_pos_emb(flat, flat, cos, sin, unsqueeze_dim=2)
     grad = torch.randn_like(right)

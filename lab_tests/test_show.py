@@ -1,4 +1,4 @@
-"""What is drawn, what is said beside it, and what goes to the browser while ranks run."""
+"""Pictures, the words beside them, and the messages to the browser while ranks run."""
 
 import io
 import json
@@ -17,53 +17,22 @@ from PIL import Image
 
 import lab.show
 from lab.errors import LabError
-from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+from lab.memory.timeline import CATEGORIES, Timeline, TimelineBuilder
 from lab.show import palette, panels
 from lab.show.live import messages, thinning
 from lab.show.live import timeline as live_timeline
-from lab.training.records import Progress, Run, Started
+from lab.training.records import Progress, Started
 from lab.units import GiB, MiB
+from lab_tests.support.runs import PEAK, finished_run, follow, timeline_builder
 
 ROOT = Path(__file__).parents[1]
-OPERATORS = (Op("aten.mm", "5x7 7x11"), Op("aten.silu", "5x11"), Op("aten.add", "5x7 5x7"))
-PEAK = 700 * MiB
-
-
-def measured(rank: int = 0, *, steps: int = 2, rows: int = 60, host: int = 0) -> TimelineBuilder:
-    """A timeline of ``rows`` rows a phase whose peak is in the last step's backward, in ``layers.3``."""
-    builder = TimelineBuilder()
-    seconds = 0.01 * (rank + 1)
-    for step in range(steps):
-        for phase, level in (("forward", 200), ("backward", 300), ("optimizer", 90)):
-            for row in range(rows):
-                top = phase == "backward" and step == steps - 1 and row == 7
-                held = [40 * MiB, 30 * MiB, 20 * MiB, level * MiB, (rank + row) % 5 * MiB]
-                if top:
-                    held[3] += PEAK - sum(held)
-                seconds += 0.013
-                module = "layers.3" if top else f"layers.{row % 3}"
-                builder.add(
-                    seconds,
-                    held,
-                    host * row,
-                    phase=phase,
-                    module=module,
-                    op=OPERATORS[0] if top else OPERATORS[row % 3],
-                    step=step,
-                )
-    return builder
-
-
-def finished(ranks: int = 3, **how: Any) -> Run:
-    timelines = tuple(measured(rank, **how).since() for rank in range(ranks))
-    return Run("tiny · fsdp", None, (2.5, 2.25), (0.5, 0.25), timelines)  # type: ignore[arg-type]
 
 
 def pixels(picture: lab.show.Picture) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGBA")).astype(int)
 
 
-def painted(picture: lab.show.Picture, colour: str) -> int:
+def count_pixels(picture: lab.show.Picture, colour: str) -> int:
     """How many pixels have this colour, as nearly as the stored palette has it."""
     wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)] + [255]
     return int((np.abs(pixels(picture) - wanted).max(axis=2) < 10).sum())
@@ -83,10 +52,10 @@ def test_each_category_has_its_colour_everywhere() -> None:
 
 
 def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
-    picture = lab.show.timeline(measured().since())
+    picture = lab.show.timeline(timeline_builder().since())
     assert picture.png.startswith(b"\x89PNG")
     assert 5_000 < len(picture.png) < 200_000
-    areas = [painted(picture, colour) for colour in palette.CATEGORY_COLOURS]
+    areas = [count_pixels(picture, colour) for colour in palette.CATEGORY_COLOURS]
     # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
     assert areas[3] > areas[0] > areas[1] > areas[2] > areas[4] > 500
     assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm in layers.3)."
@@ -94,7 +63,7 @@ def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
 
 
 def test_a_picture_reads_on_white_and_on_black() -> None:
-    picture = pixels(lab.show.timeline(measured().since()))
+    picture = pixels(lab.show.timeline(timeline_builder().since()))
     assert (picture[0, 0, 3], picture[-1, -1, 3]) == (0, 0)
     level = int(palette.TEXT[1:3], 16) / 255
     linear = ((level + 0.055) / 1.055) ** 2.4
@@ -103,7 +72,7 @@ def test_a_picture_reads_on_white_and_on_black() -> None:
 
 
 def test_a_run_has_a_panel_for_each_rank_and_names_every_peak() -> None:
-    run = finished(5)
+    run = finished_run(5)
     picture = lab.show.timeline(run)
     shown = [axes for axes in picture.figure.axes if axes.get_visible()]
     titles = [axes.get_title(loc="left") for axes in shown]
@@ -117,18 +86,22 @@ def test_a_run_has_a_panel_for_each_rank_and_names_every_peak() -> None:
 
 
 def test_many_steps_are_drawn_with_few_shapes() -> None:
-    few, many = (lab.show.timeline(finished(1, steps=steps, rows=10)).figure.axes[0] for steps in (5, 500))
+    few, many = (
+        lab.show.timeline(finished_run(1, steps=steps, rows=10)).figure.axes[0] for steps in (5, 500)
+    )
     assert len(many.get_children()) <= len(few.get_children())
 
 
 def test_host_bytes_get_a_lane_of_their_own() -> None:
-    without, lane = lab.show.timeline(finished(2)), lab.show.timeline(finished(2, host=MiB))
+    without, lane = lab.show.timeline(finished_run(2)), lab.show.timeline(finished_run(2, host=MiB))
     assert len(lane.figure.axes) == 2 * len(without.figure.axes)
-    assert painted(lane, palette.COLOURS["host"]) > 10_000 > painted(without, palette.COLOURS["host"])
+    assert (
+        count_pixels(lane, palette.COLOURS["host"]) > 10_000 > count_pixels(without, palette.COLOURS["host"])
+    )
 
 
 def test_operators_can_stand_where_seconds_would_lie() -> None:
-    figure = lab.show.timeline(measured(rows=11).since(), over="operators").figure
+    figure = lab.show.timeline(timeline_builder(rows=11).since(), over="operators").figure
     assert figure.axes[0].get_xlim() == (0, 2 * 3 * 11 - 1)
     assert figure.axes[0].get_xlabel() == "operators"
 
@@ -139,8 +112,8 @@ def test_an_empty_timeline_is_refused() -> None:
 
 
 def test_a_plan_lies_on_the_measured_clock() -> None:
-    run, plan = measured(steps=3).since(), measured(rank=2, steps=2).since()
-    laid = panels.planned_over(run, plan, run.seconds)
+    run, plan = timeline_builder(steps=3).since(), timeline_builder(rank=2, steps=2).since()
+    laid = panels.align_plan(run, plan, run.seconds)
     assert np.array_equal(np.concatenate([at for at, _ in laid]), run.seconds)
     # The third step is compared with the plan's last.
     held = [bytes_ for _, bytes_ in laid]
@@ -156,18 +129,20 @@ class Planned:
 
 
 def test_a_plan_is_taken_for_its_timeline() -> None:
-    plan = Planned(measured().since())
+    plan = Planned(timeline_builder().since())
     assert lab.show.timeline(plan).text == lab.show.timeline(plan.timeline).text
     assert "planned peak" in lab.show.timeline(plan, planned=plan).text
 
 
 def test_bars_are_stacked_and_summed() -> None:
-    bars = {"plain": {"parameters": 3 * GiB, "activations": 9 * GiB}, "fsdp": measured().since().peak}
+    bars = {"plain": {"parameters": 3 * GiB, "activations": 9 * GiB}, "fsdp": timeline_builder().since().peak}
     picture = lab.show.stack(bars, title="tiny", limit=8 * GiB)
     assert picture.text == "tiny: plain 12.0 GiB, fsdp 700.0 MiB; the line stands at 8.00 GiB."
     written = [text.get_text() for text in picture.figure.axes[0].texts]
     assert written == ["12.0 GiB", "700.0 MiB", "8.00 GiB"]
-    ratio = painted(picture, palette.COLOURS["activations"]) / painted(picture, palette.COLOURS["parameters"])
+    ratio = count_pixels(picture, palette.COLOURS["activations"]) / count_pixels(
+        picture, palette.COLOURS["parameters"]
+    )
     assert 2.7 < ratio < 3.3
     assert picture.figure.axes[0].get_xlabel() == "GiB"
 
@@ -215,17 +190,17 @@ def _lines(path: str) -> list[str]:
 def test_thinning_keeps_the_highest_and_the_last_of_each_stretch() -> None:
     random = np.random.default_rng(7)
     at, held = np.sort(random.random(1000) ** 3), random.integers(0, 30, 1000)
-    kept = thinning.thinned(at, held, 13)
+    kept = thinning.thin_rows(at, held, 13)
     stretch = np.minimum((at - at[0]) / (at[-1] - at[0]) * 13, 12).astype(int)
     for n in range(13):
         rows = np.flatnonzero(stretch == n)
         assert set(kept[np.isin(kept, rows)]) == {rows[held[rows].argmax()], rows[-1]}
-    assert len(thinning.thinned(at[:0], held[:0], 13)) == 0
+    assert len(thinning.thin_rows(at[:0], held[:0], 13)) == 0
 
 
 def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
     at = np.array([0.0, 0.5, 0.5 + 1e-9, 1.0])
-    places, rows = thinning.widened(at, np.array([3, 9, 2, 2]), 10)
+    places, rows = thinning.widen_peaks(at, np.array([3, 9, 2, 2]), 10)
     assert rows.tolist() == [0, 1, 2, 3]
     assert places.tolist() == pytest.approx([0, 0.5, 0.6, 1.0])
 
@@ -233,7 +208,7 @@ def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
 # ---- live ----------------------------------------------------------------------------------------------
 
 
-def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
+def decode(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
     """As the script reads it: seconds, total, host, phase, module, op, step of each row."""
     names.update(enumerate(content["names"], content["known"]))
     table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 11).astype(float)
@@ -243,15 +218,15 @@ def decoded(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> li
 
 
 def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
-    builder, known, names = measured(host=3 * MiB), messages.Names(), {}
+    builder, known, names = timeline_builder(host=3 * MiB), messages.Names(), {}
     first, second = builder.since(), builder.since(170)
-    sent = decoded(*messages.delta(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
-    content, buffer = messages.delta(Progress(1, 5, 1, 2, 2.5, second), known)
+    sent = decode(*messages.browser_message(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
+    content, buffer = messages.browser_message(Progress(1, 5, 1, 2, 2.5, second), known)
     assert (content["rank"], content["ranks"], content["step"], content["steps"]) == (1, 5, 1, 2)
     assert content["loss"] == 2.5
     # The first rows were forward, backward and optimizer in layers 0 to 2: layer 3 alone is new.
     assert content["names"] == ["layers.3"]
-    again = decoded(content, buffer, names)
+    again = decode(content, buffer, names)
     assert min(row[0] for row in again) == pytest.approx(second.seconds[0], abs=0.5)
     assert min(row[0] for row in again) > max(row[0] for row in sent)
     for row in sent + again:
@@ -267,11 +242,11 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
 
 
 def test_a_message_is_small_and_holds_the_peak() -> None:
-    timeline = measured(rows=4000).since()
-    content, buffer = messages.delta(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
-    assert len(buffer) <= 2 * messages.STRETCHES * 11 * 4
+    timeline = timeline_builder(rows=4000).since()
+    content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
+    assert len(buffer) <= 2 * messages.INTERVALS * 11 * 4
     assert len(json.dumps(content)) < 1000
-    assert max(row[1] for row in decoded(content, buffer, {})) == PEAK
+    assert max(row[1] for row in decode(content, buffer, {})) == PEAK
 
 
 class Page:
@@ -297,18 +272,9 @@ class Page:
         self.shown.append((thing, where))
 
 
-def follow(watch: live_timeline.LiveTimeline, run: Run, pieces: int = 6) -> None:
-    """Give the run to ``watch`` rank by rank and piece by piece, then as a whole."""
-    for piece in range(pieces):
-        for rank, timeline in enumerate(run.timelines):
-            rows = np.array_split(np.arange(len(timeline)), pieces)[piece]
-            watch(Progress(rank, len(run.timelines), piece // 3, 2, None, timeline.rows(rows)))
-    watch(run)
-
-
 def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_timeline, "_WARM_UP", 0.0)
-    page, run = Page(monkeypatch, {"cellId": "a"}), finished(3)
+    page, run = Page(monkeypatch, {"cellId": "a"}), finished_run(3)
     follow(lab.show.live(height=321), run)
     (widget, opened), (picture, closed) = page.shown
     assert isinstance(widget, live_timeline._Widget)
@@ -320,7 +286,7 @@ def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.Monk
     assert widget.comm is None
     assert len(page.sent) == 6 * 3
     names: dict[int, str] = {}
-    rows = [decoded(content, buffers[0], names) for content, buffers in page.sent]
+    rows = [decode(content, buffers[0], names) for content, buffers in page.sent]
     assert max(row[1] for some in rows for row in some) == PEAK
     assert len({name for content, _ in page.sent for name in content["names"]}) == len(names) == 10
 
@@ -330,7 +296,7 @@ def test_the_first_messages_wait_until_a_page_can_have_loaded_the_script(
 ) -> None:
     clock = iter([10.0, *(10.0 + 0.1 * n for n in range(1, 100))])
     monkeypatch.setattr(live_timeline.time, "monotonic", lambda: next(clock))
-    page, timeline, watch = Page(monkeypatch, {"cellId": "a"}), measured().since(), lab.show.live()
+    page, timeline, watch = Page(monkeypatch, {"cellId": "a"}), timeline_builder().since(), lab.show.live()
     counts = []
     for _ in range(6):
         watch(Progress(0, 1, 0, 2, None, timeline))
@@ -341,9 +307,9 @@ def test_the_first_messages_wait_until_a_page_can_have_loaded_the_script(
 def test_one_watcher_follows_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_timeline, "_WARM_UP", 0.0)
     page, watch = Page(monkeypatch, {"cellId": "a"}), lab.show.live()
-    follow(watch, finished(1))
+    follow(watch, finished_run(1))
     first = len(page.sent)
-    follow(watch, finished(2))
+    follow(watch, finished_run(2))
     assert len({where["display_id"] for _, where in page.shown}) == 2
     assert page.sent[first][0]["known"] == 0
     assert page.sent[first][0]["names"]
@@ -353,10 +319,10 @@ def test_the_widgets_stop_calls_what_the_run_said_first(monkeypatch: pytest.Monk
     page, watch, stopped = Page(monkeypatch, {"cellId": "a"}), lab.show.live(), []
     for run in ("first", "second"):
         watch(Started(partial(stopped.append, run)))
-        watch(Progress(0, 1, 0, 2, None, measured().since()))
+        watch(Progress(0, 1, 0, 2, None, timeline_builder().since()))
         widget = page.shown[-1][0]
         widget._handle_custom_msg({"stop": True}, [])
-        watch(finished(1))
+        watch(finished_run(1))
     assert stopped == ["first", "second"]
 
 
@@ -364,7 +330,7 @@ def test_a_stop_where_no_run_said_how_does_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     page, watch = Page(monkeypatch, {"cellId": "a"}), lab.show.live()
-    watch(Progress(0, 1, 0, 2, None, measured().since()))
+    watch(Progress(0, 1, 0, 2, None, timeline_builder().since()))
     ((widget, _),) = page.shown
     widget._handle_custom_msg({"stop": True}, [])
     # A widget logs what its callbacks raise.
@@ -372,14 +338,14 @@ def test_a_stop_where_no_run_said_how_does_nothing(
 
 
 def test_where_nobody_looks_on_there_is_the_picture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, run = Page(monkeypatch, {}), finished(2)
+    page, run = Page(monkeypatch, {}), finished_run(2)
     follow(lab.show.live(), run)
     assert [(thing.text, where) for thing, where in page.shown] == [(lab.show.timeline(run).text, {})]
     assert page.sent == []
 
 
 def test_a_script_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    follow(lab.show.live(), finished(1))
+    follow(lab.show.live(), finished_run(1))
     assert capsys.readouterr().out.startswith("Memory timeline of tiny · fsdp: peaks at 700.0 MiB")
 
 
@@ -388,10 +354,10 @@ def test_an_executed_notebook_stores_a_picture_and_its_words(tmp_path: Path) -> 
     code = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}]
-from lab_tests.test_show import finished, follow
+from lab_tests.support.runs import finished_run, follow
 import lab.show
-follow(lab.show.live(), finished(2))
-lab.show.timeline(finished(1))
+follow(lab.show.live(), finished_run(2))
+lab.show.timeline(finished_run(1))
 """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(

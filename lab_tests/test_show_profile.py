@@ -1,4 +1,4 @@
-"""The picture of a profiled step: lanes for what took the most, the gaps, one axis with the bytes."""
+"""The picture of a profiled step: lanes of the longest operators, gaps, and one axis with the bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attention checked at some positions: right where it is right, and a planted error is found."""
+"""Attention is checked at some positions: right attention passes, and an error that is put in is found."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lab.techniques.attention.flash import flash_backward, flash_forward
 B, H, K, S, D = 2, 12, 3, 150, 10
 
 
-def attended(dtype=torch.float64, scale=0.21):
+def attention_and_gradients(dtype=torch.float64, scale=0.21):
     make = torch.Generator().manual_seed(0)
     q, grad = (
         torch.randn(2, B, S, H, D, generator=make, dtype=torch.float64).to(dtype).transpose(2, 3).unbind()
@@ -22,7 +22,7 @@ def attended(dtype=torch.float64, scale=0.21):
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("block", [7, 64, 1000])
 def test_what_is_right_is_found_right(dtype, most, block):
-    given, gradients = attended(dtype)
+    given, gradients = attention_and_gradients(dtype)
     errors = slice_errors(*given, tuple(gradients), scale=0.21, block=block)
     assert list(errors) == ["out", "lse", "dq", "dk", "dv"]
     assert max(errors.values()) < most
@@ -32,7 +32,7 @@ def test_what_is_right_is_found_right(dtype, most, block):
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
 @pytest.mark.parametrize(("row", "found"), [(149, True), (120, True), (119, False)])
 def test_an_error_of_one_head_in_one_far_slice_is_found_where_one_looks(name, row, found):
-    given, gradients = attended()
+    given, gradients = attention_and_gradients()
     gradients_of = dict(zip(("dq", "dk", "dv"), gradients[1:], strict=True))
     tensors = gradients_of | {"out": given[3], "lse": given[4]}
     planted = tensors[name].select(2, row).select(1, 1 if name in ("dk", "dv") else 10)
@@ -45,7 +45,7 @@ def test_an_error_of_one_head_in_one_far_slice_is_found_where_one_looks(name, ro
 
 
 def test_nothing_that_is_not_a_number_passes():
-    given, gradients = attended()
+    given, gradients = attention_and_gradients()
     gradients[2][1, 2, 149, 3] = torch.nan
     assert not slice_errors(*given, tuple(gradients), scale=0.21)["dk"] < 1
 

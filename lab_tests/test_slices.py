@@ -1,15 +1,15 @@
-"""The loop over tiles, and that a plan which walks three of them says what one that walks all does."""
+"""The loop over tiles: a plan that runs three of them has the figures of one that runs all."""
 
 import contextlib
 
 import pytest
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaConfig
 
 from lab.planning import fake_step as walking
-from lab.planning.fake_step import Question, fake_step
-from lab.recipe.ladder import recipe_for
-from lab.techniques.slices import shortened, slices, times
+from lab.planning.fake_step import fake_step
+from lab.recipe.jobs import Job, Machine, make_job
+from lab.techniques.slices import repetitions, short_loops, slices
+from lab_tests.support.models import small_config
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from lab.techniques.slices import shortened, slices, times
 )
 def test_tiles_cover_the_sequence_once_and_in_order(length, tile, expected):
     assert list(slices(length, tile)) == expected
-    assert times() == 1
+    assert repetitions() == 1
 
 
 @pytest.mark.parametrize(
@@ -37,55 +37,51 @@ def test_tiles_cover_the_sequence_once_and_in_order(length, tile, expected):
     ],
 )
 def test_shortened_the_second_tile_stands_for_all_between(length, expected):
-    with FakeTensorMode(), shortened():
-        assert [(*tile, times()) for tile in slices(length, 8)] == expected
+    with FakeTensorMode(), short_loops():
+        assert [(*tile, repetitions()) for tile in slices(length, 8)] == expected
         assert sum(size * count for _, size, count in expected) == length
     assert len(list(slices(50, 8))) == 7
 
 
 def test_loops_in_loops_multiply():
-    with FakeTensorMode(), shortened():
-        stands_for = [times() for _ in slices(70, 10) for _ in slices(6, 1)]
+    with FakeTensorMode(), short_loops():
+        stands_for = [repetitions() for _ in slices(70, 10) for _ in slices(6, 1)]
     assert stands_for == [1, 4, 1, 5, 20, 5, 1, 4, 1]
     assert sum(stands_for) == 7 * 6
-    assert times() == 1
+    assert repetitions() == 1
 
 
 def test_real_tensors_are_never_shortened():
-    with pytest.raises(AssertionError, match="unwritten"), shortened():
+    with pytest.raises(AssertionError, match="unwritten"), short_loops():
         pass
     assert len(list(slices(50, 8))) == 7
 
 
 def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
     def interrupted():
-        with FakeTensorMode(), shortened():
+        with FakeTensorMode(), short_loops():
             for start, _ in slices(70, 10):
                 if start == 10:
                     raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert times() == 1
+    assert repetitions() == 1
 
 
-def question(rung: str, workspace: bool) -> Question:
-    config = LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=12,
-        num_key_value_heads=6, head_dim=10, vocab_size=104,
-    )  # fmt: skip
+def asked(rung: str, workspace: bool) -> tuple[Job, Machine]:
+    config = small_config(vocab_size=104)
     # s = 250: tiles of 23, 31 and 37 leave 20, 2 and 28; the loss takes a tile in blocks of 3 and one of 1.
     tiles = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37}
-    recipe = recipe_for(rung, config, 4, 500, ulysses=2, **tiles)
-    return Question(config, recipe, 500, 4, 1, ranks_per_node=8, device="h100", workspace=workspace)
+    return make_job(config, rung, tokens=500, ranks=4, ulysses=2, **tiles), Machine(workspace=workspace)
 
 
 @pytest.mark.parametrize("workspace", [False, True])
 @pytest.mark.parametrize("rung", ["tiling", "upipe"])
 def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
-    short, short_costs = fake_step(question(rung, workspace), 2)
-    monkeypatch.setattr(walking, "shortened", contextlib.nullcontext)
-    whole, costs = fake_step(question(rung, workspace), 2)
+    short, short_costs = fake_step(*asked(rung, workspace), 2)
+    monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
+    whole, costs = fake_step(*asked(rung, workspace), 2)
     assert len(short) < len(whole) / 2
     assert (short.device_peak, short.host_peak) == (whole.device_peak, whole.host_peak)
     assert short.peak.by_category == whole.peak.by_category

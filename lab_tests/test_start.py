@@ -1,4 +1,4 @@
-"""A start under FSDP: each rank makes or reads its shard alone, as a part of the whole model."""
+"""A start under FSDP: each rank makes or reads its own shard of the model."""
 
 import gc
 import json
@@ -19,25 +19,23 @@ from lab.errors import LabError, ModelError
 from lab.memory.meter import Meter
 from lab.models import weight_files
 from lab.models.first_values import piece_elements
-from lab.planning.fake_step import Question
 from lab.planning.plan import fake_model
 from lab.planning.start import start_of
+from lab.recipe.jobs import Machine, TrainSettings, make_job
 from lab.recipe.ladder import recipe_for
 from lab.recipe.recipe import Recipe
 from lab.step.compose import start
-from lab.step.on_ranks import checked
 from lab.step.one_rank import one_rank
-from lab.step.training_step import make_optimizer
 from lab.techniques.sharding import apply_replication
 from lab.training.run import _train as train_on_rank
-from lab_tests.training import small
+from lab_tests.support.models import small_config
 
 FSDP = Recipe(fsdp=True)
 MODELS = {
-    "rows that no number of ranks divides": small(vocab_size=101, head_dim=6, pad_token_id=55),
-    "a tied head": small(tie_word_embeddings=True),
-    "biases": small(Qwen2Config),
-    "norms of heads": small(Qwen3Config),
+    "rows that no number of ranks divides": small_config(vocab_size=101, head_dim=6, pad_token_id=55),
+    "a tied head": small_config(tie_word_embeddings=True),
+    "biases": small_config(Qwen2Config),
+    "norms of heads": small_config(Qwen3Config),
 }
 SCRATCH = 33 * piece_elements("cpu")
 
@@ -54,7 +52,7 @@ def test_the_shards_of_any_number_of_ranks_are_the_whole_model(config, ranks):
     for rank in range(ranks):
         # A ring, for its ranks can be taken one by one.
         with one_rank(Recipe(ring=ranks), ranks, "loopback", ring_rank=rank) as mesh:
-            model = start(config, FSDP, mesh, seed=3)
+            model = start(config, FSDP, mesh, seed=3).model
             made.append(shards(model))
             assert model.training
             for buffer, other in zip(model.buffers(), whole.buffers(), strict=True):
@@ -66,8 +64,8 @@ def test_the_shards_of_any_number_of_ranks_are_the_whole_model(config, ranks):
 
 def losses(model, recipe, **settings):
     """Runs on every rank: the losses of two steps."""
-    told, _, _ = checked(model, recipe, ranks=dist.get_world_size(), tokens=40, steps=2, rows=3, **settings)
-    return train_on_rank(told, None).losses
+    job = make_job(model, recipe, ranks=dist.get_world_size(), tokens=40, rows=3)
+    return train_on_rank(job, TrainSettings(2, **settings), None).losses
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -83,9 +81,10 @@ def peaks(model, recipe):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     meter, other = Meter(), Meter()
     with meter.measure(nn.Module()), meter.phase("start"):
-        made = start(model, recipe, mesh)
+        applied = start(model, recipe, mesh)
+    made = applied.model
     with other.measure(made), other.phase("start"):
-        make_optimizer(made, learning_rate=1e-3)
+        applied.make_optimizer(learning_rate=1e-3)
     held = sum(p.to_local().untyped_storage().nbytes() for p in made.parameters())
     return meter.timeline().device_peak, other.timeline().device_peak, held, sum(map(len, shards(made)))
 
@@ -124,7 +123,7 @@ def test_a_callables_model_arrives_whole(ranks4):
     assert "at the peak   start: check_same_model" in report.plan_text(planned)
 
 
-def three(model, recipe):
+def peaks_of_three(model, recipe):
     """Runs on every rank of four: what the first three hold at most until the optimizer is made."""
     gc.collect()
     group = dist.new_group([0, 1, 2])
@@ -132,30 +131,30 @@ def three(model, recipe):
         return None
     meter = Meter()
     with meter.measure(nn.Module()), meter.phase("start"):
-        made = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
-    with meter.measure(made), meter.phase("start"):
-        make_optimizer(made, learning_rate=1e-3)
+        applied = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
+    with meter.measure(applied.model), meter.phase("start"):
+        applied.make_optimizer(learning_rate=1e-3)
     return meter.timeline().device_peak
 
 
 @pytest.mark.parametrize("kind", ["a config", "a tied model", "a bf16 directory"])
 def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
     """The vocabulary is so large that the scratch of the comparison is above the optimizer's state."""
-    model = small(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
+    model = small_config(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
     if kind == "a bf16 directory":
         models.save(models.build(model).to(torch.bfloat16), tmp_path)
         model = tmp_path
     planned = lab.plan(model, Recipe(), tokens=9, ranks=3, workspace=False)
     assert planned.start.op == "check_same_model"
-    for peak in ranks4.apply(three, model, Recipe())[:3]:
+    for peak in ranks4.apply(peaks_of_three, model, Recipe())[:3]:
         assert planned.start.device == pytest.approx(peak, abs=1024)
 
 
 @pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
 def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
     """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
-    question = Question(name, FSDP, 2**20, ranks=8, rows=1, ranks_per_node=8, device="h100", workspace=True)
-    assert start_of(question, fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
+    job = make_job(name, FSDP, tokens=2**20, ranks=8)
+    assert start_of(job, Machine(), fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
 
 
 # ---- from files ------------------------------------------------------------------------------------------
@@ -169,17 +168,17 @@ def folder(tmp_path):
 
 def of_rank(folder, rank, ranks=4):
     with one_rank(Recipe(ring=ranks), ranks, "loopback", ring_rank=rank) as mesh:
-        return shards(start(folder, FSDP, mesh))
+        return shards(start(folder, FSDP, mesh).model)
 
 
-def together(folder):
+def whole_parameters(folder):
     made = [of_rank(folder, rank) for rank in range(4)]
     return {name: torch.cat([one[name] for one in made]) for name in made[0]}
 
 
 def test_shards_of_a_directorys_weights_are_the_weights(folder):
     whole = models.build(folder)
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert torch.equal(parameter, whole.get_parameter(name)), name
     assert torch.equal(whole.lm_head.weight, models.build(models.config_of(folder), seed=8).lm_head.weight)
 
@@ -189,7 +188,7 @@ def test_weights_in_several_files_and_another_dtype(folder):
     (folder / "model.safetensors").unlink()
     whole.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
     assert len(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]) > 3
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, whole.get_parameter(name)), name
 
@@ -199,9 +198,9 @@ def test_weights_of_a_model_without_its_heads_prefix(folder):
 
     place = folder / "model.safetensors"
     weights = {name.removeprefix("model."): tensor for name, tensor in load_file(place).items()}
-    expected = together(folder)
+    expected = whole_parameters(folder)
     save_file(weights, place)
-    for name, parameter in together(folder).items():
+    for name, parameter in whole_parameters(folder).items():
         assert torch.equal(parameter, expected[name]), name
 
 
@@ -219,7 +218,7 @@ def tied_by_config(folder, *, equal=False, without=None):
     """Save an untied model whose config says that it is tied; return what transformers reads of it."""
     from safetensors.torch import load_file, save_file
 
-    models.build(small(), seed=8).save_pretrained(folder)
+    models.build(small_config(), seed=8).save_pretrained(folder)
     place = folder / "model.safetensors"
     weights = load_file(place)
     if equal:
@@ -252,7 +251,7 @@ def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_nam
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     for name, parameter in ours.named_parameters():
         assert torch.equal(parameter, theirs.get_parameter(name)), name
-    assert torch.equal(together(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
+    assert torch.equal(whole_parameters(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
 
 
 def test_files_by_other_names_are_refused(folder):
@@ -264,7 +263,7 @@ def test_files_by_other_names_are_refused(folder):
 # ---- ranks that differ -----------------------------------------------------------------------------------
 
 
-def refused(models_by_rank, seeds):
+def refusal(models_by_rank, seeds):
     """Runs on every rank."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -279,25 +278,25 @@ def test_ranks_with_another_seed_are_refused(ranks4):
     said = (
         "the seed, or the files of the weights, differ on rank 2: give every rank the same seed, and a copy"
     )
-    for error in ranks4.apply(refused, [small()] * 4, [1, 1, 0, 1]):
+    for error in ranks4.apply(refusal, [small_config()] * 4, [1, 1, 0, 1]):
         assert error.startswith(said)
-    assert ranks4.apply(refused, [small()] * 4, [1] * 4) == [None] * 4
+    assert ranks4.apply(refusal, [small_config()] * 4, [1] * 4) == [None] * 4
 
 
 def test_ranks_with_other_files_are_refused(ranks4, tmp_path):
     """The copy differs in one parameter, and not in its size."""
     places = [tmp_path / name for name in ("one", "other")]
-    model = models.build(small())
+    model = models.build(small_config())
     model.save_pretrained(places[0])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.add_(1)
     model.save_pretrained(places[1])
-    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+    for error in ranks4.apply(refusal, [places[0], places[1], places[0], places[0]], [0] * 4):
         assert error.startswith("the seed, or the files of the weights, differ on rank 1")
     (places[1] / "model.safetensors").unlink()
-    for error in ranks4.apply(refused, [places[0], places[1], places[0], places[0]], [0] * 4):
+    for error in ranks4.apply(refusal, [places[0], places[1], places[0], places[0]], [0] * 4):
         assert error is not None
-    assert ranks4.apply(refused, [places[0]] * 4, [0] * 4) == [None] * 4
+    assert ranks4.apply(refusal, [places[0]] * 4, [0] * 4) == [None] * 4
 
 
 # ---- without memory --------------------------------------------------------------------------------------
@@ -307,14 +306,14 @@ def test_a_model_without_memory_is_refused_without_fsdp():
     with one_rank(Recipe(), 2, "loopback") as mesh:
         for recipe in (Recipe(), Recipe(compute_dtype="bfloat16")):
             with pytest.raises(ModelError, match=r"embed_tokens.weight has no memory \(device meta\): load"):
-                lab.apply_recipe(models.outline(small()).model, recipe, mesh)
+                lab.apply_recipe(models.outline(small_config()).model, recipe, mesh)
         with pytest.raises(ModelError, match="has no memory"):
-            apply_replication(models.outline(small()).model, mesh=mesh)
+            apply_replication(models.outline(small_config()).model, mesh=mesh)
 
 
 def test_a_model_may_be_given_memory_by_hand(alone):
     mesh = init_device_mesh("cpu", (1,))
-    model = models.outline(small()).model
+    model = models.outline(small_config()).model
     lab.apply_recipe(model, FSDP, mesh)
     model.to_empty(device="cpu")
     assert all(isinstance(p, DTensor) and p.device.type == "cpu" for p in model.parameters())

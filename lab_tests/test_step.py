@@ -1,26 +1,24 @@
-"""The step on real ranks: the dense model's loss and gradients, whatever the recipe."""
+"""The step on real ranks has the dense model's loss and gradients, whatever the recipe."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig
 
 import lab
 from lab import models
+from lab.bench.reference import error
 from lab.memory.meter import Meter
 from lab.recipe.ladder import RUNGS, recipe_for
 from lab.step.training_step import make_optimizer
+from lab_tests.support.models import small_config
 
 ROWS, TOKENS = 3, 40
 LEARNING_RATE = 1e-3
 
 
 def small():
-    return LlamaConfig(
-        hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=12,
-        num_key_value_heads=6, head_dim=10, vocab_size=101,
-    )  # fmt: skip
+    return small_config(num_hidden_layers=3)
 
 
 def rung(name: str):
@@ -50,7 +48,7 @@ def dense_losses_and_gradients(steps: int):
     return losses, gradients
 
 
-def sharded(recipe, ranks):
+def sharded_model(recipe, ranks):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert dist.get_world_size() == ranks
     model = models.build(small()).train()
@@ -59,7 +57,7 @@ def sharded(recipe, ranks):
 
 
 def gradients_on_rank(recipe):
-    model, mesh = sharded(recipe, 4)
+    model, mesh = sharded_model(recipe, 4)
     for _ in range(2):  # accumulated over two backward passes of half the loss each
         loss = lab.loss(model, lab.shard_batch(ids(), recipe, mesh))
         (loss / 2).backward()
@@ -69,7 +67,7 @@ def gradients_on_rank(recipe):
 
 
 def losses_on_rank(recipe, steps):
-    model, mesh = sharded(recipe, 4)
+    model, mesh = sharded_model(recipe, 4)
     optimizer = make_optimizer(model, learning_rate=LEARNING_RATE)
     meter = Meter()
     batches = (lab.shard_batch(ids(step), recipe, mesh) for step in range(steps))
@@ -82,10 +80,7 @@ def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
     losses, expected = dense_losses_and_gradients(1)
     for loss, gradients in ranks4.apply(gradients_on_rank, rung(name)):
         assert loss == pytest.approx(losses[0], rel=1e-6)
-        assert gradients.keys() == expected.keys()
-        for parameter, gradient in gradients.items():
-            error = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-            assert error < 5e-6, parameter
+        assert error(gradients, expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", RUNGS)

@@ -1,4 +1,4 @@
-"""MLP, norms and loss slice by slice: the plain model's numbers, fewer bytes, no slice lost or run again."""
+"""MLP, norms and loss in tiles: the plain model's loss and gradients, and fewer bytes."""
 
 import copy
 
@@ -9,17 +9,18 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.loss import apply_loss, apply_tiled_loss, summed_cross_entropy
 from lab.techniques.offload import apply_offload
 from lab.techniques.sharding import apply_fsdp
-from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, tiled
-from lab_tests.test_checkpointing import (
+from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, run_in_tiles
+from lab_tests.support.decoder_step import (
     BATCH,
     FAMILIES,
     HIDDEN,
@@ -27,12 +28,12 @@ from lab_tests.test_checkpointing import (
     TOKENS,
     TOLERANCE,
     VOCAB,
-    Counting,
     batch,
     decoder,
     step,
-    worst,
-)  # fmt: skip
+)
+from lab_tests.support.models import small_config
+from lab_tests.support.operators import Calls
 
 APPLY = {"mlp": apply_tiled_mlp, "norms": apply_tiled_norms, "loss": apply_tiled_loss}
 DIVIDES, DOES_NOT = 5, 11
@@ -64,13 +65,13 @@ def test_loss_and_every_gradient_are_the_plain_models(what, family, dtype):
     for tile in (DIVIDES, DOES_NOT, 10**6):
         model = copy.deepcopy(plain)
         APPLY[what](model, tile=tile)
-        assert worst(step(model), wanted) <= TOLERANCE[dtype]
+        assert error(step(model), wanted) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_together_under_checkpointing_and_offload(family):
+def test_all_tiles_together_under_checkpointing_and_offload(family):
     plain = decoder(family)
-    assert worst(step(everything(copy.deepcopy(plain), offload=True)), step(plain)) <= 1e-9
+    assert error(step(everything(copy.deepcopy(plain), offload=True)), step(plain)) <= 1e-9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +84,7 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model_is(what, family):
     wanted, rounded, got = step(exact), step(plain), step(model)
     for name in wanted:
         one = {name: wanted[name]}
-        assert worst(got, one) <= 1.5 * worst(rounded, one), name
+        assert error({name: got[name]}, one) <= 1.5 * error({name: rounded[name]}, one), name
 
 
 def test_weight_gradients_are_summed_in_fp32_and_rounded_once():
@@ -91,8 +92,8 @@ def test_weight_gradients_are_summed_in_fp32_and_rounded_once():
     layer, x = nn.Linear(24, 16, bias=False, dtype=torch.bfloat16), torch.rand(1, 2560, 24).bfloat16()
     dout = torch.rand(1, 2560, 16).bfloat16()  # positive: a running sum grows and small addends are lost
     exact = dout[0].double().T @ x[0].double()
-    (gradient,) = torch.autograd.grad(tiled(layer, layer, x, tile=16), layer.weight, dout)
-    assert ((gradient.double() - exact).norm() / exact.norm()).item() < 2.5e-3
+    (gradient,) = torch.autograd.grad(run_in_tiles(layer, layer, x, tile=16), layer.weight, dout)
+    assert error({"weight": gradient}, {"weight": exact}) < 2.5e-3
 
 
 def test_the_plain_loss_sums_over_shifted_labels():
@@ -127,7 +128,7 @@ def test_scaled_and_accumulated_losses_and_tiles_without_labels(family):
             assert bool(loss == 0) == (seed == 2)
             (loss / 4).backward()
         gradients.append({name: p.grad for name, p in each.named_parameters()})
-    assert worst(gradients[1], gradients[0]) <= 1e-9
+    assert error(gradients[1], gradients[0]) <= 1e-9
 
 
 def test_large_logits_neither_overflow_nor_vanish():
@@ -135,7 +136,7 @@ def test_large_logits_neither_overflow_nor_vanish():
     plain.lm_head.weight.data.mul_(3e4)
     model = copy.deepcopy(plain)
     apply_tiled_loss(model, tile=DOES_NOT)
-    assert worst(step(model), step(plain)) <= 5e-6
+    assert error(step(model), step(plain)) <= 5e-6
 
 
 def test_frozen_parameters_get_no_gradient_and_the_rest_theirs():
@@ -147,7 +148,7 @@ def test_frozen_parameters_get_no_gradient_and_the_rest_theirs():
         each.lm_head.requires_grad_(False)
         each(**batch()).loss.backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    assert worst({n: p.grad for n, p in model.named_parameters()}, wanted) <= 1e-9
+    assert error({n: p.grad for n, p in model.named_parameters() if p.requires_grad}, wanted) <= 1e-9
     assert [n for n, p in model.named_parameters() if p.grad is None] == [
         n for n, p in plain.named_parameters() if p.grad is None
     ]
@@ -167,7 +168,7 @@ def test_a_retained_graph_can_be_walked_twice():
     loss.backward(retain_graph=True)
     loss.backward()
     assert (
-        worst({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
+        error({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
     )
 
 
@@ -198,7 +199,7 @@ def test_fsdp_has_the_parameters_whole_where_the_tiles_need_them(family, ranks4)
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     for got in ranks4.apply(sharded_step, family):
         assert got.keys() == wanted.keys()
-        assert worst(got, wanted) <= 1e-9
+        assert error(got, wanted) <= 1e-9
 
 
 # ---- integers ------------------------------------------------------------------------------------------
@@ -215,12 +216,12 @@ def test_slices_run_twice_also_in_a_checkpointed_layer(tile, checkpoint, norms):
         apply_checkpointing(model)
     heads, head = [], model.lm_head.forward
     model.lm_head.forward = lambda hidden: heads.append(hidden.shape[:-1].numel()) or head(hidden)
-    with Counting() as counting:
+    with Calls() as calls:
         step(model)
     n = tiles(TOKENS, tile)
-    assert counting.ops["aten.silu"] == 2 * LAYERS * n
+    assert calls["aten.silu"] == 2 * LAYERS * n
     # The norm before attention and the one before the MLP feed what is recomputed; the last norm does not.
-    assert counting.ops["aten.rsqrt"] == n * (LAYERS * (norms[0] + norms[1]) + norms[2])
+    assert calls["aten.rsqrt"] == n * (LAYERS * (norms[0] + norms[1]) + norms[2])
     assert len(heads) == 2 * tiles(BATCH * TOKENS, tile)
     assert max(heads) == tile
     assert sum(heads) == 2 * BATCH * TOKENS
@@ -262,9 +263,10 @@ def test_held_by_an_mlp_and_a_norm_after_forward(dtype):
 
 def mlp_peaks(inner, tile, dtype, hidden=6):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_attention_heads=1, num_hidden_layers=1, vocab_size=8
-    )
+    config = small_config(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=None, vocab_size=8,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     mlp = model.model.layers[0].mlp
     if tile is not None:
@@ -290,13 +292,11 @@ def test_peaks_of_an_mlp(dtype, tile):
 def loss_peaks(vocab, tile, dtype, hidden=12):
     """A decoder without layers: a hidden state [b, s, E] and a head, which is the embedding."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-            vocab_size=vocab, tie_word_embeddings=True,
-        ),
-        dtype=dtype,
+    config = small_config(
+        hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=None, vocab_size=vocab, tie_word_embeddings=True,
     )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     del model.model.layers[:]
     labels = torch.randint(0, vocab, (BATCH, TOKENS))
     if tile is None:

@@ -1,3 +1,5 @@
+"""A timeline: its peak, its moments and its spans."""
+
 import json
 
 import numpy as np
@@ -45,7 +47,7 @@ def test_spans_cover_the_steps_in_order(timeline):
     ]
 
 
-def test_json_both_ways(timeline):
+def test_a_timeline_is_the_same_after_json(timeline):
     again = Timeline.from_json(json.dumps(timeline.to_json()))
     assert again.to_json() == timeline.to_json()
     assert again.moment(333) == timeline.moment(333)

@@ -1,4 +1,4 @@
-"""Training that is stopped and goes on: the losses of the unbroken run, bit for bit, also after a SIGKILL."""
+"""Training that stops and resumes has the losses of an unbroken run, bit for bit, also after a SIGKILL."""
 
 import errno
 import json
@@ -20,7 +20,8 @@ from lab.commands.cli import main
 from lab.errors import CheckpointError
 from lab.training import manifest
 from lab.training.loss_file import LossFile
-from lab_tests.training import ROWS, TOKENS, small
+from lab_tests.support.models import small_config
+from lab_tests.support.training import ROWS, TOKENS
 
 
 def lines(folder):
@@ -28,62 +29,68 @@ def lines(folder):
 
 
 @pytest.fixture
-def told(digits, tmp_path):
+def train_settings(digits, tmp_path):
     return {"tokens": TOKENS, "rows": ROWS, "text": digits, "checkpoint": tmp_path / "run", "every": 2}
 
 
 @pytest.fixture(scope="module")
-def unbroken(ranks4, digits, tmp_path_factory):
+def unbroken_run(ranks4, digits, tmp_path_factory):
     """Five steps on four ranks, and what was told of each as it came."""
     seen = []
     folder = tmp_path_factory.mktemp("unbroken")
     run = lab.train(
-        small(), "upipe", tokens=TOKENS, rows=ROWS, text=digits, steps=5, checkpoint=folder, every=2, keep=3,
-        cluster=ranks4, watch=seen.append, compute_dtype=None,
+        small_config(), "upipe", tokens=TOKENS, rows=ROWS, text=digits, steps=5, checkpoint=folder, every=2,
+        keep=3, cluster=ranks4, watch=seen.append, compute_dtype=None,
     )  # fmt: skip
     assert tuple(seen) == run.steps
     assert [step.to_json() for step in seen] == lines(folder)
     return run
 
 
-def test_what_is_told_of_a_step(unbroken):
-    first, *_, last = unbroken.steps
-    assert [step.step for step in unbroken.steps] == [1, 2, 3, 4, 5]
+def test_what_is_told_of_a_step(unbroken_run):
+    first, *_, last = unbroken_run.steps
+    assert [step.step for step in unbroken_run.steps] == [1, 2, 3, 4, 5]
     assert last.tokens_per_second == pytest.approx(ROWS * TOKENS / last.seconds)
     assert last.tokens_per_second == 4 * last.tokens_per_second_and_rank
     assert first.seconds_left == pytest.approx(4 * first.seconds, rel=0.01)
     assert last.seconds_left == 0
-    plan = lab.plan(small(), "upipe", tokens=TOKENS, rows=ROWS, ranks=4, workspace=False, compute_dtype=None)
-    assert {step.device_peak for step in unbroken.steps} == {plan.device_peak}
+    plan = lab.plan(
+        small_config(), "upipe", tokens=TOKENS, rows=ROWS, ranks=4, workspace=False, compute_dtype=None
+    )
+    assert {step.device_peak for step in unbroken_run.steps} == {plan.device_peak}
 
 
-def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroken, told):
-    told |= {"cluster": ranks4, "compute_dtype": None}
-    assert len(set(unbroken.losses)) == 5
-    first = lab.train(small(), "upipe", steps=3, **told)
-    with (told["checkpoint"] / "losses.jsonl").open("a") as file:
+def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroken_run, train_settings):
+    train_settings |= {"cluster": ranks4, "compute_dtype": None}
+    assert len(set(unbroken_run.losses)) == 5
+    first = lab.train(small_config(), "upipe", steps=3, **train_settings)
+    with (train_settings["checkpoint"] / "losses.jsonl").open("a") as file:
         # Killed after the checkpoint, in the middle of a line.
         file.write('{"step": 4, "loss": 9}\n{"st')
-    after = lab.train(small(), "upipe", steps=5, resume=True, **told)
-    assert first.losses + after.losses == unbroken.losses
-    assert [line["loss"] for line in lines(told["checkpoint"])] == list(unbroken.losses)
+    after = lab.train(small_config(), "upipe", steps=5, resume=True, **train_settings)
+    assert first.losses + after.losses == unbroken_run.losses
+    assert [line["loss"] for line in lines(train_settings["checkpoint"])] == list(unbroken_run.losses)
 
 
 @pytest.mark.parametrize("recipe", ["plain", "upipe"])
-def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken, told, recipe):
-    told["checkpoint"].mkdir()
-    shutil.copytree(unbroken.checkpoint / "step-00000002", told["checkpoint"] / "step-00000002")
-    after = lab.train(small(), recipe, steps=5, resume=True, cluster=None, compute_dtype=None, **told)
-    assert after.losses == pytest.approx(unbroken.losses[2:], rel=1e-5)
+def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken_run, train_settings, recipe):
+    train_settings["checkpoint"].mkdir()
+    shutil.copytree(unbroken_run.checkpoint / "step-00000002", train_settings["checkpoint"] / "step-00000002")
+    after = lab.train(
+        small_config(), recipe, steps=5, resume=True, cluster=None, compute_dtype=None, **train_settings
+    )
+    assert after.losses == pytest.approx(unbroken_run.losses[2:], rel=1e-5)
 
 
-def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, told):
-    config = small(tie_word_embeddings=True)
-    first = lab.train(config, "plain", steps=4, cluster=None, compute_dtype=None, **told)
-    shutil.rmtree(told["checkpoint"] / "step-00000004")
-    after = lab.train(config, "upipe", steps=4, resume=True, cluster=ranks4, compute_dtype=None, **told)
+def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, train_settings):
+    config = small_config(tie_word_embeddings=True)
+    first = lab.train(config, "plain", steps=4, cluster=None, compute_dtype=None, **train_settings)
+    shutil.rmtree(train_settings["checkpoint"] / "step-00000004")
+    after = lab.train(
+        config, "upipe", steps=4, resume=True, cluster=ranks4, compute_dtype=None, **train_settings
+    )
     assert after.losses == pytest.approx(first.losses[2:], rel=1e-5)
-    assert manifest.newest(told["checkpoint"])[1].ranks == 4
+    assert manifest.newest(train_settings["checkpoint"])[1].ranks == 4
 
 
 def test_the_file_of_losses_is_cut_to_the_checkpoint(tmp_path):
@@ -165,7 +172,7 @@ def test_export_refuses_in_one_line(tmp_path):
     assert run.stderr.count("\n") == 1
 
 
-def launched(*words):
+def launch(*words):
     """`lab train` as two processes of torchrun's."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
@@ -182,12 +189,12 @@ def kill(process):
 
 
 def test_killed_at_a_random_moment_under_torchrun_and_resumed(digits, tmp_path):
-    models.build(small()).config.save_pretrained(tmp_path / "model")
+    models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         tmp_path / "model", "--tokens", TOKENS, "--rows", ROWS, "--text", digits, "--recipe", "upipe",
         "--set", "compute_dtype=none", "--every", 10, "--checkpoint", tmp_path / "run", "--json",
     ]  # fmt: skip
-    killed = launched(*words, "--steps", 100_000)
+    killed = launch(*words, "--steps", 100_000)
     while not (tmp_path / "run" / "step-00000010").exists():
         assert killed.poll() is None, killed.communicate()
         time.sleep(0.01)
@@ -197,7 +204,7 @@ def test_killed_at_a_random_moment_under_torchrun_and_resumed(digits, tmp_path):
     # The run that nothing broke, as far as it came; its last line may be cut short.
     whole = [json.loads(s) for s in (tmp_path / "run" / "losses.jsonl").read_text().split("\n")[:-1]]
     steps = len(whole) + 3
-    resumed = launched(*words, "--steps", steps, "--resume")
+    resumed = launch(*words, "--steps", steps, "--resume")
     printed, said = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, said
     after = [json.loads(line) for line in printed.splitlines()]

@@ -1,4 +1,4 @@
-"""The tuner: it shows the closed form, an illegal move can be mended, and what it copies is what it shows."""
+"""The tuner shows the closed form, offers a legal move for an illegal one, and copies what it shows."""
 
 import threading
 from itertools import pairwise
@@ -17,14 +17,15 @@ from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
 from lab.models import config_of
-from lab.planning.closed_form import estimate, moments
+from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import fixed_workspace
+from lab.recipe.jobs import Job
 from lab.recipe.ladder import RUNGS, ladder, recipe_for
 from lab.recipe.recipe import Recipe
 from lab.show.tuner import widget as tuner_widget
 from lab.show.tuner.choices import choices
-from lab.show.tuner.estimate import Predicted, Refused, _parts, predict
-from lab.show.tuner.scaled_down import TILES_AT_MOST, shrunk
+from lab.show.tuner.estimate import Refusal, StateEstimate, _parts, estimate_state
+from lab.show.tuner.scaled_down import MOST_TILES, scale_down
 from lab.show.tuner.state import TILES, State
 from lab.units import GiB, Ki, Mi, MiB
 
@@ -34,9 +35,9 @@ def small(recipe: str | Recipe = "upipe", **settings: Any) -> tuner_widget.Tuner
     return lab.show.tuner("tiny", recipe, **given)
 
 
-def shown(tuner: tuner_widget.Tuner) -> Predicted:
-    assert isinstance(tuner.predicted, Predicted)
-    return tuner.predicted
+def estimate_of(tuner: tuner_widget.Tuner) -> StateEstimate:
+    assert isinstance(tuner.estimate, StateEstimate)
+    return tuner.estimate
 
 
 # ---- what is drawn -------------------------------------------------------------------------------------
@@ -45,21 +46,22 @@ def shown(tuner: tuner_widget.Tuner) -> Predicted:
 def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     tuner = lab.show.tuner("llama3-8b", "upipe", tokens="5M", ranks=8, head_chunk=16)
     config = config_of("llama3-8b")
-    found = estimate(config, tuner.recipe, tokens=5 * Mi, ranks=8)
-    assert shown(tuner).device == found.device_peak + fixed_workspace(8)
-    assert shown(tuner).host == 8 * found.host_peak > 0
-    bar = tuner.panel.shown["bars"][0]
-    assert sum(bar["sizes"].values()) == shown(tuner).device
-    assert tuner.panel.shown["limit"] == 80 * GiB
+    found = estimate_job(config, Job("llama3-8b", tuner.recipe, 5 * Mi, 8))
+    assert estimate_of(tuner).device == found.device_peak + fixed_workspace(8)
+    assert estimate_of(tuner).host == 8 * found.host_peak > 0
+    bar = tuner.panel.content["bars"][0]
+    assert sum(bar["sizes"].values()) == estimate_of(tuner).device
+    assert tuner.panel.content["limit"] == 80 * GiB
     without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
-    assert shown(without).device == found.device_peak
-    assert "workspace" not in shown(without).by_category
+    assert estimate_of(without).device == found.device_peak
+    assert "workspace" not in estimate_of(without).by_category
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
     recipe = recipe_for(rung, "llama3.2-1b", 4, 64 * Ki)
-    for moment, parts in moments(config_of("llama3.2-1b"), recipe, tokens=64 * Ki, ranks=4).items():
+    job = Job("llama3.2-1b", recipe, 64 * Ki, 4)
+    for moment, parts in estimate_job(config_of("llama3.2-1b"), job).moments.items():
         assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
         held = {part.name: part.size for part in _parts(moment, parts)}
         assert held["Adam's two moments"] == 2 * held["fp32 parameters"] > 0
@@ -70,13 +72,13 @@ def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
 def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     tuner = small()
     for name, value in (("mlp_tile", None), ("offload", "none")):
-        saved = shown(tuner).saves[name]
-        moved = tuner.state.moved(name, value)
-        found = predict(moved)
-        assert isinstance(found, Predicted)
-        assert found.device == shown(tuner).device + saved
-    tuner.move("mlp_tile", None)
-    assert "mlp_tile" not in shown(tuner).saves
+        saved = estimate_of(tuner).saves[name]
+        moved = tuner.state.with_value(name, value)
+        found = estimate_state(moved)
+        assert isinstance(found, StateEstimate)
+        assert found.device == estimate_of(tuner).device + saved
+    tuner.change("mlp_tile", None)
+    assert "mlp_tile" not in estimate_of(tuner).saves
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,9 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
     ],
 )
 def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
-    tuner = small(device_memory=int(shown(small()).device * device), host_memory=host)
-    assert tuner.panel.shown["verdict"] == verdict, tuner.panel.shown["words"]
-    assert tuner.panel.shown["words"].startswith(words)
+    tuner = small(device_memory=int(estimate_of(small()).device * device), host_memory=host)
+    assert tuner.panel.content["verdict"] == verdict, tuner.panel.content["words"]
+    assert tuner.panel.content["words"].startswith(words)
 
 
 # ---- moves ---------------------------------------------------------------------------------------------
@@ -106,14 +108,14 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
     monkeypatch.setattr("lab.planning.fake_step.fake_step", refuse)
     monkeypatch.setattr(tuner_widget, "plan", refuse)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
-    drawn = [tuner.panel.shown]
+    drawn = [tuner.panel.content]
     for name, value in (
         ("head_chunk", 16), ("mlp_tile", 64 * Ki), ("norm_tile", 0), ("loss_tile", 1024), ("offload", "none"),
         ("checkpoint", False), ("tokens", Mi), ("ranks", 16), ("device_memory", 141 * GiB),
         ("model", "llama3-70b"), ("rung", "tiling"),
     ):  # fmt: skip
         tuner.knobs.by_name[name].value = value
-        drawn.append(tuner.panel.shown)
+        drawn.append(tuner.panel.content)
     assert all(before != after for before, after in pairwise(drawn))
     assert tuner.state == State(
         model="llama3-70b", config=tuner.state.config, rung="tiling", tokens=Mi, ranks=16, by_hand={},
@@ -149,14 +151,14 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
     tuner.knobs.by_name["head_chunk"].value = 24
     with pytest.raises(RecipeError) as refused:
         _ = tuner.recipe
-    panel = tuner.panel.shown
+    panel = tuner.panel.content
     assert (panel["verdict"], panel["words"]) == ("illegal", str(refused.value))
     assert "these work: 8, 16, 32" in panel["words"]
-    assert panel["mends"] == ["head chunk 16"]
+    assert panel["suggestions"] == ["head chunk 16"]
     assert panel["texts"] == ["", ""]
     assert tuner.plan_button.disabled
     assert tuner.run_button.disabled
-    tuner.panel._handle_custom_msg({"mend": 0}, [])
+    tuner.panel._handle_custom_msg({"suggestion": 0}, [])
     assert tuner.recipe == recipe_for("upipe", "llama3-8b", 8, 3 * Mi, head_chunk=16)
     assert tuner.knobs.by_name["head_chunk"].value == 16
     assert not tuner.plan_button.disabled
@@ -165,17 +167,17 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
 def test_the_knob_that_was_moved_is_mended_first() -> None:
     tuner = lab.show.tuner("llama3-8b", ranks=8)
     tuner.knobs.by_name["checkpoint"].value = False
-    assert tuner.panel.shown["mends"] == ["checkpoint on", "offload none"]
-    tuner.mend(1)
+    assert tuner.panel.content["suggestions"] == ["checkpoint on", "offload none"]
+    tuner.accept(1)
     assert (tuner.recipe.checkpoint, tuner.recipe.offload) == (False, "none")
-    tuner.move("offload", "inputs")
-    assert tuner.panel.shown["mends"] == ["offload none", "checkpoint on"]
+    tuner.change("offload", "inputs")
+    assert tuner.panel.content["suggestions"] == ["offload none", "checkpoint on"]
 
 
 def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
     tuner = small()
-    tuner.move("tokens", "2K")
-    tuner.move("ulysses", 2)
+    tuner.change("tokens", "2K")
+    tuner.change("ulysses", 2)
     before = tuner.state
     assert (before.tokens, tuner.recipe.ulysses, tuner.recipe.head_chunk) == (2048, 2, 2)
     for name, value, said in (
@@ -186,16 +188,16 @@ def test_a_move_that_no_state_has_is_refused_and_moves_nothing() -> None:
         ("device_memory", "much", "'much' is not an amount of memory"),
     ):
         with pytest.raises(LabError, match=said):
-            tuner.move(name, value)
+            tuner.change(name, value)
     assert tuner.state == before
 
 
 def test_ranks_that_a_degree_by_hand_forbids_are_mended_to_others() -> None:
     tuner = lab.show.tuner("llama3-8b", Recipe(fsdp=True, ulysses=4, head_chunk=8), ranks=8)
-    tuner.move("ranks", 6)
-    assert "on 6 ranks" in tuner.panel.shown["words"]
-    assert tuner.panel.shown["mends"] == ["ranks 4"]
-    tuner.mend(0)
+    tuner.change("ranks", 6)
+    assert "on 6 ranks" in tuner.panel.content["words"]
+    assert tuner.panel.content["suggestions"] == ["ranks 4"]
+    tuner.accept(0)
     assert tuner.recipe.ulysses == tuner.state.ranks == 4
 
 
@@ -272,11 +274,11 @@ def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() ->
     tuner.wait()
     assert tuner.planned is not None
     assert tuner.planned.recipe == tuner.recipe
-    closed, planned = tuner.panel.shown["bars"]
+    closed, planned = tuner.panel.content["bars"]
     assert sum(planned["sizes"].values()) == tuner.planned.device_peak
     assert sum(closed["sizes"].values()) == pytest.approx(tuner.planned.device_peak, rel=0.01)
     assert not planned["stale"]
-    assert "Planned: " in tuner.panel.shown["note"]
+    assert "Planned: " in tuner.panel.content["note"]
     assert not tuner.plan_button.disabled
 
 
@@ -293,21 +295,21 @@ def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -
     tuner.plan()
     assert made.wait(60)
     # The kernel is free: while it is planned the reader moves on.
-    tuner.move("head_chunk", 8)
+    tuner.change("head_chunk", 8)
     # A second click, that the page sent before it heard that the buttons are off, starts nothing.
     assert tuner.plan_button.disabled
     tuner.run()
     go.set()
     tuner.wait()
     assert tuner.ran is None
-    planned = tuner.panel.shown["bars"][1]
+    planned = tuner.panel.content["bars"][1]
     assert planned["stale"]
     assert planned["name"].startswith("plan of an earlier setting")
-    assert "Planned: " not in tuner.panel.shown["note"]
+    assert "Planned: " not in tuner.panel.content["note"]
     # Back where it was made for it holds again; another device has no part in a plan.
-    tuner.move("head_chunk", 4)
-    tuner.move("device_memory", 32 * MiB)
-    assert not tuner.panel.shown["bars"][1]["stale"]
+    tuner.change("head_chunk", 4)
+    tuner.change("device_memory", 32 * MiB)
+    assert not tuner.panel.content["bars"][1]["stale"]
 
 
 def test_what_goes_wrong_in_the_background_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,36 +326,36 @@ def test_what_goes_wrong_in_the_background_is_said(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
     state = lab.show.tuner("llama3-8b", tokens="4M", ranks=8, head_chunk=16, mlp_tile=256 * Ki).state
-    found = shrunk(state, 4)
+    found = scale_down(state, 4)
     small_, big = found.state.recipe, state.recipe
     assert (found.state.model, found.state.ranks, found.state.tokens) == ("tiny", 4, 2048)
     assert small_.head_chunk == big.head_chunk  # of as many heads
     # Half of a rank's tokens, as it was; and the fewest that a tile may have.
-    assert (small_.mlp_tile, small_.norm_tile) == (256, 512 // TILES_AT_MOST)
+    assert (small_.mlp_tile, small_.norm_tile) == (256, 512 // MOST_TILES)
     assert (small_.checkpoint, small_.offload, small_.fsdp) == (True, "inputs", True)
     said = {"model llama3-8b → tiny", "ranks 8 → 4", "context 4M → 2K", "MLP tile 256K → 256"}
     assert said <= {*found.changes}
     # A third of 24 heads: of 32 the nearest that divides them.
-    assert shrunk(lab.show.tuner("llama3.2-3b", ranks=8).state, 2).state.recipe.head_chunk == 8
+    assert scale_down(lab.show.tuner("llama3.2-3b", ranks=8).state, 2).state.recipe.head_chunk == 8
     as_it_stands = small().state
-    assert shrunk(as_it_stands, 4).state.recipe == as_it_stands.recipe
-    assert shrunk(as_it_stands, 4).changes == ()
+    assert scale_down(as_it_stands, 4).state.recipe == as_it_stands.recipe
+    assert scale_down(as_it_stands, 4).changes == ()
 
 
 @pytest.mark.slow
-def test_run_trains_a_small_step_like_it_and_leaves_a_picture(ranks4: Cluster) -> None:
+def test_run_trains_a_small_step_of_the_same_recipe_and_leaves_a_picture(ranks4: Cluster) -> None:
     tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4)
     tuner.run_button.click()
     assert tuner.run_button.disabled
     tuner.wait()
     assert tuner.ran is not None, tuner.status.value
-    assert tuner.ran.training.recipe == shrunk(tuner.state, 4).state.recipe
+    assert tuner.ran.job.recipe == scale_down(tuner.state, 4).state.recipe
     assert tuner.ran.complete
     assert "model llama3-8b → tiny, ranks 8 → 4, context 1M → 2K" in tuner.status.value
-    (image,) = tuner.place.children
+    (image,) = tuner.run_box.children
     assert bytes(image.value).startswith(b"\x89PNG")
-    said = predict(shrunk(tuner.state, 4).state)
-    assert isinstance(said, Predicted)
+    said = estimate_state(scale_down(tuner.state, 4).state)
+    assert isinstance(said, StateEstimate)
     assert tuner.ran.timelines[0].device_peak == pytest.approx(said.device, rel=0.01)
 
 
@@ -376,8 +378,8 @@ lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
     assert len(output.data["image/png"]) > 5000
     first, *rows = output.data["text/plain"].splitlines()
     tuner = lab.show.tuner("llama3-8b", tokens="5M", ranks=8)
-    assert first == shown(tuner).words
-    assert len(rows) == len(shown(tuner).by_category) + 2 + len(shown(tuner).saves)
+    assert first == estimate_of(tuner).text
+    assert len(rows) == len(estimate_of(tuner).by_category) + 2 + len(estimate_of(tuner).saves)
 
 
 def test_an_illegal_beginning_is_words_alone() -> None:
@@ -386,7 +388,7 @@ def test_an_illegal_beginning_is_words_alone() -> None:
     assert "image/png" not in bundle
     assert bundle["text/plain"].startswith("illegal: head_chunk=6: ")
     assert bundle["text/plain"].endswith("would work: head chunk 4")
-    assert isinstance(tuner.predicted, Refused)
+    assert isinstance(tuner.estimate, Refusal)
 
 
 def test_the_ladder_below_a_rung_is_not_asked_what_the_rungs_above_allow() -> None:

@@ -1,4 +1,4 @@
-"""What a reader sees of the tuner: moved in a real JupyterLab and in a real Notebook 7 by a real browser."""
+"""The tuner in a real JupyterLab and a real Notebook 7, moved by a real browser."""
 
 import sys
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page
 
-from lab.jupyter.serving import arguments
-from lab_tests.browser import CHROMIUM, jupyter_page, run_all_cells
-from lab_tests.test_browser import ROOT, served, wait_for
+from lab.jupyter.serving import jupyterlab_arguments
+from lab_tests.support.browser import CHROMIUM, jupyter_page, one_cell_notebook, run_all_cells, wait_for
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
 ]
 
+ROOT = Path(__file__).parents[1]
 TUNER = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}]
@@ -41,7 +41,7 @@ def widths(page: Page) -> list[float]:
 
 
 def test_the_head_chunk_slider_moves_the_stack_and_the_verdict(tmp_path: Path) -> None:
-    _, command = served(tmp_path, TUNER)
+    _, command = one_cell_notebook(tmp_path, TUNER)
     with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
         run_all_cells(page)
         _drag(page)
@@ -49,9 +49,9 @@ def test_the_head_chunk_slider_moves_the_stack_and_the_verdict(tmp_path: Path) -
 
 
 def test_a_drag_does_the_same_in_notebook_7(tmp_path: Path) -> None:
-    path, _ = served(tmp_path, TUNER)
+    path, _ = one_cell_notebook(tmp_path, TUNER)
     command = [sys.executable, "-m", "notebook", "--no-browser", "--ServerApp.port={port}"]
-    command += arguments(path.parent, path.name)
+    command += jupyterlab_arguments(path.parent, path.name)
     with jupyter_page(command, "notebooks/live.ipynb", home=tmp_path) as page:
         cell = page.locator(".jp-CodeCell .cm-content")
         cell.click(timeout=60_000)

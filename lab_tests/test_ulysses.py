@@ -1,4 +1,4 @@
-"""Ulysses gives the plain model's loss and every one of its gradients."""
+"""Ulysses has the plain model's loss and every one of its gradients."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses, ulysses_attention
-from lab_tests.reference import Calls, subgroup, tokens, truth, worst_errors
+from lab_tests.support.operators import Calls
+from lab_tests.support.reference import subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S: shapes where no two quotients coincide, and one of each kind of head sharing.
 CASES = [
@@ -51,7 +52,7 @@ def test_loss_and_gradients_are_the_plain_models(ranks4):
             assert gradient < 1e-9, case
 
 
-def test_in_single_precision(ranks4):
+def test_loss_and_gradients_in_single_precision(ranks4):
     for rank in ranks4.apply(errors_of, CASES[:3], torch.float32):
         for case, (loss, gradient) in zip(CASES[:3], rank, strict=True):
             assert loss < 5e-6, case
@@ -110,11 +111,11 @@ def test_bytes_are_the_docstrings(ranks4):
     assert ranks4.apply(bytes_of_attention) == [(0, 0)] * 4
 
 
-def refused(heads, kv_heads):
+def check_refusal(heads, kv_heads):
     with pytest.raises(RecipeError, match="ulysses=4"):
         apply_ulysses(build(config("llama", heads, kv_heads), torch.float32), group=dist.group.WORLD)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (24, 6), (12, 3)])
 def test_degrees_that_the_heads_do_not_allow_are_refused(ranks4, heads, kv_heads):
-    ranks4.apply(refused, heads, kv_heads)
+    ranks4.apply(check_refusal, heads, kv_heads)

@@ -1,4 +1,4 @@
-"""The lab's sources on a machine that has torch and transformers, where nothing can be installed."""
+"""The lab's sources on a machine with torch and transformers, where nothing can be installed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def lab(tmp_path_factory):
     return run
 
 
-def test_it_rehearses_and_plans(lab):
+def test_the_lab_rehearses_and_plans(lab):
     made = lab("rehearse tiny --tokens 1K --ranks 8 --layers 2 --json")
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["plan_over_measured"] == 1
@@ -44,7 +44,7 @@ def test_it_rehearses_and_plans(lab):
     assert planned.returncode == 0, planned.stderr
 
 
-def test_its_doctor_says_what_is_missing(lab):
+def test_the_doctor_says_what_is_missing(lab):
     said = lab("doctor")
     assert said.returncode == 0, said.stderr
     lines = {line.split()[0]: line for line in said.stdout.splitlines()}
@@ -56,7 +56,7 @@ def test_its_doctor_says_what_is_missing(lab):
 @pytest.mark.parametrize(
     "words", ["execute 01_fsdp", "open", "train tiny --tokens 64 --steps 1 --checkpoint x"]
 )
-def test_what_needs_the_others_says_so_in_a_line(lab, words):
+def test_a_command_that_needs_a_missing_package_says_so_in_a_line(lab, words):
     said = lab(words)
     assert said.returncode == 2
     assert said.stderr.startswith("lab: this command needs ")

@@ -1,3 +1,5 @@
+"""Numbers of tokens and bytes as text."""
+
 import pytest
 
 from lab.errors import LabError

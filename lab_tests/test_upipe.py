@@ -1,7 +1,6 @@
-"""UPipe gives the plain model's loss and gradients for every chunk; its calls and its bytes are counted."""
+"""UPipe has the plain model's loss and gradients for every chunk; its calls and its bytes are counted."""
 
 import resource
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -22,7 +20,8 @@ from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
 from lab.techniques.upipe.schedule import schedule
-from lab_tests.reference import Calls, subgroup, tokens, truth, worst_errors
+from lab_tests.support.operators import Calls
+from lab_tests.support.reference import subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,
 # whole slots, and slots that end in the middle of a stage (6: n=3 on G=4).
@@ -78,14 +77,14 @@ def test_loss_and_gradients_are_the_plain_models(ranks4, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [CASES[1:5], CASES[5:]], ids=["first", "second"])
-def test_so_they_are_when_the_next_stage_travels_meanwhile(ranks4, part):
+def test_with_overlap_loss_and_gradients_are_the_plain_models(ranks4, part):
     for rank in ranks4.apply(errors_of, part, torch.float64, overlap=True):
         for case, (loss, gradient, _) in rank.items():
             assert loss < 1e-9, case
             assert gradient < 1e-9, case
 
 
-def test_in_single_precision(ranks4):
+def test_loss_and_gradients_in_single_precision(ranks4):
     for case, (loss, gradient, _) in ranks4.apply(errors_of, CASES[1:3], torch.float32)[0].items():
         assert loss < 5e-6, case
         assert gradient < 5e-6, case
@@ -135,14 +134,6 @@ def test_under_fsdp_and_checkpointing_each_attention_runs_twice_forward(ranks4, 
 # ---- integers ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def eight() -> Iterator[dist.ProcessGroup]:
-    """A group of eight of which only this rank is there: what it sends is lost, and counted."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def calls_of_a_layer(heads, kv_heads, chunk, group):
     cfg = config("llama", heads, kv_heads, layers=1)
     model, positions = model_and_positions(cfg, tokens(1, 80), chunk, group, torch.float32)
@@ -171,7 +162,7 @@ def test_all_to_alls_and_attentions_of_llama3s_heads(eight, chunk, forward, back
 def test_all_to_alls_and_attentions_follow_the_schedule(eight, heads, kv_heads, chunk):
     plan = schedule(heads, kv_heads, 8, chunk)
     stages, runs = len(plan.stages), sum(map(len, plan.stages))
-    # Keys that are first wanted in the middle of a stage travel by themselves, and so go home.
+    # Keys that are first wanted in the middle of a stage are sent by themselves, and so are their gradients.
     alone = sum(run.opens for stage in plan.stages for run in stage[1:])
     assert alone == sum(run.closes for stage in plan.stages for run in stage[:-1])
     assert calls_of_a_layer(heads, kv_heads, chunk, eight) == [
@@ -191,8 +182,8 @@ class Order(TorchDispatchMode):
         name = func._schema.name
         if name == "c10d::alltoall_base_":
             self.seen.append("sent" if args[5:6] == (False,) else "sent ahead")
-        elif name == "lab::landed":
-            self.seen.append("landed")
+        elif name == "lab::arrival":
+            self.seen.append("arrival")
         elif "flash_attention" in name:
             self.seen.append("attention")
         return func(*args, **(kwargs or {}))
@@ -208,10 +199,10 @@ def test_what_the_next_stage_needs_travels_while_this_one_attends(eight):
         order.seen = []
         logits.sum().backward()
         orders.append(order.seen)
-    # Four stages: q; and q, dout, out. What leads home is waited for, and as many are sent as without.
+    # Four stages: q; and q, dout, out. What is sent back is waited for, and as many are sent as without.
     for things, seen in zip((1, 3), orders, strict=True):
         here = ["attention", "sent"]
-        there = ["landed"] * things
+        there = ["arrival"] * things
         ahead = ["sent ahead"] * things
         assert seen == ["sent"] * things + (ahead + here + there) * 3 + here
 
@@ -219,7 +210,7 @@ def test_what_the_next_stage_needs_travels_while_this_one_attends(eight):
 # ---- bytes -------------------------------------------------------------------------------------------
 
 
-def measured(cfg, chunk, group, local, dtype, overlap=False):
+def attention_bytes(cfg, chunk, group, local, dtype, overlap=False):
     """Bytes of one attention module beyond its parameters and tables: forward peak, held, backward peak."""
     module = build_upipe(cfg, chunk, group, dtype, overlap)
     x = torch.randn(1, local, cfg.hidden_size, dtype=dtype, requires_grad=True)
@@ -294,7 +285,7 @@ def test_bytes_are_the_docstrings_and_grow_with_the_chunk(eight, heads, kv_heads
     cfg = config("llama", heads, kv_heads, layers=1)
     for chunk in chunks(heads, 8):
         plan = schedule(heads, kv_heads, 8, chunk)
-        found = measured(cfg, chunk, eight, local, dtype, overlap)
+        found = attention_bytes(cfg, chunk, eight, local, dtype, overlap)
         right = formula(cfg, chunk, 8, local, dtype, overlap)
         several = any(len(stage) > 1 for stage in plan.stages)
         if not several and not (overlap and len(plan.stages) == 2 and plan.slots == 1):
@@ -314,7 +305,7 @@ def test_bytes_on_real_ranks_are_the_same(ranks4):
     cfg = config("llama", 24, 4, layers=1)
     for chunk, overlap in product((4, 8), (False, True)):
         found = ranks4.apply(
-            lambda u, o: measured(cfg, u, dist.group.WORLD, 100, torch.bfloat16, o), chunk, overlap
+            lambda u, o: attention_bytes(cfg, u, dist.group.WORLD, 100, torch.bfloat16, o), chunk, overlap
         )
         assert found == [formula(cfg, chunk, 4, 100, torch.bfloat16, overlap)] * 4
 
@@ -360,7 +351,7 @@ def test_fake_tensors_go_through_at_five_million_tokens(eight, technique):
         (48, "head_chunk=48: it does not divide the 24 query heads"),
     ],
 )
-def test_other_chunks_are_refused_with_those_that_work(chunk, named):
+def test_chunks_that_heads_do_not_allow_are_refused_with_those_that_work(chunk, named):
     model = build(config())
     with pytest.raises(RecipeError, match=named):
         apply_upipe(model, head_chunk=chunk, group=None)
@@ -422,7 +413,7 @@ def test_every_head_goes_once_and_meets_its_own_key(heads, kv_heads, ranks):
         assert sum(len(run.slots) for stage in plan.stages for run in stage if run.closes) == plan.slots
 
 
-def test_with_the_smallest_chunk_it_is_the_papers():
+def test_with_the_smallest_chunk_the_schedule_is_the_papers():
     plan = schedule(32, 8, 4, 4)
     group = 4
     for t in range(8):

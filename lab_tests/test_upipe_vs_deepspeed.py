@@ -1,24 +1,22 @@
-"""The race with DeepSpeed, run small: all have their figures, and fewer heads at once take less memory."""
+"""The benchmark against DeepSpeed at small size: fewer heads at a time take less memory."""
 
 import pytest
 
-from lab.bench.upipe_vs_deepspeed import race
+from lab.bench.upipe_vs_deepspeed import compare_attentions
 
 # The first use of DeepSpeed compiles an operator on this machine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("_fresh_ranks_after_deepspeed"),
+    pytest.mark.timeout(600),
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks_afterwards(ranks4):
-    """DeepSpeed's module keeps the first world group for good: a rank that fails could not leave it."""
-    yield
-    ranks4.stop()
-    ranks4.start()
-
-
-def test_a_race_over_a_short_distance(ranks4):
+def test_a_short_comparison(ranks4):
     said = []
-    theirs, ulysses, *upipe = rows = race(ranks4, said.append, tokens=4096, head_dim=4, repeats=1)
+    theirs, ulysses, *upipe = rows = compare_attentions(
+        ranks4, said.append, tokens=4096, head_dim=4, repeats=1
+    )
     assert said == ["6 attentions on 4 ranks, warming up", "round 1 of 1"]
     assert [row["ranks"] for row in rows] == [4] * 6
     assert theirs["seconds / DeepSpeed's"] == theirs["bytes / DeepSpeed's"] == 1

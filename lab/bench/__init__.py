@@ -1,1 +1,4 @@
-"""Ratios within one run: the only kind of speed that holds from one machine to the next."""
+"""Benchmarks, and the models with which results are compared.
+
+Seconds depend on the machine, so a benchmark reports ratios that were measured within one run.
+"""

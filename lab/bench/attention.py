@@ -1,4 +1,4 @@
-"""The attention kernels of this machine against its matrix product, each checked on slices."""
+"""Attention kernels compared with a large matrix product, and checked on slices of their results."""
 
 from __future__ import annotations
 
@@ -11,48 +11,58 @@ import torch
 from torch import Tensor
 
 from lab.bench.slice_check import slice_errors
-from lab.bench.software import measured_on
+from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
 from lab.planning.costs import BACKWARD_FLOPS
 from lab.techniques.attention.flash import Kernel, cuda_forward, flash_backward
-from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, lacks, machine_of
+from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, kernel_support, missing_requirement
 from lab.units import Ki, Mi, format_tokens
 
 REPEATS = 5
 HEADS, KV_HEADS, HEAD_DIM = 4, 1, 128
-"""What a rank of 8 has of Llama3-8B inside Ulysses' exchange."""
+"""The heads that a rank of 8 has in the attention of Llama3-8B, after the exchange of Ulysses."""
 
-FEW = 4096
-"""Tokens of the call that comes before all others."""
+FIRST_TOKENS = 4096
+"""The tokens of the first call of a kernel, which is not measured."""
 
 FIGURES = (
     "forward s", "backward s", "TFLOP/s", "/ matmul", "worst error", "forward bytes", "backward bytes",
 )  # fmt: skip
-"""What is measured of a kernel at one length."""
+"""The figures of a kernel at one length."""
 
 
 def measure_attention(lengths: Sequence[int], say: Say) -> Iterator[Row]:
-    """Yield a row a length and kernel that is here: median seconds forward and backward of causal attention.
+    """Measure causal attention with each kernel of this machine, at each length.
 
-    Of H/C = 4 heads, K/C = 1, D = 128, in bf16 (fp32 on CPU). The operations of forward and backward a second
-    stand over those of a large matrix product in the same dtype, timed in turn with them. ``worst error`` is
-    that of ``slice_errors``. A kernel that fails has its error instead of figures. Without lengths: 64K to 1M
-    tokens on CUDA, 256 and 512 on CPU.
+    A rank has 4 query heads and 1 key/value head of 128 values, in bf16, or in fp32 on CPU. The operations a
+    second of forward and backward are divided by those of a large matrix product in the same dtype; the two
+    take turns.
+
+    Args:
+        lengths: Numbers of tokens. Without any: 64K to 1M on CUDA, 256 and 512 on CPU.
+        say: Shows what is measured now.
+
+    Yields:
+        A row for each length and kernel: median seconds, and as "worst error" the largest of
+        ``slice_errors``. The row of a kernel that fails has its error in place of figures.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    machine = machine_of(device)
-    where = measured_on(device.type)
+    machine = kernel_support(device)
+    where = device_and_versions(device.type)
     for tokens in lengths or ((64 * Ki, 256 * Ki, Mi) if cuda else (256, 512)):
         for name in FASTEST_FIRST:
-            if lacks(name, machine, HEAD_DIM) is None:
+            if missing_requirement(name, machine, HEAD_DIM) is None:
                 say(f"{name}, {format_tokens(tokens)} tokens")
                 figures = _figures(name, tokens, device)
                 yield {"kernel": name, "tokens": tokens, **figures, "machine": where}
 
 
 def kernel_of(name: str, device: torch.device) -> Kernel:
-    """The kernel of this name; torch's on CUDA without the refusal of counts that are to be measured here."""
+    """Return the kernel of this name.
+
+    On CUDA, torch's kernel comes without its check of sizes, because sizes that it refuses are measured here.
+    """
     if name == "torch" and device.type == "cuda":
         return Kernel(cuda_forward, flash_backward)
     return KERNELS[name]
@@ -60,12 +70,12 @@ def kernel_of(name: str, device: torch.device) -> Kernel:
 
 def _figures(name: str, tokens: int, device: torch.device) -> Row:
     try:
-        return {**measured(kernel_of(name, device), tokens, device), "failed": None}
+        return {**measure_kernel(kernel_of(name, device), tokens, device), "failed": None}
     except RuntimeError as error:
         return {**dict.fromkeys(FIGURES), "failed": str(error).partition("\n")[0]}
 
 
-def measured(
+def measure_kernel(
     kernel: Kernel,
     tokens: int,
     device: torch.device,
@@ -74,25 +84,26 @@ def measured(
     kv_heads: int = KV_HEADS,
     repeats: int = REPEATS,
 ) -> dict[str, float | None]:
-    """The figures of one kernel, by the names of ``FIGURES``: seconds are medians over ``repeats``.
+    """Return the figures of a kernel, by the names of ``FIGURES``.
 
-    The first run gives the errors, and the bytes that forward and backward allocate at their highest (None
-    on CPU); with ``repeats=0`` it gives the seconds too, for a length of which one run takes long.
+    The first run gives the errors, and the most bytes that forward and backward allocate (None on CPU).
+    ``repeats`` more runs give the seconds, as medians. With ``repeats=0`` the first run gives the seconds
+    too.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    make = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=make, dtype=dtype, device=device)
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
     q, k, v, dout = (
         random(1, tokens, count, HEAD_DIM).transpose(1, 2) for count in (heads, kv_heads, kv_heads, heads)
     )
-    # What a kernel makes when it is first called, a plan or a handle, is in no figure.
-    few_dout, few_q, few_k, few_v = (x[:, :, :FEW] for x in (dout, q, k, v))
-    kernel.backward(few_dout, few_q, few_k, few_v, *kernel.forward(few_q, few_k, few_v))
-    (out, lse), forward_once, forward_bytes = _first(lambda: kernel.forward(q, k, v), device)
-    gradients, backward_once, backward_bytes = _first(
+    # At its first call a kernel makes plans and handles, which no figure should include.
+    first_dout, first_q, first_k, first_v = (x[:, :, :FIRST_TOKENS] for x in (dout, q, k, v))
+    kernel.backward(first_dout, first_q, first_k, first_v, *kernel.forward(first_q, first_k, first_v))
+    (out, lse), forward_once, forward_bytes = _measure_once(lambda: kernel.forward(q, k, v), device)
+    gradients, backward_once, backward_bytes = _measure_once(
         lambda: kernel.backward(dout, q, k, v, out, lse), device
     )
     worst = torch.tensor([*slice_errors(q, k, v, out, lse, (dout, *gradients)).values()]).max()
@@ -106,7 +117,7 @@ def measured(
     )
     turns = [[_seconds(each, device) for each in work] for _ in range(repeats)]
     turns = turns or [[forward_once, backward_once, _seconds(work[-1], device)]]
-    # Half of the square of scores, and two products over it in forward.
+    # Causal attention computes half of the scores. Forward has two products over them.
     flops = (1 + BACKWARD_FLOPS) * 2 * heads * tokens**2 * HEAD_DIM
     rates = [flops / (forward + backward) for forward, backward, _ in turns]
     products = [10 * 2 * size**3 / seconds for *_, seconds in turns]
@@ -119,17 +130,17 @@ def measured(
     return dict(zip(FIGURES, figures, strict=True))
 
 
-def _first(work: Callable[[], Any], device: torch.device) -> tuple[Any, float, int | None]:
-    """The result, the seconds and the most bytes that it allocated, its result among them."""
+def _measure_once(work: Callable[[], Any], device: torch.device) -> tuple[Any, float, int | None]:
+    """Return the result of ``work``, its seconds, and the most bytes that it allocated, with its result."""
     if device.type == "cpu":
         start = time.perf_counter()
         return work(), time.perf_counter() - start, None
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    held, start = torch.cuda.memory_allocated(device), time.perf_counter()
+    before, start = torch.cuda.memory_allocated(device), time.perf_counter()
     result = work()
     torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start, torch.cuda.max_memory_allocated(device) - held
+    return result, time.perf_counter() - start, torch.cuda.max_memory_allocated(device) - before
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

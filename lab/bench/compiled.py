@@ -1,4 +1,4 @@
-"""What torch.compile is worth on a tile: a norm's and an MLP's forward and backward, with and without."""
+"""The seconds of a tile of a norm and of an MLP, forward and backward, with torch.compile and without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lab import models
-from lab.bench.software import measured_on
+from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
 from lab.techniques.compiling import apply_compiled
 
@@ -19,25 +19,31 @@ REPEATS = 9
 
 
 def measure_compiled(say: Say, where: str | None = None) -> list[Row]:
-    """``compiled`` of a tile: 16K tokens of Llama3-8B in bf16 on a GPU, on CPU less.
+    """Run ``measure_tiles`` with 16K tokens of Llama3-8B in bf16 on CUDA, or with fewer tokens on CPU.
 
-    ``where`` is "cuda" or "cpu"; None is CUDA where there is any.
+    Args:
+        say: Shows what is measured now.
+        where: "cuda" or "cpu"; None for CUDA if there is a GPU.
     """
     if where == "cuda" or (where is None and torch.cuda.is_available()):
-        return compiled("llama3-8b", say, tile=16384, dtype=torch.bfloat16, device="cuda")
-    return compiled("llama3.2-1b", say, tile=512, dtype=torch.float32, device="cpu")
+        return measure_tiles("llama3-8b", say, tile=16384, dtype=torch.bfloat16, device="cuda")
+    return measure_tiles("llama3.2-1b", say, tile=512, dtype=torch.float32, device="cpu")
 
 
-def compiled(
+def measure_tiles(
     model: models.ModelLike, say: Say, *, tile: int, dtype: torch.dtype, device: str, repeats: int = REPEATS
 ) -> list[Row]:
-    """One row for a norm and one for an MLP: seconds of the first time and of a tile, and their ratio.
+    """Measure a tile of a norm and of an MLP, with torch.compile and without.
 
-    A tile's modules run once forward with gradients and once backward, by themselves and not yet in a loop
-    over tiles, in turns with and without; a ratio is the median of the rounds' ratios.
+    A module runs forward and backward on one tile, outside the loop over tiles. The two variants take turns,
+    and the ratio is the median of the ratios of the rounds.
+
+    Returns:
+        A row for the norm and one for the MLP: the seconds of the first, compiling call, the seconds of a
+        tile without and with torch.compile, and their ratio.
 
     Raises:
-        RecipeError: no C++ compiler.
+        RecipeError: There is no C++ compiler.
     """
     config = copy.deepcopy(models.config_of(model))
     config.num_hidden_layers, config.vocab_size = 1, 256
@@ -46,7 +52,7 @@ def compiled(
     other = copy.deepcopy(plain)
     apply_compiled(other, mlps=True)
     x = torch.randn(1, tile, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    where = measured_on(device)
+    where = device_and_versions(device)
     rows: list[Row] = []
     for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
         say(f"a tile of {name}")
@@ -71,8 +77,8 @@ def compiled(
 
 
 def _seconds(module: nn.Module, x: Tensor) -> float:
-    """One forward and one backward."""
-    wait = torch.cuda.synchronize if x.is_cuda else _nothing
+    """Return the seconds of one forward and one backward."""
+    wait = torch.cuda.synchronize if x.is_cuda else _do_nothing
     wait()
     start = time.perf_counter()
     y = module(x)
@@ -81,5 +87,5 @@ def _seconds(module: nn.Module, x: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None

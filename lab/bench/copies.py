@@ -1,4 +1,4 @@
-"""Copies between device and host: what pinning costs, and how fast they are, alone and during products."""
+"""The rates of copies between device and host, alone and during matrix products, and the cost of pinning."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from lab.units import GiB
 
 COPIES = 4
-"""Made beside the products, one after the other."""
+"""How many copies run during the products, one after the other."""
 
 
 def measure_copies(where: str, gib: float) -> dict[str, Any]:
-    """Seconds to pin host memory, GB/s of a copy of ``gib`` GiB each way, and products with copies beside.
+    """Measure the pinning of host memory, copies of ``gib`` GiB each way, and products during copies.
 
-    On CPU nothing is pinned, no stream runs beside another, and the copies are from host to host.
+    On CPU no memory is pinned, copies and products run one after the other, and copies are from host to host.
     """
     cuda = where == "cuda"
     x = torch.ones(int(gib * GiB) // 2, dtype=torch.bfloat16, device=where)

@@ -1,9 +1,8 @@
-"""Random models, recipes and lengths: each draw is right, in numbers and in bytes, or refused with what
-works.
+"""Random models, recipes and lengths, drawn by Hypothesis.
 
-Hypothesis draws them. A draw is right where the loss and every gradient are those of transformers' own model
-in one process, and the planned peaks are the highest that any rank measures, on the device and on the host.
-Where a recipe is refused, the refusal's own suggestion must lead to one that is not.
+A draw is right if the loss and all gradients are those of transformers' own model in one process, and if the
+planned peaks, on the device and on the host, are the highest peaks that a rank measures. If a recipe is
+refused, the suggestions of the errors must lead to a recipe that is right.
 """
 
 from __future__ import annotations
@@ -34,15 +33,16 @@ if TYPE_CHECKING:
     from cluster.ranks import Cluster
 
 RANKS = (1, 2, 4)
-"""The clusters that draws are tried on."""
+"""The sizes of the clusters on which draws are tried."""
 
 TOLERANCES = {None: 1e-9, "float64": 1e-9, "float32": 1e-3, "bfloat16": None}
-"""Of the loss and each gradient, by compute dtype, for fp64 parameters; bf16 is held to its bytes alone."""
+"""The largest relative error of the loss and of a gradient, by compute dtype, with fp64 parameters. In bf16
+only the bytes are checked."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One model, recipe and length. Plain values, so that a failure is replayed from its JSON."""
+    """A model, a recipe and a length, as plain values, so that a failure can be replayed from JSON."""
 
     family: str
     heads: int
@@ -59,11 +59,9 @@ class Draw:
     knobs: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values by name."""
         return asdict(self)
 
     def config(self) -> PretrainedConfig:
-        """The config of the model."""
         return reference.config(
             self.family,
             self.heads,
@@ -77,23 +75,23 @@ class Draw:
         )
 
     def model(self) -> PreTrainedModel:
-        """The model in fp64, every parameter random."""
+        """Return the model in fp64, with random parameters."""
         return reference.build(self.config())
 
     def token_ids(self) -> torch.Tensor:
-        """The batch, [rows, tokens]."""
-        draw = torch.Generator().manual_seed(0)
-        return torch.randint(0, self.vocabulary, (self.rows, self.tokens), generator=draw)
+        """Return the batch [rows, tokens]."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, self.vocabulary, (self.rows, self.tokens), generator=generator)
 
 
 def draws() -> SearchStrategy[Draw]:
-    """Draws, most of them legal."""
+    """Return a strategy whose draws are mostly legal."""
     from hypothesis import strategies as st
 
     tiles = st.none() | st.integers(1, 300)
 
     @st.composite
-    def one(draw: DrawFn) -> Draw:
+    def make_draw(draw: DrawFn) -> Draw:
         ranks = draw(st.sampled_from(RANKS))
         kv_heads, group = draw(st.integers(1, 6)), draw(st.integers(1, 4))
         heads = kv_heads * group
@@ -129,35 +127,35 @@ def draws() -> SearchStrategy[Draw]:
             knobs=knobs,
         )
 
-    return one()
+    return make_draw()
 
 
 def examine(draw: Draw, cluster: Cluster) -> str:
-    """ "right", "refused", or "WRONG: ..." for one draw, on a cluster of its ranks.
+    """Return "right", "refused" or "WRONG: ..." for a draw, on a cluster of its ranks.
 
-    Of a draw that is refused, the recipe that the refusals suggest is held to the same.
+    If the recipe is refused, the recipe that the errors suggest is examined.
     """
-    followed = legal(draw)
-    if isinstance(followed, str):
-        return followed
-    recipe, refused = followed
+    legal = follow_suggestions(draw)
+    if isinstance(legal, str):
+        return legal
+    recipe, refused = legal
     settings: dict[str, Any] = {"tokens": draw.tokens, "ranks": draw.ranks, "rows": draw.rows}
     planned = plan(draw.model, recipe, workspace=False, **settings)
-    found = cluster.apply(measured, draw, recipe)
-    error, tolerance = found[0][0], TOLERANCES[recipe.compute_dtype]
+    by_rank = cluster.apply(measure_on_rank, draw, recipe)
+    error, tolerance = by_rank[0][0], TOLERANCES[recipe.compute_dtype]
     if tolerance is not None and not error < tolerance:
         return f"WRONG: a gradient or the loss is off by {error:.1e}"
-    for name, wanted, peaks in (
-        ("device", planned.device_peak, [device for _, device, _ in found]),
-        ("host", planned.host_peak, [host for _, _, host in found]),
+    for name, expected, peaks in (
+        ("device", planned.device_peak, [device for _, device, _ in by_rank]),
+        ("host", planned.host_peak, [host for _, _, host in by_rank]),
     ):
-        if max(peaks) != wanted:
-            return f"WRONG: {name} peak planned {wanted}, measured {peaks}"
+        if max(peaks) != expected:
+            return f"WRONG: {name} peak planned {expected}, measured {peaks}"
     return "refused" if refused else "right"
 
 
-def measured(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:
-    """On each rank: the worst relative error (rank 0 alone), and a step's device peak and host peak."""
+def measure_on_rank(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:
+    """Return the largest relative error (0 on ranks other than 0), and the device and host peak of a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = draw.model()
     apply_recipe(model, recipe, mesh)
@@ -165,12 +163,14 @@ def measured(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:
     value.backward()
     gradients, error = whole_gradients(model), 0.0
     if dist.get_rank() == 0:
-        right = reference.exact_rotary(draw.model())
+        plain_model = reference.exact_rotary(draw.model())
         ids = draw.token_ids()
-        logits = right(input_ids=ids, use_cache=False).logits
+        logits = plain_model(input_ids=ids, use_cache=False).logits
         mean = reference.loss_of(logits[:, :-1], ids[:, 1:]) / (draw.rows * (draw.tokens - 1))
         mean.backward()
-        error = max(abs(value.item() / mean.item() - 1), _error(gradients, reference.gradients(right)))
+        error = max(
+            abs(value.item() / mean.item() - 1), _gradient_error(gradients, reference.gradients(plain_model))
+        )
     del value, gradients
     model.zero_grad()
     meter = Meter()
@@ -180,21 +180,24 @@ def measured(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:
     return error, timeline.device_peak, timeline.host_peak
 
 
-def _error(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
-    """The worst error of any gradient over its norm; a norm near zero counts as 1e-6 of the largest."""
-    least = 1e-6 * max(float(gradient.norm()) for gradient in right.values())
-    assert found.keys() == right.keys()
+def _gradient_error(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest relative error of a gradient. A norm counts as at least 1e-6 of the largest norm."""
+    least = 1e-6 * max(float(gradient.norm()) for gradient in expected.values())
+    assert actual.keys() == expected.keys()
     return max(
-        float((found[name] - gradient).norm()) / max(float(gradient.norm()), least)
-        for name, gradient in right.items()
+        float((actual[name] - gradient).norm()) / max(float(gradient.norm()), least)
+        for name, gradient in expected.items()
     )
 
 
-# ---- what a refusal suggests -------------------------------------------------------------------------------
+# ---- the suggestions of errors -----------------------------------------------------------------------------
 
 
-def legal(draw: Draw) -> tuple[Recipe, bool] | str:
-    """The recipe to which the suggestions of refusals lead, and whether there was one; or "WRONG: ..."."""
+def follow_suggestions(draw: Draw) -> tuple[Recipe, bool] | str:
+    """Return the legal recipe to which the suggestions of errors lead, and whether there was an error.
+
+    If they do not lead to one, return "WRONG: ..." with the error.
+    """
     knobs, seen, config = dict(draw.knobs), list[str](), draw.config()
     while True:
         try:
@@ -213,10 +216,10 @@ def legal(draw: Draw) -> tuple[Recipe, bool] | str:
 
 
 def suggestion(refusal: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs that a refusal says would work."""
-    if found := re.search(r"these products work: ([\d, ]+)", refusal):
-        return {"ulysses": 1, "ring": max(map(int, found[1].split(",")))}
-    if found := re.search(r"^(\w+)=.* these work: ([\d, ]+)", refusal):
-        return {found[1]: min(map(int, found[2].split(",")), key=lambda n: abs(n - knobs[found[1]]))}
+    """Return the knobs that an error suggests; nothing if it suggests none."""
+    if match := re.search(r"these products work: ([\d, ]+)", refusal):
+        return {"ulysses": 1, "ring": max(map(int, match[1].split(",")))}
+    if match := re.search(r"^(\w+)=.* these work: ([\d, ]+)", refusal):
+        return {match[1]: min(map(int, match[2].split(",")), key=lambda n: abs(n - knobs[match[1]]))}
     settings = re.findall(r"\b(?:set|or) (\w+=[\w']+)", refusal)
     return parse_knobs(setting.replace("'", "") for setting in settings[:1])

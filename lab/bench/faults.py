@@ -1,4 +1,4 @@
-"""What faults cost: each caused for real, again and again; seconds to the message and to recovery."""
+"""Causing faults of ranks and processes, and measuring the seconds to the message and to recovery."""
 
 from __future__ import annotations
 
@@ -30,55 +30,56 @@ from lab.training.run import run
 
 RANKS = 4
 TIMEOUT = 3.0
-"""Seconds that a collective may take here; what is told of a hang is told after it."""
+"""The timeout of a collective in seconds. A hang is reported after it."""
 
 EVERY, MORE = 5, 5
-"""Steps between checkpoints, and those that a resumed training makes beyond the killed one's last."""
+"""Steps between two checkpoints, and steps of the resumed training after the last step of the killed one."""
 
 
 def measure_faults(times: int, say: Say) -> list[Row]:
-    """One row a fault, caused ``times`` times: median and worst seconds, processes left over at the end.
+    """Cause each fault ``times`` times, and return a row for each fault.
 
-    Seconds to the message count from the fault itself (of a hang from the end of its timeout), those to
-    recovery from the message until the ranks have answered again. Where the owner is killed they count until
-    all is gone; where training is, until it has gone on by a step, and ``unbroken`` counts losses that are.
+    The seconds to the message count from the fault, or from the end of the timeout if ranks hang. The seconds
+    to recovery count from the message until all ranks have answered a call. If the owner of a cluster is
+    killed, they count until its processes have ended. If training is killed, they count until the resumed
+    training has made a step, and "unbroken" says how often its losses are those of uninterrupted training.
     """
     rows = [_on_ranks(fault, cause, times, say) for fault, cause in CAUSES.items()]
     return [*rows, _owner_killed(times, say), _training_killed(times, say)]
 
 
 def _on_ranks(fault: str, cause: Callable[[Cluster], float], times: int, say: Say) -> Row:
-    told, recovered = [], []
-    with _nothing_else() as left:
+    message, recovery = [], []
+    with _count_processes() as left:
         with Cluster(ranks=RANKS, timeout=TIMEOUT) as cluster:
             for number in range(times):
                 say(f"{fault}: {number + 1} of {times}")
-                when = cause(cluster)
-                told.append(time.time() - when)
+                happened = cause(cluster)
+                message.append(time.time() - happened)
                 start = time.perf_counter()
                 cluster.recover()
                 cluster.apply(dist.barrier)
-                recovered.append(time.perf_counter() - start)
-        return _row(fault, times, told, recovered, left())
+                recovery.append(time.perf_counter() - start)
+        return _row(fault, times, message, recovery, left())
 
 
-# ---- the faults: each raises its error and returns when it happened, in seconds since the epoch ------------
+# ---- the faults: each causes its error, and returns when it happened, in seconds since the epoch -----------
 
 
 def _raises(cluster: Cluster) -> float:
-    return _happened(cluster, _one_raises)
+    return _cause_on_ranks(cluster, _one_raises)
 
 
 def _dies(cluster: Cluster) -> float:
-    return _happened(cluster, _one_dies)
+    return _cause_on_ranks(cluster, _one_dies)
 
 
 def _sticks(cluster: Cluster) -> float:
-    return _happened(cluster, _one_sticks)
+    return _cause_on_ranks(cluster, _one_sticks)
 
 
 def _hangs(cluster: Cluster) -> float:
-    return _happened(cluster, _all_hang) + TIMEOUT
+    return _cause_on_ranks(cluster, _all_hang) + TIMEOUT
 
 
 def _stopped(cluster: Cluster) -> float:
@@ -102,11 +103,11 @@ def _runs_out(cluster: Cluster) -> float:
     raise AssertionError("24 MiB were enough")
 
 
-def _happened(cluster: Cluster, fault: Callable[[], None]) -> float:
-    when: list[float] = []
+def _cause_on_ranks(cluster: Cluster, fault: Callable[[], None]) -> float:
+    times: list[float] = []
     with suppress(RankError):
-        cluster.apply(fault, on_record=lambda _, record: when.append(float(str(record))))
-    return max(when)
+        cluster.apply(fault, on_record=lambda _, record: times.append(float(str(record))))
+    return max(times)
 
 
 CAUSES: dict[str, Callable[[Cluster], float]] = {
@@ -135,7 +136,7 @@ def _one_sticks() -> None:
 def _one_dies() -> None:
     if dist.get_rank() == 1:
         publish(time.time())
-        time.sleep(0.1)  # for the message to leave
+        time.sleep(0.1)  # until the record is sent
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -153,7 +154,7 @@ def _all_work() -> None:
         dist.all_reduce(torch.ones(1000))
 
 
-# ---- what nobody is left to tell of -------------------------------------------------------------------
+# ---- killed owners and trainings -----------------------------------------------------------------------
 
 OWNER = """
 import time, psutil
@@ -165,7 +166,7 @@ with Cluster(ranks=2):
 
 
 def _owner_killed(times: int, say: Say) -> Row:
-    fault, gone, left = "the owner is killed", [], 0
+    fault, recovery, left = "the owner is killed", [], 0
     for number in range(times):
         say(f"{fault}: {number + 1} of {times}")
         with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
@@ -175,28 +176,29 @@ def _owner_killed(times: int, say: Say) -> Row:
         start = time.perf_counter()
         while any(map(is_alive, processes)) and time.perf_counter() - start < 30:
             time.sleep(0.05)
-        gone.append(time.perf_counter() - start)
+        recovery.append(time.perf_counter() - start)
         left += sum(map(is_alive, processes))
-    return _row(fault, times, [], gone, left)
+    return _row(fault, times, [], recovery, left)
 
 
 def _training_killed(times: int, say: Say) -> Row:
-    """Two ranks under torchrun, killed at a random moment and resumed: the losses are the unbroken run's."""
-    fault, recovered, alike = "training is killed", [], 0
-    with _nothing_else() as left:
+    """Kill two ranks under torchrun at a random moment, resume, and compare the losses."""
+    fault, recovery, equal = "training is killed", [], 0
+    with _count_processes() as left:
         for number in range(times):
             say(f"{fault}: {number + 1} of {times}")
             with tempfile.TemporaryDirectory() as folder:
                 seconds, same = _kill_and_resume(Path(folder) / "run")
-            recovered.append(seconds)
-            alike += same
-        row = _row(fault, times, [], recovered, left())
-    return {**row, "unbroken": f"{alike} of {times}"}
+            recovery.append(seconds)
+            equal += same
+        row = _row(fault, times, [], recovery, left())
+    return {**row, "unbroken": f"{equal} of {times}"}
 
 
 def _kill_and_resume(folder: Path) -> tuple[float, bool]:
+    """Return the seconds to the first resumed step, and whether the losses before it are unchanged."""
     words = ["tiny", "--tokens", "256", "--every", str(EVERY), "--checkpoint", str(folder), "--json"]
-    killed = _launched(*words, "--steps", "100000")
+    killed = _launch(*words, "--steps", "100000")
     while not (folder / f"step-{EVERY:08d}").exists():
         time.sleep(0.05)
     time.sleep(random.SystemRandom().uniform(0, 3))
@@ -204,20 +206,20 @@ def _kill_and_resume(folder: Path) -> tuple[float, bool]:
     for process in [*agent.children(recursive=True), agent]:
         process.kill()
     killed.communicate()
-    # The run that nothing broke, as far as it came; its last line may be cut short.
+    # The losses of the training until it was killed. The last line may be incomplete.
     path = folder / "losses.jsonl"
-    whole = [json.loads(line)["loss"] for line in path.read_text().split("\n")[:-1]]
+    before = [json.loads(line)["loss"] for line in path.read_text().split("\n")[:-1]]
     start = time.perf_counter()
-    resumed = _launched(*words, "--steps", str(len(whole) + MORE), "--resume")
+    resumed = _launch(*words, "--steps", str(len(before) + MORE), "--resume")
     assert resumed.stdout is not None
     resumed.stdout.readline()
     seconds = time.perf_counter() - start
     resumed.communicate()
-    found = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
-    return seconds, len(found) == len(whole) + MORE and found[: len(whole)] == whole
+    losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+    return seconds, len(losses) == len(before) + MORE and losses[: len(before)] == before
 
 
-def _launched(*words: str) -> subprocess.Popen[str]:
+def _launch(*words: str) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(
         [*torchrun, "-m", "lab", "train", *words],
@@ -231,20 +233,20 @@ def _launched(*words: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def _nothing_else() -> Iterator[Callable[[], int]]:
-    """Count the processes that this one has then, and had not before."""
+def _count_processes() -> Iterator[Callable[[], int]]:
+    """Yield a function that counts the child processes that have started since then and still run."""
     before = set(psutil.Process().children(recursive=True))
     yield lambda: sum(map(is_alive, set(psutil.Process().children(recursive=True)) - before))
 
 
-def _row(fault: str, times: int, told: list[float], recovered: list[float], left: int) -> Row:
+def _row(fault: str, times: int, message: list[float], recovery: list[float], left: int) -> Row:
     return {
         "fault": fault,
         "times": times,
-        "message": median(told) if told else None,
-        "message, worst": max(told) if told else None,
-        "recovery": median(recovered),
-        "recovery, worst": max(recovered),
+        "message": median(message) if message else None,
+        "message, worst": max(message) if message else None,
+        "recovery": median(recovery),
+        "recovery, worst": max(recovery),
         "left over": left,
         "unbroken": None,
     }

@@ -1,4 +1,4 @@
-"""The first hour on a GPU as one command: what is still missing is measured, the most valuable first."""
+"""``lab bench gpu``: measures items on a GPU, the most valuable first, and skips those in its files."""
 
 from __future__ import annotations
 
@@ -21,44 +21,52 @@ import torch
 
 from cluster.errors import ClusterError
 from cluster.watchdog import watched
-from lab.bench.lines import Note, appending, read_lines
+from lab.bench.lines import Note, append_lines, read_lines
 from lab.bench.table import Say
 from lab.errors import LabError
 from lab.units import Ki, Mi, format_tokens
 
 if TYPE_CHECKING:
-    from lab.rehearsing.rehearse import Machine
+    from lab.rehearsing.rehearse import DeviceType
 
 Kind = Literal["attention", "copies", "compile", "gradients", "rehearse"]
 
 PATIENCE = 3
-"""A row is ended when it takes so many times the seconds that it was expected to take."""
+"""An item is ended when it takes so many times its expected seconds."""
 
 LEAST_SECONDS = 120.0
-"""No row is ended before, unless there is no more time: a slow disk may take that long to import torch."""
+"""No item is ended earlier, unless the time is over: the import of torch from a slow disk takes so long."""
 
 TRIES = 2
-"""So many times a row is begun that was ended each time, for something else may have slowed the machine."""
+"""How often an item that was ended is tried in all: other work may have slowed the machine."""
 
 START_SECONDS = 20
-"""What a rehearsal takes beside its steps, to import torch and to plan."""
+"""The seconds of a rehearsal before its steps, to import torch and to plan."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Torch reads its allocator's settings from the first, and from the second where the first is not set."""
 
 SMALL_SECONDS = 30.0
-"""What a row of ``tiny`` is expected to take on two busy cores."""
+"""The expected seconds of an item at the size of ``tiny``, on two busy cores."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to measure, in a process of its own that takes about ``seconds`` on an H100.
+    """Something to measure in a process of its own.
 
-    A "rehearse" is a rehearsal of ``recipe`` with ``knobs``, as one rank of 8, of the first ``layers`` layers
-    (None: all). ``steps`` are timed after one under the meter; with 0 that one is timed, and its seconds
-    include the pinning of host memory, the first call of each kernel, and the meter. Of an "attention" the
-    knobs are the kernel and its heads, and ``steps`` the repeats. Of "copies" the knob is their size.
-    ``expandable`` is whether the allocator's segments can grow.
+    Attributes:
+        kind: What to measure: an attention kernel, copies, torch.compile, gradients, or a rehearsal as one
+            rank of 8.
+        seconds: The expected seconds of the process on an H100.
+        model: The model.
+        tokens: The context.
+        layers: How many of the first layers to take; None for all.
+        recipe: The recipe of a rehearsal.
+        knobs: The fields set on the recipe; the kernel and the heads of an attention; the size of copies.
+        steps: The timed steps of a rehearsal, after one under the meter; with 0 that one is timed, and its
+            seconds include the pinning of host memory, the first call of each kernel, and the meter. For an
+            attention, its repeats.
+        expandable: Whether the segments of CUDA's allocator can grow.
     """
 
     kind: Kind
@@ -73,7 +81,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        """What tells it from the others, also in the files of results."""
+        """A name that no other item has, also in the files of results."""
         model = self.model if self.kind in ("gradients", "rehearse") else ""
         layers = f"layers={self.layers}" if self.layers else ""
         tokens = format_tokens(self.tokens) if self.tokens else ""
@@ -83,15 +91,15 @@ class Item:
         return " ".join(word for word in words if word)
 
     def small(self) -> Item:
-        """The same at a size for a CPU: of ``tiny``, with the kernel that is there."""
-        fits = {"kernel": "torch", "gib": 1 / 64}
+        """Return the same item at a size for a CPU: with ``tiny``, and with torch's kernel."""
+        for_cpu = {"kernel": "torch", "gib": 1 / 64}
         return replace(
             self,
             seconds=SMALL_SECONDS,
             model="tiny",
             tokens=max(256, self.tokens // (2 * Ki)),
             layers=self.layers and min(self.layers, 2),
-            knobs=tuple((name, fits.get(name, value)) for name, value in self.knobs),
+            knobs=tuple((name, for_cpu.get(name, value)) for name, value in self.knobs),
         )
 
 
@@ -114,7 +122,7 @@ def _rehearse(seconds: float, tokens: int, layers: int | None, recipe: str, **mo
 
 
 ITEMS = (
-    # Copies between device and host, the kernels, and that no technique changes a gradient.
+    # Copies between device and host, the kernels, and a check that no technique changes a gradient.
     Item("copies", 20, knobs=(("gib", 4),)),
     _attention(15, "cudnn", 4, 1, 64 * Ki, 5),
     _attention(15, "torch", 4, 1, 64 * Ki, 5),
@@ -153,7 +161,7 @@ ITEMS = (
     _rehearse(60, 2 * Mi, 1, "upipe", steps=0, expandable=False),
     _rehearse(60, Mi, 2, "upipe", model="qwen3-8b", steps=0),
 )
-"""All that is measured, the most valuable first; its seconds were estimated before any of it ran."""
+"""All items, the most valuable first. Their seconds were estimated before any of them ran."""
 
 
 def measure_gpu(
@@ -165,27 +173,34 @@ def measure_gpu(
     machine: str | None = None,
     items: Sequence[Item] = ITEMS,
 ) -> Iterator[dict[str, Any]]:
-    """Measure what ``out``/*.jsonl lack of ``items`` for this machine and this version of torch.
+    """Measure the items that the files in ``out`` do not have for this machine and this version of torch.
 
-    Each row is yielded when it is on the disk.
+    A row is appended to gpu.jsonl, or to cpu.jsonl, and yielded when it is on the disk. It has the name of
+    the item, the machine, the versions, the recipe and the figures; or the error of the item in "failed".
 
-    A row goes to ``out``/gpu.jsonl, or ``out``/cpu.jsonl: the item's name, the machine, versions, the recipe,
-    and figures; or "failed", with what went wrong. A row that failed is not tried again until its line is
-    removed, but for two kinds. One that was ended because it took too long is tried once more. One for which
-    the GPU could not be used, as when another process fills it, is noted and stays missing.
+    An item that failed is measured again when its line is removed from the file, with two exceptions. An item
+    that was ended because it took too long is tried once more. An item for which the GPU could not be used,
+    because another process fills it, gets no row and is reported to ``note``.
 
-    No item is begun that is not expected to end within ``minutes``; one that the end of the time finds
-    running is ended, and stays missing. With ``machine="cpu"`` the same list runs at the size of ``tiny``.
-    ``note`` is told what was found cut off, and what is missing at the end.
+    An item does not start if it is expected to take longer than the time left. An item that runs when the
+    time is over is ended and gets no row.
+
+    Args:
+        out: The folder of the files.
+        minutes: The time for all items.
+        say: Shows what is measured now.
+        note: Reports incomplete lines of the files, and at the end the items that are missing.
+        machine: "cuda", or "cpu" to measure the same items at the size of ``tiny``; None for a GPU.
+        items: The items.
 
     Raises:
-        LabError: no time, no GPU where none but CPU is asked for, or a folder that cannot be written, that
-            another process writes now, or that is not for a CPU's figures.
+        LabError: ``minutes`` is not a positive number; there is no GPU, or it cannot be used; or ``out``
+            cannot be written, is written by another process, or is the folder for figures of GPUs only.
     """
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
     deadline = time.monotonic() + 60 * minutes
-    where, named = _machine(machine)
+    where, name = _find_machine(machine)
     if machine is None and where == "cpu":
         raise LabError("torch sees no GPU here: --machine cpu runs the same list at the size of tiny")
     if where == "cpu" and out.absolute().parts[-2:] == ("notebooks", "results"):
@@ -194,36 +209,36 @@ def measure_gpu(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"{out} cannot be made: {error.strerror}") from error
-    with appending(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
-        found = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
-        own = [row for row in found if row.get("machine") == named and row.get("torch") == torch.__version__]
+    with append_lines(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
+        rows = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
+        own = [row for row in rows if row.get("machine") == name and row.get("torch") == torch.__version__]
         done = {row.get("name") for row in own if not row.get("ended")}
         ended = Counter(row.get("name") for row in own if row.get("ended"))
         done |= {name for name, times in ended.items() if times >= TRIES}
         for item in items:
-            sized = item if where == "cuda" else item.small()
+            scaled = item if where == "cuda" else item.small()
             left = deadline - time.monotonic()
-            if item.name in done or sized.seconds > left:
+            if item.name in done or scaled.seconds > left:
                 continue
-            say(f"{item.name}, about {sized.seconds:.0f} s; {left / 60:.1f} min left")
-            limit = max(PATIENCE * sized.seconds, LEAST_SECONDS)
-            begun = time.monotonic()
-            figures = _in_a_process(sized, where, min(limit, left))
-            took = time.monotonic() - begun
+            say(f"{item.name}, about {scaled.seconds:.0f} s; {left / 60:.1f} min left")
+            limit = max(PATIENCE * scaled.seconds, LEAST_SECONDS)
+            start = time.monotonic()
+            figures = _in_a_process(scaled, where, min(limit, left))
+            seconds = time.monotonic() - start
             if figures is None and left < limit:
                 break
             if figures is None:
                 figures = {
-                    "failed": f"it took more than {limit:.0f} s, where {sized.seconds:.0f} s were expected",
+                    "failed": f"it took more than {limit:.0f} s, where {scaled.seconds:.0f} s were expected",
                     "ended": True,
                 }
             if figures.get("error") == ClusterError.__name__:
                 note(f"{item.name} stays missing: {figures['failed']}")
                 continue
-            asked = asdict(sized) | {"name": item.name, "machine": named, "knobs": dict(sized.knobs)}
-            asked["torch"] = torch.__version__
-            expected = asked.pop("seconds")
-            row = {**asked, "expected": expected, "took": took, **figures}
+            fields = asdict(scaled) | {"name": item.name, "machine": name, "knobs": dict(scaled.knobs)}
+            fields["torch"] = torch.__version__
+            expected = fields.pop("seconds")
+            row = {**fields, "expected": expected, "took": seconds, **figures}
             append(row)
             ended[item.name] += bool(row.get("ended"))
             if not row.get("ended") or ended[item.name] >= TRIES:
@@ -231,34 +246,42 @@ def measure_gpu(
             yield row
     missing = [item for item in items if item.name not in done]
     if missing:
-        seconds = sum((item if where == "cuda" else item.small()).seconds for item in missing)
+        total = sum((item if where == "cuda" else item.small()).seconds for item in missing)
         note(
-            f"{len(missing)} of {len(items)} are not measured yet and take about {seconds / 60:.0f} min: "
+            f"{len(missing)} of {len(items)} are not measured yet and take about {total / 60:.0f} min: "
             "the same command goes on with them"
         )
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """A row in one line: its name, and what went wrong or the figures that matter most."""
+    """Return a row in one line: its name, and its error or its most important figures."""
     if row.get("failed"):
         return f"{row['name']}: failed: {row['failed']}"
-    shown = ("seconds", "plan_over_measured", "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s")
-    figures = (f"{name} {row[name]:.4g}" for name in shown if isinstance(row.get(name), int | float))
+    columns = (
+        "seconds",
+        "plan_over_measured",
+        "TFLOP/s",
+        "/ matmul",
+        "worst error",
+        "worst",
+        "to host GB/s",
+    )
+    figures = (f"{name} {row[name]:.4g}" for name in columns if isinstance(row.get(name), int | float))
     first = " in a first step" if row.get("timed_steps") == 0 else ""
     return f"{row['name']}: {', '.join(figures) or 'done'}{first}"
 
 
-def _machine(asked: str | None) -> tuple[Machine, str]:
-    """Return where the rows run and the machine's name.
+def _find_machine(machine: str | None) -> tuple[DeviceType, str]:
+    """Return where the items run, and the name of the machine.
 
-    Another process looks, because this one must hold no GPU memory: a CUDA context takes about 0.5 GiB.
+    Another process asks CUDA, because a CUDA context in this process would take about 0.5 GiB of the GPU.
 
     Raises:
-        LabError: the machine is not there or cannot be used.
+        LabError: There is no such machine, or it cannot be used.
     """
-    if asked == "cpu":
+    if machine == "cpu":
         return "cpu", "CPU"
-    code = f"from lab.bench.gpu_row import print_machine; print_machine({asked!r})"
+    code = f"from lab.bench.gpu_row import print_machine; print_machine({machine!r})"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     answer = _last_object(process.stdout)
     if answer is None:
@@ -269,7 +292,7 @@ def _machine(asked: str | None) -> tuple[Machine, str]:
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    """The last line of ``text`` that is a JSON object, as a dict; None where there is none."""
+    """Return the last line of ``text`` that is a JSON object; None if there is none."""
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             answer = json.loads(line)
@@ -278,10 +301,11 @@ def _last_object(text: str) -> dict[str, Any] | None:
     return None
 
 
-def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | None:
-    """What ``lab.bench.gpu_row`` says of an item, or how its process ended; None when it had no time left.
+def _in_a_process(item: Item, where: DeviceType, limit: float) -> dict[str, Any] | None:
+    """Return the figures of an item from a process of its own, or how that process ended.
 
-    The process ends with this one, if this one is killed.
+    The result is None if the process was ended after ``limit`` seconds. If this process is killed, the other
+    one ends too.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
     if item.expandable:
@@ -301,16 +325,16 @@ def _in_a_process(item: Item, where: Machine, limit: float) -> dict[str, Any] | 
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # With the processes that it started; none is left where it came to its own end.
+            # End the process and the processes that it started. If it has ended, there is none.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answers.seek(0)
         errors.seek(0)
-        found = _last_object(answers.read().decode(errors="replace"))
+        figures = _last_object(answers.read().decode(errors="replace"))
         trace = errors.read().decode(errors="replace")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    if found is None:
+    if figures is None:
         return {"failed": f"its process {how}", "trace": trace[-2000:]}
-    # A process that fails after its measurement, as in CUDA's own clean-up, has measured all the same.
-    return found if code == 0 else found | {"process": f"it {how}", "trace": trace[-2000:]}
+    # Figures are kept if the process fails after its measurement, for instance in the clean-up of CUDA.
+    return figures if code == 0 else figures | {"process": f"it {how}", "trace": trace[-2000:]}

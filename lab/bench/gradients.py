@@ -1,4 +1,4 @@
-"""Gradients of one rank under each technique against those of the plainest recipe of its family."""
+"""Gradients of one rank with each recipe, compared with those of a simpler recipe."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lab import models
 from lab.models.small_copies import first_layers
+from lab.recipe.jobs import Job, TrainSettings
 from lab.recipe.ladder import recipe_for
-from lab.step.on_ranks import Training, checked, worker_on
+from lab.step.on_ranks import make_rank_state
 from lab.step.one_rank import one_rank
 from lab.step.training_step import loss
 
-FAMILIES: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
+GROUPS: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
     (
         ("checkpoint", {}),
         ("offload", {}),
@@ -30,48 +31,49 @@ FAMILIES: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
         ("upipe", {"kernel": "auto"}),
     ),
 )
-"""Recipes whose gradients are the same but for rounding, also where peers are stood in for: those of one
-family exchange the same heads."""
+"""Groups of recipes whose gradients are equal but for rounding. The recipes of a group exchange the same
+heads, so the simulated data of peers is the same."""
 
 
 def measure_gradients(
     model: models.ModelLike, tokens: int, layers: int | None, ranks: int, where: str
 ) -> dict[str, Any]:
-    """The relative distance of each recipe's gradients to its family's first, of the worst parameter.
+    """Return the relative distance of each recipe's gradients to those of the first recipe of its group.
 
-    Gradients are those of a second backward pass, in which a race on the road to the host would show. "worst"
-    is the largest distance of all, NaN if any is.
+    A distance is that of the parameter for which it is largest. The gradients are those of a second backward
+    pass, in which a race in the transfers to the host would show. "worst" is the largest of all distances, or
+    NaN if one is NaN.
     """
     part = first_layers(model, layers, config=models.config_of(model))
-    found: dict[str, float] = {}
-    for family in FAMILIES:
-        right: dict[str, Tensor] = {}
-        for name, knobs in family:
+    distances: dict[str, float] = {}
+    for group in GROUPS:
+        expected: dict[str, Tensor] = {}
+        for name, knobs in group:
             recipe = recipe_for(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
-            training, _, _ = checked(part, recipe, ranks=ranks, tokens=tokens, steps=1)
-            gradients = _gradients(training, ranks, where)
+            gradients = _gradients(Job(part, recipe, tokens, ranks), where)
             gc.collect()
             torch.cuda.empty_cache()
-            right = right or gradients
-            said = " ".join((name, *(f"{knob}={value}" for knob, value in knobs.items())))
-            found[said] = float(torch.stack([_distance(gradients[n], right[n]) for n in right]).max())
-    return {"distances": found, "worst": float(torch.tensor(list(found.values())).max())}
+            expected = expected or gradients
+            label = " ".join((name, *(f"{knob}={value}" for knob, value in knobs.items())))
+            by_parameter = [_distance(gradients[n], expected[n]) for n in expected]
+            distances[label] = float(torch.stack(by_parameter).max())
+    return {"distances": distances, "worst": float(torch.tensor(list(distances.values())).max())}
 
 
-def _gradients(training: Training, ranks: int, where: str) -> dict[str, Tensor]:
-    """This rank's shards of the gradients, by parameter, in fp32 on the host."""
-    with one_rank(training.recipe, ranks, "loopback", where) as mesh:
-        ready = worker_on(training, mesh)
+def _gradients(job: Job, where: str) -> dict[str, Tensor]:
+    """Return this rank's shards of the gradients, by parameter, in fp32 on the host."""
+    with one_rank(job.recipe, job.ranks, "loopback", where) as mesh:
+        state = make_rank_state(job, TrainSettings(steps=1), mesh)
         for _ in range(2):
-            ready.model.zero_grad()
-            loss(ready.model, ready.batch(0)).backward()
+            state.model.zero_grad()
+            loss(state.model, state.batch(0)).backward()
         return {
             name: parameter.grad.to_local().float().cpu()  # type: ignore[attr-defined]
-            for name, parameter in ready.model.named_parameters()
+            for name, parameter in state.model.named_parameters()
             if parameter.grad is not None
         }
 
 
-def _distance(found: Tensor, right: Tensor) -> Tensor:
-    distance: Tensor = (found - right).norm() / right.norm()
+def _distance(actual: Tensor, expected: Tensor) -> Tensor:
+    distance: Tensor = (actual - expected).norm() / expected.norm()
     return distance

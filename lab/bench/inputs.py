@@ -1,4 +1,4 @@
-"""Checks that each kind of input is computed right or refused by name; tries random models too."""
+"""``lab bench inputs``: runs the cases of ``input_cases``, and random draws."""
 
 from __future__ import annotations
 
@@ -7,45 +7,50 @@ from collections import Counter
 from contextlib import ExitStack
 
 from cluster.ranks import Cluster
-from lab.bench.arrivals import outcomes
 from lab.bench.draws import RANKS, Draw, draws, examine
+from lab.bench.input_cases import outcomes
 from lab.bench.table import Row, Say
 from lab.errors import LabError
 
 
 def measure_inputs(number: int, seed: int, replay: str | None, say: Say) -> list[Row]:
-    """One row for each thing that arrives, under two recipes on two ranks; then ``number`` random draws.
+    """Return a row for each input case and recipe, run on two ranks, and the counts of random draws.
 
-    A draw that is neither right nor refused has a row of its own, with the JSON that ``replay`` takes: with
-    it that draw alone is examined.
+    A draw that is neither right nor refused has a row of its own, with the JSON for ``replay``.
+
+    Args:
+        number: How many random draws to examine.
+        seed: The seed of the draws.
+        replay: The JSON of a draw; only this draw is examined.
+        say: Shows what is measured now.
 
     Raises:
-        LabError: Hypothesis or PEFT is not installed; ``replay`` is not a draw.
+        LabError: Hypothesis or PEFT is not installed, or ``replay`` is not a draw.
     """
     try:
         import hypothesis  # noqa: F401
         import peft  # noqa: F401
     except ImportError as error:
         raise LabError(
-            f"lab bench inputs without {error.name}: pip install -e '.[test]' brings it"
+            f"lab bench inputs needs {error.name}: pip install -e '.[test]' installs it"
         ) from error
     if replay is not None:
-        return [_replayed(replay)]
+        return [_replay(replay)]
     with Cluster(ranks=2) as cluster:
-        say("what arrives from outside, on two ranks")
+        say("inputs from outside, on two ranks")
         ranks = cluster.apply(outcomes)
-    # A rank that found something wrong speaks for all.
-    found = {
+    # An outcome that is wrong on any rank counts.
+    worst = {
         key: max((rank[key] for rank in ranks), key=lambda message: message.startswith("WRONG"))
         for key in ranks[0]
     }
     rows: list[Row] = [
-        {"arrives": name, "recipe": recipe, **_told(said)} for (name, recipe), said in found.items()
+        {"input": name, "recipe": recipe, **_verdict(outcome)} for (name, recipe), outcome in worst.items()
     ]
-    return rows + (_drawn(number, seed, say) if number else [])
+    return rows + (_examine_draws(number, seed, say) if number else [])
 
 
-def _drawn(number: int, seed: int, say: Say) -> list[Row]:
+def _examine_draws(number: int, seed: int, say: Say) -> list[Row]:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 
@@ -64,20 +69,20 @@ def _drawn(number: int, seed: int, say: Say) -> list[Row]:
         )
         @given(draws())
         def each(draw: Draw) -> None:
-            said = _examined(draw, clusters[draw.ranks])
-            verdicts[said.partition(":")[0]] += 1
+            outcome = _examine(draw, clusters[draw.ranks])
+            verdicts[outcome.partition(":")[0]] += 1
             say(f"{verdicts.total()} of {number} draws: {dict(verdicts)}")
-            if said.startswith("WRONG"):
-                again = f"{said}; --replay '{json.dumps(draw.to_json())}'"
-                rows.append({"arrives": f"draw {verdicts.total()}", "recipe": "drawn", **_told(again)})
+            if outcome.startswith("WRONG"):
+                text = f"{outcome}; --replay '{json.dumps(draw.to_json())}'"
+                rows.append({"input": f"draw {verdicts.total()}", "recipe": "drawn", **_verdict(text)})
 
         each()
     counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-    return [{"arrives": f"draws, seed {seed}", "recipe": "drawn", "verdict": counts, "says": None}, *rows]
+    return [{"input": f"draws, seed {seed}", "recipe": "drawn", "verdict": counts, "says": None}, *rows]
 
 
-def _examined(draw: Draw, cluster: Cluster) -> str:
-    """``examine``, for which an error is a finding too."""
+def _examine(draw: Draw, cluster: Cluster) -> str:
+    """Return the result of ``examine``; an error counts as wrong."""
     try:
         return examine(draw, cluster)
     except Exception as error:
@@ -86,7 +91,7 @@ def _examined(draw: Draw, cluster: Cluster) -> str:
         return f"WRONG: {type(error).__name__}: {error}"
 
 
-def _replayed(document: str) -> Row:
+def _replay(document: str) -> Row:
     try:
         draw = Draw(**json.loads(document))
     except (TypeError, ValueError) as error:
@@ -94,9 +99,9 @@ def _replayed(document: str) -> Row:
             f"--replay takes the JSON of one draw, as lab bench inputs prints it: {error}"
         ) from error
     with Cluster(ranks=draw.ranks) as cluster:
-        return {"arrives": "replayed draw", "recipe": "drawn", **_told(_examined(draw, cluster))}
+        return {"input": "replayed draw", "recipe": "drawn", **_verdict(_examine(draw, cluster))}
 
 
-def _told(said: str) -> Row:
-    verdict, _, message = said.partition(": ")
+def _verdict(outcome: str) -> Row:
+    verdict, _, message = outcome.partition(": ")
     return {"verdict": verdict, "says": message or None}

@@ -1,4 +1,4 @@
-"""Results as lines of JSON: each is on the disk once it is measured, and one that was cut off is dropped."""
+"""Files of results: one line of JSON for each row, written to the disk as soon as the row is measured."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from typing import Any, BinaryIO
 from lab.errors import LabError
 
 Note = Callable[[str], None]
-"""Is told what was found wrong with a file."""
+"""Reports a defect of a file."""
 
 _TEXTS = ("name", "machine", "versions", "torch", "failed")
+"""The fields that tables read as text. Each may be absent or null."""
+
 _FIGURES = ("seconds", "device_peak", "plan_over_measured")
-"""What a row may have that tables are made of: texts and numbers, or null."""
+"""The fields that tables read as numbers. Each may be absent or null."""
 
 
 def read_lines(path: Path, note: Note) -> list[dict[str, Any]]:
     """Return the rows of a file, one JSON object a line.
 
-    A line that is none, or whose texts or figures are of another type, is left out, and noted.
+    A line that is not a JSON object, or in which a field has the wrong type, is left out and reported to
+    ``note``.
 
     Raises:
-        LabError: the file cannot be read.
+        LabError: The file cannot be read.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -35,25 +38,25 @@ def read_lines(path: Path, note: Note) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _row(line)
-        wrong = _wrong(row or {})
+        wrong = _type_error(row or {})
         if row is None and line.strip():
             note(f"{path}:{number} is not a whole line of JSON: it is left out")
         elif wrong is not None:
-            note(f"{path}:{number} is no row of results, for its {wrong}: it is left out")
+            note(f"{path}:{number} is not a row of results, because its {wrong}: it is left out")
         elif row is not None:
             rows.append(row)
     return rows
 
 
 @contextmanager
-def appending(path: Path, note: Note) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open a file for more rows; yields what appends one, which is on the disk when it returns.
+def append_lines(path: Path, note: Note) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Open a file for more rows, and yield the function that appends one.
 
-    If the last line was cut off, it is removed, and noted: the next row would be joined to it. The file is
-    locked until the end of the ``with`` block, or of this process.
+    A row is on the disk when that function returns. If the last line of the file is incomplete, it is removed
+    and reported to ``note``. The file is locked until the end of the ``with`` block, or of this process.
 
     Raises:
-        LabError: the file cannot be written, or another process appends to it.
+        LabError: The file cannot be written, or another process appends to it.
     """
     try:
         with path.open("a+b") as file:
@@ -63,7 +66,7 @@ def appending(path: Path, note: Note) -> Iterator[Callable[[Mapping[str, Any]], 
             if _row(last) is not None:
                 file.write(b"\n")
             elif last:
-                note(f"{path} ends within a line: that line is dropped")
+                note(f"{path} ends within a line: that line is removed")
                 file.truncate(len(whole + newline))
 
             def append(row: Mapping[str, Any]) -> None:
@@ -93,8 +96,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _wrong(row: Mapping[str, Any]) -> str | None:
-    """The first thing of a row that is of another type than it should be."""
+def _type_error(row: Mapping[str, Any]) -> str | None:
+    """Describe the first field of a row that has the wrong type; None if all are right."""
     for name in _TEXTS:
         if not isinstance(row.get(name), str | None):
             return f"{name!r} is not a text"

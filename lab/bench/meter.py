@@ -1,4 +1,4 @@
-"""What the memory meter costs: the same step with and without it, in turns."""
+"""The cost of the memory meter: the seconds of a training step with it and without it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TOKENS = (128, 512, 2048)
 
 
 def measure_meter(say: Say) -> list[Row]:
-    """One row a context: median seconds of a step of ``tiny`` without and with the meter, and their ratio.
+    """Return a row for each context: the median seconds of a step of ``tiny`` without and with the meter.
 
-    The steps take turns, so that a machine that slows down slows both. The shorter the context, the more of
-    a step is Python and the more the meter costs: it adds some microseconds to every operator.
+    The two steps take turns, so that a machine that slows down slows both. The meter adds a few microseconds
+    to every operator, so its share is larger in a shorter context.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:

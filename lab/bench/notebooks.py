@@ -1,4 +1,4 @@
-"""The notebooks again and again: whether each comes to its end with the stored facts, and what it takes."""
+"""Executing the notebooks several times: failures, facts that differ from the stored ones, and seconds."""
 
 from __future__ import annotations
 
@@ -10,35 +10,39 @@ from tempfile import TemporaryDirectory
 import nbformat
 
 from lab.bench.table import Row, Say
-from lab.jupyter.executing import Outcome, execute_one, find
+from lab.jupyter.executing import Outcome, execute_one, find_notebooks
 
 FACT = "# NBVAL_CHECK_OUTPUT"
-"""The first line of a cell that prints the same on every machine."""
+"""The first line of a cell that prints a fact: a text that is the same on every machine."""
 
 
 def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:
-    """One row a notebook of ``names`` (all, when none is named): how often it failed, the facts that it
-    printed otherwise than stored, and its seconds.
+    """Execute all notebooks ``times`` times, as ``lab execute`` does, and return a row for each.
 
-    The whole sequence is executed ``times`` times, each notebook at its stored size, as ``lab execute`` does.
+    A row has the number of failures, the number of facts that differ from the stored ones, and the seconds.
+
+    Args:
+        names: Names or paths of notebooks; without names, all notebooks of the lab.
+        times: How often all of them are executed.
+        say: Shows what is measured now.
 
     Raises:
-        NotebookError: no such notebook.
+        NotebookError: A notebook does not exist.
     """
-    notebooks = find(names)
+    notebooks = find_notebooks(names)
     outcomes: list[list[Outcome]] = [[] for _ in notebooks]
     changes: list[list[str]] = [[] for _ in notebooks]
     with TemporaryDirectory() as folder:
         for number in range(times):
-            for notebook, done, changed in zip(notebooks, outcomes, changes, strict=True):
+            for notebook, results, changed in zip(notebooks, outcomes, changes, strict=True):
                 say(f"{notebook.name}: {number + 1} of {times}")
-                done.append(execute_one(notebook, {}, Path(folder)))
-                if done[-1].failure is None:
-                    changed += changed_facts(notebook.path, done[-1].copy)
+                results.append(execute_one(notebook, {}, Path(folder)))
+                if results[-1].failure is None:
+                    changed += changed_facts(notebook.path, results[-1].copy)
     rows: list[Row] = []
-    for notebook, done, changed in zip(notebooks, outcomes, changes, strict=True):
-        seconds = [outcome.seconds for outcome in done]
-        failures = [outcome.failure for outcome in done if outcome.failure]
+    for notebook, results, changed in zip(notebooks, outcomes, changes, strict=True):
+        seconds = [outcome.seconds for outcome in results]
+        failures = [outcome.failure for outcome in results if outcome.failure]
         rows.append(
             {
                 "notebook": notebook.name,
@@ -55,9 +59,9 @@ def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:
 
 
 def changed_facts(stored: Path, copy: Path) -> list[str]:
-    """Return a line for each fact of a stored notebook that its executed copy printed otherwise.
+    """Return a line for each fact that differs between a stored notebook and its executed copy.
 
-    The line names the cell, counted from 0 among the cells of code, and has the first line that differs.
+    The line has the number of the cell, counted from 0 among the cells of code, and the first difference.
     """
     changes = []
     for number, (before, after) in enumerate(zip(_facts(stored), _facts(copy), strict=True)):
@@ -69,7 +73,7 @@ def changed_facts(stored: Path, copy: Path) -> list[str]:
 
 
 def _facts(path: Path) -> list[str | None]:
-    """What each cell of code printed; None where that is no fact."""
+    """Return the output of each cell of code that prints a fact; None for the other cells of code."""
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return [
         "".join(output.get("text", "") for output in cell.outputs) if cell.source.startswith(FACT) else None

@@ -1,4 +1,4 @@
-"""Published figures, one row a number, and what in this lab stands for each; only to compare with."""
+"""Figures of papers, one row for each number, with the recipe of this lab that corresponds to it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from lab.recipe.ladder import TILE
 from lab.units import Ki, parse_tokens
 
 Value: TypeAlias = float | Literal["OOM"] | None
-"""A number; "OOM", it did not fit; None, it was not reported."""
+"""A number; "OOM" if it did not fit; None if it was not reported."""
 
 NODE = 8
-"""GPUs of a published node, and the largest Ulysses degree of the runs that span two."""
+"""The GPUs of a node in the papers, and the largest Ulysses degree of their runs on several nodes."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One published number.
+    """A published number.
 
     Attributes:
-        what: "throughput", "longest context", "model state", "step", ...
-        value: in ``unit``; see ``Value``. Tokens are whole and binary, as the papers count them.
-        method: the name it was published under; ``tokens`` the context it was taken at, None where the
-            context is itself the number.
-        rung, knobs: a recipe of the ladder, and what is set on it by hand; None where this lab has none.
-        differs: what keeps ours from being the same; where ``rung`` is None, why there is none.
+        what: What was measured: "throughput", "longest context", "model state", "step", ...
+        value: The number, in ``unit``. Tokens are whole and binary, as the papers count them.
+        unit: The unit of the number.
+        model: The model.
+        ranks: The number of GPUs.
+        method: The name of the method in the paper.
+        tokens: The context; None if the context itself is the number.
+        source: The paper and its table or figure.
+        rung: The recipe of the ladder that corresponds to the method; None if this lab has none.
+        knobs: The fields set on that recipe.
+        differs: How the recipe differs from the method, or why there is none.
     """
 
     what: str
@@ -46,23 +51,26 @@ class Published:
 
     @property
     def number(self) -> float | None:
-        """The value, where it is a number."""
+        """The value if it is a number, else None."""
         return None if isinstance(self.value, str) else self.value
 
     def ratio(self, ours: float | None) -> float | None:
-        """Ours as a share of the published number; None where one of them is none."""
+        """Return ``ours`` divided by the published number; None if one of them is missing."""
         return ours / self.number if ours is not None and self.number else None
 
 
 def rows(
     *, what: str | None = None, model: str | None = None, ranks: int | None = None, method: str | None = None
 ) -> list[Published]:
-    """The published numbers, those not reported among them, in the order of their tables; all, or some."""
-    wanted = {"what": what, "model": model, "ranks": ranks, "method": method}
+    """Return the published numbers with these properties, in the order of their tables.
+
+    Numbers that were not reported are included.
+    """
+    properties = {"what": what, "model": model, "ranks": ranks, "method": method}
     return [
         row
         for row in _all()
-        if all(value is None or getattr(row, name) == value for name, value in wanted.items())
+        if all(value is None or getattr(row, name) == value for name, value in properties.items())
     ]
 
 
@@ -73,7 +81,7 @@ def _all() -> tuple[Published, ...]:
 
 
 def _rows(table: dict[str, Any]) -> Iterator[Published]:
-    """A table has columns, each (what, unit, tokens), and a list of values a method, one a column."""
+    """Yield the rows of a table, which has columns (what, unit, tokens), and for each method their values."""
     for method, values in table["values"].items():
         for (what, unit, at), value in zip(table["columns"], values, strict=True):
             rung, knobs, differs = _ours(what, method, table["ranks"])
@@ -84,7 +92,7 @@ def _rows(table: dict[str, Any]) -> Iterator[Published]:
                 model=table["model"],
                 ranks=table["ranks"],
                 method=method,
-                # "longest": taken at the context that this method's first column tells.
+                # "longest" stands for the context in the first column of this method.
                 tokens=_tokens(values[0] if at == "longest" else at),
                 source=table["source"],
                 rung=rung,
@@ -94,13 +102,13 @@ def _rows(table: dict[str, Any]) -> Iterator[Published]:
 
 
 def _tokens(text: str | None) -> int | None:
-    """The contexts of the papers; where a fraction of 1M is none of tokens ("3.7M"), whole Ki below it."""
+    """Return the tokens of a context such as "3.7M", rounded down to a multiple of 1024."""
     if text is None or "." not in text:
         return None if text is None else parse_tokens(text)
     return int(float(text.removesuffix("M")) * Ki) * Ki
 
 
-# ---- what stands for it here -------------------------------------------------------------------------------
+# ---- the recipes of this lab -------------------------------------------------------------------------------
 
 _NO_OPTIMIZER_OFFLOAD = "published with optimizer offload, which this lab does not have"
 
@@ -115,7 +123,7 @@ _RUNGS = {
     "ring": "tiling",
     "upipe": "upipe",
 }
-"""Rungs by published name; "ulysses" is not among them, for it names two."""
+"""The rung of each method. "ulysses" is missing, because it names two."""
 
 _MISSING = {
     "native_pytorch": "not implemented here: torch's own ring, with all-gathers or all-to-alls",
@@ -128,11 +136,11 @@ _ALST_PARTS: dict[str, dict[str, Any]] = {
     "tiled mlp": {"mlp_tile": TILE},
     "offload": {"offload": "inputs"},
 }
-"""What a part of ALST's ablation sets on the rung "checkpoint"; tiles are of the ladder's size."""
+"""The knobs that a part of ALST's ablation sets on the rung "checkpoint". Tiles have the ladder's size."""
 
 
 def _ours(what: str, method: str, ranks: int) -> tuple[str | None, dict[str, Any], str]:
-    """Rung, knobs, and what differs."""
+    """Return ``rung``, ``knobs`` and ``differs`` of a method."""
     if method in _MISSING:
         return None, {}, _MISSING[method]
     if method == "baseline" or method.startswith("tiled loss"):
@@ -141,7 +149,7 @@ def _ours(what: str, method: str, ranks: int) -> tuple[str | None, dict[str, Any
             knobs |= _ALST_PARTS[part]
         return "checkpoint", knobs, _NO_OPTIMIZER_OFFLOAD
     if method == "ulysses":
-        # In the figure of the memory it is the technique; everywhere else the whole stack that ALST is.
+        # In the figure of memory, "ulysses" is the technique alone; in the other tables it is all of ALST.
         rung = "tiling" if what in ("throughput", "longest context") else "ulysses"
     else:
         rung = _RUNGS[method]

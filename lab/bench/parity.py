@@ -1,4 +1,4 @@
-"""How far each technique is from plain transformers, for each kind of model: the parity matrix."""
+"""The parity matrix: the gradient error of each technique against plain transformers, for each family."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = (
     ("llama", 24, 6), ("llama", 24, 24), ("llama", 24, 1), ("qwen2", 28, 4), ("qwen3", 24, 2),
     ("mistral", 40, 8), ("arcee", 24, 6), ("granite", 28, 4), ("starcoder2", 24, 2),
 )  # fmt: skip
-"""Family, query heads H, key/value heads K."""
+"""The family, the query heads and the key/value heads of each model."""
 
 TILES: dict[str, Any] = {"mlp_tile": 5, "norm_tile": 8, "loss_tile": 9}
 
@@ -53,44 +53,45 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 def measure_parity(say: Say) -> list[Row]:
-    """One row a model, one column a technique: the worst relative gradient error of any parameter, in fp64.
+    """Return a row for each model, with the largest relative gradient error of each technique, in fp64.
 
-    Frobenius norm of the difference over the norm of plain transformers' gradient, on four ranks, from a
-    checkpoint that transformers saved. None where a technique says that it cannot do it here.
+    The error of a parameter is the Frobenius norm of the difference to plain transformers' gradient, over the
+    norm of that gradient. It is measured on four ranks, from a checkpoint that transformers saved. It is None
+    if a technique refuses the model.
     """
     with TemporaryDirectory() as folder, Cluster(ranks=4) as cluster:
         rows: list[Row] = []
         for family, heads, kv_heads in MODELS:
             say(f"{family}, {heads} query heads and {kv_heads} key/value heads")
-            place = Path(folder) / f"{family}-{heads}-{kv_heads}"
-            save(place, family, heads, kv_heads)
-            work = [(str(place), Recipe(**knobs)) for knobs in TECHNIQUES.values()]
-            errors = cluster.apply(verdicts, work)[0]
+            checkpoint = Path(folder) / f"{family}-{heads}-{kv_heads}"
+            save_checkpoint(checkpoint, family, heads, kv_heads)
+            work = [(str(checkpoint), Recipe(**knobs)) for knobs in TECHNIQUES.values()]
+            errors = cluster.apply(relative_errors, work)[0]
             cells = {
-                name: None if verdict is None else f"{verdict[1]:.0e}"
-                for name, verdict in zip(TECHNIQUES, errors, strict=True)
+                name: None if error is None else f"{error[1]:.0e}"
+                for name, error in zip(TECHNIQUES, errors, strict=True)
             }
             rows.append({"model": f"{family} {heads}/{kv_heads}", **cells})
         return rows
 
 
 def token_ids() -> Tensor:
-    """The one batch of the matrix, [ROWS, TOKENS]."""
-    draw = torch.Generator().manual_seed(0)
-    return torch.randint(0, reference.VOCABULARY, (ROWS, TOKENS), generator=draw)
+    """Return the batch of the matrix [ROWS, TOKENS]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, reference.VOCABULARY, (ROWS, TOKENS), generator=generator)
 
 
-def save(
-    place: Path, family: str, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, **more: Any
+def save_checkpoint(
+    folder: Path, family: str, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64, **more: Any
 ) -> None:
-    """Write a checkpoint as transformers saves it, and beside it the plain model's loss and gradients."""
+    """Save a checkpoint of transformers, and in its folder the loss and the gradients of the plain model."""
     config = reference.config(family, heads, kv_heads, **more)
-    models.save(reference.build(config, dtype), place)
-    torch.save(plainly(reference.build(config, dtype)), place / "truth.pt")
+    models.save(reference.build(config, dtype), folder)
+    torch.save(plain_result(reference.build(config, dtype)), folder / "expected.pt")
 
 
-def plainly(model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss and the gradients of a plain model on the matrix's batch."""
+def plain_result(model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss and the gradients of a plain model on the batch of the matrix."""
     ids = token_ids()
     logits = reference.exact_rotary(model)(input_ids=ids, use_cache=False).logits
     mean = reference.loss_of(logits[:, :-1], ids[:, 1:]) / (ROWS * (TOKENS - 1))
@@ -98,26 +99,29 @@ def plainly(model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
     return mean.item(), reference.gradients(model)
 
 
-def verdicts(work: list[tuple[str, Recipe]]) -> list[tuple[float, float] | None]:
-    """On each rank: relative errors of the loss and of the worst gradient, for each (place, recipe)."""
+def relative_errors(work: list[tuple[str, Recipe]]) -> list[tuple[float, float] | None]:
+    """Return the relative error of the loss and the largest one of a gradient, for each (checkpoint, recipe).
+
+    It is None if the recipe is refused. Runs on each rank.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found: list[tuple[float, float] | None] = []
-    for place, recipe in work:
-        model = models.build(place)
+    errors: list[tuple[float, float] | None] = []
+    for checkpoint, recipe in work:
+        model = models.build(checkpoint)
         try:
             apply_recipe(model, recipe, mesh)
         except RecipeError:
-            found.append(None)
+            errors.append(None)
             continue
         value = loss(model, shard_batch(token_ids(), recipe, mesh))
         value.backward()
-        right_value, right = torch.load(f"{place}/truth.pt")
-        error = reference.error(whole_gradients(model), right)
-        found.append((abs(value.item() / right_value - 1), error))
-    return found
+        expected_value, expected = torch.load(f"{checkpoint}/expected.pt")
+        error = reference.error(whole_gradients(model), expected)
+        errors.append((abs(value.item() / expected_value - 1), error))
+    return errors
 
 
 def whole_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient, put together from its shards where it has any."""
+    """Return the gradient of every parameter, gathered from its shards if it is sharded."""
     grads: dict[str, Any] = reference.gradients(model)
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}

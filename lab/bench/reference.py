@@ -1,8 +1,8 @@
-"""The model everything is held against: transformers' own, with sdpa, its rotary tables in fp64.
+"""The plain model with which all results are compared: transformers' own, with sdpa and fp64 rotary tables.
 
-transformers' eager attention takes its softmax in fp32 and its rotary tables are fp32, so two right fp64
-models differ by 1e-7 there; against this one a right model agrees to 1e-15. Its norms go through fp32 and
-stay as they are: the techniques call the very same ones.
+In transformers, the softmax of eager attention and the rotary tables are computed in fp32, so two right fp64
+models can differ by 1e-7. The gradients of a right model differ from those of this model by about 1e-15. The
+norms compute in fp32 here too, because the techniques call the same norms.
 """
 
 from __future__ import annotations
@@ -47,13 +47,17 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
 }  # fmt: skip
-"""What a family's config says beside its sizes, so that each of its own fields matters."""
+"""The fields of each family's config beside its sizes, with values that change the result."""
 
 
 def config(
     family: str = "llama", heads: int = 24, kv_heads: int = 6, layers: int = 2, **more: Any
 ) -> PretrainedConfig:
-    """A small config in which no two sizes coincide: E=2H, D=10 (so H*D != E), V=101."""
+    """Return a small config in which no two sizes are equal.
+
+    With H query heads, the hidden size is 2*H, the head_dim 10 (so H*head_dim is another number), and the
+    vocabulary has 101 tokens.
+    """
     sizes: dict[str, Any] = {
         "hidden_size": 2 * heads,
         "intermediate_size": 72,
@@ -73,7 +77,10 @@ def config(
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """Transformers' model with sdpa, every parameter random: a bug hides behind biases of 0, norms of 1."""
+    """Return a model of transformers with sdpa.
+
+    All parameters are random, because biases of 0 or norms of 1 could hide a bug.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(cfg, attn_implementation="sdpa", dtype=torch.float64)
     with torch.no_grad():
@@ -81,13 +88,13 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))
             if parameter.ndim == 1:
                 parameter.add_(1.0)
-    # Fake tensors, which a plan is made of, cannot be moved.
-    built: PreTrainedModel = model if dtype == torch.float64 else model.to(dtype)
-    return built
+    # A plan has fake tensors, for which ``to`` fails.
+    result: PreTrainedModel = model if dtype == torch.float64 else model.to(dtype)
+    return result
 
 
 def exact_rotary(model: nn.Module) -> nn.Module:
-    """Patch the rotary embedding of the default type to fp64 from rope_theta, independently of the lab's."""
+    """Let the rotary embedding (of the default type) compute in fp64, without code of the lab."""
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
     theta, dim = rotary.config.rope_parameters["rope_theta"], rotary.config.head_dim
 
@@ -102,23 +109,27 @@ def exact_rotary(model: nn.Module) -> nn.Module:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over b*s labels in the dtype of the logits but at least fp32; transformers' rounds fp64 to fp32."""
+    """Return the sum of the losses of all labels, in the dtype of the logits but at least in fp32.
+
+    The loss of transformers rounds fp64 to fp32.
+    """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient by name; it is an error if one has none."""
-    held = {name: p.grad for name, p in model.named_parameters()}
-    missing = [name for name, gradient in held.items() if gradient is None]
+    """Return the gradient of every parameter by name, and check that every parameter has one."""
+    by_name = {name: p.grad for name, p in model.named_parameters()}
+    missing = [name for name, gradient in by_name.items() if gradient is None]
     assert not missing, f"no gradient: {missing}"
-    return {name: gradient for name, gradient in held.items() if gradient is not None}
+    return {name: gradient for name, gradient in by_name.items() if gradient is not None}
 
 
-def error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """The worst relative Frobenius error of any parameter's gradient."""
-    assert found.keys() == right.keys()
-    assert all(found[n].isfinite().all() and right[n].norm() > 0 for n in right)
+def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest relative error of a gradient, in the Frobenius norm."""
+    assert actual.keys() == expected.keys()
+    assert all(actual[n].isfinite().all() and expected[n].norm() > 0 for n in expected)
     return max(
-        float((found[n].double() - right[n].double()).norm() / right[n].double().norm()) for n in right
+        float((actual[n].double() - expected[n].double()).norm() / expected[n].double().norm())
+        for n in expected
     )

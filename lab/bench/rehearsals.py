@@ -1,4 +1,4 @@
-"""What one GPU says of every recipe: its plan's peak over the measured one, and seconds beside each other."""
+"""Rehearsals of all recipes on one GPU: the planned peak over the measured one, and the seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lab.bench.software import measured_on
+from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
 from lab.errors import DivergedError, RecipeError
 from lab.recipe.ladder import NAMES
@@ -23,51 +23,57 @@ COLUMNS = (
 
 
 FAILURES = (RecipeError, RehearsalOutOfMemory, RehearsalTooLarge, DivergedError, RuntimeError)
-"""What can go wrong with one recipe and not with the next."""
+"""Errors of one recipe, after which the next recipe is still rehearsed."""
 
 
 def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings: Any) -> Iterator[Row]:
-    """Yield a row a context and recipe, all as one rank of many: bytes, seconds, and these over others'.
+    """Rehearse each recipe at each context as one rank of many, and yield a row for each.
 
-    ``settings`` are those of ``lab.rehearse``. "reserved" and "retries" are the CUDA allocator's, and absent
-    on CPU. "over tiling" is a step over the rung below UPipe's, the same stack with Ulysses alone; "over
-    upipe" is over that rung with every layer recomputed in full. A row that does not fit, that is refused, or
-    in which a kernel fails has that error's first line in "failed".
+    "reserved" and "retries" are those of the CUDA allocator, and missing on CPU. "over tiling" and "over
+    upipe" are the seconds of a step divided by those of that rung: "tiling" is UPipe's stack with plain
+    Ulysses, and "upipe" recomputes every layer in full. If a recipe does not fit, is refused, or a kernel
+    fails, "failed" has the first line of the error.
+
+    Args:
+        model: The model.
+        contexts: Numbers of tokens.
+        say: Shows what is measured now.
+        settings: Arguments of ``lab.rehearse``.
 
     Raises:
-        LabError: a model, text or size with which no recipe can be rehearsed.
+        LabError: No recipe can be rehearsed with this model, text or size.
     """
-    where = measured_on(machine_for(settings.get("machine")))
+    where = device_and_versions(machine_for(settings.get("machine")))
     for tokens in contexts:
-        found: dict[str, Rehearsal] = {}
+        by_recipe: dict[str, Rehearsal] = {}
         for name in NAMES:
             say(f"{name}, {format_tokens(tokens)} tokens")
-            refused = None
+            failure = None
             try:
-                found[name] = rehearse(model, name, tokens=tokens, **settings)
+                by_recipe[name] = rehearse(model, name, tokens=tokens, **settings)
             except FAILURES as error:
-                refused = str(error).partition("\n")[0]
-            if refused is not None:
-                # The error's frames held the model until here.
+                failure = str(error).partition("\n")[0]
+            if failure is not None:
+                # The traceback of the error has referred to the model until here.
                 gc.collect()
                 torch.cuda.empty_cache()
-            yield {**_row(name, tokens, found), "failed": refused, "machine": where}
+            yield {**_row(name, tokens, by_recipe), "failed": failure, "machine": where}
 
 
-def _row(name: str, tokens: int, found: dict[str, Rehearsal]) -> Row:
+def _row(name: str, tokens: int, by_recipe: dict[str, Rehearsal]) -> Row:
     row: dict[str, str | float | None] = dict.fromkeys(COLUMNS)
     row |= {"recipe": name, "tokens": format_tokens(tokens)}
-    if name in found:
-        one = found[name]
+    if name in by_recipe:
+        rehearsal = by_recipe[name]
         row |= {
-            "peak, GiB": one.device_peak / GiB,
-            "reserved, GiB": None if one.reserved_peak is None else one.reserved_peak / GiB,
-            "retries": one.alloc_retries,
-            "planned / peak": one.plan_over_measured,
-            "host, GiB": one.host_peak / GiB,
-            "seconds": one.step_seconds,
+            "peak, GiB": rehearsal.device_peak / GiB,
+            "reserved, GiB": None if rehearsal.reserved_peak is None else rehearsal.reserved_peak / GiB,
+            "retries": rehearsal.alloc_retries,
+            "planned / peak": rehearsal.plan_over_measured,
+            "host, GiB": rehearsal.host_peak / GiB,
+            "seconds": rehearsal.step_seconds,
         }
         for other in ("tiling", "upipe"):
-            if other in found:
-                row[f"over {other}"] = one.step_seconds / found[other].step_seconds
+            if other in by_recipe:
+                row[f"over {other}"] = rehearsal.step_seconds / by_recipe[other].step_seconds
     return row

@@ -1,4 +1,4 @@
-"""What GPUs have measured, read from the lines of ``lab bench gpu``: a table a GPU, gaps included."""
+"""The results of ``lab bench gpu`` as a table for each GPU, with a note for each item that is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lab.bench.gpu import ITEMS, Item
 from lab.bench.lines import Note, read_lines
-from lab.bench.table import printed
+from lab.bench.table import table_text
 from lab.units import GiB
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "results"
@@ -22,18 +22,23 @@ SHOWN = (
     "TFLOP/s", "/ matmul", "worst error", "worst", "to host GB/s", "from host GB/s", "norm compiled / not",
     "MLP compiled / not",
 )  # fmt: skip
-"""What the last column has, of those that a row has."""
+"""The figures in the last column, if a row has them."""
 
 
 def results_text(note: Note, *, folder: Path = FOLDER, items: Sequence[Item] = ITEMS) -> str:
-    """Return a table a GPU of what ``folder``/*.jsonl have of ``items``, and "not measured yet" for the rest.
+    """Return a table for each GPU of the items in the files of ``folder``; others are "not measured yet".
 
-    A figure of a CPU is left out. Where a GPU has two rows of an item, the later one stands, files taken by
-    name. Below a table are the versions that its rows were measured with; where these differ, a number behind
-    an item names its own. ``note`` is told of each line that is left out.
+    Rows of a CPU are left out. If a GPU has two rows of an item, the later row counts, and files are read in
+    the order of their names. Below a table are the versions with which its rows were measured. If the
+    versions differ, a number after the name of an item refers to its own.
+
+    Args:
+        note: Reports each line that is left out.
+        folder: The folder of the files.
+        items: The items.
 
     Raises:
-        LabError: a file cannot be read.
+        LabError: A file cannot be read.
     """
     rows = [row for file in sorted(folder.glob("*.jsonl")) for row in read_lines(file, note)]
     machines: dict[str, dict[str, dict[str, Any]]] = {}
@@ -56,11 +61,11 @@ def _table(by_item: dict[str, dict[str, Any]], items: Sequence[Item]) -> str:
         table.add_row(item.name + mark, *_cells(by_item.get(item.name)))
     marks = [""] if len(versions) == 1 else [f"({number}) " for number in range(1, len(versions) + 1)]
     lines = (f"  {mark}with {version}" for mark, version in zip(marks, versions, strict=True))
-    return "\n".join([printed(table), *lines])
+    return "\n".join([table_text(table), *lines])
 
 
 def _software(row: dict[str, Any]) -> str:
-    """The versions that a row was measured with; a row whose process was ended has the one of torch alone."""
+    """Return the versions of a row. A row whose process was ended has the version of torch only."""
     torch = row.get("torch")
     return row.get("versions") or (f"torch {torch}" if torch else "unknown versions")
 

@@ -1,4 +1,4 @@
-"""What a bench prints: rows of named figures, as a table or as JSON."""
+"""The rows of a benchmark, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 Row = Mapping[str, str | int | float | None]
+"""Figures by name; None is a figure that is missing."""
+
 Say = Callable[[str], None]
-"""Is told what is measured now."""
+"""Shows a text that says what is measured now."""
 
 
-def write(rows: Sequence[Row], *, as_json: bool) -> str:
-    """The rows as text; columns are the names in the first row, a missing figure is a dash.
+def rows_text(rows: Sequence[Row], *, as_json: bool) -> str:
+    """Return rows as a table or as JSON.
 
-    What all say of the "machine" that they were measured on stands below the table, once.
+    The columns are the names in the first row. A missing figure is a dash. Each value of "machine", where a
+    row was measured, is printed once below the table.
     """
     if as_json:
         return json.dumps([dict(row) for row in rows], indent=2)
@@ -26,11 +29,11 @@ def write(rows: Sequence[Row], *, as_json: bool) -> str:
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in names))
     machines = dict.fromkeys(str(row["machine"]) for row in rows if row.get("machine"))
-    return "\n".join([printed(table), *(f"  on {machine}" for machine in machines)])
+    return "\n".join([table_text(table), *(f"  on {machine}" for machine in machines)])
 
 
-def printed(table: Table) -> str:
-    """Return a table as plain text, in a notebook too. Brackets in its cells are text, and no markup."""
+def table_text(table: Table) -> str:
+    """Return a table as plain text, also in a notebook. Brackets in its cells are text and not markup."""
     console = Console(width=130, force_jupyter=False, color_system=None, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)

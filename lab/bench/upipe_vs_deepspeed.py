@@ -1,4 +1,4 @@
-"""Our Ulysses and our UPipe over DeepSpeed's Ulysses, on the same model and tokens: seconds and bytes."""
+"""This lab's Ulysses and UPipe compared with DeepSpeed's Ulysses, on the same model and tokens."""
 
 from __future__ import annotations
 
@@ -18,39 +18,50 @@ from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
-from lab.step.on_ranks import Training, Worker, checked, worker
+from lab.step.on_ranks import RankState, make_rank_state
 from lab.step.training_step import NoMeter, train_step
 
 REPEATS = 9
 TOKENS = 8192
-"""A core is busy with them for about a second, whatever the ranks. Of two ranks' step attention is as much as
-of Llama3-8B's at 128K tokens: S/E is 32 in both."""
+"""A step of a rank takes about a second, on any number of ranks. On two ranks, attention has the same share
+of a step as in Llama3-8B at 128K tokens: the tokens over the hidden size are 32 in both."""
 
 
 def measure_upipe_vs_deepspeed(say: Say) -> list[Row]:
-    """``race`` of as many ranks as this process may use cores, at least two."""
+    """Run ``compare_attentions`` on as many ranks as this process may use cores, and at least two."""
     with Cluster(ranks=max(2, len(os.sched_getaffinity(0)))) as cluster:
-        return race(cluster, say)
+        return compare_attentions(cluster, say)
 
 
-def race(
+def compare_attentions(
     cluster: Cluster, say: Say, *, tokens: int = TOKENS, head_dim: int = 16, repeats: int = REPEATS
 ) -> list[Row]:
-    """One row an attention: median seconds of a step, peak bytes of attention, and both over DeepSpeed's.
+    """Compare seconds of a step and peak bytes of attention with those of DeepSpeed's Ulysses.
 
-    All ranks are one Ulysses group of degree C; the model has one layer, H = 8C and G = 4, in fp32; nothing
-    is checkpointed or sharded, for anyone. A round is one whole step (forward, backward, optimizer) of each:
-    all ranks begin it together, and it ends with the last of them. A ratio is the median of the rounds'
-    ratios, so that a machine that slows down slows both.
+    All ranks are one Ulysses group of degree C. The model has one layer with 8*C query heads and 2*C
+    key/value heads, in fp32, without checkpointing and without sharding. In a round, each attention makes one
+    whole step: forward, backward and optimizer. All ranks begin a step together, and it ends with the last of
+    them. A ratio is the median of the ratios of the rounds, so that a machine that slows down slows both.
 
-    Attention's bytes are what the meter counts while the layer's attention module alone runs forward and
-    backward: its input x and the gradient dy from above, A = w*s*E bytes each and the same for everyone; its
-    output, until the layer takes it; all that it makes and keeps, to the gradients of x and of its weights.
-    The weights and the rotary tables are not counted.
+    The bytes of attention are those that the meter counts while only the attention module of the layer runs
+    forward and backward: the input, the gradient of the output, the output until the layer takes it, and all
+    that the module allocates, including the gradients of the input and of the weights. The weights and the
+    rotary tables are not counted.
+
+    Args:
+        cluster: The ranks.
+        say: Shows what is measured now.
+        tokens: The tokens of a sequence.
+        head_dim: The head_dim of the model.
+        repeats: The number of rounds.
+
+    Returns:
+        A row for each attention.
 
     Raises:
-        RecipeError: DeepSpeed is missing, or its communication operator cannot be compiled here.
+        RecipeError: DeepSpeed is not installed, or its communication operator cannot be compiled here.
     """
     degree = cluster.ranks
     config = LlamaConfig(
@@ -66,11 +77,11 @@ def race(
         "UPipe, U = 2C": replace(ours, head_chunk=2 * degree),
         "UPipe, U = H": replace(ours, head_chunk=8 * degree),
     }
-    work = [checked(config, r, ranks=degree, tokens=tokens, steps=1)[0] for r in recipes.values()]
-    say(f"{len(work)} attentions on {degree} ranks, warming up")
-    measured = cluster.apply(_race, work, repeats, on_record=lambda _, record: say(str(record)))[0]
+    jobs = [make_job(config, recipe, tokens=tokens, ranks=degree) for recipe in recipes.values()]
+    say(f"{len(jobs)} attentions on {degree} ranks, warming up")
+    measured = cluster.apply(_measure_on_rank, jobs, repeats, on_record=lambda _, record: say(str(record)))[0]
     if isinstance(measured, str):
-        raise RecipeError(f"no race without DeepSpeed's Ulysses: {measured.partition('; ')[0]}")
+        raise RecipeError(f"DeepSpeed's Ulysses is needed: {measured.partition('; ')[0]}")
     rounds, peaks, threads = measured
     return [
         {
@@ -87,43 +98,43 @@ def race(
     ]
 
 
-def _race(work: list[Training], repeats: int) -> tuple[list[list[float]], list[int], int] | str:
-    """On each rank: seconds by round and attention, bytes by attention, threads; or why not."""
+def _measure_on_rank(jobs: list[Job], repeats: int) -> tuple[list[list[float]], list[int], int] | str:
+    """Return the seconds by round and attention, the bytes by attention and the threads; or an error."""
     try:
-        workers = [worker(training) for training in work]
+        states = [make_rank_state(job, TrainSettings(steps=1)) for job in jobs]
     except RecipeError as error:
         return str(error)
-    for each in workers:
-        _seconds_of_a_step(each)
+    for warm_up in states:
+        _step_seconds(warm_up)
     rounds = []
     for number in range(1, repeats + 1):
         if dist.get_rank() == 0:
             publish(f"round {number} of {repeats}")
-        rounds.append([_seconds_of_a_step(each) for each in workers])
-    return rounds, [_bytes_of_attention(each) for each in workers], torch.get_num_threads()
+        rounds.append([_step_seconds(each) for each in states])
+    return rounds, [_attention_bytes(each) for each in states], torch.get_num_threads()
 
 
-def _seconds_of_a_step(ready: Worker) -> float:
-    batch = ready.batch(0)
+def _step_seconds(state: RankState) -> float:
+    batch = state.batch(0)
     dist.barrier()
     start = time.perf_counter()
-    train_step(ready.model, ready.optimizer, batch, meter=NoMeter())
+    train_step(state.model, state.optimizer, batch, meter=NoMeter())
     dist.barrier()
     return time.perf_counter() - start
 
 
-def _bytes_of_attention(ready: Worker) -> int:
-    module: Any = ready.model.model.layers[0].self_attn
-    shape = (1, ready.training.tokens // dist.get_world_size())
-    x = torch.zeros(*shape, module.config.hidden_size, device=ready.device, requires_grad=True)
-    tables = tuple(torch.zeros(*shape, module.head_dim, device=ready.device) for _ in range(2))
+def _attention_bytes(state: RankState) -> int:
+    module: Any = state.model.model.layers[0].self_attn
+    shape = (1, state.job.tokens // dist.get_world_size())
+    x = torch.zeros(*shape, module.config.hidden_size, device=state.device, requires_grad=True)
+    tables = tuple(torch.zeros(*shape, module.head_dim, device=state.device) for _ in range(2))
     parameters = list(module.parameters())
     meter = Meter()
     with meter.measure(module), meter.phase("attention"):
         y, _ = module(hidden_states=x, position_embeddings=tables, attention_mask=None)
-        # The layer adds its residual to y and lets go of it: backward has its gradient alone.
+        # The layer adds the residual to y and frees y, so in backward only the gradient of y exists.
         edge, dy = get_gradient_edge(y), torch.zeros_like(y)
         del y
         torch.autograd.grad(edge, [x, *parameters], dy)
-    given: int = sum(t.nbytes for t in (*parameters, *tables))
-    return meter.timeline().device_peak - given
+    not_counted: int = sum(t.nbytes for t in (*parameters, *tables))
+    return meter.timeline().device_peak - not_counted

@@ -1,1 +1,1 @@
-"""The ``lab`` command's subcommands, a file for each kind; heavy imports stay inside them."""
+"""The ``lab`` command: its subcommands, and what they print."""

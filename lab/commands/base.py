@@ -1,4 +1,4 @@
-"""What the commands share: errors as one line, a status line, knobs and sizes as options, answers as JSON."""
+"""What the subcommands share: options, errors as one line, a status line, answers as text or JSON."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from lab.recipe.knobs import BY_NAME
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TOKENS = click.option("--tokens", required=True, help="Context: 8192, 128K, 5M (5 x 2^20).")
+TOKENS = click.option("--tokens", required=True, help="The length of the context: 8192, 128K, 5M (5 x 2^20).")
 RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, or fast. [upipe]")
-SET = click.option("--set", "knobs", multiple=True, metavar="KNOB=VALUE", help="Set a knob by hand.")
-TEXT = click.option("--text", type=click.Path(), help="File or folder. [Python's library]")
+SET = click.option(
+    "--set",
+    "knobs",
+    multiple=True,
+    metavar="KNOB=VALUE",
+    help=f"Set a knob of the recipe: {', '.join(BY_NAME)}.",
+)
+TEXT = click.option("--text", type=click.Path(), help="A file or folder of text. [Python's library]")
 TOKENIZER = click.option(
-    "--tokenizer", type=click.Path(path_type=Path), help="Its directory. [bytes are tokens]"
+    "--tokenizer", type=click.Path(path_type=Path), help="The tokenizer's directory. [bytes are tokens]"
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def plainly(command: Callable[P, T]) -> Callable[P, T]:
-    """Print what the lab refuses as one line and exit with 2, as click does for its own usage errors."""
+def one_line_errors(command: Callable[P, T]) -> Callable[P, T]:
+    """Print an error of the lab as one line and exit with 2, as click does for its own usage errors."""
 
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -40,15 +48,15 @@ def plainly(command: Callable[P, T]) -> Callable[P, T]:
             click.echo(f"lab: {error}", err=True)
             sys.exit(2)
         except RankError as error:
-            # What only the ranks can know (which kernels their machine has) they refuse as plainly.
+            # Some errors of the lab are found on a rank only, as those of its machine's kernels.
             if not isinstance(error.cause, LabError):
                 raise
             click.echo(f"lab: {error.cause}", err=True)
             sys.exit(2)
         except ModuleNotFoundError as error:
-            # The lab run from its sources, where not all that it depends on is installed.
+            # The lab runs from its sources, and one of its dependencies is not installed.
             click.echo(
-                f"lab: this command needs {error.name}, which is not installed; `lab doctor` says what is",
+                f"lab: this command needs {error.name}, which is not installed; `lab doctor` lists what is",
                 err=True,
             )
             sys.exit(2)
@@ -58,28 +66,28 @@ def plainly(command: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def status(first: str) -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what goes on; nothing anywhere else."""
+    """Show a status line on stderr if that is a terminal, and yield the function that changes its text."""
     from rich.console import Console
 
-    with Console(stderr=True).status(first) as status:
-        yield status.update
+    with Console(stderr=True).status(first) as line:
+        yield line.update
 
 
 def grow_segments() -> None:
-    """Have CUDA's allocator use segments that grow, unless the environment sets the allocator already.
+    """Let the segments of CUDA's allocator grow, unless the environment sets the allocator already.
 
-    Near the limit, segments of fixed sizes reserve several GiB more than they hold. Torch reads the variable
-    once, at the first use of CUDA: a command calls this before it imports torch.
+    When the device is nearly full, segments of fixed sizes reserve several GiB more than they hold. Torch
+    reads the variable once, at the first use of CUDA, so a command calls this before it imports torch.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def only(keys: Iterable[str], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Some of the facts."""
-    return {key: facts[key] for key in keys}
+def pick(keys: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of ``values`` with these keys, in the order of ``keys``."""
+    return {key: values[key] for key in keys}
 
 
-def answer(said: object) -> None:
-    """Print text as it is and everything else as JSON."""
-    click.echo(said if isinstance(said, str) else json.dumps(said, indent=2))
+def print_answer(answer: object) -> None:
+    """Print a text as it is, and anything else as JSON."""
+    click.echo(answer if isinstance(answer, str) else json.dumps(answer, indent=2))

@@ -1,4 +1,4 @@
-"""What this machine has, what the lab would use of it, and what is missing."""
+"""The report of ``lab doctor``: what this machine has, what the lab would use of it, and what is missing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from cluster.devices import check_driver, first_line
 from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
-from lab.commands.gpu_findings import findings
-from lab.techniques.attention.kernels import FASTEST_FIRST, chosen, lacks, machine_of
+from lab.commands.gpu_findings import gpu_findings
+from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
 from lab.units import format_bytes
 
 _PACKAGES = (
@@ -23,17 +23,17 @@ _PACKAGES = (
     "papermill", "matplotlib",
 )  # fmt: skip
 HEAD_DIM = 128
-"""Of Llama, Mistral, Qwen2 and Qwen3 in most sizes."""
+"""The head_dim of Llama, Mistral, Qwen2 and Qwen3 in most sizes."""
 
 _OPTIONAL = {
     "flash-attn": "another attention kernel is used instead",
-    "liger-kernel": "loss_kernel='liger' wants it, and nothing else does",
+    "liger-kernel": "only loss_kernel='liger' needs it",
 }
 
 
 def report() -> str:
-    """The findings as text, a line each."""
-    return "\n".join(f"{what:<14} {finding}" for what, finding in _findings())
+    """Return the report as text, one line for each finding."""
+    return "\n".join(f"{subject:<14} {finding}" for subject, finding in _findings())
 
 
 def _findings() -> Iterator[tuple[str, str]]:
@@ -42,14 +42,14 @@ def _findings() -> Iterator[tuple[str, str]]:
     yield "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
     yield "memory", f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
     gpus = torch.cuda.device_count()
-    refused = _refused()
-    if refused is not None:
-        yield "gpu", refused
+    refusal = _driver_error()
+    if refusal is not None:
+        yield "gpu", refusal
         gpus = 0
     for index in range(gpus):
         yield f"gpu {index}", _gpu(index)
-    yield from findings(gpus) if gpus else ()
-    if not gpus and refused is None:
+    yield from gpu_findings(gpus) if gpus else ()
+    if not gpus and refusal is None:
         yield "gpu", "none: ranks run on the CPU"
     yield "ranks", "one a GPU, joined by nccl" if gpus else "CPU processes, joined by gloo"
     yield from _attention(torch.device("cuda" if gpus else "cpu"))
@@ -59,18 +59,18 @@ def _findings() -> Iterator[tuple[str, str]]:
         yield package, _version(package) or f"not installed (optional, for GPUs): {instead}"
     for profile in PROFILES.values():
         if profile.program:
-            found = shutil.which(profile.program)
-            yield f"profile {profile.name}", found or f"not installed (optional): Debian's {profile.package}"
+            path = shutil.which(profile.program)
+            yield f"profile {profile.name}", path or f"not installed (optional): Debian's {profile.package}"
     if _version("jupyterlab"):
-        from lab.jupyter.security import openings
+        from lab.jupyter.security import find_exposures
 
-        yield from (("OPEN", opening) for opening in openings())
+        yield from (("OPEN", exposure) for exposure in find_exposures())
     compiler = shutil.which("c++") or shutil.which("g++")
-    yield "compiler", compiler or "MISSING: DeepSpeed's own Ulysses builds its communication op with one"
+    yield "compiler", compiler or "MISSING: DeepSpeed's Ulysses compiles its communication operator with one"
 
 
 def _gpu(index: int) -> str:
-    """The name and memory of a GPU; or CUDA's reason, where it is full or another process holds it alone."""
+    """Return the name and memory of a GPU, or CUDA's error if the GPU is full or in exclusive use."""
     try:
         name = torch.cuda.get_device_properties(index).name
         free, total = torch.cuda.mem_get_info(index)
@@ -79,8 +79,8 @@ def _gpu(index: int) -> str:
     return f"{name}, {format_bytes(total)}, {format_bytes(free)} free"
 
 
-def _refused() -> str | None:
-    """Why torch cannot use the GPUs that are here."""
+def _driver_error() -> str | None:
+    """Return why torch cannot use the GPUs of this machine; None if it can, or if there are none."""
     try:
         check_driver()
     except ClusterError as error:
@@ -89,15 +89,15 @@ def _refused() -> str | None:
 
 
 def _attention(device: torch.device) -> Iterator[tuple[str, str]]:
-    """What kernel="auto" means here, for the head_dim of most models, and what each other kernel lacks."""
+    """Yield the kernel that "auto" chooses here for ``HEAD_DIM``, and what each kernel lacks."""
     try:
-        machine = machine_of(device)
+        machine = kernel_support(device)
     except RuntimeError as error:
         yield "attention", f"the fastest kernel is not known: {first_line(error)}"
         return
-    yield "attention", f"kernel={chosen('auto', machine, HEAD_DIM)!r} is the fastest here"
+    yield "attention", f"kernel={choose_kernel('auto', machine, HEAD_DIM)!r} is the fastest here"
     for name in FASTEST_FIRST:
-        yield f"  {name}", lacks(name, machine, HEAD_DIM) or "there"
+        yield f"  {name}", missing_requirement(name, machine, HEAD_DIM) or "there"
 
 
 def _version(package: str) -> str | None:

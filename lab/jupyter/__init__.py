@@ -1,1 +1,1 @@
-"""Notebooks: executing them, serving JupyterLab, and what a server leaves open to others."""
+"""Executing notebooks, serving JupyterLab, and finding what is open to other users."""

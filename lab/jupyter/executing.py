@@ -1,4 +1,4 @@
-"""Notebooks as programs: find them, check their parameters, execute them into copies."""
+"""Executing notebooks as programs: find them, check their parameters, execute them into copies."""
 
 from __future__ import annotations
 
@@ -24,50 +24,55 @@ FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 
 @dataclass(frozen=True)
 class Notebook:
-    """A notebook and the defaults of its ``parameters`` cell, by name."""
+    """A notebook file.
+
+    Attributes:
+        path: The file.
+        defaults: The values that its ``parameters`` cell assigns, by name.
+    """
 
     path: Path
     defaults: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """The name on the command line: that of the file, without its suffix."""
         return self.path.stem
 
 
-def find(names: list[str]) -> list[Notebook]:
-    """The notebooks of these names (or paths); all of the lab's own, in order, when none is given.
+def find_notebooks(names: list[str]) -> list[Notebook]:
+    """Return the notebooks of these names or paths; without names, all notebooks of the lab, in order.
 
     Raises:
-        NotebookError: no such notebook, or one without a ``parameters`` cell of literals.
+        NotebookError: A notebook does not exist, or has no ``parameters`` cell of literals.
     """
     known = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
     if not known:
         raise NotebookError(
             f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
         )
-    paths = [known.get(name.removesuffix(".ipynb")) or _outside(name, known) for name in names or known]
+    paths = [known.get(name.removesuffix(".ipynb")) or _find_other(name, known) for name in names or known]
     return [_read(path) for path in paths]
 
 
 def refuse_notebook(model: str) -> None:
-    """Check that the name of a model is not that of a notebook.
+    """Check that ``model`` is not the name of a notebook.
 
     Raises:
-        NotebookError: it is.
+        NotebookError: It is.
     """
     if model.endswith(".ipynb") or model in {path.stem for path in FOLDER.glob("*.ipynb")}:
         raise NotebookError(f"{model} is a notebook: lab execute {model} executes it; lab run takes a model")
 
 
-def with_parameters(notebook: Notebook, given: dict[str, str]) -> dict[str, Any]:
-    """The given values, each read as the type of the notebook's own default.
+def parse_parameters(notebook: Notebook, texts: dict[str, str]) -> dict[str, Any]:
+    """Return the values of parameters given as text, each of the type of the notebook's default.
 
     Raises:
-        NotebookError: a name the notebook does not take, or a value of another type.
+        NotebookError: The notebook does not have a parameter of this name, or a value has another type.
     """
     values = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         if name not in notebook.defaults:
             raise NotebookError(
                 f"{notebook.name} has no parameter {name!r}: it takes {', '.join(notebook.defaults)}"
@@ -78,7 +83,13 @@ def with_parameters(notebook: Notebook, given: dict[str, str]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One execution: how long it took, where the copy is, and what failed in which cell, if anything did."""
+    """The result of executing a notebook once.
+
+    Attributes:
+        seconds: How long it took.
+        copy: The executed copy.
+        failure: The cell that failed and its error; None if no cell failed.
+    """
 
     seconds: float
     copy: Path
@@ -86,7 +97,7 @@ class Outcome:
 
 
 def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Outcome:
-    """Execute a notebook with these parameters into a copy in ``folder``, and wait for its end."""
+    """Execute a notebook with these parameters into a copy in ``folder``, and return when it has ended."""
     folder.mkdir(parents=True, exist_ok=True)
     copy, failure, start = folder / notebook.path.name, None, time.perf_counter()
     try:
@@ -101,44 +112,56 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
                 start_timeout=180,
                 iopub_timeout=60,
                 coalesce_streams=True,
-                # Sockets in the file system: the kernel's traffic is on no network, not even a local one; in
-                # a folder of their own, for two kernels begun in one folder at once would take the same.
+                # The kernel's sockets are files, so its messages are on no network, not even the local one.
+                # Each kernel has a folder of its own: two kernels in one folder would share the files.
                 config=Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}),
             )
     except papermill.PapermillExecutionError as error:
         failure = f"cell {error.cell_index}: {error.ename}: {error.evalue}"
     except (RuntimeError, TimeoutError) as error:
-        # The kernel died, or never came up.
+        # The kernel died or did not start.
         failure = f"{type(error).__name__}: {error}"
     return Outcome(time.perf_counter() - start, copy, failure)
 
 
-def execute(names: list[str], given: dict[str, str], out: Path | None = None) -> list[str]:
-    """Execute notebooks one after the other into copies under ``out``; return the names that failed.
+def execute(names: list[str], parameters: dict[str, str], out: Path | None = None) -> list[str]:
+    """Execute notebooks one after the other into copies under ``out``.
 
-    Everything is checked before the first one starts. A failure is printed with its cell and its message
-    (which names the rank, where a rank failed) and the rest goes on.
+    All names and parameters are checked before the first notebook starts. A failure is printed with its cell
+    and its message, and the next notebook is executed.
+
+    Args:
+        names: Names or paths of notebooks; without names, all notebooks of the lab.
+        parameters: Values for the ``parameters`` cells, as text, by name.
+        out: The folder of the copies; None for ``runs/<date>``.
+
+    Returns:
+        The names of the notebooks that failed.
+
+    Raises:
+        NotebookError: A notebook or a parameter does not exist, or ``out`` is the folder of a notebook.
     """
     console = Console(stderr=True, highlight=False)
-    work = [(notebook, with_parameters(notebook, given)) for notebook in find(names)]
+    work = [(notebook, parse_parameters(notebook, parameters)) for notebook in find_notebooks(names)]
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for notebook, _ in work:
         if folder.resolve() == notebook.path.resolve().parent:
             raise NotebookError(f"--out {folder} is where {notebook.path.name} is: name another folder")
     failed = []
     for notebook, values in work:
-        done = execute_one(notebook, values, folder)
-        if done.failure is not None:
+        outcome = execute_one(notebook, values, folder)
+        if outcome.failure is not None:
             failed.append(notebook.name)
-            console.print(f"[red]failed[/] {notebook.name}, {escape(done.failure)}", soft_wrap=True)
+            console.print(f"[red]failed[/] {notebook.name}, {escape(outcome.failure)}", soft_wrap=True)
         else:
             console.print(
-                f"[green]passed[/] {notebook.name} in {done.seconds:.0f} s -> {done.copy}", soft_wrap=True
+                f"[green]passed[/] {notebook.name} in {outcome.seconds:.0f} s -> {outcome.copy}",
+                soft_wrap=True,
             )
     return failed
 
 
-def _outside(name: str, known: dict[str, Path]) -> Path:
+def _find_other(name: str, known: dict[str, Path]) -> Path:
     if Path(name).is_file():
         return Path(name)
     close = get_close_matches(name, known, n=1, cutoff=0.4)
@@ -158,7 +181,7 @@ def _read(path: Path) -> Notebook:
             defaults[target.id] = ast.literal_eval(value)
         except (AttributeError, ValueError):
             raise NotebookError(
-                f"{path.name}: its parameters are to be literals, {ast.unparse(statement)!r} is none"
+                f"{path.name}: its parameters must be literals, and {ast.unparse(statement)!r} is not one"
             ) from None
     return Notebook(path, defaults)
 
@@ -174,11 +197,11 @@ def _as_type_of(default: Any, text: str, where: str) -> Any:
         value = float(value)
     if type(value) is not type(default) and default is not None:
         raise NotebookError(
-            f"{where} = {text!r} is not {_named(default)}: give a value like {default!r}, its default"
+            f"{where} = {text!r} is not {_type_name(default)}: give a value like {default!r}, its default"
         )
     return value
 
 
-def _named(value: Any) -> str:
+def _type_name(value: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "True or False", list: "a list", dict: "a dict"}
     return names.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""What of this machine's Jupyter servers and clusters stands open to others."""
+"""Finding what other users can reach: Jupyter servers, and the files of clusters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cluster.permissions import connection_files, private_keys, readable_by_othe
 _NAMES = ("jupyter_config", "jupyter_notebook_config", "jupyter_server_config", "jupyter_lab_config")
 
 
-def openings() -> Iterator[str]:
-    """Say what is open, a line each; nothing where nothing is."""
+def find_exposures() -> Iterator[str]:
+    """Yield a line for each Jupyter server, setting and key file that other users can use."""
     for server in list_running_servers():
         where = f"the Jupyter server of process {server['pid']}"
         if not is_loopback(server["hostname"]):
@@ -29,13 +29,13 @@ def openings() -> Iterator[str]:
         yield f"Jupyter's configuration has it listen on {ip}, beyond loopback (`lab open` does not)"
     if token_is_off(config):
         yield "Jupyter's configuration switches its token off (`lab open` refuses that)"
-    for what, files in (("private key", private_keys()), ("connection file", connection_files())):
+    for kind, files in (("private key", private_keys()), ("connection file", connection_files())):
         for path in readable_by_others(files):
-            yield f"others can read the {what} {path}; chmod 600 closes it"
+            yield f"others can read the {kind} {path}; chmod 600 closes it"
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a server bound to `host` is reached from this machine only."""
+    """Return whether only this machine can reach a server that listens on ``host``."""
     if host in ("", "*"):
         return False
     try:
@@ -45,14 +45,14 @@ def is_loopback(host: str) -> bool:
 
 
 def token_is_off(config: Config) -> bool:
-    """Tell whether a Jupyter server with `config` would let everyone in who can connect."""
+    """Return whether a Jupyter server with this configuration asks for neither a token nor a password."""
     tokens = [config[name]["token"] for name in ("ServerApp", "IdentityProvider") if "token" in config[name]]
     passwords = [config.ServerApp.get("password"), config.PasswordIdentityProvider.get("hashed_password")]
     return "" in tokens and not any(passwords)
 
 
 def jupyter_config() -> Config:
-    """Return what Jupyter's configuration files say, as Jupyter itself reads them."""
+    """Return the configuration that Jupyter reads from its files."""
     config = Config()
     for folder in reversed(jupyter_config_path()):
         for name in _NAMES:
@@ -60,6 +60,6 @@ def jupyter_config() -> Config:
                 try:
                     config.merge(loader(f"{name}{suffix}", path=folder).load_config())
                 except Exception:
-                    # Mostly it is not there. With one that fails, a server says so and starts without it.
+                    # Most of these files do not exist. A server skips a file with an error, and says so.
                     continue
     return config

@@ -1,4 +1,4 @@
-"""JupyterLab on the first notebook, as ``lab open`` starts it."""
+"""Serving JupyterLab, for ``lab open``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from pathlib import Path
 from jupyterlab.labapp import LabApp
 
 from lab.errors import LabError
-from lab.jupyter.executing import FOLDER, find
+from lab.jupyter.executing import FOLDER, find_notebooks
 from lab.jupyter.security import jupyter_config, token_is_off
 
 
 def serve(*, port: int, browser: bool, ip: str = "127.0.0.1") -> None:
-    """Serve JupyterLab at the address `ip` until interrupted; its token stays on.
+    """Serve JupyterLab, opened on the first notebook, until it is interrupted. It asks for a token.
+
+    Args:
+        port: The port to listen on.
+        browser: Whether to open a browser.
+        ip: The address to listen on.
 
     Raises:
-        LabError: the port is taken, the address is not this machine's, or Jupyter's token is switched off.
+        LabError: The port is in use, the address does not belong to this machine, or Jupyter's configuration
+            switches the token off.
     """
     if token_is_off(jupyter_config()):
-        raise LabError("Jupyter's configuration switches its token off; anyone could run code: remove that")
+        raise LabError(
+            "Jupyter's configuration switches its token off, so anyone could run code: remove that setting"
+        )
     with socket.socket() as probe:
-        # As the server itself binds: a port that only lingers after a closed connection is free.
+        # With the same option as the server: a port in TIME_WAIT after a closed connection is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((ip, port))
@@ -34,22 +42,22 @@ def serve(*, port: int, browser: bool, ip: str = "127.0.0.1") -> None:
             raise LabError(message) from None
     LabApp.launch_instance(
         [
-            *arguments(FOLDER.parent, f"{FOLDER.name}/{find([])[0].path.name}", ip),
+            *jupyterlab_arguments(FOLDER.parent, f"{FOLDER.name}/{find_notebooks([])[0].path.name}", ip),
             f"--ServerApp.port={port}",
             f"--ServerApp.open_browser={browser}",
         ]
     )
 
 
-def arguments(root: Path, first: str, ip: str = "127.0.0.1") -> list[str]:
-    """JupyterLab's arguments to serve the folder ``root``, opening on the notebook ``first`` in it."""
+def jupyterlab_arguments(root: Path, first: str, ip: str = "127.0.0.1") -> list[str]:
+    """Return JupyterLab's arguments to serve the folder ``root`` and open the notebook ``first`` in it."""
     return [
         f"--ServerApp.root_dir={root}",
         f"--ServerApp.ip={ip}",
         "--ServerApp.port_retries=0",
         f"--LabApp.default_url=/lab/tree/{first}",
-        # The first start would ask about news, over the very first thing a newcomer sees.
+        # Without these settings, the first start covers the notebook with a question about news.
         f"--LabApp.app_settings_dir={Path(__file__).parent / 'settings'}",
-        # Jupyter refuses root; inside containers there is often nobody else, and the server is on loopback.
+        # Jupyter does not start as root without this. In a container, root is often the only user.
         *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
     ]

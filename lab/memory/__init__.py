@@ -1,1 +1,1 @@
-"""Where the bytes are: the meter counts them, the timeline holds them."""
+"""The memory of a training step: the meter counts bytes, and the timeline stores them over time."""

@@ -1,9 +1,9 @@
-"""The meter of CUDA: what torch's caching allocator says of itself, with the meter's names for it.
+"""The meter of CUDA: the bytes of torch's caching allocator, with the operators and categories of the meter.
 
-The allocator's history is exact and knows no tensors: so many bytes were taken, so many given back. The meter
-at the dispatcher knows what ran, in which module, and who held what, but not what kernels take inside. Both
-run in the one step that is measured, and the timeline has the allocator's bytes at each instant with the
-meter's split of them; what the meter does not know of is *other*.
+The allocator's history is exact, but knows no tensors: it lists how many bytes were allocated and freed. The
+meter at the dispatcher knows the operator, the module and the category of each storage, but not the bytes
+that kernels allocate inside. Both run during the one step that is measured. The timeline has the allocator's
+bytes at each instant, split into categories as the meter splits them. Bytes unknown to the meter are *other*.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import nn
 from lab.errors import LabError
 from lab.memory.meter import ACTIVATIONS, OTHER, Meter
 from lab.memory.timeline import Timeline, TimelineBuilder
+from lab.torch_private import memory_events, start_memory_history, stop_memory_history
 from lab.units import format_bytes
 
 Event = Mapping[str, Any]
-"""One of the allocator's history: ``action``, ``size`` in bytes, ``time_us`` since the epoch."""
+"""One event of the allocator's history: ``action``, ``size`` in bytes, ``time_us`` since the epoch."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What the allocator says of a step.
+    """The allocator's record of a step.
 
     Attributes:
-        events: all that it did, in order.
-        device_peak: the most bytes allocated at once.
-        reserved_peak: the most bytes that it held of the device at once, allocated or cached.
-        retries: how often it gave its cache back and asked the device again, near the limit.
-        outside_torch: bytes of the device that are taken and not the allocator's: CUDA's context, libraries,
-            NCCL, other processes.
+        events: The events, in order.
+        device_peak: The most bytes that were allocated at once.
+        reserved_peak: The most bytes that the allocator had reserved at once, allocated or cached.
+        retries: How many times the allocator freed its cache and asked the device again, near the limit.
+        outside_torch: Bytes of the device that others hold: CUDA's context, libraries, NCCL, other processes.
     """
 
     events: Sequence[Event] = ()
@@ -48,32 +48,32 @@ class History:
 
 
 class Allocator(Protocol):
-    """What is asked of torch's caching allocator."""
+    """An allocator whose history can be recorded."""
 
     def begin(self) -> int:
-        """Start recording, forget earlier peaks; return the bytes that are allocated."""
+        """Start to record, and reset the peaks; return the bytes that are allocated."""
 
     def end(self) -> History:
-        """Stop recording; return what happened since ``begin``."""
+        """Stop to record; return the history since ``begin``."""
 
 
 class CudaAllocator:
-    """Torch's own, of the current device."""
+    """torch's caching allocator of the current device."""
 
     def begin(self) -> int:
         """See ``Allocator``."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        # Without stacks: the meter knows better names, and they would cost most of the time.
-        torch.cuda.memory._record_memory_history("all", context=None)
+        # Stacks would take most of the time, and the meter knows the operator and the module.
+        start_memory_history(stacks=False)
         self._retries: int = torch.cuda.memory_stats()["num_alloc_retries"]
         return torch.cuda.memory_allocated()
 
     def end(self) -> History:
         """See ``Allocator``."""
         torch.cuda.synchronize()
-        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        torch.cuda.memory._record_memory_history(None)
+        events = memory_events()
+        stop_memory_history()
         stats = torch.cuda.memory_stats()
         return History(
             events,
@@ -85,9 +85,12 @@ class CudaAllocator:
 
 
 class AllocatedPeak:
-    """The most bytes that CUDA's allocator holds from now on, kernels' workspaces among them.
+    """The most bytes that CUDA's allocator holds from now on, including the workspaces of kernels.
 
-    It costs nothing while a step runs. Where ``device`` is no CUDA device there is nothing to ask.
+    It costs no time while a step runs.
+
+    Args:
+        device: The device that trains. On CPU there is no such number.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,27 +99,28 @@ class AllocatedPeak:
             torch.cuda.reset_peak_memory_stats()
 
     def bytes(self) -> int | None:
-        """The peak so far; None where there is no CUDA device."""
+        """Return the peak so far; None on CPU."""
         return torch.cuda.max_memory_allocated() if self._on_cuda else None
 
 
 class CudaMeter:
-    """A step's meter on CUDA: ``measure`` and ``phase`` as the meter's, for one step.
+    """The meter of one step on CUDA. It is called as ``Meter`` is.
 
-    ``history`` is the allocator's, known when the step has ended.
+    Attributes:
+        history: The allocator's history; empty until the step has ended.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
-        self._began = time.time()
+        self._start = time.time()
         self._meter = Meter(clock=time.time, every_operator=True)
-        self._held = 0
+        self._allocated = 0
         self.history = History()
 
     @contextmanager
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Count one step, the block."""
-        self._held = self._allocator.begin()
+        """Measure the step that runs in this context."""
+        self._allocated = self._allocator.begin()
         try:
             with self._meter.measure(model, optimizer):
                 yield
@@ -125,35 +129,41 @@ class CudaMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name a part of it."""
+        """Name the phase of the step that runs in this context."""
         with self._meter.phase(name):
             yield
 
     def timeline(self) -> Timeline:
-        """The allocator's bytes over time, by the meter's names."""
-        return named(self.history.events, self._held, self._meter.timeline(), self._began)
+        """Return the allocator's bytes over time, with the meter's operators and categories."""
+        return allocator_timeline(self.history.events, self._allocated, self._meter.timeline(), self._start)
 
 
-def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> Timeline:
-    """The allocator's history as a timeline: ``held`` bytes at first, a row for each event that changes that.
+def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline, start: float) -> Timeline:
+    """Return the allocator's history as a timeline, with a row for each event that changes its bytes.
 
-    ``meter`` is what the dispatcher saw meanwhile, in seconds since ``began``, itself since the epoch: a row
-    for each operator, added when it has returned. The allocator is asked while an operator runs, so each
-    event takes its names and its split from the meter's first row at or after it; what follows the last row
-    takes that one's. Bytes of which the meter does not know are *other*; where it counts some that were given
-    back, or are not taken yet, *activations* are that much less.
+    The meter adds a row when an operator has returned, and the allocator is called while the operator runs.
+    So an event belongs to the meter's first row at or after it, and to the last row if none follows. That
+    row gives the event its operator, its module and its categories. Bytes unknown to the meter are *other*.
+    Where the meter counts more bytes than the allocator (bytes that are freed already, or not allocated yet),
+    *activations* are reduced by the difference.
+
+    Args:
+        events: The allocator's events.
+        allocated: The bytes that were allocated before the first event.
+        meter: The meter's timeline of the same step, with a row for every operator.
+        start: When the meter's clock was at zero, in seconds since the epoch.
     """
     rows = TimelineBuilder()
     for event in events:
-        # What is asked back is no longer allocated, though a second stream may still read it.
+        # Freed bytes are no longer allocated, although another stream may still read them.
         change = {"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event["size"]
         if not change:
             continue
-        held += change
-        seconds = event["time_us"] / 1e6 - began
+        allocated += change
+        seconds = event["time_us"] / 1e6 - start
         row = min(int(np.searchsorted(meter.seconds, seconds, side="left")), len(meter) - 1)
         at, split = meter.moment(row), meter.device[row].copy()
-        split[OTHER] = held - split[:OTHER].sum()
+        split[OTHER] = allocated - split[:OTHER].sum()
         if split[OTHER] < 0:
             split[ACTIVATIONS] += split[OTHER]
             split[OTHER] = 0
@@ -170,29 +180,32 @@ def named(events: Sequence[Event], held: int, meter: Timeline, began: float) -> 
 
 
 def outside_torch() -> int:
-    """Bytes of the current device that are taken and that torch's allocator does not hold."""
+    """Return how many bytes of the current device are in use outside torch's allocator."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
 @contextmanager
-def capped(limit: int, absent: int) -> Iterator[None]:
-    """In the block the current device has ``limit`` bytes in all, as a smaller one would have.
+def limit_memory(limit: int, absent: int) -> Iterator[None]:
+    """Let the current device run out of memory in this context as a device of ``limit`` bytes would.
 
-    The allocator may hold what is left of them: less what is outside torch when the block begins, and less
-    ``absent``, the bytes that a rank would hold outside torch and that this process does not (NCCL's).
+    The allocator may hold what is left of the limit after the bytes outside torch.
+
+    Args:
+        limit: The bytes of the smaller device.
+        absent: Bytes that a rank would hold outside torch and that this process does not hold (NCCL's).
 
     Raises:
-        LabError: nothing would be left.
+        LabError: No bytes would be left for the allocator.
     """
-    taken = outside_torch() + absent
-    if taken >= limit:
+    outside = outside_torch() + absent
+    if outside >= limit:
         raise LabError(
-            f"device_memory={format_bytes(limit)}: outside torch's allocator {format_bytes(taken)} "
-            "are taken (CUDA's context, NCCL, other processes); give more than that"
+            f"device_memory={format_bytes(limit)}: {format_bytes(outside)} are in use outside torch's "
+            "allocator (CUDA's context, NCCL, other processes); give more than that"
         )
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction((limit - taken) / total)
+    torch.cuda.set_per_process_memory_fraction((limit - outside) / total)
     try:
         yield
     finally:

@@ -1,12 +1,13 @@
-"""The meter: counts every storage that crosses torch's dispatcher, on every backend but CUDA.
+"""The meter: it counts the bytes of every storage that crosses torch's dispatcher.
 
-It is a dispatch mode. A storage is counted from the first operator that touches it until it dies (a weak
-reference tells) or is resized (FSDP frees an unsharded parameter by resizing its storage to nothing). The
-count is the same for real and for fake tensors, so a plan and a run can be compared to the byte.
+The meter is a dispatch mode. It counts a storage from the first operator that uses it until the storage dies
+or is resized. A weak reference reports its death. FSDP frees an unsharded parameter by resizing its storage
+to zero bytes. Real and fake tensors give the same count, so a plan and a run can be compared to the byte.
 
-What an operator takes inside itself never crosses the dispatcher and is not counted. On CPU that is flash
-attention's scratch in backward, 4 bytes a head and token and 1 MiB a thread; all else agrees with the
-profiler's memory events to the byte (``lab_tests/test_meter.py`` measures both).
+Bytes that a kernel allocates inside itself do not cross the dispatcher, and are not counted. On CPU these are
+the scratch memory of flash attention's backward: 4 bytes for each head and token, and 1 MiB for each thread.
+All else agrees with the profiler's memory events to the byte; ``lab_tests/test_meter.py`` compares the two.
+On CUDA, ``lab.memory.cuda`` combines the meter with the allocator's own count.
 """
 
 from __future__ import annotations
@@ -20,27 +21,29 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
-from torch._subclasses import FakeTensor
 
 from lab.memory.module_paths import ModulePaths
-from lab.memory.observing import Observer
+from lab.memory.observer import Observer
 from lab.memory.out_of_memory import OutOfMemory
-from lab.memory.resizes import resizes_seen
+from lab.memory.resizes import report_resizes
 from lab.memory.timeline import CATEGORIES, Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
+from lab.torch_private import FakeTensor, detect_fake_mode, local_part, storage_id
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
 
 HOST = len(CATEGORIES)
-"""Stands behind the device's categories: what ``lab::to_host`` returns, on CPU the one sign of the host."""
+"""The category of host memory, after those of the device: the results of ``lab::to_host``.
+
+On CPU nothing else tells memory of the host from memory of the device.
+"""
 
 NO_OP = Op("-")
-"""Stands at the rows that mark the beginning and the end of a phase."""
+"""The operator of the rows that mark the start and the end of a phase."""
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
-    """A counted storage. Its death calls the meter back."""
+    """A weak reference to a counted storage, which calls the meter when the storage dies."""
 
     __slots__ = ("category", "key", "size")
 
@@ -50,16 +53,18 @@ class _Block(weakref.ref[torch.UntypedStorage]):
 
 
 class Meter(Observer):
-    """Measures a step's bytes: ``measure(model, optimizer)`` around it, ``phase(name)`` around its parts.
+    """Measures the bytes of a step: ``measure`` goes around the step, and ``phase`` around each of its parts.
 
-    ``on_growth`` is called between operators, at most every ``interval`` seconds, with the rows that came
-    since the last call: the live timeline. It runs in the measured thread, so there is no sampler to outlive
-    the step; the price is that nothing is drawn while one long operator runs.
-
-    A plan gives the ``clock`` of the device that it stands for, and the ``workspace`` that its kernels take.
-    With a ``limit``, in bytes, the operator after which the device holds more raises OutOfMemory: a CPU rank
-    runs out as a device of that size would. With ``every_operator`` the operators that change no bytes have a
-    row too.
+    Args:
+        on_growth: Called between two operators with the rows that are new since the last call; the live
+            timeline draws them. It runs in the measured thread. So it ends with the step, and nothing is
+            drawn while one long operator runs.
+        interval: The least seconds between two calls of ``on_growth``.
+        clock: Returns seconds. A plan gives the clock of the device that it is made for.
+        workspace: Bytes to add to the count. A plan gives those of the device that it is made for.
+        limit: The bytes of the device. The first operator after which it holds more raises OutOfMemory, so a
+            CPU rank runs out of memory as a device of this size would.
+        every_operator: Whether the timeline has rows of the operators that change no bytes, too.
     """
 
     def __init__(
@@ -82,22 +87,23 @@ class Meter(Observer):
         self._every_operator = every_operator
         self._workspace = workspace
         self._live: dict[int, _Block] = {}
-        self._held = [0] * (len(CATEGORIES) + 1)
-        self._held[OTHER] = self._workspace.fixed
+        self._bytes = [0] * (len(CATEGORIES) + 1)
+        self._bytes[OTHER] = self._workspace.fixed
         self._changed = True
         self._phase = "setup"
         self._paths = ModulePaths()
-        self._made: list[list[_Block]] = []  # by each module that runs its forward, innermost last
-        self._swept = ""
+        # The new blocks of each module that runs its forward, the innermost last.
+        self._new_blocks: list[list[_Block]] = []
+        self._swept_module = ""
         self._awaiting_gradient: list[nn.Parameter] = []
 
     # ---- what a step calls -------------------------------------------------------------------------------
 
     @contextmanager
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-        """Count one step, the block, beginning with what the model and the optimizer hold already.
+        """Measure the step that runs in this context; the model and the optimizer count from the start.
 
-        What happens between steps (the next batch is read) is not part of the timeline.
+        The timeline leaves out the time between steps, in which the next batch is read.
         """
         self._step += 1
         self._paths = ModulePaths()
@@ -109,20 +115,20 @@ class Meter(Observer):
             self._mark((v for s in optimizer.state.values() for v in s.values()), OPTIMIZER)
         self._model = model
         hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]
-        with resizes_seen(self._resized), self:
+        with report_resizes(self._on_resize), self:
             try:
                 yield
             finally:
                 for hook in hooks:
                     hook.remove()
-                self._made.clear()
+                self._new_blocks.clear()
                 self._send()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the part of the step that runs in the block: forward, backward, optimizer."""
+        """Name the phase of the step that runs in this context: forward, backward or optimizer."""
         outer, self._phase = self._phase, name
-        self._swept = ""
+        self._swept_module = ""
         self._awaiting_gradient = [p for p in self._model.parameters() if p.requires_grad]
         self._add_row(NO_OP, "")
         yield
@@ -131,13 +137,13 @@ class Meter(Observer):
         self._phase = outer
 
     def timeline(self) -> Timeline:
-        """Everything measured so far."""
+        """Return the rows of all steps so far."""
         return self.rows.since(0)
 
     # ---- counting ----------------------------------------------------------------------------------------
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator, then count the storages of its inputs and outputs."""
+        """Count the storages of the operator's inputs, run it, and count those of its outputs."""
         for value in args:
             self._count(value, OTHER)
         name = _name(func)
@@ -147,15 +153,15 @@ class Meter(Observer):
             self._add_row(Op(name, _shapes(args)), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
         self._count(result, HOST if name == "lab.to_host" else OTHER)
-        inside = self._workspace.inside(name, args)
+        inside = self._workspace.kernel(name, args)
         if self._changed or inside or self._every_operator:
             module = self._paths.current()
-            if module != self._swept:
+            if module != self._swept_module:
                 self._sweep_gradients()
-                self._swept = module
-            self._held[OTHER] += inside
+                self._swept_module = module
+            self._bytes[OTHER] += inside
             self._add_row(Op(name, _shapes(args)), module)
-            self._held[OTHER] -= inside
+            self._bytes[OTHER] -= inside
         return result
 
     def _count(self, value: Any, category: int) -> None:
@@ -167,63 +173,64 @@ class Meter(Observer):
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> _Block | None:
         storage = tensor.untyped_storage()
-        block = self._live.get(storage._cdata)
+        key = storage_id(storage)
+        block = self._live.get(key)
         if block is not None or self._takes_no_memory(tensor):
             return block
-        block = _Block(storage, self._freed)
-        block.key, block.category = storage._cdata, category
-        block.size = self._workspace.rounded(storage.nbytes())
+        block = _Block(storage, self._on_death)
+        block.key, block.category = key, category
+        block.size = self._workspace.allocation(storage.nbytes())
         self._live[block.key] = block
-        self._held[category] += block.size
+        self._bytes[category] += block.size
         self._changed = True
-        if self._made:
-            self._made[-1].append(block)
+        if self._new_blocks:
+            self._new_blocks[-1].append(block)
         return block
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
-        """DTensor propagates shapes on meta tensors, and on fake tensors of a mode of its own."""
+        """Return whether DTensor computes shapes with this tensor, on device meta or in another fake mode."""
         if isinstance(tensor, FakeTensor):
-            # Not asked for its device: a fake tensor's takes a trip through the dispatcher.
+            # The device of a fake tensor is not read, because that takes time in the dispatcher.
             return tensor.fake_mode is not self._fake_mode
         return tensor.device.type == "meta"
 
-    def _freed(self, block: _Block) -> None:
+    def _on_death(self, block: _Block) -> None:
         del self._live[block.key]
-        self._held[block.category] -= block.size
+        self._bytes[block.category] -= block.size
         block.size = 0
         self._changed = True
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        block = self._live.get(storage._cdata)
+    def _on_resize(self, storage: torch.UntypedStorage) -> None:
+        block = self._live.get(storage_id(storage))
         if block is not None:
-            self._held[block.category] -= block.size
-            block.size = self._workspace.rounded(storage.nbytes())
-            self._held[block.category] += block.size
+            self._bytes[block.category] -= block.size
+            block.size = self._workspace.allocation(storage.nbytes())
+            self._bytes[block.category] += block.size
             self._changed = True
 
     def _mark(self, tensors: Iterable[torch.Tensor], category: int) -> None:
         for tensor in tensors:
-            block = self._count_tensor(getattr(tensor, "_local_tensor", tensor), category)
+            block = self._count_tensor(local_part(tensor), category)
             if block is not None:
                 self._move(block, category)
 
     def _move(self, block: _Block, category: int) -> None:
-        self._held[block.category] -= block.size
-        self._held[category] += block.size
+        self._bytes[block.category] -= block.size
+        self._bytes[category] += block.size
         block.category = category
 
-    # ---- whose: modules promote what outlives them, parameters claim their gradients ---------------------
+    # ---- categories: what outlives its module is activations, gradients belong to parameters --------------
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
-            # FSDP has gathered by now what this module needs. Those of its children too, for a technique may
-            # use their weights without running them.
+            # FSDP has gathered this module's parameters before. Those of its children are marked too, because
+            # a technique may use their weights without calling them.
             self._mark(module.parameters(), PARAMETERS)
             self._paths.enter(path)
-            self._made.append([])
+            self._new_blocks.append([])
 
         def leave(*_: Any) -> None:
-            for block in self._made.pop():
+            for block in self._new_blocks.pop():
                 if block.size and block.category == OTHER:
                     self._move(block, ACTIVATIONS)
             self._paths.leave()
@@ -243,7 +250,7 @@ class Meter(Observer):
     # ---- rows --------------------------------------------------------------------------------------------
 
     def _add_row(self, op: Op, module: str) -> None:
-        *device, host = self._held
+        *device, host = self._bytes
         now = self._clock() - self._start
         self.rows.add(now, device, host, phase=self._phase, module=module, op=op, step=self._step)
         self._changed = False

@@ -1,17 +1,19 @@
-"""Which module is at work, in forward and in backward, without touching the autograd graph."""
+"""The module that runs at an instant, in forward and in backward."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
-import torch
+from lab.torch_private import next_sequence_number, running_sequence_number
 
 
 class ModulePaths:
-    """The path of the running module: of the innermost forward, or of the forward that backward undoes.
+    """The path of the module that runs.
 
-    Autograd numbers its nodes in order of creation, so a module's forward owns a range of numbers; the node
-    that runs in backward is looked up in these ranges (torch's profiler ties the two passes the same way).
+    In forward it is the innermost module. In backward it is the module whose forward made the autograd node
+    that runs. Autograd numbers its nodes in the order in which forward makes them. So the nodes of each
+    module's forward have a range of numbers, in which the node that runs is looked up. torch's profiler
+    relates the two passes in the same way.
     """
 
     def __init__(self) -> None:
@@ -19,35 +21,36 @@ class ModulePaths:
         self._outer: list[str] = []
         self._starts: list[int] = []
         self._paths: list[str] = []
-        self._undone = ""
+        self._backward_path = ""
 
     def enter(self, path: str) -> None:
-        """The module of this path begins its forward."""
-        # A module that backward runs again belongs to what backward undoes, and so does what follows it.
+        """Note that the module of this path begins its forward."""
+        # When backward recomputes a module, its nodes have new numbers. The nodes after them belong to the
+        # module whose backward runs, so its path is restored on leaving.
         self._outer.append(self.current())
         self._open.append(path)
         self._begin(path)
 
     def leave(self) -> None:
-        """The innermost module ends its forward."""
+        """Note that the innermost module ends its forward."""
         self._open.pop()
         self._begin(self._outer.pop())
 
     def current(self) -> str:
-        """The path now; empty outside every module."""
+        """Return the path; it is empty where no module runs."""
         if self._open:
             return self._open[-1]
-        node = torch._C._current_autograd_node()
-        if node is None:
+        number = running_sequence_number()
+        if number is None:
             return ""
-        found = bisect_right(self._starts, node._sequence_nr()) - 1
-        # Gradient accumulation has the highest number of all: it belongs to the node that ran before it.
-        if 0 <= found < len(self._starts) - 1:
-            self._undone = self._paths[found]
-        return self._undone
+        index = bisect_right(self._starts, number) - 1
+        # A node that accumulates a gradient has a number above all others. It belongs to the node before it.
+        if 0 <= index < len(self._starts) - 1:
+            self._backward_path = self._paths[index]
+        return self._backward_path
 
     def _begin(self, path: str) -> None:
-        start = torch._C._autograd._get_sequence_nr()
+        start = next_sequence_number()
         if self._starts and self._starts[-1] == start:
             self._paths[-1] = path
         else:

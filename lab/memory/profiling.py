@@ -1,8 +1,7 @@
-"""Seconds and bytes of the same step: torch's profiler under the meter, each operator with its module.
+"""Seconds and bytes of one step: torch's profiler runs under the meter, and each operator has its module.
 
-The meter is a dispatch mode and takes time of its own at every operator. That is measured with the rest: what
-stands in ``Profile.calls`` are the operators themselves, ``Profile.meter_seconds`` is what the meter and its
-marks took around them.
+The meter is a dispatch mode, and takes time at every operator. This time is measured too. ``Profile.calls``
+has the seconds of the operators alone, and ``Profile.meter_seconds`` the seconds of the meter and its marks.
 """
 
 from __future__ import annotations
@@ -25,17 +24,26 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.memory.meter import ACTIVATIONS, OTHER, Meter
 from lab.memory.timeline import CATEGORIES, Moment, Timeline
+from lab.torch_private import memory_snapshot, start_memory_history, stop_memory_history, storage_id
 
 MARK = "lab"
-"""Begins the names of the meter's marks in a trace: ``lab|forward|model.layers.0.mlp|aten.silu``."""
+"""The start of the names of the meter's marks in a trace: ``lab|forward|model.layers.0.mlp|aten.silu``."""
 
 _COLLECTIVES = ("gloo:", "nccl:")
-"""What a collective is called while a thread of its backend runs it, or waits for the other ranks."""
+"""The starts of the names of collectives, while a backend's thread runs them or waits for other ranks."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator as it ran: ``start`` in seconds on the timeline's clock, ``seconds`` long."""
+    """One call of an operator.
+
+    Attributes:
+        op: The operator.
+        module: The path of the module that called it.
+        phase: The phase of the step.
+        start: When it began, in seconds on the timeline's clock.
+        seconds: How long it took.
+    """
 
     op: str
     module: str
@@ -45,8 +53,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What all calls of one name took together, in seconds."""
+class Total:
+    """All calls of one name together.
+
+    Attributes:
+        name: The operator, the kind of module, or the phase.
+        seconds: How long the calls took together.
+        calls: How many there were.
+    """
 
     name: str
     seconds: float
@@ -54,29 +68,36 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Left:
-    """A storage that outlived its step and is no parameter, gradient or optimizer state.
+class Leftover:
+    """A storage that outlives its step and is no parameter, gradient or optimizer state.
 
-    ``made`` is the instant at which it was first seen: its op and module are who made it, its step when.
+    Attributes:
+        bytes: Its size.
+        category: Its category.
+        first_seen: The instant at which the meter saw it first, with the operator and module that made it.
     """
 
     bytes: int
     category: str
-    made: Moment
+    first_seen: Moment
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """The last of some training steps of one rank, in seconds and in bytes.
+    """The last of several training steps of one rank, in seconds and in bytes.
 
-    ``timeline`` has the bytes of all the steps, ``calls`` the operators of the last one in order, ``left``
-    what was still held after it, the largest first. ``trace`` is the profiler's own, gzipped JSON for
-    Perfetto; ``snapshot`` is for PyTorch's memory viewer, None where there is no CUDA allocator.
+    Attributes:
+        timeline: The bytes of all the steps.
+        calls: The operators of the last step, in order.
+        leftovers: The storages that are still held after the last step, the largest first.
+        meter_seconds: The seconds of the last step that the meter took.
+        trace: The profiler's trace, gzipped JSON for Perfetto.
+        snapshot: A pickle for PyTorch's memory viewer; None without CUDA.
     """
 
     timeline: Timeline
     calls: tuple[Call, ...]
-    left: tuple[Left, ...]
+    leftovers: tuple[Leftover, ...]
     meter_seconds: float
     trace: bytes
     snapshot: bytes | None
@@ -88,21 +109,24 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """What the profiled step took, from its first row to its last."""
+        """The seconds from the first row of the profiled step to its last."""
         rows = self.last.seconds
         return float(rows[-1] - rows[0])
 
-    def spent(self, by: Literal["op", "module", "phase"]) -> list[Spent]:
-        """Seconds and calls by operator, by kind of module (layers together) or by phase, the most first."""
-        taken: dict[str, list[float]] = defaultdict(list)
+    def totals(self, by: Literal["op", "module", "phase"]) -> list[Total]:
+        """Return seconds and calls by operator, by kind of module or by phase; the longest comes first."""
+        by_name: dict[str, list[float]] = defaultdict(list)
         for call in self.calls:
-            taken[name_of(call, by)].append(call.seconds)
-        found = [Spent(name, sum(seconds), len(seconds)) for name, seconds in taken.items()]
-        return sorted(found, key=lambda spent: -spent.seconds)
+            by_name[name_of(call, by)].append(call.seconds)
+        totals = [Total(name, sum(seconds), len(seconds)) for name, seconds in by_name.items()]
+        return sorted(totals, key=lambda total: -total.seconds)
 
 
 def name_of(call: Call, by: Literal["op", "module", "phase"]) -> str:
-    """What a call counts as; layers are one: ``model.layers.3.mlp.down_proj`` is ``mlp.down_proj``."""
+    """Return the name under which a call is added up: an operator, a kind of module or a phase.
+
+    Modules of all layers have one name: ``model.layers.3.mlp.down_proj`` is ``mlp.down_proj``.
+    """
     if by == "module":
         parts = call.module.removeprefix("model.").split(".")
         return ".".join(parts[2:] or ["layer"] if parts[0] == "layers" else parts) or "no module"
@@ -110,18 +134,18 @@ def name_of(call: Call, by: Literal["op", "module", "phase"]) -> str:
 
 
 class ProfilingMeter(Meter):
-    """A meter that marks each operator in the profiler's trace and knows where each storage came from."""
+    """A meter that marks each operator in the profiler's trace, and remembers where each storage was made."""
 
     def __init__(self) -> None:
-        # The profiler's clock, so that rows and calls stand on one axis.
+        # The clock of the profiler, so that rows and calls have one axis of time.
         super().__init__(clock=lambda: time.time_ns() / 1e9)
-        self._born: dict[int, int] = {}
+        self._first_row: dict[int, int] = {}
         self._waits = torch.cuda.is_available()
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As the meter does, inside a mark; a GPU is waited for, so that an operator's time is its own."""
+        """Run and count the operator inside a mark; on a GPU, wait for it, to measure its own time."""
         if func.namespace == "profiler":
-            return func(*args, **kwargs)  # a mark of FSDP's or the optimizer's
+            return func(*args, **kwargs)  # a mark that FSDP or the optimizer sets
         with record_function(f"{MARK}|{self._phase}|{self._paths.current()}|{func.overloadpacket}"):
             result = super().observe(func, args, kwargs)
             if self._waits:
@@ -129,60 +153,62 @@ class ProfilingMeter(Meter):
         return result
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> Any:
-        # Asked before and of this one: counting may free others.
-        known = tensor.untyped_storage()._cdata in self._live
+        # Looked up before the storage is counted, because counting may free other storages.
+        known = storage_id(tensor.untyped_storage()) in self._live
         block = super()._count_tensor(tensor, category)
         if block is not None and not known:
-            self._born[block.key] = len(self.rows)  # the row that the operator at work is about to add
+            self._first_row[block.key] = len(self.rows)  # the row that this operator will add
         return block
 
-    def left(self) -> tuple[Left, ...]:
-        """What is held now beside the model's state, the largest first."""
+    def leftovers(self) -> tuple[Leftover, ...]:
+        """Return the storages that are held now and are not the model's state, the largest first."""
         gc.collect()
         rows = self.timeline()
-        kept = [b for b in self._live.values() if b.size and b.category in (ACTIVATIONS, OTHER)]
-        kept.sort(key=lambda block: -block.size)
-        return tuple(Left(b.size, CATEGORIES[b.category], rows.moment(self._born[b.key])) for b in kept)
+        blocks = [b for b in self._live.values() if b.size and b.category in (ACTIVATIONS, OTHER)]
+        blocks.sort(key=lambda block: -block.size)
+        return tuple(
+            Leftover(b.size, CATEGORIES[b.category], rows.moment(self._first_row[b.key])) for b in blocks
+        )
 
     @contextmanager
-    def profiled(self) -> Iterator[list[Profile]]:
-        """Profile the step in the block; the list that is yielded holds its profile afterwards."""
+    def profile_step(self) -> Iterator[list[Profile]]:
+        """Profile the step that runs in this context; afterwards the list that it yields has the profile."""
         result: list[Profile] = []
         cuda = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         if cuda:
-            torch.cuda.memory._record_memory_history()
+            start_memory_history(stacks=True)
         snapshot = None
         try:
             with profile(activities=activities) as profiler:
                 yield result
             if cuda:
-                snapshot = pickle.dumps(torch.cuda.memory._snapshot())
+                snapshot = pickle.dumps(memory_snapshot())
         finally:
             if cuda:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                stop_memory_history()
         calls, overhead = _calls(profiler.profiler.kineto_results.events(), self._start)
-        result.append(Profile(self.timeline(), calls, self.left(), overhead, _trace(profiler), snapshot))
+        result.append(Profile(self.timeline(), calls, self.leftovers(), overhead, _trace(profiler), snapshot))
 
 
 def _calls(events: Iterable[Any], zero: float) -> tuple[tuple[Call, ...], float]:
-    """The marked operators in order, and the seconds that went into marking and metering them."""
+    """Return the marked operators in order, and the seconds that the marks and the meter took."""
     on_host = [e for e in events if str(e.device_type()) == "DeviceType.CPU"]
     on_host.sort(key=lambda e: (e.start_thread_id(), e.start_ns(), -e.duration_ns()))
-    calls, metered = [], 0
+    calls, overhead = [], 0
     for place, event in enumerate(on_host):
         if event.name().startswith(MARK + "|"):
             _, phase, module, op = event.name().split("|")
             start, end = _inside(on_host, place)
             calls.append(Call(op, module, phase, start / 1e9 - zero, (end - start) / 1e9))
-            metered += event.duration_ns() - (end - start)
+            overhead += event.duration_ns() - (end - start)
     calls.sort(key=lambda call: call.start)
     calls += _collectives(on_host, calls, zero)
-    return tuple(sorted(calls, key=lambda call: call.start)), metered / 1e9
+    return tuple(sorted(calls, key=lambda call: call.start)), overhead / 1e9
 
 
 def _inside(events: Sequence[Any], place: int) -> tuple[int, int]:
-    """From when to when, in ns, the mark at this place had its operator, and a wait for it, running."""
+    """Return the start and end, in ns, of the operator in the mark at this place, and of the wait for it."""
     mark = events[place]
     end = mark.start_ns() + mark.duration_ns()
     last = first = mark.start_ns()
@@ -196,16 +222,16 @@ def _inside(events: Sequence[Any], place: int) -> tuple[int, int]:
 
 
 def _collectives(events: Iterable[Any], calls: Sequence[Call], zero: float) -> Iterator[Call]:
-    """What a backend's threads ran, each for the operator that asked for it: the last that began before."""
+    """Yield what a backend's threads ran; each belongs to the last operator that began before it."""
     before = Call("", "", "setup", 0.0, 0.0)
-    asked = iter(calls)
-    upcoming = next(asked, None)
+    remaining = iter(calls)
+    upcoming = next(remaining, None)
     for event in sorted(events, key=lambda e: e.start_ns()):
         if not event.name().startswith(_COLLECTIVES):
             continue
         start = event.start_ns() / 1e9 - zero
         while upcoming is not None and upcoming.start <= start:
-            before, upcoming = upcoming, next(asked, None)
+            before, upcoming = upcoming, next(remaining, None)
         yield Call(event.name(), before.module, before.phase, start, event.duration_ns() / 1e9)
 
 

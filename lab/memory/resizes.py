@@ -1,4 +1,4 @@
-"""Storages that change their size, which does not cross the dispatcher."""
+"""Resizes of storages, which do not cross torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from typing import Any
 
 import torch
 
-_listening: list[Callable[[torch.UntypedStorage], None]] = []
-_changing = Lock()
+_listeners: list[Callable[[torch.UntypedStorage], None]] = []
+_lock = Lock()
 _resize = torch.UntypedStorage.resize_
 
 
 @contextmanager
-def resizes_seen(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Report storages that are resized in the block: Python's ``resize_`` does not cross the dispatcher.
+def report_resizes(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``listener`` with each storage that is resized in this context, after it was resized.
 
-    The class is patched because there is no other seam, and only while anybody measures (torch's own tracker
-    does the same). Blocks may overlap: a plan is made in one thread while a cell measures in another. Each
-    hears of all storages, for a backward pass on CUDA resizes in threads of its own.
+    The method of torch's class is replaced, because torch offers no hook; torch's own memory tracker replaces
+    it too. It is replaced only while a listener exists. Contexts may overlap: one thread makes a plan while
+    another measures. Each listener hears of the storages of all threads, because a backward pass on CUDA
+    resizes in threads of its own.
     """
-    with _changing:
-        _listening.append(resized)
-        torch.UntypedStorage.resize_ = _told  # type: ignore[method-assign, assignment]
+    with _lock:
+        _listeners.append(listener)
+        torch.UntypedStorage.resize_ = _resize_and_report  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        with _changing:
-            _listening.remove(resized)
-            if not _listening:
+        with _lock:
+            _listeners.remove(listener)
+            if not _listeners:
                 torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
 
 
-def _told(storage: torch.UntypedStorage, size: int) -> Any:
+def _resize_and_report(storage: torch.UntypedStorage, size: int) -> Any:
     result = _resize(storage, size)
-    for resized in tuple(_listening):
-        resized(storage)
+    for listener in tuple(_listeners):
+        listener(storage)
     return result

@@ -1,34 +1,37 @@
-"""When chosen operators ran: to count them, and to see what stands before what."""
+"""The times at which chosen operators ran: to count them, and to see their order."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from lab.memory.observing import Observer
+from lab.memory.observer import Observer
 
 Span = tuple[str, float, float]
-"""An operator's name, and when it began and ended, in seconds of ``time.perf_counter``."""
+"""An operator's name, its start and its end, in seconds of ``time.perf_counter``."""
 
 
 class Spans(Observer):
-    """Notes every operator inside the block whose name begins with one of ``names``, in order.
+    """Records the operators that run inside it and whose name begins with one of ``names``.
 
-    Names are the meter's: ``aten.mm``, ``lab.to_host``. On CUDA an operator has ended when its kernels are
-    queued, so what stands here is the order, not the device's time.
+    The names are those of the meter: ``aten.mm``, ``lab.to_host``. On CUDA an operator ends when its kernels
+    are queued, so the spans show the order of operators and not the time of the device.
+
+    Attributes:
+        all: The spans, in order.
     """
 
     def __init__(self, *names: str) -> None:
         super().__init__()
         self._names = names
-        self.found: list[Span] = []
+        self.all: list[Span] = []
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operator, and note it if it was asked for."""
+        """Run the operator, and record its span if its name was chosen."""
         name = str(func.overloadpacket)
         if not name.startswith(self._names):
             return func(*args, **kwargs)
         start = time.perf_counter()
         result = func(*args, **kwargs)
-        self.found.append((name, start, time.perf_counter()))
+        self.all.append((name, start, time.perf_counter()))
         return result

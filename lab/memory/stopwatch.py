@@ -1,4 +1,4 @@
-"""Seconds of a step by phase; alone it looks at no operator, so none is slowed down."""
+"""The seconds of a step, by phase."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import torch
 
 from lab.memory.cuda import CudaMeter
 from lab.memory.meter import Meter
-from lab.memory.out_of_memory import outside_the_meter
+from lab.memory.out_of_memory import unmetered_out_of_memory
 
 
 class Stopwatch:
-    """A step's meter that looks at the clock. ``seconds`` has one dict a step: seconds by phase.
+    """A step's meter that measures time. It sees no operator, and so slows none down.
 
-    Where there is CUDA, a phase ends when the device has done all that was asked of it. With a ``meter``, the
-    step is under that meter too, and the seconds include what it takes. Out of memory that no meter saw is
-    raised as OutOfMemory.
+    On CUDA a phase ends when the device has finished the work of that phase. An out-of-memory error of torch
+    is raised as OutOfMemory.
+
+    Args:
+        meter: A meter that measures the same steps. The seconds then include the time that it takes.
+
+    Attributes:
+        seconds: One dict for each step: the seconds by phase.
     """
 
     def __init__(self, meter: Meter | CudaMeter | None = None) -> None:
@@ -29,17 +34,17 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, *step: Any) -> Iterator[None]:
-        """Time one step, the block; ``step`` is its model and optimizer."""
+        """Measure the step that runs in this context; ``step`` is its model and optimizer."""
         self.seconds.append({})
         try:
             with nullcontext() if self._meter is None else self._meter.measure(*step):
                 yield
         except torch.OutOfMemoryError as error:
-            raise outside_the_meter(error, self._phase) from error
+            raise unmetered_out_of_memory(error, self._phase) from error
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one part of it."""
+        """Measure one phase of the step."""
         self._phase = name
         start = _now()
         with nullcontext() if self._meter is None else self._meter.phase(name):

@@ -1,4 +1,4 @@
-"""The one result type of every verb: bytes over time, by category, with the op at each point."""
+"""The timeline: bytes over time by category, with the operator at each point. Every verb returns one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-"""What holds device bytes, in stacking order. *activations* outlive the module that made them."""
+"""What device bytes are for, in the order in which figures stack them.
+
+*activations* are tensors that outlive the module in whose forward they were made.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,18 @@ class Op:
 
 @dataclass(frozen=True)
 class Moment:
-    """One instant of a step, in full: what ran, where, and who held what.
+    """One instant of a step.
 
-    ``device`` and ``host`` are bytes of this rank; ``by_category`` splits ``device``.
+    Attributes:
+        seconds: The time, on the timeline's clock.
+        device: Bytes of this rank on the device.
+        host: Bytes of this rank in host memory.
+        by_category: The device bytes by category.
+        op: The operator that had just run.
+        shapes: The shapes of its tensor inputs.
+        module: The path of the module that ran it; empty outside every module.
+        phase: The phase of the step: forward, backward or optimizer.
+        step: The training step, counted from 0.
     """
 
     seconds: float
@@ -45,11 +57,19 @@ class Moment:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Bytes of one rank over time; one row per operator that changed them, n rows.
+    """Bytes of one rank over time: n rows, one for each operator that changed the bytes.
 
-    ``seconds`` [n]; ``device`` [n, len(CATEGORIES)] and ``host`` [n] in bytes; ``phase``, ``module``, ``op``
-    [n] are indices into the tables ``phases``, ``modules``, ``ops``; ``step`` [n] counts training steps
-    from 0.
+    Attributes:
+        seconds: The time of each row [n].
+        device: Device bytes by category [n, len(CATEGORIES)].
+        host: Host bytes [n].
+        phase: Indices into ``phases`` [n].
+        module: Indices into ``modules`` [n].
+        op: Indices into ``ops`` [n].
+        step: Training steps, counted from 0 [n].
+        phases: The names of phases.
+        modules: The paths of modules.
+        ops: The operators.
     """
 
     seconds: npt.NDArray[np.float64]
@@ -68,26 +88,26 @@ class Timeline:
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
-        """Device bytes at each point, all categories together [n]."""
+        """Device bytes of all categories together [n]."""
         return np.asarray(self.device.sum(axis=1), dtype=np.int64)
 
     @property
     def device_peak(self) -> int:
-        """The most device bytes held at once."""
+        """The most device bytes that are held at once."""
         return int(self.total.max(initial=0))
 
     @property
     def host_peak(self) -> int:
-        """The most host bytes held at once."""
+        """The most host bytes that are held at once."""
         return int(self.host.max(initial=0))
 
     @property
     def peak(self) -> Moment:
-        """The instant at which the device held the most: its op names the next technique."""
+        """The instant at which the device holds the most bytes."""
         return self.moment(int(self.total.argmax()))
 
     def moment(self, row: int) -> Moment:
-        """Everything known of one row."""
+        """Return one row as a Moment."""
         op = self.ops[self.op[row]]
         return Moment(
             seconds=float(self.seconds[row]),
@@ -102,11 +122,11 @@ class Timeline:
         )
 
     def at(self, seconds: float) -> Moment:
-        """What was held at this time: the last point at or before it."""
+        """Return the last row at or before this time."""
         return self.moment(max(int(np.searchsorted(self.seconds, seconds, side="right")) - 1, 0))
 
     def spans(self) -> Iterator[tuple[str, int, float, float]]:
-        """Yield ``(phase, step, start, end)`` in seconds, in order: the bands behind a drawn timeline."""
+        """Yield ``(phase, step, start, end)`` of each phase, in order; start and end are in seconds."""
         if not len(self):
             return
         edges = np.flatnonzero((np.diff(self.phase) != 0) | (np.diff(self.step) != 0)) + 1
@@ -121,21 +141,21 @@ class Timeline:
             )
 
     @classmethod
-    def joined(cls, pieces: Sequence[Timeline]) -> Timeline:
-        """One timeline of consecutive pieces, at least one, as ``TimelineBuilder.since`` handed them out."""
-        last = pieces[-1]  # which knows all names of those before it
+    def join(cls, pieces: Sequence[Timeline]) -> Timeline:
+        """Return one timeline of consecutive pieces that ``TimelineBuilder.since`` returned; at least one."""
+        last = pieces[-1]  # its tables contain those of all pieces before it
         columns = [np.concatenate([getattr(piece, name) for piece in pieces]) for name in _COLUMNS]
         return _from_columns(columns, last.phases, last.modules, last.ops)
 
     def rows(self, keep: npt.ArrayLike) -> Timeline:
-        """Only these rows (a slice's indices or a mask), with the tables as they are."""
+        """Return a timeline of these rows alone, which are given as indices or as a mask."""
         index = np.asarray(keep)
         return _from_columns(
             [getattr(self, name)[index] for name in _COLUMNS], self.phases, self.modules, self.ops
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and strings, for a file or a message."""
+        """Return plain lists and strings, for a file or a message."""
         return {
             **{name: getattr(self, name).tolist() for name in _COLUMNS},
             "phases": list(self.phases),
@@ -145,7 +165,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: dict[str, Any] | str) -> Timeline:
-        """Read what ``to_json`` wrote, as a dict or as its text."""
+        """Return the timeline of what ``to_json`` returned, given as a dict or as JSON text."""
         d = json.loads(document) if isinstance(document, str) else document
         columns = [d[name] for name in _COLUMNS]
         return _from_columns(columns, d["phases"], d["modules"], (Op(**op) for op in d["ops"]))
@@ -166,7 +186,7 @@ def _from_columns(
 
 
 class TimelineBuilder:
-    """Grows a timeline row by row; ``since`` hands out what came after a row, for live drawing."""
+    """Builds a timeline row by row. The live timeline draws the new rows, which ``since`` returns."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, tuple[int, ...], int, int, int, int, int]] = []
@@ -186,7 +206,7 @@ class TimelineBuilder:
         op: Op,
         step: int,
     ) -> None:
-        """Append one row: device bytes by category, host bytes, and where they were seen."""
+        """Append one row; ``device`` has the bytes of each category."""
         phases, modules, ops = self._tables
         self._rows.append(
             (
@@ -201,6 +221,6 @@ class TimelineBuilder:
         )
 
     def since(self, row: int = 0) -> Timeline:
-        """The rows from ``row`` on, as a timeline of their own."""
+        """Return the rows from ``row`` on as a timeline."""
         columns = list(zip(*self._rows[row:], strict=True)) or [()] * len(_COLUMNS)
         return _from_columns(columns, *self._tables)

@@ -1,4 +1,4 @@
-"""Bytes that never cross the dispatcher: what a plan adds for the device that it stands for."""
+"""Bytes that never cross the dispatcher: a plan adds them for the device that it is made for."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workspace:
-    """What a device takes beside the storages that operators hand to each other, in bytes.
+    """The bytes that a device holds in addition to the storages of the step's tensors.
 
     Attributes:
-        fixed: held all the time.
-        rounded: what the allocator takes for a storage of so many bytes.
-        inside: what a kernel, by its name and arguments, takes while it runs.
+        fixed: Bytes that are held all the time.
+        allocation: Takes the bytes of a storage; returns the bytes that the allocator reserves for it.
+        kernel: Takes an operator's name and arguments; returns the bytes that its kernel allocates inside.
     """
 
     fixed: int = 0
-    rounded: Callable[[int], int] = int
-    inside: Callable[[str, tuple[Any, ...]], int] = lambda _op, _args: 0
+    allocation: Callable[[int], int] = int
+    kernel: Callable[[str, tuple[Any, ...]], int] = lambda _op, _args: 0
 
 
 NO_WORKSPACE = Workspace()
-"""CPU ranks, as the meter sees them."""
+"""No bytes are added: a plan then counts what the meter counts on CPU ranks."""

@@ -1,4 +1,4 @@
-"""Models by preset, Hugging Face directory or callable; each name is loaded when it is first used."""
+"""Models by name, from a Hugging Face directory, or from a callable. Each name is imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelLike", "Outline", "build", "config_of", "outline", "save"]
 
 
-# A remembered plan needs the presets and no torch, which ``lab.models.load`` imports.
+# A plan from the cache needs the presets, and not torch, which ``lab.models.load`` imports.
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("lab.models.load"), name)

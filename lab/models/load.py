@@ -1,4 +1,7 @@
-"""A name, a Hugging Face directory, a config or a callable -> a transformers decoder; no downloads."""
+"""Models of transformers, made from a name, a Hugging Face directory, a config or a callable.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -30,6 +32,7 @@ from lab.errors import LabError, ModelError
 from lab.models.first_values import fill
 from lab.models.presets import PRESETS
 from lab.models.weight_files import WeightFiles, allocate
+from lab.torch_private import detect_fake_mode
 from lab.units import check_counts
 
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]
@@ -38,12 +41,12 @@ returns a model."""
 
 
 def config_of(model: ModelLike) -> PretrainedConfig:
-    """The config behind anything that ``build`` takes; a callable is called for it.
+    """Return the config of any model that ``build`` takes. A callable is called.
 
     Raises:
-        ModelError: an unknown name, a directory without a config.json or with one that cannot be used, a
-            family that the techniques do not know, a size that is not 1 or more, or a callable that raises
-            or returns no transformers model.
+        ModelError: The name is unknown; the directory has no config.json, or one that cannot be used; the
+            family is not supported; a size is not 1 or more; or the callable raises, or returns no
+            transformers model.
     """
     if isinstance(model, PretrainedConfig):
         check_config(model)
@@ -52,18 +55,19 @@ def config_of(model: ModelLike) -> PretrainedConfig:
     if folder is not None:
         return _read(folder)
     if callable(model):
-        return _called(model).config
+        return _call(model).config
     return PRESETS[str(model)]()
 
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """A model on the meta device, with real buffers, and where its parameters' values come from.
+    """A model on the meta device, with real buffers, and the source of its parameters' values.
 
     Attributes:
-        model: its parameters have shapes and dtypes, and no memory yet. Techniques can be applied to it.
-        seed: of the first values, where there are no files.
-        files: the weights, if the directory has any that are to be read.
+        model: The model. Its parameters have shapes and dtypes, and no memory yet. Techniques can be applied
+            to it.
+        seed: The seed of the first values, which are used where there are no files.
+        files: The weights of the directory; None if there are none, or none are read.
     """
 
     model: PreTrainedModel
@@ -71,102 +75,115 @@ class Outline:
     files: WeightFiles | None
 
     def origin(self) -> str:
-        """A text that differs where the values would.
+        """Return a text that is the same on two ranks only if their models get the same values.
 
         Raises:
-            ModelError: files that do not fit the model or cannot be read.
+            ModelError: The files do not fit the model, or cannot be read.
         """
         if self.files is None:
             return f"seed {self.seed}"
-        with _refused(f"the weights in {self.files.folder} cannot be loaded"):
+        with _as_model_error(f"the weights in {self.files.folder} cannot be loaded"):
             return self.files.digest(self.model)
 
     def materialize(self, device: torch.device) -> None:
-        """Give the model its parameters on ``device``, in place; of sharded ones, this rank's shards.
+        """Allocate the model's parameters on ``device``, or this rank's shards, and write their values.
 
-        Beside these it holds one piece of a parameter (``lab.models.first_values.piece_elements``), or one
-        shard read from the files.
+        The extra memory is one piece of a parameter (``lab.models.first_values.piece_elements``), or one
+        shard that is read from the files.
 
         Raises:
-            ModelError: as ``origin``.
+            ModelError: See ``origin``.
         """
         allocate(self.model, device)
         if self.files is None:
             fill(self.model, self.seed)
             return
-        with _refused(f"the weights in {self.files.folder} cannot be loaded"):
+        with _as_model_error(f"the weights in {self.files.folder} cannot be loaded"):
             self.files.load(self.model)
 
 
 def outline(model: str | Path | PretrainedConfig, *, seed: int = 0, weights: bool = True) -> Outline:
-    """Make the model without memory for its parameters; a callable's model arrives whole, and has no outline.
+    """Make a model without memory for its parameters.
 
-    Without ``weights`` those of a directory are not read, and random ones of the dtype that they would have
-    take their place. Parameters are fp32 unless the config beside the weights says otherwise. The caller's
-    config and random state are kept.
+    A callable returns a whole model, so it has no outline. Parameters are fp32, unless the directory has
+    weights and its config has another dtype. The caller's config and random state do not change.
+
+    Args:
+        model: A name, a directory or a config.
+        seed: The seed of the first values.
+        weights: Whether the weights of a directory are used. Without them the parameters get first values, in
+            the dtype of the weights.
 
     Raises:
-        ModelError: as ``config_of``; weights that are not safetensors.
+        ModelError: See ``config_of``; or the weights are not safetensors.
     """
     config = copy.deepcopy(config_of(model))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
     own = folder is not None and any(folder.glob("*.safetensors*"))
     if folder is not None and not own and any(folder.glob("*.bin*")):
-        raise ModelError(f"{folder} holds weights, but none as safetensors, the one format that is read")
+        raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     dtype = (config.dtype if own else None) or torch.float32
-    with _refused(f"no {config.model_type} can be made of this config"):
+    with _as_model_error(f"no {config.model_type} model can be made from this config"):
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        assert isinstance(built, PreTrainedModel)
-        # The one module of these families that has buffers. It computes them when it is made.
-        made: Any = built.model
-        made.rotary_emb = type(made.rotary_emb)(made.rotary_emb.config)
-    built.config.use_cache = False
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        assert isinstance(skeleton, PreTrainedModel)
+        # The only module of these families that has buffers. It computes them in its constructor.
+        decoder: Any = skeleton.model
+        decoder.rotary_emb = type(decoder.rotary_emb)(decoder.rotary_emb.config)
+    skeleton.config.use_cache = False
     files = None
     if folder is not None and own and weights:
-        with _refused(f"the weights in {folder} cannot be loaded"):
+        with _as_model_error(f"the weights in {folder} cannot be loaded"):
             files = WeightFiles(folder)
             if (folder / "generation_config.json").is_file():
-                built.generation_config = GenerationConfig.from_pretrained(folder)
-        built.eval()
-    return Outline(built, seed, files)
+                skeleton.generation_config = GenerationConfig.from_pretrained(folder)
+        skeleton.eval()
+    return Outline(skeleton, seed, files)
 
 
 def build(
     model: ModelLike, *, seed: int = 0, weights: bool = True, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Make the model: a directory's own weights where it has them, else random ones, the same for a seed.
+    """Make a model with the weights of its directory, or else with random weights.
 
-    Its parameters are made on ``device``, by default torch's default device. Under fake tensors, and on the
-    meta device, they have no values. All else is as ``outline`` has it.
+    Under fake tensors, and on the meta device, the parameters have no values. All else is as in ``outline``.
+
+    Args:
+        model: A name, a directory, a config or a callable.
+        seed: The seed of random weights. The same seed gives the same weights.
+        weights: Whether the weights of a directory are used.
+        device: The device of the parameters; None stands for torch's default device.
 
     Raises:
-        ModelError: as ``config_of``; or weights that do not fit or cannot be read.
+        ModelError: See ``config_of``; or the weights do not fit the model, or cannot be read.
     """
     place = device or torch.get_default_device()
     if callable(model) and not isinstance(model, PretrainedConfig):
-        called = _called(model)
-        return called if device is None else called.to(device)  # type: ignore[arg-type]
-    made = outline(model, seed=seed, weights=weights)
+        result = _call(model)
+        return result if device is None else result.to(device)  # type: ignore[arg-type]
+    empty = outline(model, seed=seed, weights=weights)
     if detect_fake_mode() is not None:
-        allocate(made.model, place)
+        allocate(empty.model, place)
     elif place.type != "meta":
-        made.materialize(place)
-    return made.model
+        empty.materialize(place)
+    return empty.model
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write a model as a Hugging Face directory.
 
-    Where accelerate and DeepSpeed are installed transformers imports DeepSpeed here, which logs to the stdout
-    that it finds. stdout is for what a command answers.
+    transformers imports DeepSpeed here if it and accelerate are installed, and DeepSpeed logs to stdout. Its
+    lines are sent to stderr, because stdout has the answer of a command and nothing else.
     """
     with redirect_stdout(sys.stderr):
         model.save_pretrained(folder)
 
 
 def _folder(model: str | Path | Callable[[], object]) -> Path | None:
-    """The directory that ``model`` names, itself or by its config.json; None for a preset or a callable."""
+    """Return the directory of a model; None for a preset or a callable.
+
+    The directory may be given as itself or as its config.json.
+    """
     if callable(model) or (isinstance(model, str) and model in PRESETS):
         return None
     if not isinstance(model, str | Path):
@@ -189,7 +206,10 @@ def _folder(model: str | Path | Callable[[], object]) -> Path | None:
 
 
 def _read(folder: Path) -> PretrainedConfig:
-    """The config in ``folder``; transformers fills a size left out with a default, another model's."""
+    """Return the config in ``folder``; a size that is left out is refused.
+
+    transformers would take the default of its config class, which is the size of another model.
+    """
     path = folder / "config.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -207,30 +227,33 @@ def _read(folder: Path) -> PretrainedConfig:
         value = document.get(own, document.get(name))
         if value is not None:
             check_counts({f"{path}: {name}": value}, ModelError)
-        # Without key/value heads of its own a model has as many as query heads, by its family's definition.
+        # A config without a number of key/value heads means as many as query heads.
         elif hasattr(family, own) and name != "num_key_value_heads":
-            raise ModelError(f"{path} has no {own}: give it the model's own")
-    with _refused(f"{path} is not a config transformers can read"):
+            raise ModelError(f"{path} has no {own}: add the model's own")
+    with _as_model_error(f"{path} is not a config that transformers can read"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     assert isinstance(config, PretrainedConfig)
     check_config(config)
     return config
 
 
-def _called(model: Callable[[], object]) -> PreTrainedModel:
+def _call(model: Callable[[], object]) -> PreTrainedModel:
     if isinstance(model, nn.Module):
-        raise ModelError(f"a {type(model).__name__} itself: give a callable that returns one")
-    with _refused("the callable failed"):
-        built = model()
-    if not isinstance(built, PreTrainedModel):
-        raise ModelError(f"the callable returned {type(built).__name__}, not a transformers model")
-    decoder_of(built)
-    return built
+        raise ModelError(f"a model ({type(model).__name__}) was given: give a callable that returns one")
+    with _as_model_error("the callable failed"):
+        result = model()
+    if not isinstance(result, PreTrainedModel):
+        raise ModelError(f"the callable returned {type(result).__name__}, not a transformers model")
+    decoder_of(result)
+    return result
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Errors of code that is not the lab's, of any type and many lines, as one line; the lab's own pass."""
+def _as_model_error(what: str) -> Iterator[None]:
+    """Raise errors of other code, which may have many lines, as a ModelError of one line.
+
+    Errors of the lab are raised unchanged.
+    """
     try:
         yield
     except LabError:
@@ -240,5 +263,5 @@ def _refused(what: str) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """The first sentence that ``error`` says, on one line."""
+    """Return the first sentence of an error's message, on one line."""
     return re.split(r"(?<=[.!?]) ", " ".join(str(error).split()), maxsplit=1)[0].rstrip(".")

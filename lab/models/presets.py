@@ -1,4 +1,4 @@
-"""The presets: the shapes of published models by name, and of a tiny one with the same head geometry."""
+"""The presets: the configs of published models by name, and of a tiny model with as many heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _rope(theta: float, **more: Any) -> dict[str, Any]:
 
 
 def _llama3_2_rope() -> dict[str, Any]:
-    """Long waves slowed 32 times, for 128K tokens where 8K were trained (``rope_scaling`` of Llama 3.2)."""
+    """The scaling of Llama 3.2, from 8K tokens to 128K: low frequencies are divided by 32."""
     return _rope(
         500_000.0, rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=8192,
@@ -21,10 +21,10 @@ def _llama3_2_rope() -> dict[str, Any]:
 
 
 def _tiny() -> LlamaConfig:
-    """Llama3-8B's 32 query and 8 key/value heads at head_dim 8, so every quotient of the real model exists.
+    """The 32 query and 8 key/value heads of Llama3-8B at head_dim 8, so that it allows the same degrees.
 
-    The vocabulary is larger than the 256 byte tokens need, because in real models the logits are wider than
-    the hidden state (V/E is 31 in Llama3-8B, 16 here) and no lesson about memory can leave that out.
+    The vocabulary is larger than the 256 tokens of plain bytes. For in published models the logits are wider
+    than the hidden state, and a lesson about memory needs that: V/E is 31 in Llama3-8B, and 16 here.
     """
     return LlamaConfig(
         hidden_size=256, intermediate_size=896, num_hidden_layers=4, num_attention_heads=32,
@@ -52,7 +52,7 @@ def _llama3_70b() -> LlamaConfig:
 
 
 def _llama3_2_1b() -> LlamaConfig:
-    """The shape of Llama-3.2-1B (its published config.json): head_dim 64, and the head is the embedding."""
+    """The shape of Llama-3.2-1B (its published config.json): head_dim 64, and the head is tied."""
     return LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, vocab_size=128256, rms_norm_eps=1e-5,
@@ -61,7 +61,7 @@ def _llama3_2_1b() -> LlamaConfig:
 
 
 def _llama3_2_3b() -> LlamaConfig:
-    """The shape of Llama-3.2-3B (its published config.json): 24 query heads; the head is the embedding."""
+    """The shape of Llama-3.2-3B (its published config.json): 24 query heads; the head is tied."""
     return LlamaConfig(
         hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
         num_key_value_heads=8, head_dim=128, vocab_size=128256, rms_norm_eps=1e-5,

@@ -1,4 +1,4 @@
-"""Smaller copies of a model: its first layers alone, or all its proportions with each width divided."""
+"""Smaller copies of a model: its first layers alone, or every width divided by one number."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from lab.techniques.rope import check_rope
 from lab.units import check_counts
 
 BYTES = 256
-"""The smallest vocabulary: without a tokenizer a text's bytes are its tokens."""
+"""The smallest vocabulary: without a tokenizer, the bytes of a text are its tokens."""
 
 
-def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> PretrainedConfig:
-    """The config of a small copy of ``model``, to be used wherever a model is: ``lab.run(shrunken(...))``.
+def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> PretrainedConfig:
+    """Return the config of a small copy of a model; use it as any model: ``lab.run(small_copy(...))``.
 
-    Kept as they are: the H query and K key/value heads, so that every Ulysses degree, head chunk and refusal
-    is the model's own; the family, tied heads, biases, norms of heads, the rope type.
+    Unchanged: the H query and K key/value heads, so that the copy allows the same Ulysses degrees and head
+    chunks as the model; the family, tied heads, biases, norms of heads, and the rope type.
 
-    Divided by one whole number: D, E and the MLP's width, in exact proportion. The number is the largest that
-    divides all three (E/H too, where that is whole) and leaves D even and no smaller than ``head_dim``. V is
-    divided by it too, rounded down and never below 256: V/E is exact where the number divides V.
+    Divided by one whole number: the head_dim D, the hidden size E and the MLP's width, so that their ratios
+    are exact. The number is the largest that divides all three (and E/H, where that is whole) and leaves D
+    even and at least ``head_dim``. The vocabulary V is divided by it too, rounded down, and is at least 256.
 
-    Cut: the L layers to the first ``layers``, for they are alike. So the embedding and the head, which every
-    model has once, weigh more in the copy than in the model.
+    Cut: the layers, to the first ``layers``, because all are alike. So the embedding and the head, which a
+    model has once, are a larger part of the copy than of the model.
 
     Raises:
-        ModelError: no such model, a size that is not 1 or more, or widths that have no divisor in common.
-        RecipeError: a model that the techniques refuse. A copy of fewer layers may lack what is refused.
+        ModelError: The model is unknown; a size is not 1 or more; or the widths have no common divisor.
+        RecipeError: The techniques refuse the model. What they refuse may be missing in fewer layers.
     """
     check_counts({"head_dim": head_dim, "layers": layers}, ModelError)
     small = copy.deepcopy(config_of(model))
     check_rope(small)
     own, E, H = head_dim_of(small), small.hidden_size, small.num_attention_heads
-    # Some families take a hidden state only where it can be cut into as many parts as there are heads.
+    # Some families need a hidden size that the number of heads divides.
     common = gcd(own, E // H if E % H == 0 else E, small.intermediate_size)
     by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
     if by == 1 and own >= 2 * head_dim:
@@ -54,38 +54,40 @@ def shrunken(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretrai
     if getattr(small, "head_dim", None) is not None:
         small.head_dim = own // by
     _cut(small, layers)
-    # An embedding makes room for the padding token, wherever it is.
+    # An embedding needs a row for the padding token.
     if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:
         small.pad_token_id = None
     return small
 
 
 def first_layers(model: ModelLike, layers: int | None, *, config: PretrainedConfig) -> ModelLike:
-    """The model with its first ``layers`` layers alone; with None it is itself.
+    """Return the model with its first ``layers`` layers alone. The weights of a directory are not used.
 
-    ``config`` is the model's, which the caller has: of a callable, to look it up makes a model. Weights of a
-    directory are left behind, for they are of the whole.
+    Args:
+        model: The model.
+        layers: How many layers; None stands for all, and returns the model itself.
+        config: The config of the model. It is an argument because the config of a callable costs a model.
 
     Raises:
-        ModelError: not a whole number between 1 and its layers.
+        ModelError: ``layers`` is not a whole number between 1 and the model's layers.
     """
-    has = config.num_hidden_layers
-    if layers is None or layers == has:
+    whole = config.num_hidden_layers
+    if layers is None or layers == whole:
         return model
-    if type(layers) is not int or not 1 <= layers < has:
-        raise ModelError(f"layers={layers!r}: the model has {has}; it takes a whole number from 1 to {has}")
+    if type(layers) is not int or not 1 <= layers < whole:
+        raise ModelError(f"layers={layers!r}: the model has {whole}; give a whole number from 1 to {whole}")
     if callable(model) and not isinstance(model, PretrainedConfig):
-        return partial(_called_and_cut, model, layers)
+        return partial(_call_and_cut, model, layers)
     small = copy.deepcopy(config)
     _cut(small, layers)
     return small
 
 
-def _called_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrainedModel:
-    made = model()
-    del made.model.layers[layers:]
-    _cut(made.config, layers)
-    return made
+def _call_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrainedModel:
+    result = model()
+    del result.model.layers[layers:]
+    _cut(result.config, layers)
+    return result
 
 
 def _cut(config: PretrainedConfig, layers: int) -> None:
@@ -95,5 +97,5 @@ def _cut(config: PretrainedConfig, layers: int) -> None:
 
 
 def _fits(dim: int, least: int) -> bool:
-    """Rotary positions turn a head's halves against each other."""
+    """Rotary embeddings need an even head_dim."""
     return dim >= least and dim % 2 == 0

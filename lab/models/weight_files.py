@@ -1,10 +1,9 @@
-"""Parameters that begin without memory: they are allocated, and read from safetensors, a shard at a time."""
+"""Parameters without memory are allocated, and read from safetensors one shard at a time."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -15,48 +14,36 @@ from transformers import PreTrainedModel
 
 from lab.errors import ModelError
 from lab.models.first_values import shard_of
+from lab.torch_private import reset_shards
 
 COMPARED_ELEMENTS = 2**22
-"""Elements of two tied tensors that are compared at once."""
+"""How many elements of two tied tensors are compared at once."""
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on ``device`` without values, and move the buffers there.
+    """Allocate every parameter on ``device``, without values, and move the buffers there.
 
-    A parameter in two places stays one. Of a sharded parameter this rank's shard is allocated.
+    A tied parameter stays tied. Of a sharded parameter only this rank's shard is allocated.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
+            if parameter not in replacements:
                 empty = torch.empty_like(parameter, device=device)
-                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[parameter])
+                replacements[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, replacements[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _reset_shards(module)
-
-
-def _reset_shards(module: FSDPModule) -> None:
-    """Let FSDP take a module's new parameters for its own, as it does after ``module.to_empty``.
-
-    That would exchange tensors in place, which torch refuses where they are fake.
-    """
-    state: Any = module._get_fsdp_state()
-    # The name of releases before 2.13 is in the singular, and None for a module without parameters.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in filter(None, groups):
-        for parameter in group.fsdp_params:
-            parameter.reset_sharded_param()
+            reset_shards(module)
 
 
 class WeightFiles:
     """The safetensors files of a directory in the Hugging Face layout.
 
     Raises:
-        ModelError: neither ``model.safetensors`` nor an index of several files.
+        ModelError: The directory has neither ``model.safetensors`` nor an index of several files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,43 +51,43 @@ class WeightFiles:
         single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         self._files: dict[str, Path] = {}
         if single.is_file():
-            with safe_open(single, framework="pt") as opened:
-                self._files = dict.fromkeys(opened.keys(), single)
+            with safe_open(single, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), single)
         elif index.is_file():
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             self._files = {name: folder / place for name, place in places.items()}
         else:
             raise ModelError(
-                f"{folder} holds safetensors, but neither {single.name} nor {index.name}: name them so"
+                f"{folder} has safetensors files, but neither {single.name} nor {index.name}: name them so"
             )
 
     def load(self, model: PreTrainedModel) -> None:
-        """Read every parameter, in place; of a sharded one the rows of this rank's shard alone.
+        """Read the values of every parameter from the files; of a sharded one, only this rank's rows.
 
         Raises:
-            ModelError: a parameter that is in no file, or has another shape there, or is tied to one that has
-                other values there.
+            ModelError: A parameter is in no file, or has another shape there; or two tied parameters have
+                different values there.
         """
         for path, names in self._by_file(model).items():
-            with safe_open(path, framework="pt") as opened, torch.no_grad():
-                for stored, name in names:
+            with safe_open(path, framework="pt") as file, torch.no_grad():
+                for name_in_file, name in names:
                     parameter = model.get_parameter(name)
-                    self._check_shape(opened.get_slice(stored).get_shape(), name, parameter)
+                    self._check_shape(file.get_slice(name_in_file).get_shape(), name, parameter)
                     local, first = shard_of(parameter)
                     if local.numel():
-                        local.copy_(opened.get_slice(stored)[first : first + len(local)])
+                        local.copy_(file.get_slice(name_in_file)[first : first + len(local)])
 
     def digest(self, model: PreTrainedModel) -> str:
-        """A number, as text, of every parameter's shape and first row: other files have another.
+        """Return a checksum of every parameter's shape and first row, as text.
 
         Raises:
-            ModelError: as ``load``.
+            ModelError: See ``load``.
         """
         total = 0
         for path, names in self._by_file(model).items():
-            with safe_open(path, framework="pt") as opened:
-                for stored, name in names:
-                    part = opened.get_slice(stored)
+            with safe_open(path, framework="pt") as file:
+                for name_in_file, name in names:
+                    part = file.get_slice(name_in_file)
                     self._check_shape(part.get_shape(), name, model.get_parameter(name))
                     row = part[:1] if len(part.get_shape()) > 1 else part[:]
                     total = crc32(f"{name} {part.get_shape()} {part.get_dtype()}".encode(), total)
@@ -108,9 +95,9 @@ class WeightFiles:
         return f"files {total}"
 
     def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
-        """The files, and of each the names that parameters have in it and in the model.
+        """Return, for each file, pairs of a parameter's name in the file and its name in the model.
 
-        A tied parameter has several names, and its files may hold it under any of them, or under all of them.
+        A tied parameter has several names. The files may contain any of them, or all.
         """
         tied: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -118,13 +105,13 @@ class WeightFiles:
         files: dict[Path, list[tuple[str, str]]] = {}
         missing = []
         for parameter, names in tied.items():
-            # Files of a model without its head leave out what all others begin with.
-            stored = [name if name in self._files else name.removeprefix("model.") for name in names]
-            stored = [name for name in stored if name in self._files]
-            if stored:
-                files.setdefault(self._files[stored[0]], []).append((stored[0], names[0]))
-                for other in stored[1:]:
-                    self._check_equal(stored[0], other, parameter)
+            # The names in files of a model without a head lack the prefix "model.".
+            names_in_file = [name if name in self._files else name.removeprefix("model.") for name in names]
+            names_in_file = [name for name in names_in_file if name in self._files]
+            if names_in_file:
+                files.setdefault(self._files[names_in_file[0]], []).append((names_in_file[0], names[0]))
+                for other in names_in_file[1:]:
+                    self._check_equal(names_in_file[0], other, parameter)
             else:
                 missing.append(names[0])
         if missing:
@@ -132,7 +119,7 @@ class WeightFiles:
         return files
 
     def _check_equal(self, first: str, second: str, parameter: nn.Parameter) -> None:
-        """Compare two tensors of the files that are one parameter of the model, some rows at a time."""
+        """Compare two tensors of the files that are one parameter of the model, in blocks of rows."""
         with (
             safe_open(self._files[first], framework="pt") as one,
             safe_open(self._files[second], framework="pt") as other,
@@ -149,9 +136,9 @@ class WeightFiles:
                         f"values for the two; set tie_word_embeddings to false in its config.json"
                     )
 
-    def _check_shape(self, stored: list[int], name: str, parameter: nn.Parameter) -> None:
-        if stored != list(parameter.shape):
+    def _check_shape(self, shape: list[int], name: str, parameter: nn.Parameter) -> None:
+        if shape != list(parameter.shape):
             raise ModelError(
-                f"the weights in {self.folder} cannot be loaded: {name} has shape {stored} there, and "
+                f"the weights in {self.folder} cannot be loaded: {name} has shape {shape} there, and "
                 f"{list(parameter.shape)} by the config; give the config that belongs to the weights"
             )

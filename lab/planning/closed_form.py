@@ -8,6 +8,8 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from lab.decoder import shape_of
+from lab.models import ModelLike, config_of
+from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.upipe.schedule import schedule
@@ -24,32 +26,58 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank: ``moment`` is when the device holds most, ``parts`` what it holds then."""
+    """Bytes of one rank.
 
-    device_peak: int
+    Attributes:
+        moments: Every moment at which the device may hold the most, by name, and what it holds then.
+        host_peak: The most bytes that the host holds.
+    """
+
+    moments: dict[str, Parts]
     host_peak: int
-    moment: str
-    parts: Parts
+
+    @property
+    def moment(self) -> str:
+        """When the device holds the most."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def parts(self) -> Parts:
+        """What the device holds then."""
+        return self.moments[self.moment]
+
+    @property
+    def device_peak(self) -> int:
+        """The bytes that the device holds then."""
+        return sum(self.parts.values())
 
 
-def estimate(config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: int, rows: int = 1) -> Estimate:
-    """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone.
+def estimate(
+    model: ModelLike, recipe: str | Recipe, *, tokens: int | str, ranks: int, rows: int = 1, **knobs: Any
+) -> Estimate:
+    """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
+
+    Raises:
+        LabError: a model, recipe or size that cannot work.
+    """
+    config = config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    return estimate_job(config, job)
+
+
+def estimate_job(config: PretrainedConfig, job: Job) -> Estimate:
+    """The peaks of one step of a job; ``config`` is that of its model.
 
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
     """
-    found = moments(config, recipe, tokens=tokens, ranks=ranks, rows=rows)
-    moment = max(found, key=lambda name: sum(found[name].values()))
-    z = _sizes(config, recipe, tokens, ranks, rows)
-    return Estimate(sum(found[moment].values()), _host(z), moment, found[moment])
+    z = _sizes(config, job)
+    return Estimate(_moments(z), _host(z))
 
 
-def moments(
-    config: PretrainedConfig, recipe: Recipe, *, tokens: int, ranks: int, rows: int = 1
-) -> dict[str, Parts]:
+def _moments(z: _Sizes) -> dict[str, Parts]:
     """Every moment that may be the highest, by name, and what is held then."""
-    z = _sizes(config, recipe, tokens, ranks, rows)
-    found = {
+    highest = {
         "loss backward": _held(z, z.L, {"norms": _norm_keeps(z) + z.A, "loss": _loss(z)}),
         "final norm backward": _held(z, z.L, {"norms": _norm(z), "gradients": z.w * z.table}),
         "optimizer": {"model state": 16 * z.model // z.n},
@@ -57,16 +85,16 @@ def moments(
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
     for i in {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
-        found |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z)}
+        highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z)}
     if z.copied:
         state = {"model state": 12 * z.model // z.n, "gradients": 4 * z.L * z.layer // z.n}
         # The gradient of a tied embedding is a sum of two.
         tables = {"parameters": z.w * z.root, "head and embedding": (3 if z.tied else 2) * z.w * z.table}
-        found["embedding backward"] = state | tables | {"gradients in flight": z.f * z.layer + 2 * z.A}
+        highest["embedding backward"] = state | tables | {"gradients in flight": z.f * z.layer + 2 * z.A}
         # Made, and copied wide to be reduced; then that copy with the reduced shard, and the shard divided.
         copies = z.root * max(z.w + z.f, z.f + 2 * z.f // z.n)
-        found["root's gradients"] = state | {"gradients in flight": copies}
-    return found
+        highest["root's gradients"] = state | {"gradients in flight": copies}
+    return highest
 
 
 # ---- the letters -----------------------------------------------------------------------------------------
@@ -109,13 +137,14 @@ class _Sizes:
     sent: int
 
 
-def _sizes(c: Any, recipe: Recipe, tokens: int, ranks: int, rows: int) -> _Sizes:
+def _sizes(c: Any, job: Job) -> _Sizes:
+    recipe, ranks = job.recipe, job.ranks
     degree, w = recipe.ulysses * recipe.ring, WIDTHS[recipe.compute_dtype]
     shape = shape_of(c)
     L, E, H, K, D, V = shape.L, shape.E, shape.H, shape.K, shape.D, shape.V
     tied, head_norms = shape.tied, shape.head_norms
     padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
-    b, s = -(-rows * degree // ranks), -(-tokens // padded) * padded // degree
+    b, s = -(-job.rows * degree // ranks), -(-job.tokens // padded) * padded // degree
     token, mlp = w * b * s, shape.matrices * E * shape.I
     layer, root = 2 * E * D * (H + K) + mlp + 2 * E + 2 * D * head_norms, V * E * (2 - tied) + E
     return _Sizes(
@@ -186,12 +215,12 @@ def _attended(z: _Sizes) -> int:
 
 def _attention_keeps(z: _Sizes) -> int:
     """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
-    found = _attended(z)
+    kept = _attended(z)
     if z.recipe.head_chunk:
-        return found
+        return kept
     # Norms of q and k are never tiled: a wide copy and the normalised heads.
-    found += (z.H + z.K) * z.h * (z.f + z.w) // z.w * z.head_norms
-    return found + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
+    kept += (z.H + z.K) * z.h * (z.f + z.w) // z.w * z.head_norms
+    return kept + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
 
 
 # ---- the backward of each part ---------------------------------------------------------------------------
@@ -269,11 +298,11 @@ def _upipe(z: _Sizes) -> int:
         # Highest where the next stage opens a group, so another is still to come home.
         there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
     end = home + max(z.A + z.w * z.E * z.D * (z.H + 2 * z.K), home // 2 * (groups > 1))
-    found = [3 * u + 2 * u_kv + sums + there + ahead + _kernel(z, u, u_kv), end]
+    peaks = [3 * u + 2 * u_kv + sums + there + ahead + _kernel(z, u, u_kv), end]
     if z.head_norms:
         inside = 6 * z.f // z.w + 1
-        found.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead + inside * u)
-    return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(found)
+        peaks.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead + inside * u)
+    return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(peaks)
 
 
 def _loss(z: _Sizes) -> int:

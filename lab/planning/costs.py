@@ -15,19 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lab.memory.observing import Observer
+from lab.memory.observer import Observer
 from lab.planning.hardware import Figure, Hardware
-from lab.techniques.slices import times
+from lab.techniques.slices import repetitions
+from lab.torch_private import process_group_of, storage_id
 
 BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
 
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
-ALL_TO_ALL, LANDED = "c10d.alltoall_base_", "lab.landed"
+ALL_TO_ALL, ARRIVAL = "c10d.alltoall_base_", "lab.arrival"
 NOTHING = (
     "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
     "aten._unsafe_view", "prim.device", "profiler._record_function_enter_new",
-    "profiler._record_function_exit", LANDED,
+    "profiler._record_function_exit", ARRIVAL,
 )  # fmt: skip
 """Operators that touch no element, though they are no views."""
 
@@ -99,8 +100,8 @@ class CostCounter(Observer):
         result = func(*args, **kwargs)
         if not func.is_view:
             name = str(func.overloadpacket)
-            cost = self._costs(name, args, result) * times()
-            if name == LANDED:
+            cost = self._costs(name, args, result) * repetitions()
+            if name == ARRIVAL:
                 cost = self._waiting_until(self._arrivals.pop(_memory(args[0])))
             elif name == ALL_TO_ALL and args[5:6] != (False,):
                 # Waited for later: the default, and defaults are left out of ``args``.
@@ -142,7 +143,7 @@ class CostCounter(Observer):
 
     def _collective(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
         """What a rank sends: its share of an all-gather to all others, its input's shares in the rest."""
-        group = next((g for g in map(_group, args) if g is not None), None)
+        group = next((g for g in map(process_group_of, args) if g is not None), None)
         if group is None:
             return Costs()
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -170,8 +171,7 @@ def _reached(peak: Figure, share: Figure) -> float:
 
 
 def _memory(x: torch.Tensor) -> int:
-    where: int = x.untyped_storage()._cdata
-    return where
+    return storage_id(x.untyped_storage())
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -189,11 +189,3 @@ def _attention_flops(args: tuple[Any, ...], *, backward: bool) -> int:
     causal = len(args) > dropout + 1 and args[dropout + 1]
     flops: int = 4 * q.numel() * k.shape[2] // (2 if causal else 1)
     return int(BACKWARD_FLOPS * flops) if backward else flops
-
-
-def _group(value: Any) -> dist.ProcessGroup | None:
-    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-        return dist.ProcessGroup.unbox(value)
-    if isinstance(value, str):  # a functional collective names its group, and its sum
-        return next((g for g, name in dist.distributed_c10d._world.pg_names.items() if name == value), None)
-    return None

@@ -4,7 +4,7 @@ What is held at a row of a layer grows by one amount with each layer before it (
 another with each layer after it (in backward their gradients): it is ``a + b*before + c*after``. Two depths
 give b and c, for layer 2 of the shallower step and layer 3 of the deeper have the same layers after them,
 and layer 3 of both the same before. The first three layers and the last two stay as they were walked, for
-there prefetching begins and ends; everything outside the layers grows by one amount a layer.
+prefetching begins and ends there. Everything outside the layers grows by one amount a layer.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ MIDDLE = 3
 _LAYER = re.compile(r"\bmodel\.layers\.(\d+)")
 
 
-def extended(shallow: Timeline, deep: Timeline, layers: int) -> Timeline | None:
-    """The timeline of ``layers`` layers, more than 6; None where the two do not correspond row by row."""
+def extrapolate(shallow: Timeline, deep: Timeline, layers: int) -> Timeline | None:
+    """Return the timeline of ``layers`` layers, more than 6; None if the two differ in a row's operator."""
     extra = layers - DEEP
-    twins, values, shallow_values = _parts(shallow), _values(deep), _values(shallow)
+    shallow_parts, values, shallow_values = _parts(shallow), _values(deep), _values(shallow)
     rows: list[npt.NDArray[np.int64]] = []
-    held: list[npt.NDArray[np.float64]] = []
+    columns: list[npt.NDArray[np.float64]] = []
     shifts: list[int] = []
     for (phase, layer, which), part in _parts(deep).items():
-        # Its twin has one layer fewer after it, or before it; the middle layer has one of each kind.
-        twin = twins.get((phase, layer - (layer > MIDDLE), which))
-        other = twins.get((phase, layer - (layer >= MIDDLE), which))
-        if not (_alike(shallow, twin, deep, part) and _alike(shallow, other, deep, part)):
+        # The same rows of the shallower step, with one layer fewer after them, or one layer fewer before.
+        fewer_after = shallow_parts.get((phase, layer - (layer > MIDDLE), which))
+        fewer_before = shallow_parts.get((phase, layer - (layer >= MIDDLE), which))
+        if not (_alike(shallow, fewer_after, deep, part) and _alike(shallow, fewer_before, deep, part)):
             return None
-        after, before = values[part] - shallow_values[twin], values[part] - shallow_values[other]
+        after = values[part] - shallow_values[fewer_after]
+        before = values[part] - shallow_values[fewer_before]
         copies = range(extra + 1) if layer == MIDDLE else [extra if layer > MIDDLE else 0]
         for copy in copies if phase == "forward" else reversed(copies):
             rows.append(np.arange(part.start, part.stop))
-            held.append(values[part] + copy * before + (extra - copy) * after)
+            columns.append(values[part] + copy * before + (extra - copy) * after)
             shifts.append(copy)
-    return _assembled(deep, rows, held, shifts)
+    return _assembled(deep, rows, columns, shifts)
 
 
 _Parts = dict[tuple[str, int, int], slice]
@@ -72,15 +73,15 @@ def _parts(timeline: Timeline) -> _Parts:
 
 
 def _values(timeline: Timeline) -> npt.NDArray[np.float64]:
-    """All that is extended, a row each: seconds since the row before, device by category, host."""
+    """What is extrapolated, by row: seconds since the row before, device bytes by category, host bytes."""
     return np.column_stack((np.diff(timeline.seconds, prepend=0.0), timeline.device, timeline.host))
 
 
-def _alike(shallow: Timeline, twin: slice | None, deep: Timeline, part: slice) -> bool:
+def _alike(shallow: Timeline, rows: slice | None, deep: Timeline, part: slice) -> bool:
     """Whether the same operators made the rows."""
-    if twin is None:
+    if rows is None:
         return False
-    return [shallow.ops[i].name for i in shallow.op[twin]] == [deep.ops[i].name for i in deep.op[part]]
+    return [shallow.ops[i].name for i in shallow.op[rows]] == [deep.ops[i].name for i in deep.op[part]]
 
 
 def _assembled(

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.planning.closed_form import estimate
-from lab.planning.plan import Plan, fake_model, plan
-from lab.recipe.ladder import recipe_for
-from lab.recipe.recipe import OFFLOADS, Offload, Recipe
-from lab.units import format_bytes, format_tokens, parse_bytes, parse_tokens
+from lab.planning.closed_form import estimate_job
+from lab.planning.plan import Plan, config_of, plan_job
+from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.knobs import BY_NAME
+from lab.recipe.recipe import Recipe
+from lab.units import format_bytes, format_tokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MARGIN = 1.1
 """A recipe whose closed-form estimate is further than this over the memory is not planned: the two agree to a
@@ -36,49 +41,55 @@ def fit(
 
     All shard by FSDP and over the largest Ulysses degree; they differ in head chunk, tiles, checkpointing and
     offload. ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``.
-    ``watch`` is called with each plan made, its number, and how many there will be.
+    ``watch`` is called with each plan, its number, and how many there will be.
 
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
     """
-    length, config = parse_tokens(tokens), fake_model(model).config
-    of_device, of_host = parse_bytes(device_memory), parse_bytes(host_memory)
-    base, heads = recipe_for("tiling", model, ranks, length, config=config), config.num_attention_heads
-    recipes = {r: estimate(config, r, tokens=length, ranks=ranks, rows=rows) for r in candidates(base, heads)}
-    leanest = min(recipes, key=lambda r: recipes[r].device_peak)
-    node = min(ranks, ranks_per_node)
-    promising = [
-        r
-        for r, needs in recipes.items()
-        if needs.device_peak <= of_device * MARGIN and needs.host_peak * node <= of_host * MARGIN
-    ]
-    tried, plans = promising or [leanest], []
-    for number, recipe in enumerate(tried, start=1):
-        made = plan(
-            model,
-            recipe,
-            tokens=length,
-            ranks=ranks,
-            rows=rows,
-            device_memory=of_device,
-            host_memory=of_host,
-            ranks_per_node=ranks_per_node,
-            device=device,
-            workspace=workspace,
-        )
-        plans.append(made)
+    machine = make_machine(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        ranks_per_node=ranks_per_node,
+        workspace=workspace,
+    )
+    config = config_of(model)
+    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, config=config)
+    recipes = dict.fromkeys(candidates(base.recipe, config.num_attention_heads))
+    jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
+    tried, plans = _promising(config, jobs, machine), []
+    for number, job in enumerate(tried, start=1):
+        job.recipe.check(config, ranks)
+        plans.append(plan_job(job, machine))
         if watch is not None:
-            watch(number, len(tried), made)
+            watch(number, len(tried), plans[-1])
     fitting = sorted((p for p in plans if p.fits), key=lambda p: (p.step_seconds, p.device_peak))
     if not fitting:
         raise LabError(_none_fits(min(plans, key=lambda p: p.device_peak)))
     return tuple(fitting)
 
 
+def _promising(config: PretrainedConfig, jobs: list[Job], machine: Machine) -> list[Job]:
+    """The jobs that fit by the closed form, or nearly do; if there are none, the one of the least memory."""
+    assert machine.device_memory is not None
+    assert machine.host_memory is not None
+    estimates = [estimate_job(config, job) for job in jobs]
+    of_node = min(jobs[0].ranks, machine.ranks_per_node)
+    fitting = [
+        job
+        for job, needs in zip(jobs, estimates, strict=True)
+        if needs.device_peak <= machine.device_memory * MARGIN
+        and needs.host_peak * of_node <= machine.host_memory * MARGIN
+    ]
+    leanest = min(range(len(jobs)), key=lambda index: estimates[index].device_peak)
+    return fitting or [jobs[leanest]]
+
+
 def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
     """Every head chunk, without checkpointing and with each offload; the loss tiled, or all, or nothing."""
     chunks = [u for u in range(base.ulysses, heads + 1, base.ulysses) if heads % u == 0]
-    keeps: list[tuple[bool, Offload]] = [(False, "none"), *((True, offload) for offload in OFFLOADS)]
+    offloads = BY_NAME["offload"].choices
+    keeps = [(False, offloads[0]), *((True, offload) for offload in offloads)]
     tiles = (
         (None, None, None),
         (None, None, base.loss_tile),
@@ -99,18 +110,19 @@ def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
 def steps_down(plans: Sequence[Plan]) -> list[Plan]:
     """Of plans sorted by time, those that need less device memory than every faster one."""
     steps: list[Plan] = []
-    for made in plans:
-        if not steps or made.device_peak < steps[-1].device_peak:
-            steps.append(made)
+    for plan in plans:
+        if not steps or plan.device_peak < steps[-1].device_peak:
+            steps.append(plan)
     return steps
 
 
 def _none_fits(leanest: Plan) -> str:
-    assert leanest.device_memory is not None
-    assert leanest.host_memory is not None
+    machine = leanest.machine
+    assert machine.device_memory is not None
+    assert machine.host_memory is not None
     return (
         f"no recipe fits {format_tokens(leanest.tokens)} tokens on {leanest.ranks} ranks: the leanest needs "
-        f"{format_bytes(leanest.device_peak)} of {format_bytes(leanest.device_memory)} on each device and "
-        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(leanest.host_memory)} on each host; "
+        f"{format_bytes(leanest.device_peak)} of {format_bytes(machine.device_memory)} on each device and "
+        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(machine.host_memory)} on each host; "
         "more ranks or a shorter context need less"
     )

@@ -133,9 +133,9 @@ def hardware(name: str) -> Hardware:
     return HARDWARE[name]
 
 
-def nearest(said: str) -> str:
-    """The short name of the device that torch calls ``said``; the slowest one's, where none is called so."""
-    return of_name(said) or min(HARDWARE, key=lambda name: HARDWARE[name].matmul.value)
+def nearest(torch_name: str) -> str:
+    """The short name of the device that torch calls ``torch_name``; the slowest device's if it is unknown."""
+    return of_name(torch_name) or min(HARDWARE, key=lambda name: HARDWARE[name].matmul.value)
 
 
 def of_name(torch_name: str) -> str | None:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.planning.closed_form import Estimate, estimate
-from lab.planning.plan import Plan, fake_model, plan
-from lab.recipe.ladder import recipe_for
+from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.plan import Plan, config_of, plan_job
+from lab.recipe.jobs import Job, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.units import Ki, Mi, format_bytes, format_tokens
 
@@ -62,34 +62,31 @@ def max_context(
     """Search for the longest context that fits ``device_memory`` a rank and ``host_memory`` a node.
 
     A ladder's name gives each length its own recipe, for tiles derive from it. The rest are the settings of
-    ``lab.plan``; ``watch`` is called with each plan made.
+    ``lab.plan``; ``watch`` is called with each plan.
 
     Raises:
         LabError: as ``lab.plan``; or nothing fits, and what holds the memory; or nothing stops it.
     """
-    config = fake_model(model).config
+    machine = make_machine(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        ranks_per_node=ranks_per_node,
+        workspace=workspace,
+    )
+    config = config_of(model)
+
+    def job(tokens: int) -> Job:
+        return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
 
     def planned(tokens: int) -> Plan:
-        made = plan(
-            model,
-            recipe,
-            tokens=tokens,
-            ranks=ranks,
-            rows=rows,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            ranks_per_node=ranks_per_node,
-            workspace=workspace,
-            device=device,
-            **knobs,
-        )
+        tried = plan_job(job(tokens), machine)
         if watch is not None:
-            watch(made)
-        return made
+            watch(tried)
+        return tried
 
     def estimated(tokens: int) -> Estimate:
-        chosen = recipe_for(recipe, model, ranks, tokens, config=config, **knobs)
-        return estimate(config, chosen, tokens=tokens, ranks=ranks, rows=rows)
+        return estimate_job(config, job(tokens))
 
     fits, beyond = _search(planned, estimated)
     assert beyond.limit is not None
@@ -129,14 +126,16 @@ def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]
 def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:
     """The most tokens that fit by the closed form, as far off as it is at this plan."""
     off = near.device_peak - estimated(near.tokens).device_peak
-    nodes = min(near.ranks, near.ranks_per_node)
-    assert near.device_memory is not None
-    assert near.host_memory is not None
+    machine = near.machine
+    of_node = min(near.ranks, machine.ranks_per_node)
+    assert machine.device_memory is not None
+    assert machine.host_memory is not None
     low, high = 1, LONGEST // Ki
     while high - low > 1:
         middle = (low + high) // 2
         needs = estimated(middle * Ki)
-        fits = needs.device_peak + off <= near.device_memory and needs.host_peak * nodes <= near.host_memory
+        on_device = needs.device_peak + off <= machine.device_memory
+        fits = on_device and needs.host_peak * of_node <= machine.host_memory
         low, high = (middle, high) if fits else (low, middle)
     return high * Ki if high == LONGEST // Ki else low * Ki
 
@@ -145,16 +144,16 @@ def _up(tokens: int) -> int:
     return -(-tokens // Ki) * Ki
 
 
-def _nothing_fits(made: Plan) -> str:
-    given, needed = (
-        (made.device_memory, made.device_peak)
-        if made.limit == "device"
-        else (made.host_memory, made.host_peak_per_node)
+def _nothing_fits(plan: Plan) -> str:
+    limit, needed = (
+        (plan.machine.device_memory, plan.device_peak)
+        if plan.limit == "device"
+        else (plan.machine.host_memory, plan.host_peak_per_node)
     )
-    assert given is not None
-    most = max(made.peak.by_category.items(), key=lambda item: item[1])
+    assert limit is not None
+    most = max(plan.peak.by_category.items(), key=lambda item: item[1])
     return (
-        f"not even {format_tokens(made.tokens)} tokens fit: {format_bytes(needed)} of {made.limit} memory "
-        f"needed, {format_bytes(given)} given; {most[0]} hold {format_bytes(most[1])}; more ranks or "
+        f"not even {format_tokens(plan.tokens)} tokens fit: {format_bytes(needed)} of {plan.limit} memory "
+        f"needed, {format_bytes(limit)} given; {most[0]} hold {format_bytes(most[1])}; more ranks or "
         "fsdp need less"
     )

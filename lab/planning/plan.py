@@ -5,56 +5,83 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import models
 from lab.decoder import shape_of
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.costs import Costs
-from lab.planning.extrapolation import DEEP, SHALLOW, extended
-from lab.planning.fake_step import Question, fake_step
+from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
+from lab.planning.fake_step import fake_step
 from lab.planning.hardware import hardware
-from lab.planning.plan_cache import Step, remembered
+from lab.planning.plan_cache import cached
 from lab.planning.start import start_of
-from lab.recipe.ladder import ladder, recipe_for, title_of
-from lab.recipe.recipe import FIELDS, Recipe
+from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.knobs import BY_NAME
+from lab.recipe.ladder import ladder
+from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
-from lab.units import check_counts, parse_bytes, parse_tokens
+from lab.torch_private import FakeTensorMode
+from lab.units import parse_tokens
+
+Step = tuple[Timeline, Costs]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """One training step, planned: the bytes of a rank that holds the most.
 
-    It is the first rank of ``ring_rank``. ``device_memory`` is bytes a device, ``host_memory`` bytes a node
-    of ``ranks_per_node`` ranks; None where no limit was given. ``start`` is the highest moment before the
-    first step. ``notes`` are sentences on what the plan does not count, or what a GPU would refuse.
-    ``planning_seconds`` is what the plan took to make.
+    Attributes:
+        job: What is planned.
+        machine: The hardware that it is planned for.
+        ring_rank: The plan is that of the first rank of this ring rank.
+        timeline: The bytes of the step.
+        start: The highest moment before the first step.
+        costs: The step's operations, bytes on links and seconds.
+        notes: Sentences on what the plan does not count, or what a GPU would refuse.
+        planning_seconds: The seconds that it took to make the plan.
     """
 
-    title: str
-    recipe: Recipe
-    tokens: int
-    ranks: int
-    rows: int
-    ranks_per_node: int
+    job: Job
+    machine: Machine
     ring_rank: int
-    device: str
     timeline: Timeline
     start: Moment
     costs: Costs
-    device_memory: int | None
-    host_memory: int | None
     notes: tuple[str, ...]
     planning_seconds: float
+
+    @property
+    def title(self) -> str:
+        """One line that names the step."""
+        return self.job.title
+
+    @property
+    def recipe(self) -> Recipe:
+        """The job's recipe."""
+        return self.job.recipe
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a row."""
+        return self.job.tokens
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the process group."""
+        return self.job.ranks
+
+    @property
+    def device(self) -> str:
+        """The name of the machine's device."""
+        return hardware(self.machine.device).name
 
     @property
     def device_peak(self) -> int:
@@ -69,7 +96,7 @@ class Plan:
     @property
     def host_peak_per_node(self) -> int:
         """The same of all ranks of a node."""
-        return self.host_peak * min(self.ranks, self.ranks_per_node)
+        return self.host_peak * min(self.ranks, self.machine.ranks_per_node)
 
     @property
     def peak(self) -> Moment:
@@ -79,16 +106,17 @@ class Plan:
     @property
     def limit(self) -> Literal["device", "host"] | None:
         """Which memory refuses it; None where it fits what was given."""
-        if self.device_memory is not None and self.device_peak > self.device_memory:
+        device_memory, host_memory = self.machine.device_memory, self.machine.host_memory
+        if device_memory is not None and self.device_peak > device_memory:
             return "device"
-        if self.host_memory is not None and self.host_peak_per_node > self.host_memory:
+        if host_memory is not None and self.host_peak_per_node > host_memory:
             return "host"
         return None
 
     @property
     def fits(self) -> bool | None:
         """Whether it fits the memory that was given; None where none was."""
-        if self.device_memory is None and self.host_memory is None:
+        if self.machine.device_memory is None and self.machine.host_memory is None:
             return None
         return self.limit is None
 
@@ -160,39 +188,36 @@ def plan(
     Raises:
         LabError: a model, recipe, size or device that cannot work.
     """
-    start = time.perf_counter()
-    length = parse_tokens(tokens)
-    check_counts({"ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node})
-    memory = [None if given is None else parse_bytes(given) for given in (device_memory, host_memory)]
-    skeleton = fake_model(model)
-    chosen = recipe_for(recipe, model, ranks, length, config=skeleton.config, **knobs)
-    question = Question(
-        model=model,
-        recipe=chosen,
-        tokens=length,
-        ranks=ranks,
-        rows=rows,
-        ranks_per_node=ranks_per_node,
+    machine = make_machine(
         device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        ranks_per_node=ranks_per_node,
         workspace=workspace,
     )
-    ring_rank, (timeline, costs) = _fullest(question, skeleton)
+    config = config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    return plan_job(job, machine)
+
+
+def plan_job(job: Job, machine: Machine) -> Plan:
+    """Plan a job whose recipe has been checked.
+
+    Raises:
+        LabError: a model that cannot be made; no such device.
+    """
+    began = time.perf_counter()
+    skeleton = fake_model(job.model)
+    ring_rank, (timeline, costs) = _fullest(job, machine, skeleton)
     return Plan(
-        title=title_of(model, recipe, ranks, length),
-        recipe=chosen,
-        tokens=length,
-        ranks=ranks,
-        rows=rows,
-        ranks_per_node=ranks_per_node,
+        job=job,
+        machine=machine,
         ring_rank=ring_rank,
-        device=hardware(device).name,
         timeline=timeline,
-        start=start_of(question, skeleton),
+        start=start_of(job, machine, skeleton),
         costs=costs,
-        device_memory=memory[0],
-        host_memory=memory[1],
-        notes=tuple(_notes(chosen, skeleton, length)) if workspace else (),
-        planning_seconds=time.perf_counter() - start,
+        notes=tuple(_notes(job, skeleton)) if machine.workspace else (),
+        planning_seconds=time.perf_counter() - began,
     )
 
 
@@ -209,16 +234,23 @@ def plan_ladder(
     Raises:
         LabError: as ``plan``, and as ``lab.ladder``.
     """
-    length = parse_tokens(tokens)
-    knobs = {name: settings.pop(name) for name in FIELDS if name in settings}
-    rungs = ladder(model, ranks, length, config=fake_model(model).config, **knobs)
+    length, rows = parse_tokens(tokens), settings.pop("rows", 1)
+    knobs = {name: settings.pop(name) for name in BY_NAME if name in settings}
+    machine, config = make_machine(**settings), config_of(model)
     plans = {}
-    for rung, recipe in rungs.items():
-        made = plan(model, recipe, tokens=length, ranks=ranks, **settings)
-        plans[rung] = replace(made, title=title_of(model, rung, ranks, length))
+    for rung, recipe in ladder(model, ranks, length, config=config, **knobs).items():
+        job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, config=config)
+        plans[rung] = plan_job(replace(job, recipe_name=rung), machine)
         if watch is not None:
             watch(rung, plans[rung])
     return plans
+
+
+def config_of(model: models.ModelLike) -> PretrainedConfig:
+    """The model's config; of a callable, that of a model that it makes without a byte of its parameters."""
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        return fake_model(model).config
+    return models.config_of(model)
 
 
 def fake_model(model: models.ModelLike) -> PreTrainedModel:
@@ -227,9 +259,9 @@ def fake_model(model: models.ModelLike) -> PreTrainedModel:
         return models.build(model, weights=False)
 
 
-def _notes(recipe: Recipe, model: PreTrainedModel, tokens: int) -> Iterator[str]:
-    """What is to be known before this recipe runs on a GPU."""
-    shape = shape_of(model.config)
+def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
+    """What is to be known before this job runs on a GPU."""
+    recipe, shape = job.recipe, shape_of(model.config)
     dtype = attention_dtype(recipe, model.dtype)
     if not runs_flash(dtype, shape.D):
         name = str(dtype).removeprefix("torch.")
@@ -242,50 +274,67 @@ def _notes(recipe: Recipe, model: PreTrainedModel, tokens: int) -> Iterator[str]
         return
     yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
     if recipe.kernel in ("auto", "torch"):
-        refusal = torch_refusal(recipe, shape, tokens)
+        refusal = torch_refusal(recipe, shape, job.tokens)
         if refusal is not None:
             yield refusal
 
 
-def _fullest(question: Question, skeleton: PreTrainedModel) -> tuple[int, Step]:
+def _fullest(job: Job, machine: Machine, skeleton: PreTrainedModel) -> tuple[int, Step]:
     """The ring rank that holds the most device bytes, and its step; of equal ones, the first planned."""
     lengths = (len(parameter) for parameter in skeleton.parameters())
     steps = {
-        ring_rank: whole_step(replace(question, ring_rank=ring_rank), skeleton)
-        for ring_rank in ring_ranks(question.recipe, lengths)
+        ring_rank: whole_step(job, machine, skeleton, ring_rank)
+        for ring_rank in ring_ranks(job.recipe, lengths)
     }
     return max(steps.items(), key=lambda planned: planned[1][0].device_peak)
 
 
-def whole_step(question: Question, skeleton: PreTrainedModel) -> Step:
+def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank: int) -> Step:
     """The step of the whole model, from disk if it was planned before; ``skeleton`` is the model, fake."""
     layers: nn.ModuleList = skeleton.model.layers
     alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
 
     def make() -> Step:
-        return _extended(question, len(layers)) if alike else fake_step(question, len(layers))
+        if alike and len(layers) > DEEP:
+            return _extrapolated(job, machine, len(layers), ring_rank)
+        return fake_step(job, machine, len(layers), ring_rank=ring_rank)
 
-    if callable(question.model):
+    if callable(job.model):
         # Its code is part of what the plan depends on, and nothing that could be looked up.
         return make()
-    # What is no plain value (a recipe, a dtype) enters by its text.
-    facts = {**vars(question), "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]]}
-    return remembered(facts, make)
+    facts = {
+        "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]],
+        "recipe": job.recipe.to_json(),
+        "sizes": [job.tokens, job.ranks, job.rows, ring_rank],
+        "machine": [machine.device, machine.ranks_per_node, machine.workspace],
+    }
+    return cached("plans", facts, make, encode=_document, decode=_step)
 
 
-def _extended(question: Question, layers: int) -> Step:
-    if layers > DEEP:
-        (shallow, less), (deep, more) = (fake_step(question, depth) for depth in (SHALLOW, DEEP))
-        timeline = extended(shallow, deep, layers)
-        if timeline is not None:
-            return timeline, more + (more + less * -1) * (layers - DEEP)
-    return fake_step(question, layers)
+def _document(step: Step) -> dict[str, Any]:
+    timeline, costs = step
+    return {"timeline": timeline.to_json(), "costs": asdict(costs)}
+
+
+def _step(document: dict[str, Any]) -> Step:
+    return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
+
+
+def _extrapolated(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step:
+    """The step of ``layers`` layers that are alike, from those of fewer layers."""
+    (shallow, less), (deep, more) = (
+        fake_step(job, machine, depth, ring_rank=ring_rank) for depth in (SHALLOW, DEEP)
+    )
+    timeline = extrapolate(shallow, deep, layers)
+    if timeline is None:
+        return fake_step(job, machine, layers, ring_rank=ring_rank)
+    return timeline, more + (more + less * -1) * (layers - DEEP)
 
 
 def _layer(path: str) -> int:
     """The number of the layer that a module is or lies in; -1 outside of all."""
-    found = re.match(r"model\.layers\.(\d+)", path)
-    return int(found[1]) if found else -1
+    match = re.match(r"model\.layers\.(\d+)", path)
+    return int(match[1]) if match else -1
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size, torch.dtype]]:

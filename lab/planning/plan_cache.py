@@ -1,4 +1,7 @@
-"""Plans that were made before, on disk, each under everything that it depends on."""
+"""Plans and answers that were made before, on disk, each under everything that it depends on.
+
+This module imports neither torch nor transformers, so that a saved answer is read at once.
+"""
 
 from __future__ import annotations
 
@@ -9,61 +12,70 @@ import os
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from lab.memory.timeline import Timeline
-from lab.planning.costs import Costs
-
 KEPT = 500
-"""Plans kept, the latest used: a few hundred KiB each."""
+"""Files of a kind that stay, those used last; a plan takes a few hundred KiB."""
 
-Step = tuple[Timeline, Costs]
+T = TypeVar("T")
 
 
-def remembered(question: dict[str, Any], make: Callable[[], Step]) -> Step:
-    """What ``make`` gave to this question before, or gives now; a file that cannot be read is made anew.
+def cached(
+    kind: str,
+    facts: dict[str, Any],
+    make: Callable[[], T],
+    *,
+    encode: Callable[[T], dict[str, Any]],
+    decode: Callable[[dict[str, Any]], T],
+) -> T:
+    """Return what ``make`` returned for the same facts before, or returns now.
 
-    The question is plain values. The sources of the lab and the versions of torch and transformers are part
-    of it.
+    A file that cannot be read is made anew. What ``make`` raises is not kept.
+
+    Args:
+        kind: "plans" or "answers", the name of a folder.
+        facts: Plain values, everything that the result depends on. The sources of the lab and the versions
+            of torch and transformers are added.
+        make: Makes the result.
+        encode: Makes plain values of a result.
+        decode: Makes the result of them; it raises ValueError, KeyError or TypeError if they are none.
     """
-    text = json.dumps([question, _versions()], sort_keys=True, default=str)
-    kept_in = folder()
-    if kept_in is None:
+    text = json.dumps([facts, _versions()], sort_keys=True, default=str)
+    directory = folder(kind)
+    if directory is None:
         return make()
-    path = kept_in / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
+    path = directory / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
     try:
-        document = json.loads(gzip.decompress(path.read_bytes()))
+        result = decode(json.loads(gzip.decompress(path.read_bytes())))
         path.touch()
-        return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
-        step = make()
-    _write(path, {"timeline": step[0].to_json(), "costs": asdict(step[1])})
-    return step
+        result = make()
+        _write(path, encode(result))
+    return result
 
 
-def folder() -> Path | None:
-    """Where plans are kept: the user's cache directory; None on a machine that runs the lab uninstalled."""
+def folder(kind: str) -> Path | None:
+    """Where files of a kind are kept, in the user's cache; None if the lab runs uninstalled."""
     try:
         from platformdirs import user_cache_path
     except ModuleNotFoundError:
         return None
-    return user_cache_path("longcontext-lab") / "plans"
+    return user_cache_path("longcontext-lab") / kind
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Keep the document, whole or not at all; a disk that refuses it costs the next plan its seconds."""
+    """Write the document, whole or not at all; a disk that refuses it costs the next call its seconds."""
     part = path.with_name(f"{uuid4()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(gzip.compress(json.dumps(document).encode(), compresslevel=1))
         part.replace(path)
-        kept = sorted(path.parent.glob("*.json.gz"), key=os.path.getmtime)
-        for old in kept[:-KEPT]:
+        files = sorted(path.parent.glob("*.json.gz"), key=os.path.getmtime)
+        for old in files[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError:
         with suppress(OSError):

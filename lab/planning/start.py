@@ -9,15 +9,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab.memory.timeline import CATEGORIES, Moment
 from lab.memory.workspace import NO_WORKSPACE
 from lab.models.first_values import piece_elements
-from lab.planning.fake_step import Question
 from lab.planning.hardware import cuda_workspace
+from lab.recipe.jobs import Job, Machine
 from lab.techniques import agreement
 
 _SCRATCH, _CHECKED = 32, 24
 """Bytes an element: of a piece of first values, and of a piece that ranks compare, while it is worked on."""
 
 
-def start_of(question: Question, skeleton: PreTrainedModel) -> Moment:
+def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     """The moment before the first step at which a rank's device holds the most bytes.
 
     It is the highest of these:
@@ -29,30 +29,30 @@ def start_of(question: Question, skeleton: PreTrainedModel) -> Moment:
     """
     whole = sum(p.nbytes for p in skeleton.parameters())
     buffers = sum(b.nbytes for b in skeleton.buffers())
-    held = whole
-    if question.recipe.fsdp:
-        held = sum(
-            -(-len(p) // question.ranks) * prod(p.shape[1:]) * p.itemsize for p in skeleton.parameters()
+    parameters = whole
+    if job.recipe.fsdp:
+        parameters = sum(
+            -(-len(p) // job.ranks) * prod(p.shape[1:]) * p.itemsize for p in skeleton.parameters()
         )
-    workspace = cuda_workspace(question.ranks) if question.workspace else NO_WORKSPACE
+    workspace = cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
     largest = max(p.numel() for p in skeleton.parameters())
     trained = sum(p.requires_grad for p in skeleton.parameters())
-    moments = [("make_optimizer", held + buffers, 2 * held + 4 * trained, 0)]
-    from_callable = callable(question.model) and not isinstance(question.model, PretrainedConfig)
-    if from_callable or not question.recipe.fsdp:
-        compared = _CHECKED * min(agreement.CHECKSUM_ELEMENTS, largest) if question.ranks > 1 else 0
+    moments = [("make_optimizer", parameters + buffers, 2 * parameters + 4 * trained, 0)]
+    from_callable = callable(job.model) and not isinstance(job.model, PretrainedConfig)
+    if from_callable or not job.recipe.fsdp:
+        compared = _CHECKED * min(agreement.CHECKSUM_ELEMENTS, largest) if job.ranks > 1 else 0
         moments.append(("check_same_model", whole + buffers, 0, compared))
     if not from_callable:
-        largest = -(-largest // question.ranks) if question.recipe.fsdp else largest
-        piece = piece_elements("cuda" if question.workspace else "cpu")
-        moments.append(("first values", held + buffers, 0, _SCRATCH * min(piece, largest)))
-    op, parameters, optimizer, other = max(moments, key=lambda moment: sum(moment[1:]))
+        largest = -(-largest // job.ranks) if job.recipe.fsdp else largest
+        piece = piece_elements("cuda" if machine.workspace else "cpu")
+        moments.append(("first values", parameters + buffers, 0, _SCRATCH * min(piece, largest)))
+    op, of_parameters, of_optimizer, other = max(moments, key=lambda moment: sum(moment[1:]))
     other += workspace.fixed
     return Moment(
         seconds=0.0,
-        device=parameters + optimizer + other,
+        device=of_parameters + of_optimizer + other,
         host=0,
-        by_category=dict(zip(CATEGORIES, (parameters, 0, optimizer, 0, other), strict=True)),
+        by_category=dict(zip(CATEGORIES, (of_parameters, 0, of_optimizer, 0, other), strict=True)),
         op=op,
         shapes="",
         module="",

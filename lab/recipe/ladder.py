@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -13,7 +12,7 @@ from lab.errors import RecipeError
 from lab.models import ModelLike, config_of
 from lab.recipe.recipe import Recipe, check_fields
 from lab.techniques.exchange import degrees
-from lab.units import Ki, check_counts, format_tokens
+from lab.units import Ki, check_counts
 
 TILE = 16 * Ki
 """Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
@@ -103,7 +102,7 @@ def named(
     check_name(name)
     rungs = _ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs)
     if name in RUNGS:
-        return next(found for rung, found in rungs if rung == name)
+        return next(recipe for rung, recipe in rungs if rung == name)
     return replace(dict(rungs)[RUNGS[-1]], **{knob: knobs.get(knob, value) for knob, value in FAST.items()})
 
 
@@ -135,15 +134,3 @@ def recipe_for(
     recipe = replace(recipe, **knobs)
     recipe.check(config, ranks)
     return recipe
-
-
-def title_of(model: ModelLike, recipe: str | Recipe, ranks: int, tokens: int) -> str:
-    """One line that names a step: model, recipe, ranks, tokens."""
-    name = Path(model).name if isinstance(model, str | Path) else "model"
-    if isinstance(recipe, Recipe):
-        plain = Recipe().to_json()
-        turned = [knob for knob, value in recipe.to_json().items() if value != plain[knob]]
-        if len(turned) > 3:
-            turned = [*turned[:2], f"{len(turned) - 2} more"]
-        recipe = " + ".join(turned) or "plain"
-    return f"{name} · {recipe} · {ranks} ranks · {format_tokens(tokens)} tokens"

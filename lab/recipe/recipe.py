@@ -5,25 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from lab.errors import RecipeError
-from lab.units import check_counts, parse_tokens
+from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload
+from lab.units import parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-COMPUTE_DTYPES = ("float64", "float32", "bfloat16")
-
-KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"]
-KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
-
-Offload = Literal["none", "inputs", "attention"]
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
-
-Compiled = Literal["none", "norms", "tiles"]
-COMPILED: tuple[Compiled, ...] = get_args(Compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +48,7 @@ class Recipe:
     fsdp: bool = False
     ulysses: int = 1
     ring: int = 1
-    ulysses_backend: Literal["lab", "deepspeed"] = "lab"
+    ulysses_backend: Backend = "lab"
     head_chunk: int | None = None
     overlap: bool = False
     checkpoint: bool = False
@@ -67,22 +57,13 @@ class Recipe:
     norm_tile: int | None = None
     loss_tile: int | None = None
     compile: Compiled = "none"
-    loss_kernel: Literal["lab", "liger"] = "lab"
+    loss_kernel: LossKernel = "lab"
     kernel: KernelName = "auto"
     compute_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("fsdp", "checkpoint", "overlap"):
-            _one_of(name, getattr(self, name), (True, False))
-        _one_of("ulysses_backend", self.ulysses_backend, ("lab", "deepspeed"))
-        _one_of("offload", self.offload, OFFLOADS)
-        _one_of("compile", self.compile, COMPILED)
-        _one_of("loss_kernel", self.loss_kernel, ("lab", "liger"))
-        _one_of("kernel", self.kernel, KERNEL_NAMES)
-        _one_of("compute_dtype", self.compute_dtype, (None, *COMPUTE_DTYPES))
-        check_counts({"ulysses": self.ulysses, "ring": self.ring}, RecipeError)
-        sizes = ("head_chunk", "mlp_tile", "norm_tile", "loss_tile")
-        check_counts({name: getattr(self, name) for name in sizes}, RecipeError, or_none=True)
+        for knob in KNOBS:
+            knob.check(getattr(self, knob.name))
         if self.offload != "none" and not self.checkpoint:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "
@@ -154,10 +135,6 @@ class Recipe:
         return cls(**knobs)
 
 
-FIELDS = tuple(field.name for field in fields(Recipe))
-"""The names of all knobs."""
-
-
 def check_fields(names: Any) -> None:
     """Refuse names that are no field of a recipe.
 
@@ -165,8 +142,8 @@ def check_fields(names: Any) -> None:
         RecipeError: the first such name, and all that are fields.
     """
     for name in names:
-        if name not in FIELDS:
-            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(FIELDS)}")
+        if name not in BY_NAME:
+            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(BY_NAME)}")
 
 
 def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
@@ -182,17 +159,11 @@ def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise RecipeError(f"{setting!r} sets no knob: write name=value, for instance head_chunk=16")
         check_fields([name])
-        # "none" means no offload and nothing compiled, and no value everywhere else.
-        if name not in ("offload", "compile") and value.lower() in words:
+        # "none" is a value of some knobs, such as offload; for the others it means that they have no value.
+        if value not in BY_NAME[name].choices and value.lower() in words:
             knobs[name] = words[value.lower()]
         else:
             # A plain number is judged by the knob's own rule, whose message names the knob.
             number = int(value) if re.fullmatch(r"\d+", value) else value
             knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]", value) else number
     return knobs
-
-
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    # 1 == True, but a knob that says 1 where a yes or no is wanted means something else.
-    if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-        raise RecipeError(f"{name}={value!r}: it takes {' or '.join(repr(a) for a in allowed)}")

@@ -9,7 +9,7 @@ from lab.errors import LabError
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.hardware import outside_workspace
 from lab.planning.plan import Plan
-from lab.recipe.recipe import Recipe
+from lab.recipe.jobs import Job
 from lab.units import format_bytes
 
 
@@ -48,18 +48,13 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal(Measured):
-    """One training step, measured as one rank of ``ranks``, of the model's first ``layers`` layers.
+    """One training step, measured as one rank of many, of the model's first ``layers`` layers.
 
     ``plan`` is of the same layers, ``whole`` of all ``of_layers``. ``device_memory`` is what the device was
     taken to have, in bytes, and ``device_memory_asked`` what was asked for: more where that is the whole of
     this GPU. Both are None without a limit.
     """
 
-    title: str
-    recipe: Recipe
-    tokens: int
-    ranks: int
-    rows: int
     layers: int
     of_layers: int
     machine: str
@@ -67,6 +62,11 @@ class Rehearsal(Measured):
     device_memory_asked: int | None
     plan: Plan
     whole: Plan
+
+    @property
+    def job(self) -> Job:
+        """The job of the whole model."""
+        return self.whole.job
 
     @property
     def plan_over_measured(self) -> float:
@@ -86,26 +86,26 @@ class Rehearsal(Measured):
     @property
     def tokens_per_second(self) -> float:
         """Of all layers, a rank's share, if links were free."""
-        return self.rows * self.tokens / self.ranks / self.whole_seconds
+        return self.job.rows * self.job.tokens / self.job.ranks / self.whole_seconds
 
     @property
     def tokens_per_second_with_links(self) -> float:
         """The same with the time added in which the plan waits for the links, by the hardware table."""
         seconds = self.whole_seconds + self.whole.costs.link_seconds
-        return self.rows * self.tokens / self.ranks / seconds
+        return self.job.rows * self.job.tokens / self.job.ranks / seconds
 
-    def _planned(self, made: Plan) -> int:
+    def _planned(self, plan: Plan) -> int:
         """Of the peak of a planned step what was measured too: on CUDA not what is outside torch."""
-        outside = 0 if self.outside_torch is None else outside_workspace(self.ranks)
-        return made.timeline.device_peak - outside
+        outside = 0 if self.outside_torch is None else outside_workspace(self.job.ranks)
+        return plan.timeline.device_peak - outside
 
     def to_json(self) -> dict[str, Any]:
         """The answers as plain values, without the timeline."""
         peak = self.timeline.peak
         return {
-            "recipe": self.recipe.to_json(),
-            "tokens": self.tokens,
-            "ranks": self.ranks,
+            "recipe": self.job.recipe.to_json(),
+            "tokens": self.job.tokens,
+            "ranks": self.job.ranks,
             "layers": self.layers,
             "of_layers": self.of_layers,
             "machine": self.machine,
@@ -138,11 +138,11 @@ class RehearsalOutOfMemory(LabError):
     ``moment`` is the instant, ``plan`` that of the step.
     """
 
-    def __init__(self, said: str, moment: Moment, made: Plan) -> None:
-        self.moment, self.plan = moment, made
+    def __init__(self, message: str, moment: Moment, plan: Plan) -> None:
+        self.moment, self.plan = moment, plan
         super().__init__(
-            f"{said}\nthe whole step needs {format_bytes(made.device_peak)} by its plan: fewer tokens, more "
-            "ranks or fewer layers need less"
+            f"{message}\nthe whole step needs {format_bytes(plan.device_peak)} by its plan: fewer tokens, "
+            "more ranks or fewer layers need less"
         )
 
     def _render_traceback_(self) -> list[str]:
@@ -154,6 +154,6 @@ class RehearsalTooLarge(LabError):
     """A step on CPU that the memory of this machine does not hold."""
 
 
-def _without_links(made: Plan) -> float:
+def _without_links(plan: Plan) -> float:
     """Seconds of a rank that waits for nobody: computation, or copies to the host where they take longer."""
-    return max(made.costs.device_seconds - made.costs.link_seconds, made.costs.host_seconds)
+    return max(plan.costs.device_seconds - plan.costs.link_seconds, plan.costs.host_seconds)

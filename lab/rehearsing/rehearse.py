@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -15,25 +16,25 @@ import torch
 from cluster.devices import FREE_SECONDS, check_driver, check_free
 from lab import models
 from lab.errors import LabError
-from lab.memory.cuda import CudaAllocator, CudaMeter, History, capped
+from lab.memory.cuda import CudaAllocator, CudaMeter, History, limit_memory
 from lab.memory.meter import Meter
-from lab.memory.out_of_memory import OutOfMemory, outside_the_meter
+from lab.memory.out_of_memory import OutOfMemory, unmetered_out_of_memory
 from lab.memory.stopwatch import Stopwatch
 from lab.models.small_copies import first_layers
 from lab.planning.hardware import nccl_workspace
-from lab.planning.plan import Plan, plan
-from lab.recipe.ladder import recipe_for, title_of
+from lab.planning.plan import Plan, plan_job
+from lab.recipe.jobs import TrainSettings, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 from lab.step.kernel_limits import check_kernel
 from lab.step.loopback import bytes_sent
-from lab.step.on_ranks import Training, checked, finite, worker_on
+from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step
-from lab.techniques.attention.kernels import machine_of
-from lab.units import GiB, format_bytes, parse_bytes, parse_tokens
+from lab.techniques.attention.kernels import kernel_support
+from lab.units import GiB, format_bytes, parse_bytes
 
-Machine = Literal["cuda", "cpu"]
+DeviceType = Literal["cuda", "cpu"]
 Say = Callable[[str], None]
 
 MISSING = 2 * GiB
@@ -52,7 +53,7 @@ def rehearse(
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
     device_memory: int | str | None = None,
-    machine: Machine | None = None,
+    machine: DeviceType | None = None,
     device: str = "h100",
     ranks_per_node: int = 8,
     watch: Say | None = None,
@@ -84,51 +85,43 @@ def rehearse(
         raise LabError(
             f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
         )
-    where, asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
-    limit = _limit(where, asked)
+    where, memory_asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
+    limit = _limit(where, memory_asked)
     config = models.config_of(model)
-    chosen = recipe_for(recipe, model, ranks, parse_tokens(tokens), config=config, **knobs)
-    part = first_layers(model, layers, config=config)
-    training, _, _ = checked(
-        part, chosen, ranks=ranks, tokens=tokens, steps=1 + steps, rows=rows, text=text, tokenizer=tokenizer
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    part = replace(job, model=first_layers(model, layers, config=config))
+    settings = TrainSettings(1 + steps, text, tokenizer)
+    read_source(job, settings, config.vocab_size)
+    check_kernel(job.recipe, config, job.tokens, where, lambda: kernel_support(torch.device(where)))
+    planned_for = make_machine(
+        device=device, device_memory=limit, ranks_per_node=ranks_per_node, workspace=where == "cuda"
     )
-    check_kernel(chosen, config, training.tokens, where, lambda: machine_of(torch.device(where)))
-    settings: dict[str, Any] = {
-        "tokens": training.tokens, "ranks": ranks, "rows": rows, "ranks_per_node": ranks_per_node,
-        "device": device, "device_memory": limit, "workspace": where == "cuda",
-    }  # fmt: skip
-    title = title_of(model, recipe, ranks, training.tokens)
     say("planning")
-    whole = plan(model, chosen, **settings)
-    made = whole if part is model else plan(part, chosen, **settings)
+    whole = plan_job(job, planned_for)
+    planned = whole if part.model is model else plan_job(part, planned_for)
     if where == "cpu":
-        _check_room(title, made, limit)
-    measured = _measured(training, made, where, limit, say)
+        _check_room(planned, limit)
+    measured = _measured(settings, planned, where, limit, say)
     # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
     gc.collect()
     if where == "cuda":
         torch.cuda.empty_cache()
     if isinstance(measured, OutOfMemory):
-        raise RehearsalOutOfMemory(str(measured), measured.moment, made)
+        raise RehearsalOutOfMemory(str(measured), measured.moment, planned)
     return Rehearsal(
         **vars(measured),
-        title=title,
-        recipe=chosen,
-        tokens=training.tokens,
-        ranks=ranks,
-        rows=rows,
         layers=layers or config.num_hidden_layers,
         of_layers=config.num_hidden_layers,
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
         device_memory=limit,
-        device_memory_asked=asked,
-        plan=made,
+        device_memory_asked=memory_asked,
+        plan=planned,
         whole=whole,
     )
 
 
 def _measured(
-    training: Training, made: Plan, where: Machine, limit: int | None, say: Say
+    settings: TrainSettings, planned: Plan, where: DeviceType, limit: int | None, say: Say
 ) -> Measured | OutOfMemory:
     """Train as the rank of the plan: the first step under the meter, all others by the clock alone.
 
@@ -138,23 +131,24 @@ def _measured(
     metered, timed = Stopwatch(meter), Stopwatch()
     try:
         with (
-            _capped(where, limit, made.ranks),
-            one_rank(training.recipe, made.ranks, "loopback", where, ring_rank=made.ring_rank) as mesh,
+            _capped(where, limit, planned.ranks),
+            one_rank(planned.recipe, planned.ranks, "loopback", where, ring_rank=planned.ring_rank) as mesh,
         ):
             say("making the model")
-            ready = worker_on(training, mesh)
+            state = make_rank_state(planned.job, settings, mesh)
             say("a step under the meter")
-            batch = ready.batch(0)
+            batch = state.batch(0)
             before = bytes_sent()
-            loss = finite(training, 1, float(train_step(ready.model, ready.optimizer, batch, meter=metered)))
+            loss = float(train_step(state.model, state.optimizer, batch, meter=metered))
+            check_finite(settings, 1, loss)
             sent = bytes_sent() - before
-            for step in range(1, training.steps):
-                say(f"step {step} of {training.steps - 1} by the clock")
-                train_step(ready.model, ready.optimizer, ready.batch(step), meter=timed)
+            for step in range(1, settings.steps):
+                say(f"step {step} of {settings.steps - 1} by the clock")
+                train_step(state.model, state.optimizer, state.batch(step), meter=timed)
     except OutOfMemory as error:
-        return OutOfMemory(error.moment, error.limit, error.said)
+        return OutOfMemory(error.moment, error.limit, error.reason)
     except torch.OutOfMemoryError as error:
-        return outside_the_meter(error, "setup")
+        return unmetered_out_of_memory(error, "setup")
     timeline = meter.timeline()
     steps = timed.seconds or metered.seconds
     seconds = {phase: median(step[phase] for step in steps) for phase in steps[0]}
@@ -162,7 +156,7 @@ def _measured(
     if isinstance(meter, CudaMeter):
         history = meter.history
         peaks = history.device_peak, history.reserved_peak, history.retries, history.outside_torch
-        beyond = _beyond(history, limit, made.ranks)
+        beyond = _beyond(history, limit, planned.ranks)
         if beyond:
             return OutOfMemory(timeline.peak, None, beyond)
     return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, sent.total())
@@ -171,7 +165,7 @@ def _measured(
 # ---- where -----------------------------------------------------------------------------------------------
 
 
-def machine_for(asked: str | None) -> Machine:
+def machine_for(asked: str | None) -> DeviceType:
     """Return where to run: on CUDA where there is any, unless the other one is asked for.
 
     Raises:
@@ -190,7 +184,7 @@ def machine_for(asked: str | None) -> Machine:
     return "cuda"
 
 
-def _limit(where: Machine, asked: int | None) -> int | None:
+def _limit(where: DeviceType, asked: int | None) -> int | None:
     """The bytes that the device is taken to have; None: as many as it has.
 
     Raises:
@@ -207,20 +201,20 @@ def _limit(where: Machine, asked: int | None) -> int | None:
     return min(asked, total)
 
 
-def _check_room(title: str, made: Plan, limit: int | None) -> None:
+def _check_room(planned: Plan, limit: int | None) -> None:
     """Refuse what this machine's memory does not hold: it would be swapped, or the process be killed."""
-    needed = min(made.device_peak, limit or made.device_peak) + made.host_peak
+    needed = min(planned.device_peak, limit or planned.device_peak) + planned.host_peak
     has = psutil.virtual_memory().available
     if needed > has:
         raise RehearsalTooLarge(
-            f"{title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available here: "
-            "fewer tokens, more ranks or fewer layers take less"
+            f"{planned.title} on CPU takes {format_bytes(needed)}, and {format_bytes(has)} are available "
+            "here: fewer tokens, more ranks or fewer layers take less"
         )
 
 
-def _capped(where: Machine, limit: int | None, ranks: int) -> AbstractContextManager[None]:
+def _capped(where: DeviceType, limit: int | None, ranks: int) -> AbstractContextManager[None]:
     """A smaller GPU as one of ``ranks``; on CPU the meter keeps the limit."""
-    return nullcontext() if where == "cpu" or limit is None else capped(limit, nccl_workspace(ranks))
+    return nullcontext() if where == "cpu" or limit is None else limit_memory(limit, nccl_workspace(ranks))
 
 
 def _beyond(history: History, limit: int | None, ranks: int) -> str:

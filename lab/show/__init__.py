@@ -1,15 +1,15 @@
-"""Objects in, pictures out: the live timeline, static figures, and the library's own code."""
+"""Pictures of plans and runs: the live timeline, static figures, the tuner, and the library's own code."""
 
-from lab.show.buffer_reuse import buffers
+from lab.show.buffer_reuse import buffer_reuse
 from lab.show.comparisons import curves, stack
 from lab.show.exchange_grid import exchange
 from lab.show.exploring import explore
 from lab.show.figures import timeline
-from lab.show.guesses import predict
+from lab.show.guesses import guess
 from lab.show.head_schedule import schedule
 from lab.show.lanes import lanes
 from lab.show.live.timeline import live
-from lab.show.memory_vs_speed import trade
+from lab.show.memory_vs_speed import memory_vs_speed
 from lab.show.picture import Picture
 from lab.show.profiles import profile
 from lab.show.sources import source
@@ -17,18 +17,18 @@ from lab.show.tuner.widget import tuner
 
 __all__ = [
     "Picture",
-    "buffers",
+    "buffer_reuse",
     "curves",
     "exchange",
     "explore",
+    "guess",
     "lanes",
     "live",
-    "predict",
+    "memory_vs_speed",
     "profile",
     "schedule",
     "source",
     "stack",
     "timeline",
-    "trade",
     "tuner",
 ]

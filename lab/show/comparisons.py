@@ -1,4 +1,4 @@
-"""Bars of bytes side by side, and lines of bytes or seconds over tokens."""
+"""Bars of bytes by category, and lines of bytes or seconds over tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from lab.errors import LabError
 from lab.memory.timeline import Moment
 from lab.show.palette import COLOURS, SERIES_COLOURS
-from lab.show.picture import OVERLAY, Picture, drawing, head
-from lab.show.scales import byte_axis, log_axis, quiet
+from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
+from lab.show.scales import byte_axis, log_axis, simplify_axes
 from lab.units import format_bytes, format_seconds, format_tokens
 
 
@@ -23,14 +23,17 @@ def stack(
     limit: int | None = None,
     longest: int | None = None,
 ) -> Picture:
-    """Draw one bar a name, split by what holds the bytes, its total at the end: before and after, a ladder.
+    """Draw a bar for each name, split by category of bytes, with its total at the end.
 
-    A bar is a moment of a timeline (its device bytes) or bytes by category: a timeline's categories,
-    ``"host"`` and ``"workspace"``. ``limit`` rules a line, for instance at what the device has. Bars over
-    ``longest`` bytes are cut there, and marked: a wall a hundred times too high need not hide the others.
+    Args:
+        bars: By name, a moment of a timeline (its device bytes), or bytes by category: the categories of a
+            timeline, ``"host"`` and ``"workspace"``.
+        title: A title above the picture.
+        limit: Bytes at which a line is drawn, for instance the memory of the device.
+        longest: Bytes at which longer bars are cut and marked, so that one bar does not hide the others.
 
     Raises:
-        LabError: no bars, or a category that has no colour.
+        LabError: There are no bars, or a category has no colour.
     """
     parts = {name: bar.by_category if isinstance(bar, Moment) else bar for name, bar in bars.items()}
     unknown = {category for part in parts.values() for category in part} - COLOURS.keys()
@@ -39,7 +42,7 @@ def stack(
     totals = [sum(part.values()) for part in parts.values()]
     top = max(*totals, limit or 0, 1)
     top = min(top, longest or top)
-    with drawing(0.85 + 0.3 * len(parts)) as figure:
+    with styled_figure(0.85 + 0.3 * len(parts)) as figure:
         axes = figure.subplots()
         starts = [0] * len(parts)
         for category, colour in COLOURS.items():
@@ -48,27 +51,27 @@ def stack(
                 axes.barh(range(len(parts)), widths, 0.7, starts, color=colour, label=category)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         for row, total in enumerate(totals):
-            # A label that would stand across the line stands right of it.
-            at = limit if limit is not None and total <= limit < total + top / 10 else min(total, top)
-            _label(axes, total, (at, row), (4, 0), "» " * (total > top), va="center", fontsize=7.5)
+            # A label that the limit's line would cross is written to the right of the line.
+            x = limit if limit is not None and total <= limit < total + top / 10 else min(total, top)
+            _label(axes, total, (x, row), (4, 0), "» " * (total > top), va="center", fontsize=7.5)
         axes.set_yticks(range(len(parts)), list(parts))
         axes.invert_yaxis()
-        # Room at the right for the longest bar's label.
+        # Leave space at the right for the label of the longest bar.
         axes.set_xlim(0, top * 1.1)
         for bar in axes.patches:
-            # What is cut ends where the label begins.
+            # A bar that is cut ends where its label begins.
             bar.set_width(max(0, min(bar.get_width(), top - bar.get_x())))  # type: ignore[attr-defined]
         byte_axis(axes.xaxis, top, ticks=6)
-        quiet(axes, along="x")
+        simplify_axes(axes, along="x")
         if limit is not None:
             axes.axvline(limit, **OVERLAY)
             _label(
                 axes, limit, (limit, 1), (0, 2), xycoords=("data", "axes fraction"), ha="center", fontsize=7
             )
-        head(figure, title, *axes.get_legend_handles_labels())
-    said = ", ".join(f"{name} {format_bytes(total)}" for name, total in zip(parts, totals, strict=True))
+        draw_header(figure, title, *axes.get_legend_handles_labels())
+    text = ", ".join(f"{name} {format_bytes(total)}" for name, total in zip(parts, totals, strict=True))
     end = f"; the line stands at {format_bytes(limit)}" if limit is not None else ""
-    return Picture(figure, f"{title or 'Bytes'}: {said}{end}.")
+    return Picture(figure, f"{title or 'Bytes'}: {text}{end}.")
 
 
 def _label(
@@ -87,13 +90,20 @@ def curves(
     title: str = "",
     log: bool = True,
 ) -> Picture:
-    """Draw one line a name over tokens, its measured points marked, its name where it ends.
+    """Draw a line over tokens for each name, with its points marked and its name at its end.
 
-    ``None`` stands for what could not be measured, as it did not fit. With ``log`` both axes are logarithmic:
-    what grows with the tokens' square rises twice as steeply as what grows with the tokens.
+    Args:
+        tokens: The points of the horizontal axis.
+        series: Values by name, one for each of ``tokens``; None for a value that is missing.
+        unit: The unit of the values.
+        xlabel: The label of the horizontal axis.
+        ylabel: The label of the vertical axis.
+        title: A title above the picture.
+        log: Whether both axes are logarithmic. Then a value that grows with the square of the tokens rises
+            twice as steeply as one that grows with the tokens.
 
     Raises:
-        LabError: no series, one without points, or one whose length is not that of ``tokens``.
+        LabError: There is no series, one has no points, or one has not as many values as ``tokens``.
     """
     wrong = [name for name, values in series.items() if len(values) != len(tokens)]
     lines = {
@@ -102,7 +112,7 @@ def curves(
     }
     if wrong or not lines or not all(lines.values()):
         raise LabError(f"each line needs {len(tokens)} values, not all None; wrong: {wrong or list(lines)}")
-    with drawing(2.9) as figure:
+    with styled_figure(2.9) as figure:
         axes = figure.subplots()
         for line, colour in zip(lines.values(), cycle(SERIES_COLOURS), strict=False):
             axes.plot(*zip(*line, strict=True), "o-", color=colour, markersize=4, linewidth=1.6)
@@ -116,31 +126,31 @@ def curves(
             axes.set_ylim(0, highest * 1.08)
             if unit == "bytes":
                 byte_axis(axes.yaxis, highest)
-        quiet(axes)
+        simplify_axes(axes)
         axes.set_xticks(tokens, [format_tokens(count) for count in tokens], minor=False)
         axes.set_xticks([], minor=True)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel or axes.get_ylabel() or ("" if log else unit))
         _name_ends(axes, {name: line[-1] for name, line in lines.items()})
-        head(figure, title)
-    written = format_bytes if unit == "bytes" else format_seconds
-    said = ", ".join(
-        f"{name} {written(value)} at {format_tokens(count)}"
+        draw_header(figure, title)
+    format_value = format_bytes if unit == "bytes" else format_seconds
+    text = ", ".join(
+        f"{name} {format_value(value)} at {format_tokens(count)}"
         for name, (count, value) in ((name, line[-1]) for name, line in lines.items())
     )
-    return Picture(figure, f"{title or ylabel or unit.capitalize()} over {xlabel}: {said}.")
+    return Picture(figure, f"{title or ylabel or unit.capitalize()} over {xlabel}: {text}.")
 
 
 def _name_ends(axes: Axes, ends: Mapping[str, tuple[int, float]]) -> None:
-    """Write each line's name right of its last point, pushed up where two would meet."""
+    """Write the name of each line to the right of its last point; a name moves up if it would overlap."""
     colours = dict(zip(ends, cycle(SERIES_COLOURS), strict=False))
-    free = -1.0
+    lowest = -1.0
     for name, (count, value) in sorted(ends.items(), key=lambda end: end[1][1]):
         across, up = axes.transAxes.inverted().transform(axes.transData.transform((count, value)))
-        free = max(float(up), free + 0.06)
+        lowest = max(float(up), lowest + 0.06)
         axes.annotate(
             name,
-            (across, free),
+            (across, lowest),
             (7, 0),
             xycoords="axes fraction",
             textcoords="offset points",

@@ -1,4 +1,4 @@
-"""Who holds which (token, head) before and after an exchange: grids in the colours of the ranks."""
+"""Which rank holds which (token, head) before and after an exchange, as grids in the ranks' colours."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from matplotlib.patheffects import withStroke
 
 from lab.errors import LabError
 from lab.show.palette import SERIES_COLOURS
-from lab.show.picture import Picture, drawing, head
+from lab.show.picture import Picture, draw_header, styled_figure
 
-Held: TypeAlias = Sequence[Any]
-"""By rank: the cells that it holds, an array or tensor [..., 2] of whole numbers, each (token, head)."""
+CellsByRank: TypeAlias = Sequence[Any]
+"""The cells that each rank holds: an array or tensor [..., 2] of whole numbers, each (token, head)."""
 
 Cells: TypeAlias = npt.NDArray[np.int64]
+"""The distinct cells of a rank [n, 2]: each is (token, head)."""
 
 _NARROWEST = 1 / 3
-"""Of the widest grid's width: that of a grid of few heads, so that its name and its ranks can be read."""
+"""The smallest width of a grid, as a share of the widest: the name of a grid with few heads needs it."""
 
 _NUMBER: dict[str, Any] = {
     "color": "black", "fontsize": 7, "ha": "center", "va": "center",
@@ -30,48 +31,52 @@ _NUMBER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def exchange(grids: Mapping[str, Held], *, title: str = "") -> Picture:
-    """Draw one grid a name, tokens downward and heads across, each cell in the colour of the rank it is on.
+def exchange(grids: Mapping[str, CellsByRank], *, title: str = "") -> Picture:
+    """Draw a grid for each name: tokens downward, heads to the right, each cell in the colour of its rank.
 
-    A tensor [b, S, H, 2] whose entries are their own (token, head), sent through ``lab.techniques.exchange``
-    as if head_dim were 2, is drawn as it came out. A cell that n ranks hold is cut in n stripes; one that
-    nobody holds stays empty. Ranks are numbered in the middle of what they hold.
+    The cells of a rank may come from a tensor [b, S, H, 2] (batch b, tokens S, heads H) whose entries are
+    their own (token, head), after ``lab.techniques.exchange`` has sent it with a head_dim of 2. A cell that n
+    ranks hold is drawn as n stripes; a cell that no rank holds is empty. The number of a rank is in the
+    middle of its cells.
+
+    Args:
+        grids: By name, the cells that each rank holds.
+        title: A title above the picture.
 
     Raises:
-        LabError: nothing to draw, or not the shape above.
+        LabError: There is nothing to draw, or the shape is not [..., 2].
     """
-    cells = {name: [_cells(name, of_rank) for of_rank in held] for name, held in grids.items()}
+    cells = {name: [_cells(name, values) for values in by_rank] for name, by_rank in grids.items()}
     if not cells or not all(map(len, cells.values())):
         raise LabError("no grids to draw: give each a name and what every rank holds, an array [..., 2]")
-    sizes = {name: np.concatenate(held).max(axis=0) + 1 for name, held in cells.items()}
-    with drawing(2.4) as figure:
+    sizes = {name: np.concatenate(by_rank).max(axis=0) + 1 for name, by_rank in cells.items()}
+    with styled_figure(2.4) as figure:
         most = max(int(heads) for _, heads in sizes.values())
         widths = [max(int(heads), most * _NARROWEST) for _, heads in sizes.values()]
         row = figure.subplots(1, len(cells), squeeze=False, width_ratios=widths)[0]
-        for axes, (name, held) in zip(row, cells.items(), strict=True):
-            _draw(axes, held)
+        for axes, (name, by_rank) in zip(row, cells.items(), strict=True):
+            _draw(axes, by_rank)
             _frame(axes, name, *map(int, sizes[name]))
-        head(figure, title)
-    said = "; ".join(f"{name}, {_in_words(held)}" for name, held in cells.items())
-    return Picture(figure, f"{title or 'Who holds what'}: {said}.")
+        draw_header(figure, title)
+    text = "; ".join(f"{name}, {_holdings_text(by_rank)}" for name, by_rank in cells.items())
+    return Picture(figure, f"{title or 'Who holds what'}: {text}.")
 
 
-def _cells(name: str, of_rank: Any) -> Cells:
-    """The distinct cells of a rank [n, 2]."""
-    found = np.asarray(of_rank, dtype=np.int64)
-    if found.size == 0 or found.shape[-1] != 2:
+def _cells(name: str, values: Any) -> Cells:
+    array = np.asarray(values, dtype=np.int64)
+    if array.size == 0 or array.shape[-1] != 2:
         raise LabError(
-            f"{name!r}: what a rank holds is an array [..., 2] of (token, head), not {found.shape}"
+            f"{name!r}: what a rank holds is an array [..., 2] of (token, head), not {array.shape}"
         )
-    return np.unique(found.reshape(-1, 2), axis=0)
+    return np.unique(array.reshape(-1, 2), axis=0)
 
 
-def _draw(axes: Axes, held: Sequence[Cells]) -> None:
+def _draw(axes: Axes, by_rank: Sequence[Cells]) -> None:
     holders: dict[tuple[int, int], list[int]] = {}
-    for rank, cells in enumerate(held):
+    for rank, cells in enumerate(by_rank):
         for token, of_head in cells.tolist():
             holders.setdefault((token, of_head), []).append(rank)
-    for rank, cells in enumerate(held):
+    for rank, cells in enumerate(by_rank):
         stripes = []
         for token, of_head in cells.tolist():
             ranks = holders[token, of_head]
@@ -88,8 +93,8 @@ def _frame(axes: Axes, name: str, tokens: int, heads: int) -> None:
     axes.set_title(name, loc="left")
     axes.set_xlim(0, heads)
     axes.set_ylim(tokens, 0)
-    axes.set_xlabel(_counted("head", range(heads)))
-    axes.set_ylabel(_counted("token", range(tokens)))
+    axes.set_xlabel(_count_text("head", range(heads)))
+    axes.set_ylabel(_count_text("token", range(tokens)))
     axes.set_xticks(range(1, heads), [])
     axes.set_yticks(range(1, tokens), [])
     axes.tick_params(length=0)
@@ -99,18 +104,18 @@ def _frame(axes: Axes, name: str, tokens: int, heads: int) -> None:
         spine.set_visible(False)
 
 
-def _in_words(held: Sequence[Cells]) -> str:
-    """What each rank holds, or, where that is the same for all but for which cells, what every one does."""
-    said = [" of ".join(map(_counted, ("token", "head"), cells.T)) for cells in held]
-    copies = sum(map(len, held)) / len(np.unique(np.concatenate(held), axis=0))
-    alike = (
-        f"every rank {said[0]}"
-        if len(set(said)) == 1
-        else ", ".join(f"rank {rank} {text}" for rank, text in enumerate(said))
+def _holdings_text(by_rank: Sequence[Cells]) -> str:
+    """Return how many tokens and heads each rank holds; once, if all hold equally many."""
+    counts = [" of ".join(map(_count_text, ("token", "head"), cells.T)) for cells in by_rank]
+    copies = sum(map(len, by_rank)) / len(np.unique(np.concatenate(by_rank), axis=0))
+    text = (
+        f"every rank {counts[0]}"
+        if len(set(counts)) == 1
+        else ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
     )
-    return alike + (f", each on {copies:g} ranks" if copies > 1 else "")
+    return text + (f", each on {copies:g} ranks" if copies > 1 else "")
 
 
-def _counted(what: str, numbers: Iterable[int]) -> str:
+def _count_text(unit: str, numbers: Iterable[int]) -> str:
     count = len(set(numbers))
-    return f"{count} {what}{'s' * (count > 1)}"
+    return f"{count} {unit}{'s' * (count > 1)}"

@@ -1,4 +1,4 @@
-"""Knobs and one picture: sliders that draw again when one is moved."""
+"""A picture with sliders: it is drawn again when a slider is moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.show.picture import Picture
 
 
 class Explorer:
-    """A slider a knob, and the picture of the values they stand at; what is refused says so below it."""
+    """Sliders, and the picture for their values, or the error if there is no picture for them."""
 
     def __init__(
         self,
@@ -24,15 +24,16 @@ class Explorer:
     ) -> None:
         self._draw = draw
         self._knobs = {name: list(values) for name, values in knobs.items()}
-        for name, at in start.items():
-            if at not in self._knobs.get(name, ()):
+        for name, value in start.items():
+            if value not in self._knobs.get(name, ()):
                 raise LabError(
-                    f"start {name}={at!r}: a slider begins at one of its values, of {', '.join(knobs)}"
+                    f"start {name}={value!r}: a slider begins at one of its values, of {', '.join(knobs)}"
                 )
-        # By place, for None may be among the values, and to a selection it means that nothing is chosen.
+        # The options are positions in the list of values: None may be a value, and a slider takes None for
+        # no selection.
         self.sliders = {
             name: ipywidgets.SelectionSlider(
-                options=[(str(value), place) for place, value in enumerate(values)],
+                options=[(str(value), position) for position, value in enumerate(values)],
                 value=values.index(start[name]) if name in start else len(values) - 1,
                 description=name,
                 continuous_update=False,
@@ -44,24 +45,24 @@ class Explorer:
         self._image = ipywidgets.Image(layout={"max_width": "100%", "width": "900px"})
         self._refusal = ipywidgets.HTML()
         for slider in self.sliders.values():
-            slider.observe(self._moved, "value")
+            slider.observe(self._draw_again, "value")
         self._show()
 
     @property
     def values(self) -> dict[str, Any]:
-        """Where the knobs stand, by name."""
+        """The value of each slider, by name."""
         return {name: self._knobs[name][slider.index] for name, slider in self.sliders.items()}
 
     @property
-    def refused(self) -> str:
-        """Why there is no picture of where the knobs stand; empty where there is one."""
+    def refusal(self) -> str:
+        """The error for the current values; empty if there is a picture for them."""
         return str(self._refusal.value)
 
-    def _moved(self, _: Any) -> None:
+    def _draw_again(self, _: Any) -> None:
         try:
             self._picture, refusal = self._draw(self.values), ""
         except LabError as error:
-            # The picture before stays, so that the reader sees from where the step was one too many.
+            # The last picture stays, so that the reader sees which values still worked.
             refusal = escape(str(error))
         self._refusal.value = refusal
         self._show()
@@ -70,7 +71,7 @@ class Explorer:
         self._image.value = self._picture.png
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # Where no front end runs widgets, the stored notebook shows the picture that stood there last.
+        # A stored notebook without a kernel shows the last picture.
         box = ipywidgets.VBox([ipywidgets.HBox([*self.sliders.values()]), self._refusal, self._image])
         bundle: dict[str, Any] = box._repr_mimebundle_(**kwargs)
         return {
@@ -88,18 +89,23 @@ def explore(
     start: Mapping[str, Any] | None = None,
     **knobs: Sequence[Any],
 ) -> Explorer:
-    """Show ``draw(value)`` under a slider over ``values``, or ``draw(knob=value, ...)`` under several.
+    """Show ``draw(value)`` with a slider over ``values``, or ``draw(knob=value, ...)`` with several sliders.
 
-    ``explore(draw, "tokens", [256, 512])``, or ``explore(draw, mlp_tile=[64, 128], loss_tile=[32, 64])``. A
-    slider begins at its last value unless ``start`` names another. ``draw`` may take a while (it may
-    measure): it is called when a slider comes to rest. A LabError that it raises then, a value that does not
-    go with the others, is shown in the picture's place below the sliders.
+    ``explore(draw, "tokens", [256, 512])``, or ``explore(draw, mlp_tile=[64, 128], loss_tile=[32, 64])``.
+
+    Args:
+        draw: Makes the picture. It may take a while: it is called when a slider is released. If it raises a
+            LabError, because a value does not go with the others, the error is shown below the sliders.
+        name: The label of a single slider.
+        values: The values of a single slider.
+        start: The value at which a slider begins, by name; the last of its values unless given.
+        knobs: The values of several sliders, by the keyword of ``draw``.
 
     Raises:
-        LabError: neither ``name`` nor knobs, or both; a start that is none of the knob's values.
+        LabError: There is neither ``name`` nor a knob, or both; or a start is not one of the slider's values.
     """
     if (name is None) == (not knobs):
         raise LabError("explore takes a name and its values, or knobs by keyword: tokens=[256, 512]")
     if name is not None:
-        return Explorer(lambda at: draw(at[name]), {name: values}, start or {})
-    return Explorer(lambda at: draw(**at), knobs, start or {})
+        return Explorer(lambda by_name: draw(by_name[name]), {name: values}, start or {})
+    return Explorer(lambda by_name: draw(**by_name), knobs, start or {})

@@ -1,4 +1,4 @@
-"""The static memory timeline: one panel a rank, or one a name, all on the same axes."""
+"""The static memory timeline: a panel for each rank or name, all with the same axes."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from matplotlib.patches import Patch
 from lab.errors import LabError
 from lab.memory.timeline import CATEGORIES, Moment, Timeline
 from lab.show.palette import COLOURS
-from lab.show.panels import Over, clock, draw_host, draw_phases, draw_planned, draw_stack, panel
-from lab.show.picture import OVERLAY, Picture, drawing, head
-from lab.show.scales import byte_axis, quiet
+from lab.show.panels import Over, draw_host, draw_phases, draw_planned, draw_stack, make_panel, row_positions
+from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
+from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
 
 
 class HasTimeline(Protocol):
-    """A plan or a rehearsal: the timeline of one rank."""
+    """A result with the timeline of one rank: a plan or a rehearsal."""
 
     @property
-    def timeline(self) -> Timeline:
-        """Its rows."""
+    def timeline(self) -> Timeline: ...
 
 
 @runtime_checkable
 class HasTimelines(Protocol):
-    """A run: the timelines of all its ranks."""
+    """A result with a timeline for each rank: a run."""
 
     @property
-    def timelines(self) -> tuple[Timeline, ...]:
-        """One a rank."""
+    def timelines(self) -> tuple[Timeline, ...]: ...
 
 
-Measured: TypeAlias = Timeline | HasTimeline | HasTimelines | Mapping[str, Timeline]
+TimelineSource: TypeAlias = Timeline | HasTimeline | HasTimelines | Mapping[str, Timeline]
 
 
 def timeline(
-    measured: Measured, *, planned: Timeline | HasTimeline | None = None, over: Over = "seconds"
+    measured: TimelineSource, *, planned: Timeline | HasTimeline | None = None, over: Over = "seconds"
 ) -> Picture:
-    """Draw memory over time, stacked by category, one panel a rank, the peak of each named.
+    """Draw the memory of each rank over time, stacked by category, with its peak marked and described.
 
-    ``measured`` is a run, a rehearsal, a plan or a bare timeline; its ``title``, if any, stands above. Or it
-    is timelines by name, before and after: they stand one above the other, and each begins at the left.
-    ``planned`` lays a line over it: the plan's bytes, each phase stretched to the time it really took.
-    ``over="operators"`` counts operators along the axis in place of seconds, which say nothing in a plan.
+    Args:
+        measured: A run, a rehearsal, a plan or a timeline; its ``title`` becomes the title of the picture. Or
+            timelines by name, which are drawn one above the other, each from its own beginning.
+        planned: A plan, whose bytes are drawn as a line. Each phase of the line is as long as the measured
+            phase.
+        over: The horizontal axis: seconds, or operators one by one. The seconds of a plan mean nothing.
 
     Raises:
-        LabError: there is nothing to draw.
+        LabError: There is nothing to draw.
     """
-    title, named = _panels(measured)
-    timelines = tuple(named.values())
+    title, by_name = _panels(measured)
+    timelines = tuple(by_name.values())
     plan = planned if isinstance(planned, Timeline) or planned is None else planned.timeline
     columns = 1 if isinstance(measured, Mapping) else columns_for(len(timelines))
     rows = ceil(len(timelines) / columns)
     lanes = 2 if any(t.host_peak for t in timelines) else 1
     height = 0.75 + rows * ((1.65 if rows > 1 else 2.6) + 0.45 * (lanes - 1))
-    with drawing(height) as figure:
+    with styled_figure(height) as figure:
         grid = figure.subplots(
             rows * lanes,
             columns,
@@ -69,46 +69,48 @@ def timeline(
             squeeze=False,
             gridspec_kw={"height_ratios": [1, 0.22][:lanes] * rows},
         )
-        for number, (name, one) in enumerate(named.items()):
+        for number, (name, one) in enumerate(by_name.items()):
             row, column = divmod(number, columns)
             axes = grid[row * lanes, column]
-            drawn = panel(one, over, 1 / columns)
-            draw_phases(axes, drawn)
-            draw_stack(axes, drawn)
+            panel = make_panel(one, over, 1 / columns)
+            draw_phases(axes, panel)
+            draw_stack(axes, panel)
             if plan is not None:
                 draw_planned(axes, one, plan, over)
-            _name(axes, name, one.peak, 152 // columns)
+            _write_title(axes, name, one.peak, 152 // columns)
             if lanes == 2:
-                draw_host(grid[row * lanes + 1, column], drawn)
-        _finish(grid.tolist(), timelines, lanes, over, plan)
-        marks = _marks(lanes, plan)
-        head(figure, title, list(marks.values()), list(marks))
-    return Picture(figure, _in_words(title, named, plan))
+                draw_host(grid[row * lanes + 1, column], panel)
+        _align_axes(grid.tolist(), timelines, lanes, over, plan)
+        marks = _legend(lanes, plan)
+        draw_header(figure, title, list(marks.values()), list(marks))
+    return Picture(figure, _text(title, by_name, plan))
 
 
 def columns_for(panels: int) -> int:
-    """Panels side by side: 1 to 3 in one row, 4 as two by two, 8 as four by two."""
+    """Return how many panels are side by side: up to 3 in one row, more in two rows."""
     return panels if panels <= 3 else ceil(panels / 2)
 
 
-def _panels(measured: Measured) -> tuple[str, dict[str, Timeline]]:
-    """The title, and the timelines by the names of their panels."""
+def _panels(measured: TimelineSource) -> tuple[str, dict[str, Timeline]]:
+    """Return the title, and the timelines by the names of their panels."""
     if isinstance(measured, Mapping):
-        # Whenever they were measured, they are compared from their beginnings.
-        named = {name: replace(one, seconds=one.seconds - one.seconds[:1]) for name, one in measured.items()}
+        # The timelines were measured at different times, and are compared from their beginnings.
+        by_name = {
+            name: replace(one, seconds=one.seconds - one.seconds[:1]) for name, one in measured.items()
+        }
     elif isinstance(measured, Timeline):
-        named = {"": measured}
+        by_name = {"": measured}
     elif isinstance(measured, HasTimelines):
         ranks = measured.timelines
-        named = {f"rank {rank}" if len(ranks) > 1 else "": one for rank, one in enumerate(ranks)}
+        by_name = {f"rank {rank}" if len(ranks) > 1 else "": one for rank, one in enumerate(ranks)}
     else:
-        named = {"": measured.timeline}
-    if not named or not all(map(len, named.values())):
+        by_name = {"": measured.timeline}
+    if not by_name or not all(map(len, by_name.values())):
         raise LabError("this timeline has no rows: nothing was measured")
-    return getattr(measured, "title", ""), named
+    return getattr(measured, "title", ""), by_name
 
 
-def _name(axes: Axes, name: str, peak: Moment, characters: int) -> None:
+def _write_title(axes: Axes, name: str, peak: Moment, characters: int) -> None:
     first = " · ".join(filter(None, (name, f"peak {format_bytes(peak.device)}")))
     axes.set_title(first, loc="left", pad=14)
     axes.annotate(
@@ -122,38 +124,38 @@ def _name(axes: Axes, name: str, peak: Moment, characters: int) -> None:
 
 
 def _caption(peak: Moment, characters: int) -> str:
-    """Where the peak is, as far as there is room: first the phase goes, then the beginning of the path."""
-    full = where(peak).replace("aten.", "")
+    """Describe the peak in at most ``characters``: without its phase if too long, then cut at the left."""
+    full = peak_text(peak).replace("aten.", "")
     short = full.removeprefix(f"{peak.phase}: ")
-    fits = [text for text in (full, short) if len(text) <= characters]
-    return fits[0] if fits else "…" + short[1 - characters :]
+    candidates = [text for text in (full, short) if len(text) <= characters]
+    return candidates[0] if candidates else "…" + short[1 - characters :]
 
 
-def where(peak: Moment) -> str:
-    """Phase, operator and module of an instant, in words."""
+def peak_text(peak: Moment) -> str:
+    """Return the phase, the operator and the module of a moment as text."""
     module = f" in {peak.module}" if peak.module else ""
     return f"{peak.phase}: {peak.op}{module}"
 
 
-def _finish(
+def _align_axes(
     grid: Sequence[Sequence[Axes]],
     timelines: Sequence[Timeline],
     lanes: int,
     over: Over,
     plan: Timeline | None,
 ) -> None:
-    """Give all panels the same axes, and write their numbers at the left and below only."""
+    """Give all panels the same axes, and write numbers at the left and at the bottom only."""
     tops = [max([t.device_peak for t in timelines] + ([plan.device_peak] if plan else []))]
     tops.append(max(t.host_peak for t in timelines))
-    end = max(float(clock(t, over)[-1]) for t in timelines)
+    end = max(float(row_positions(t, over)[-1]) for t in timelines)
     for number, row in enumerate(grid):
         lane = number % lanes
-        # The names of the phases stand in the tenth above the highest peak.
+        # The names of the phases are in the space above the highest peak.
         top = max(tops[lane], 1) * (1.12 if lane == 0 else 1.05)
         for column, axes in enumerate(row):
             axes.set_ylim(0, top)
             byte_axis(axes.yaxis, tops[lane], ticks=4 if lane == 0 else 1)
-            quiet(axes)
+            simplify_axes(axes)
             axes.set_xlim(0, end)
             rank = number // lanes * len(row) + column
             axes.set_visible(rank < len(timelines))
@@ -167,8 +169,8 @@ def _finish(
                 axes.set_xlabel(over)
 
 
-def _marks(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
-    """What the legend shows, by name."""
+def _legend(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
+    """Return the marks of the legend by name."""
     names = [*CATEGORIES, *(["host"] if lanes == 2 else [])]
     marks: dict[str, Artist] = {name: Patch(color=COLOURS[name]) for name in names}
     if plan is not None:
@@ -176,9 +178,9 @@ def _marks(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
     return marks
 
 
-def _in_words(title: str, named: Mapping[str, Timeline], plan: Timeline | None) -> str:
+def _text(title: str, by_name: Mapping[str, Timeline], plan: Timeline | None) -> str:
     peaks = []
-    for name, peak in ((name, one.peak) for name, one in named.items()):
-        peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({where(peak)})".lstrip())
+    for name, peak in ((name, one.peak) for name, one in by_name.items()):
+        peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({peak_text(peak)})".lstrip())
     planned = [f"planned peak {format_bytes(plan.device_peak)}"] if plan else []
     return f"Memory timeline{f' of {title}' if title else ''}: {'; '.join([*peaks, *planned])}."

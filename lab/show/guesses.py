@@ -1,4 +1,4 @@
-"""Predict first, then look: a field for the reader's number, and what became of it."""
+"""A field for the reader's guess, and its comparison with the measured number."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import ipywidgets
 from IPython.display import Markdown
 
 
-class Prediction:
-    """A field for a number, as a notebook displays it; ``compare`` holds it against the measured one."""
+class Guess:
+    """A field for a number, displayed in a notebook."""
 
     def __init__(self, what: str, unit: str) -> None:
         self.what, self.unit = what, unit
@@ -19,7 +19,7 @@ class Prediction:
 
     @property
     def value(self) -> float | None:
-        """The reader's number in ``unit``; None as long as none was given."""
+        """The reader's number in ``unit``; None if the field is empty."""
         return float(self._field.value) or None
 
     @value.setter
@@ -27,23 +27,31 @@ class Prediction:
         self._field.value = number
 
     def compare(self, measured: float) -> Markdown:
-        """The reader's number beside the measured one, and their ratio."""
-        found = f"measured **{measured:.4g} {self.unit}**"
+        """Return a line with the guess, the measured number, and their ratio."""
+        result = f"measured **{measured:.4g} {self.unit}**"
         if self.value is None:
-            return _said(f"{self.what}: {found} (no prediction was made)")
+            return _markdown(f"{self.what}: {result} (no prediction was made)")
         ratio = self.value / measured
-        return _said(f"{self.what}: predicted {self.value:.4g} {self.unit}, {found}, ratio {ratio:.2f}")
+        return _markdown(f"{self.what}: predicted {self.value:.4g} {self.unit}, {result}, ratio {ratio:.2f}")
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # Where no front end runs the widget, the stored notebook says in words what stands here.
+        # A stored notebook without a kernel shows this text in place of the field.
         bundle: dict[str, Any] = self._field._repr_mimebundle_(**kwargs)
         return {**bundle, "text/plain": f"Your prediction: {self.what}, in {self.unit}"}
 
 
-def _said(text: str) -> Markdown:
+def _markdown(text: str) -> Markdown:
     return Markdown(text)  # type: ignore[no-untyped-call]
 
 
-def predict(what: str, *, unit: str) -> Prediction:
-    """Ask for a number before it is measured: ``guess = predict("peak", unit="MiB")``, shown as a field."""
-    return Prediction(what, unit)
+def guess(what: str, *, unit: str) -> Guess:
+    """Ask the reader for a number before it is measured: ``peak = guess("peak", unit="MiB")``.
+
+    A notebook displays the result as a field. After the measurement, ``peak.compare(number)`` compares the
+    two.
+
+    Args:
+        what: The label of the field.
+        unit: The unit of the number.
+    """
+    return Guess(what, unit)

@@ -1,4 +1,4 @@
-"""UPipe's head schedule, stage by stage: which query heads meet which key/value heads on which rank."""
+"""UPipe's head schedule: which query heads attend to which key/value heads, by stage and rank."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from lab.show.palette import SERIES_COLOURS, TEXT
-from lab.show.picture import WIDTH, Picture, drawing, head
+from lab.show.picture import WIDTH, Picture, draw_header, styled_figure
 from lab.techniques.upipe.schedule import Schedule
 from lab.techniques.upipe.schedule import schedule as stages_of
 
 RIGHT, WRONG, KEYS = SERIES_COLOURS[0], SERIES_COLOURS[1], SERIES_COLOURS[2]
 
 _SIDE_BY_SIDE = 16
-"""Query heads of a stage up to which both pairings fit side by side."""
+"""The most query heads of a stage for which both panels fit side by side."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A query head and the key/value head it attends to; ``sent``: whether this stage sends that head."""
+    """A query head and the key/value head that it attends to.
+
+    Attributes:
+        query: The number of the query head.
+        kv: The number of the key/value head.
+        sent: Whether this stage sends the key/value head; otherwise an earlier stage has sent it.
+    """
 
     query: int
     kv: int
@@ -28,7 +34,7 @@ class Pair:
 
 
 def pairs(plan: Schedule, stage: int, rank: int) -> list[Pair]:
-    """What a rank attends with in a stage, in the order of sending."""
+    """Return the pairs of heads of a rank in a stage, in the order in which the heads are sent."""
     kv = [
         (head, run.opens)
         for run, heads in zip(plan.stages[stage], _by_run(plan, stage, rank), strict=True)
@@ -40,40 +46,47 @@ def pairs(plan: Schedule, stage: int, rank: int) -> list[Pair]:
 
 
 def in_model_order(plan: Schedule, stage: int, rank: int) -> list[Pair]:
-    """Pair the same keys with query heads in the model's order: stage t gets the heads t*U to (t+1)*U.
+    """Pair the same key/value heads with the query heads in the model's order.
 
-    This is the well-known mistake. The output is put back as if the query heads had been reordered, so the
-    result is that of another model, whose query heads stand in another order.
+    Stage t gets the query heads t*U to (t+1)*U, with U heads in a stage. This is the mistake that UPipe must
+    avoid. The outputs are returned to the places of the scheduled query heads, so the result is that of a
+    model with another order of query heads.
     """
     first = stage * plan.chunk + rank * plan.heads_per_rank
-    return [Pair(first + place, pair.kv, pair.sent) for place, pair in enumerate(pairs(plan, stage, rank))]
+    return [Pair(first + n, pair.kv, pair.sent) for n, pair in enumerate(pairs(plan, stage, rank))]
 
 
 def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
-    """Draw the stages of a UPipe layer for H, K, C and U heads, and the pairing that goes wrong beside them.
+    """Draw the stages of a UPipe layer, and a second panel with the pairs of ``in_model_order``.
 
-    Each row is a stage and each column a rank. A cell has the numbers of the rank's query heads, and below
-    them the key/value heads that they attend to: filled where this stage sends them, outlined where an
-    earlier stage has sent them. A query head that meets another head's keys is orange.
+    Each row is a stage and each column is a rank. A cell has the numbers of the rank's query heads, and below
+    them the key/value heads that they attend to: filled if this stage sends them, outlined if an earlier
+    stage has sent them. A query head that attends to the keys of another head is orange.
+
+    Args:
+        heads: The query heads H of the model.
+        kv_heads: The key/value heads K of the model.
+        ranks: The Ulysses degree C.
+        head_chunk: The query heads U of a stage, summed over the ranks.
 
     Raises:
-        RecipeError: a U or a C that the heads do not allow; the message holds those that work.
+        RecipeError: The heads do not allow this U or C; the message names those that work.
     """
     plan = stages_of(heads, kv_heads, ranks, head_chunk)
-    drawn = [
-        [[make(plan, stage, rank) for rank in range(ranks)] for stage in range(len(plan.stages))]
-        for make in (pairs, in_model_order)
+    tables = [
+        [[pairing(plan, stage, rank) for rank in range(ranks)] for stage in range(len(plan.stages))]
+        for pairing in (pairs, in_model_order)
     ]
-    wrong = sum(not _belongs(plan, pair) for stage in drawn[1] for of_rank in stage for pair in of_rank)
-    beside = head_chunk <= _SIDE_BY_SIDE
-    rows = len(plan.stages) * (1 if beside else 2)
+    wrong = sum(not _is_right(plan, pair) for stage in tables[1] for cell in stage for pair in cell)
+    side_by_side = head_chunk <= _SIDE_BY_SIDE
+    rows = len(plan.stages) * (1 if side_by_side else 2)
     count = f"{len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
     title = f"H={heads}, K={kv_heads}, C={ranks}, U={head_chunk}: {count}"
-    with drawing(0.95 + 0.36 * rows + (0 if beside else 0.5)) as figure:
-        grid = figure.subplots(*((1, 2) if beside else (2, 1)), squeeze=False).flatten()
+    with styled_figure(0.95 + 0.36 * rows + (0 if side_by_side else 0.5)) as figure:
+        grid = figure.subplots(*((1, 2) if side_by_side else (2, 1)), squeeze=False).flatten()
         names = "gathered: each query head with its own keys", _verdict(wrong, heads)
-        for axes, table, name in zip(grid, drawn, names, strict=True):
-            _draw(axes, plan, table, WIDTH * (0.46 if beside else 0.95))
+        for axes, table, name in zip(grid, tables, names, strict=True):
+            _draw(axes, plan, table, WIDTH * (0.46 if side_by_side else 0.95))
             axes.set_title(name, loc="left", pad=16)
         marks = {
             "query head": Patch(color=RIGHT),
@@ -81,12 +94,12 @@ def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
             "K, V sent": Patch(color=KEYS),
             "K, V of an earlier stage": Patch(facecolor="none", edgecolor=TEXT),
         }
-        head(figure, title, list(marks.values()), list(marks))
+        draw_header(figure, title, list(marks.values()), list(marks))
     sends = [stage for stage in range(len(plan.stages)) if plan.sends(stage)]
-    said = (
+    text = (
         f"keys and values are sent in stages {', '.join(map(str, sends))}; in model order {wrong} of {heads}"
     )
-    return Picture(figure, f"Head schedule, {title}; {said} query heads meet another's keys.")
+    return Picture(figure, f"Head schedule, {title}; {text} query heads meet another's keys.")
 
 
 def _verdict(wrong: int, heads: int) -> str:
@@ -95,32 +108,33 @@ def _verdict(wrong: int, heads: int) -> str:
     return f"model order: {wrong} of {heads} meet another's keys"
 
 
-def _belongs(plan: Schedule, pair: Pair) -> bool:
+def _is_right(plan: Schedule, pair: Pair) -> bool:
     return pair.query * plan.kv_heads // plan.heads == pair.kv
 
 
 def _by_run(plan: Schedule, stage: int, rank: int) -> list[list[int]]:
-    """The key/value heads of a stage on a rank, run by run."""
+    """Return the key/value heads of a stage on a rank, for each range of heads of the stage."""
     heads = iter(plan.kv_heads_of(stage, rank))
     return [[next(heads) for _ in run.slots] for run in plan.stages[stage]]
 
 
 def _draw(axes: Axes, plan: Schedule, table: list[list[list[Pair]]], width: float) -> None:
-    """One panel: stages downward, ranks to the right, a unit each; ``width`` in inches."""
-    one = 0.94 / plan.heads_per_rank
-    size = min(7.5, width / plan.ranks * one * 72 / 1.9)
+    """Draw a panel of ``width`` inches: stages downward, ranks to the right. Each cell is one unit wide."""
+    head_width = 0.94 / plan.heads_per_rank
+    size = min(7.5, width / plan.ranks * head_width * 72 / 1.9)
     for stage, ranks in enumerate(table):
-        for rank, found in enumerate(ranks):
-            for place, pair in enumerate(found):
-                colour = RIGHT if _belongs(plan, pair) else WRONG
-                left = rank + 0.03 + place * one
-                axes.add_patch(Rectangle((left, stage + 0.06), one * 0.95, 0.47, color=colour, linewidth=0))
+        for rank, cell in enumerate(ranks):
+            for n, pair in enumerate(cell):
+                colour = RIGHT if _is_right(plan, pair) else WRONG
+                left = rank + 0.03 + n * head_width
+                box = Rectangle((left, stage + 0.06), head_width * 0.95, 0.47, color=colour, linewidth=0)
+                axes.add_patch(box)
                 if size >= 4:
-                    middle = left + one * 0.475, stage + 0.305
+                    middle = left + head_width * 0.475, stage + 0.305
                     axes.text(
                         *middle, str(pair.query), ha="center", va="center", color="white", fontsize=size
                     )
-            _draw_keys(axes, stage, rank, found, one, width / plan.ranks)
+            _draw_keys(axes, stage, rank, cell, head_width, width / plan.ranks)
     axes.set_xlim(0, plan.ranks)
     axes.set_ylim(len(table), 0)
     axes.set_xticks([rank + 0.5 for rank in range(plan.ranks)], [f"rank {r}" for r in range(plan.ranks)])
@@ -132,17 +146,20 @@ def _draw(axes: Axes, plan: Schedule, table: list[list[list[Pair]]], width: floa
         spine.set_visible(False)
 
 
-def _draw_keys(axes: Axes, stage: int, rank: int, found: list[Pair], one: float, cell: float) -> None:
-    """The band below the queries: one piece for each key/value head, as wide as the queries that meet it."""
-    starts = [place for place, pair in enumerate(found) if not place or pair.kv != found[place - 1].kv]
-    for first, end in zip(starts, [*starts[1:], len(found)], strict=True):
-        pair, left, width = found[first], rank + 0.03 + first * one, (end - first) * one - one * 0.05
-        # An outline and not a paler green: on a dark page the paler one would be the darker one.
+def _draw_keys(
+    axes: Axes, stage: int, rank: int, cell: list[Pair], head_width: float, cell_inches: float
+) -> None:
+    """Draw a box below the query heads for each key/value head, as wide as the query heads that use it."""
+    starts = [n for n, pair in enumerate(cell) if not n or pair.kv != cell[n - 1].kv]
+    for first, end in zip(starts, [*starts[1:], len(cell)], strict=True):
+        pair, left = cell[first], rank + 0.03 + first * head_width
+        width = (end - first) * head_width - head_width * 0.05
+        # A head that is not sent has an outline. A paler green would be the darker one on a dark page.
         fill, edge = (KEYS, KEYS) if pair.sent else ("none", TEXT)
         band = Rectangle((left, stage + 0.57), width, 0.3, facecolor=fill, edgecolor=edge, linewidth=0.8)
         axes.add_patch(band)
         long = f"kv {pair.kv}"
-        name = long if width * cell * 72 > 6 * len(long) * 0.6 else str(pair.kv)
+        name = long if width * cell_inches * 72 > 6 * len(long) * 0.6 else str(pair.kv)
         axes.text(
             left + width / 2, stage + 0.725, name, ha="center", va="center", fontsize=6,
             color="white" if pair.sent else TEXT,

@@ -1,4 +1,4 @@
-"""Memory against throughput: what each value of a knob takes, and what it gives."""
+"""Memory and throughput of each value of a knob, as two columns of bars."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from matplotlib.axes import Axes
 
 from lab.errors import LabError
 from lab.show.palette import SERIES_COLOURS
-from lab.show.picture import Picture, drawing, head
-from lab.show.scales import byte_axis, quiet
+from lab.show.picture import Picture, draw_header, styled_figure
+from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
 
 
-def trade(points: Mapping[str, tuple[int, float]], *, picked: str = "", title: str = "") -> Picture:
-    """Draw ``{name: (bytes, tokens a second)}``: a bar of each, one row a name, the ``picked`` row orange.
+def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = "", title: str = "") -> Picture:
+    """Draw a row for each name, with one bar of bytes and one of tokens a second.
+
+    Args:
+        points: (bytes, tokens a second) by name.
+        picked: The name whose row is drawn in orange.
+        title: A title above the picture.
 
     Raises:
-        LabError: no points, or a ``picked`` one that is not among them.
+        LabError: There are no points, or ``picked`` is not one of them.
     """
     if not points or (picked and picked not in points):
         raise LabError(f"no point {picked!r} to draw: there are {', '.join(points) or 'none'}")
     sizes, rates = zip(*points.values(), strict=True)
     colours = [SERIES_COLOURS[name == picked] for name in points]
-    with drawing(0.95 + 0.3 * len(points)) as figure:
+    with styled_figure(0.95 + 0.3 * len(points)) as figure:
         memory, speed = figure.subplots(1, 2, sharey=True)
         _bars(memory, sizes, [format_bytes(size) for size in sizes], colours)
         _bars(speed, rates, [f"{rate:,.0f}" for rate in rates], colours)
@@ -33,11 +38,11 @@ def trade(points: Mapping[str, tuple[int, float]], *, picked: str = "", title: s
         speed.set_xlabel("tokens a second")
         memory.set_title("takes", loc="left")
         speed.set_title("gives", loc="left")
-        head(figure, title)
-    # Not how fast: of a stored picture's words nothing is to change from machine to machine.
-    said = ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(points, sizes, strict=True))
+        draw_header(figure, title)
+    # The text leaves out the speed, because the text of a stored picture must be the same on every machine.
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(points, sizes, strict=True))
     return Picture(
-        figure, f"{title or 'Memory against throughput'}: {said}{f'; {picked} picked' * bool(picked)}."
+        figure, f"{title or 'Memory against throughput'}: {text}{f'; {picked} picked' * bool(picked)}."
     )
 
 
@@ -46,4 +51,4 @@ def _bars(axes: Axes, values: tuple[float, ...], labels: list[str], colours: lis
     for row, (value, label) in enumerate(zip(values, labels, strict=True)):
         axes.annotate(label, (value, row), (4, 0), textcoords="offset points", va="center", fontsize=7.5)
     axes.set_xlim(0, max(values) * 1.2)
-    quiet(axes, along="x")
+    simplify_axes(axes, along="x")

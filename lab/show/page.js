@@ -1,4 +1,4 @@
-// What all widgets build their part of a page with.
+// Functions with which all widgets build their part of a page.
 function add(parent, tag, name = "") {
   const element = document.createElement(tag);
   element.className = name;

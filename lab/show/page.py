@@ -1,8 +1,8 @@
-"""The scripts and styles of widgets."""
+"""The scripts and styles of widgets, read from files."""
 
 from pathlib import Path
 
 
-def joined(*names: str) -> str:
-    """The texts of scripts or styles in ``lab/show``, as the one that a widget takes."""
+def join_files(*names: str) -> str:
+    """Return the text of several files in ``lab/show`` as one: a widget has one script and one style."""
     return "\n".join((Path(__file__).parent / name).read_text() for name in names)

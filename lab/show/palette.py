@@ -1,4 +1,4 @@
-"""The colours: one per kind of bytes, the same in every picture (Okabe and Ito's, for every eye)."""
+"""The colours of all pictures: those of Okabe and Ito, which colour-blind readers can tell apart."""
 
 from lab.memory.timeline import CATEGORIES
 
@@ -11,16 +11,16 @@ COLOURS = {
     "host": "#CC79A7",
     "workspace": "#56B4E9",
 }
-"""Colour by what holds the bytes: the categories of a timeline, then host memory and kernels' workspaces."""
+"""The colour of each category of bytes: those of a timeline, then host memory and kernels' workspaces."""
 
 CATEGORY_COLOURS = tuple(COLOURS[category] for category in CATEGORIES)
-"""The categories' colours in stacking order."""
+"""The colours of a timeline's categories, in the order in which they are stacked."""
 
 TEXT = "#767676"
-"""Text and axes of static pictures: the grey that reads equally well on white and on black."""
+"""The colour of text and axes in static pictures: a grey that is readable on white and on black."""
 
 SERIES_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", TEXT)
-"""Colours of lines that are not kinds of bytes, in the order of use: one for each rung of the ladder."""
+"""Colours for series that are not categories of bytes, in the order of use: seven, as the ladder's rungs."""
 
 PHASE_TINTS = {"forward": 0.07, "backward": 0.14, "optimizer": 0.21}
-"""Opacity of the grey band behind a phase. Every other phase has none."""
+"""The opacity of the grey band behind a phase. Other phases have no band."""

@@ -1,4 +1,4 @@
-"""One panel of a memory timeline: bytes by category over time, phases behind, the peak marked."""
+"""The parts of a panel of a memory timeline: bytes by category, phases, host bytes, and a plan's line."""
 
 from __future__ import annotations
 
@@ -11,51 +11,54 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 
 from lab.memory.timeline import CATEGORIES, Timeline
-from lab.show.live.thinning import Places, widened
+from lab.show.live.thinning import Positions, widen_peaks
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, PHASE_TINTS, TEXT
 from lab.show.picture import OVERLAY
-from lab.show.scales import quiet
+from lab.show.scales import simplify_axes
 
 Over = Literal["seconds", "operators"]
-"""What runs along the horizontal axis: the time of the step, or its operators one by one."""
+"""The horizontal axis: the seconds of the step, or its operators one by one."""
 
 _COLUMNS = 1000
-"""Stretches of time that a whole picture tells apart: fewer than its pixels."""
+"""How many intervals of time are drawn in a whole picture: fewer than its pixels."""
 
 _LETTERS = 150
-"""Small letters that fit side by side in a whole picture."""
+"""How many small letters fit side by side in a whole picture."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Where one timeline is drawn: the rows worth drawing, and the places where they stand on the axis.
+    """The rows of a timeline that a panel draws.
 
-    ``share`` is the part of the picture's width that the panel takes.
+    Attributes:
+        positions: The position of each row on the horizontal axis [n].
+        rows: The rows.
+        share: The width of the panel, as a share of the picture's.
     """
 
-    at: Places
+    positions: Positions
     rows: Timeline
     share: float
 
 
-def clock(timeline: Timeline, over: Over) -> Places:
-    """Where each row stands on the horizontal axis [n]."""
+def row_positions(timeline: Timeline, over: Over) -> Positions:
+    """Return the position of each row on the horizontal axis [n]."""
     return timeline.seconds if over == "seconds" else np.arange(len(timeline), dtype=np.float64)
 
 
-def panel(timeline: Timeline, over: Over, share: float) -> Panel:
-    """Pick the rows that a panel of this share of the picture can show."""
-    at, rows = widened(clock(timeline, over), timeline.total, round(_COLUMNS * share))
-    return Panel(at, timeline.rows(rows), share)
+def make_panel(timeline: Timeline, over: Over, share: float) -> Panel:
+    """Select the rows that a panel with this share of the picture's width can show."""
+    positions, rows = widen_peaks(row_positions(timeline, over), timeline.total, round(_COLUMNS * share))
+    return Panel(positions, timeline.rows(rows), share)
 
 
 def draw_stack(axes: Axes, panel: Panel) -> None:
-    """Fill the bytes of each category over time, one on another, and ring the peak."""
-    at, rows = panel.at, panel.rows
+    """Draw the bytes of each category, stacked on each other, and a ring at the peak."""
+    at, rows = panel.positions, panel.rows
     above = np.zeros(len(rows), dtype=np.int64)
-    for category, colour, held in zip(CATEGORIES, CATEGORY_COLOURS, rows.device.T, strict=True):
-        axes.fill_between(at, above, above + held, step="post", facecolor=colour, linewidth=0, label=category)
-        above = above + held
+    for category, colour, size in zip(CATEGORIES, CATEGORY_COLOURS, rows.device.T, strict=True):
+        axes.fill_between(at, above, above + size, step="post", facecolor=colour, linewidth=0, label=category)
+        above = above + size
     highest = int(above.argmax())
     axes.plot(
         at[highest], above[highest], "o", markersize=5, markerfacecolor="none", color=TEXT, clip_on=False
@@ -63,13 +66,13 @@ def draw_stack(axes: Axes, panel: Panel) -> None:
 
 
 def draw_phases(axes: Axes, panel: Panel) -> None:
-    """Tint the phases, name those that have room, and rule a line where a step begins."""
-    at, rows = panel.at, panel.rows
+    """Draw a band behind each phase, its name if there is space, and a line where a step begins."""
+    at, rows = panel.positions, panel.rows
     width = float(at[-1] - at[0]) or 1.0
     upright = axes.get_xaxis_transform()
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in PHASE_TINTS}
-    for phase, _, drawn in _runs(rows):
-        start, end = at[drawn.start], at[min(drawn.stop, len(at) - 1)]
+    for phase, _, interval in _phase_intervals(rows):
+        start, end = at[interval.start], at[min(interval.stop, len(at) - 1)]
         if phase not in spans:
             continue
         spans[phase].append((start, end - start))
@@ -84,39 +87,49 @@ def draw_phases(axes: Axes, panel: Panel) -> None:
 
 
 def draw_host(axes: Axes, panel: Panel) -> None:
-    """The lane below: bytes that wait in host memory."""
-    at, rows = panel.at, panel.rows
+    """Draw the bytes in host memory."""
+    at, rows = panel.positions, panel.rows
     axes.fill_between(at, 0, rows.host, step="post", facecolor=COLOURS["host"], linewidth=0, label="host")
-    quiet(axes)
+    simplify_axes(axes)
 
 
 def draw_planned(axes: Axes, timeline: Timeline, planned: Timeline, over: Over) -> None:
-    """A line: what the plan says, each of its phases stretched to the time that the phase really took."""
-    for at, held in planned_over(timeline, planned, clock(timeline, over)):
-        axes.step(at, held, where="post", **OVERLAY)
+    """Draw the bytes of a plan as a line; each of its phases is as long as the measured phase."""
+    for positions, size in align_plan(timeline, planned, row_positions(timeline, over)):
+        axes.step(positions, size, where="post", **OVERLAY)
 
 
-def planned_over(
+def align_plan(
     timeline: Timeline, planned: Timeline, at: npt.NDArray[np.float64]
 ) -> list[tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]]:
-    """Lay the plan's bytes on the measured clock, phase by phase: a plan knows an order, not a time.
+    """Give the rows of a plan positions on the axis of a measured timeline, phase by phase.
 
-    A step that the plan lacks is compared with its last one. Returns ``(at, bytes)`` for each phase.
+    A plan has an order of rows and no times. A step that the plan does not have is compared with its last
+    step.
+
+    Args:
+        timeline: The measured timeline.
+        planned: The timeline of the plan.
+        at: The position of each row of ``timeline`` on the axis [n].
+
+    Returns:
+        For each phase, the positions and the bytes of the plan's rows.
     """
-    plan = {(phase, step): rows for phase, step, rows in _runs(planned)}
+    plan = {(phase, step): rows for phase, step, rows in _phase_intervals(planned)}
     last = max((step for _, step in plan), default=0)
-    laid = []
-    for phase, step, rows in _runs(timeline):
-        found = plan.get((phase, min(step, last)))
-        if found is not None:
-            # Row k of n in the plan's phase belongs where k/n of the measured phase's rows have passed.
-            place = np.linspace(0, rows.stop - rows.start - 1, found.stop - found.start)
-            laid.append((np.interp(place, np.arange(rows.stop - rows.start), at[rows]), planned.total[found]))
-    return laid
+    lines = []
+    for phase, step, rows in _phase_intervals(timeline):
+        plan_rows = plan.get((phase, min(step, last)))
+        if plan_rows is not None:
+            # Row k of n in the plan's phase gets the position at which k/n of the measured rows have passed.
+            fractions = np.linspace(0, rows.stop - rows.start - 1, plan_rows.stop - plan_rows.start)
+            positions = np.interp(fractions, np.arange(rows.stop - rows.start), at[rows])
+            lines.append((positions, planned.total[plan_rows]))
+    return lines
 
 
-def _runs(timeline: Timeline) -> list[tuple[str, int, slice]]:
-    """Phase, step and rows of each stretch of one phase in one step."""
+def _phase_intervals(timeline: Timeline) -> list[tuple[str, int, slice]]:
+    """Return the phase, the step and the rows of each interval of one phase in one step."""
     changes = np.flatnonzero((np.diff(timeline.phase) != 0) | (np.diff(timeline.step) != 0)) + 1
     edges = [0, *changes.tolist(), len(timeline)]
     return [

@@ -1,4 +1,4 @@
-"""A drawn figure that a notebook shows as one PNG and stores with one line of text that says the same."""
+"""A figure that a notebook shows as a PNG, and stores with a line of text that describes it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from PIL import Image
 from lab.show.palette import TEXT
 
 DPI = 180
-"""Pixels an inch of a stored picture: about twice what a screen shows, so that it stays crisp."""
+"""Pixels an inch of a stored picture: about twice those of a screen."""
 
 WIDTH = 9.0
-"""Inches: the width of a notebook's cell."""
+"""The width of a picture in inches: that of a notebook's cell."""
 
 _SCREEN_DPI = 100
 
@@ -51,14 +51,16 @@ OVERLAY: dict[str, Any] = {
     "linewidth": 0.9,
     "path_effects": [withStroke(linewidth=2.2, foreground="white")],
 }
-"""A line over coloured areas: dark with a light edge, to be seen on every colour, by day and by night."""
+"""The style of a line over coloured areas: dark with a light edge, so that every colour shows it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """What the functions of ``lab.show`` return: a notebook displays it once, as it is the cell's value.
+    """A picture that a notebook displays as the value of its cell.
 
-    ``figure`` is matplotlib's, for whoever wants to change or save it; ``text`` says in words what is drawn.
+    Attributes:
+        figure: The matplotlib figure, to change or to save.
+        text: A description of what is drawn.
     """
 
     figure: Figure
@@ -66,11 +68,11 @@ class Picture:
 
     @cached_property
     def png(self) -> bytes:
-        """The picture as stored, transparent, rendered once."""
-        drawn, stored = BytesIO(), BytesIO()
-        self.figure.savefig(drawn, format="png", dpi=DPI, transparent=True)
-        # Few colours, so a palette does: a third of the size, and notebooks are kept in git.
-        palette = Image.open(drawn).quantize(256, method=Image.Quantize.FASTOCTREE)
+        """The picture as a PNG with a transparent background, rendered once."""
+        full, stored = BytesIO(), BytesIO()
+        self.figure.savefig(full, format="png", dpi=DPI, transparent=True)
+        # A palette of 256 colours is enough and a third of the size; notebooks are stored in git.
+        palette = Image.open(full).quantize(256, method=Image.Quantize.FASTOCTREE)
         palette.save(stored, "PNG", optimize=True)
         return stored.getvalue()
 
@@ -82,21 +84,21 @@ class Picture:
 
 
 @contextmanager
-def drawing(height: float) -> Iterator[Figure]:
-    """Yield an empty figure of this height in inches; what is drawn in the block has the lab's style.
+def styled_figure(height: float) -> Iterator[Figure]:
+    """Yield an empty figure of this height in inches. Whatever is drawn in the block has the lab's style.
 
-    It never meets pyplot, so no backend draws it a second time.
+    The figure does not belong to pyplot, so no backend draws it a second time.
     """
     with mpl.rc_context(_STYLE):
         yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def head(figure: Figure, title: str, marks: Sequence[Artist] = (), names: Sequence[str] = ()) -> None:
-    """Write the title at the upper left and the legend beside it, or in its place."""
+def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names: Sequence[str] = ()) -> None:
+    """Write the title at the upper left, and the legend at the upper right; without a title, at the left."""
     if title:
-        # With a legend beside it the layout has made room already, and the two should share a line.
-        at = {"y": 1 - 0.06 / figure.get_figheight()} if marks else {}
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, **at)
+        # The layout reserves space for the legend; the title is on the same line.
+        position = {"y": 1 - 0.06 / figure.get_figheight()} if marks else {}
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, **position)
     if marks:
         figure.legend(
             marks,

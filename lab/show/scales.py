@@ -1,4 +1,4 @@
-"""Axes of bytes, seconds and tokens: binary units, round ticks."""
+"""Axes of bytes and seconds: units and round ticks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
 
 
 def byte_unit(top: float) -> tuple[str, int]:
-    """Name and size of the unit for an axis that reaches ``top`` bytes."""
+    """Return the name and the size of the unit for an axis that ends at ``top`` bytes."""
     for name, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB)):
         if top >= size:
             return name, size
@@ -20,7 +20,7 @@ def byte_unit(top: float) -> tuple[str, int]:
 
 
 def byte_axis(axis: Axis, top: float, *, ticks: int = 4) -> None:
-    """Round ticks in the unit that suits ``top`` bytes, which stands at the axis; the data stays in bytes."""
+    """Give an axis of bytes that ends at ``top`` round ticks and the name of a suitable unit."""
     name, size = byte_unit(top)
     steps = MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top / size)
     axis.set_ticks([step * size for step in steps if step * size <= top], minor=False)
@@ -29,11 +29,11 @@ def byte_axis(axis: Axis, top: float, *, ticks: int = 4) -> None:
 
 
 def log_axis(axis: Axis, unit: Literal["bytes", "seconds"], *, base: int) -> None:
-    """Name each power of ``base`` on a logarithmic axis with its unit."""
-    written = _short_bytes if unit == "bytes" else format_seconds
+    """Label the powers of ``base`` on a logarithmic axis, with their unit."""
+    format_value = _short_bytes if unit == "bytes" else format_seconds
     axis.set_major_locator(LogLocator(base=base, numticks=8))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
 
 
 def _short_bytes(size: float) -> str:
@@ -41,8 +41,8 @@ def _short_bytes(size: float) -> str:
     return f"{float(number):g} {unit}"
 
 
-def quiet(axes: Axes, along: Literal["x", "y"] = "y") -> None:
-    """Leave of the axes what is read: faint lines at the ticks of the axis of values, no marks."""
+def simplify_axes(axes: Axes, along: Literal["x", "y"] = "y") -> None:
+    """Draw faint lines at the ticks of the axis ``along``, and remove its line and all tick marks."""
     axes.grid(axis=along, linewidth=0.5, alpha=0.25)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, which="both")

@@ -1,4 +1,4 @@
-"""The library's own code, shown where a notebook talks about it."""
+"""The source code of a function or class, shown in a notebook."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _PROJECT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Source:
-    """Code as displayed: highlighted in a notebook, plain elsewhere.
+    """Source code, which a notebook displays with highlighting.
 
-    ``place`` is its file and line, such as ``lab/step/compose.py:12``.
+    Attributes:
+        place: The file and the line, such as ``lab/step/compose.py:12``.
+        code: The code.
     """
 
     place: str
@@ -26,15 +28,16 @@ class Source:
         return f"# {self.place}\n{self.code}"
 
     def _repr_markdown_(self) -> str:
-        # Every front end highlights this in the colours of its own theme. No code has a line of four tildes.
+        # Front ends highlight a fenced block in the colours of their theme. No code has a line of four
+        # tildes.
         return f"`{self.place}`\n\n~~~~python\n{self.code}\n~~~~"
 
 
 def source(thing: Callable[..., Any] | type) -> Source:
-    """Show the code of a function or class, and where it stands in the project."""
+    """Show the code of a function or class, with its file and line."""
     thing = inspect.unwrap(thing)
     lines, first = inspect.getsourcelines(thing)
     path = Path(inspect.getsourcefile(thing) or "").resolve()
-    # What is not the project's is named by its module: a machine's own paths say nothing to a reader.
+    # Code of other packages is named by its module: its path would be different on every machine.
     where = path.relative_to(_PROJECT).as_posix() if path.is_relative_to(_PROJECT) else thing.__module__
     return Source(f"{where}:{first}", dedent("".join(lines)).rstrip())

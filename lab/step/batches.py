@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.techniques.agreement import check_same_batch
-from lab.techniques.inputs import check_right_padding, kept_tokens
+from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
+from lab.torch_private import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +85,10 @@ def shard_batch(
                 f"attention_mask of shape {list(attention_mask.shape)} for input_ids of shape "
                 f"{list(input_ids.shape)}: give a mask of the same shape, 1 for tokens and 0 for padding"
             )
-        kept = kept_tokens(attention_mask.to(input_ids.device))
-        check_right_padding(kept)
-        labels[:, :-1].masked_fill_(~kept[:, 1:], IGNORED)
-        label_count = int(kept[:, 1:].sum())
+        valid = boolean_mask(attention_mask.to(input_ids.device))
+        check_right_padding(valid)
+        labels[:, :-1].masked_fill_(~valid[:, 1:], IGNORED)
+        label_count = int(valid[:, 1:].sum())
         if label_count == 0:
             raise RecipeError(
                 "attention_mask leaves no token to predict: at least one row needs 2 tokens or more"
@@ -98,16 +98,16 @@ def shard_batch(
     each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
     mine = torch.arange(of_data * each, (of_data + 1) * each)
     padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
-    held = local_positions(tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence).to(
-        input_ids.device
-    )
+    positions = local_positions(
+        tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence
+    ).to(input_ids.device)
 
-    labels = pad(labels[mine % rows], (0, padding), value=IGNORED)[:, held]
+    labels = pad(labels[mine % rows], (0, padding), value=IGNORED)[:, positions]
     labels[mine >= rows] = IGNORED
     return Batch(
-        input_ids=pad(input_ids[mine % rows], (0, padding))[:, held],
+        input_ids=pad(input_ids[mine % rows], (0, padding))[:, positions],
         labels=labels,
-        position_ids=held[None],
+        position_ids=positions[None],
         label_count=label_count,
         group=mesh.get_group(),
         ulysses=recipe.ulysses,

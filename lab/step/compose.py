@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from lab import models
 from lab.decoder import check_materialized, check_untouched, decoder_of
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype
+from lab.step.training_step import make_optimizer
 from lab.techniques.agreement import check_same, check_same_model, refuse_together
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.hf_attention import apply_attention
@@ -26,14 +28,34 @@ from lab.techniques.loss import apply_loss, apply_tiled_loss
 from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
-from lab.techniques.sharding import apply_fsdp, apply_replication, refolded
+from lab.techniques.sharding import apply_fsdp, apply_replication, reshape_mesh
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
 
 
-def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> PreTrainedModel:
-    """Make a model on the mesh's device, to be trained under a recipe; every rank calls this.
+@dataclass(frozen=True, eq=False)
+class AppliedRecipe:
+    """A model with a recipe's techniques.
+
+    Attributes:
+        model: The model, which ``lab.loss`` calls.
+        recipe: The recipe that was applied to it.
+    """
+
+    model: PreTrainedModel
+    recipe: Recipe
+
+    def make_optimizer(self, *, learning_rate: float) -> torch.optim.Optimizer:
+        """Make the optimizer of the model's parameters; see ``lab.step.training_step.make_optimizer``.
+
+        A technique that holds the optimizer's state elsewhere belongs here.
+        """
+        return make_optimizer(self.model, learning_rate=learning_rate)
+
+
+def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> AppliedRecipe:
+    """Make a model on the mesh's device, under a recipe that has been checked; every rank calls this.
 
     With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
     memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
@@ -46,11 +68,10 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
     if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
         whole = models.build(model, seed=seed, device=device)
         whole.train()
-        apply_recipe(whole, recipe, mesh)
-        return whole
+        return apply_recipe(whole, recipe, mesh, checked=True)
     outline = models.outline(model, seed=seed)
     outline.model.train()
-    apply_recipe(outline.model, recipe, mesh)
+    applied = apply_recipe(outline.model, recipe, mesh, checked=True)
     origin = refuse_together(outline.origin, mesh.get_group())
     check_same(
         "the seed, or the files of the weights, differ",
@@ -59,16 +80,19 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
         "give every rank the same seed, and a copy of the same files",
     )
     outline.materialize(device)
-    return outline.model
+    return applied
 
 
-def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
+def apply_recipe(
+    model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, *, checked: bool = False
+) -> AppliedRecipe:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
     ``mesh`` is one-dimensional over all P ranks; rank = (data * R + ring) * C + ulysses. Adapters are added,
     and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
     With ``fsdp`` the parameters may be on the meta device, to be given memory afterwards, see ``start``.
     A hook of yours on a layer sees what this rank holds: its part of the sequence, and of a batch.
+    With ``checked``, ``Recipe.check`` has let the recipe pass for this model, and is not called again.
 
     Raises:
         ModelError: a family, a config or modules that the techniques are not proved with.
@@ -77,7 +101,7 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
         LabError: ranks with other weights or another recipe.
     """
     # What one rank alone would refuse, all refuse together; nothing has been changed until here.
-    kernel = refuse_together(partial(_checked, model, recipe, mesh), mesh.get_group())
+    kernel = refuse_together(partial(_kernel, model, recipe, mesh, checked), mesh.get_group())
     check_same_model(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
     # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
@@ -122,15 +146,17 @@ def apply_recipe(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> No
     # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
     index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
     apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
+    return AppliedRecipe(model, recipe)
 
 
-def _checked(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> Kernel:
-    """Whether this recipe can be right for this model on this machine; the kernel of its attention."""
+def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: bool) -> Kernel:
+    """Check that the recipe can be right for this model; return the kernel of its attention."""
     check_untouched(model)
     if not recipe.fsdp:
         check_materialized(model)
     decoder = decoder_of(model)
-    recipe.check(model.config, mesh.size())
+    if not checked:
+        recipe.check(model.config, mesh.size())
     dtype = attention_dtype(recipe, model.dtype)
     return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
 
@@ -141,7 +167,7 @@ def _sequence_groups(
     """This rank's Ulysses group and ring group, None where there is one rank in it."""
     if recipe.ulysses == recipe.ring == 1:
         return None, None
-    axes = refolded(mesh, (-1, recipe.ring, recipe.ulysses), ("data", "ring", "ulysses"))
+    axes = reshape_mesh(mesh, (-1, recipe.ring, recipe.ulysses), ("data", "ring", "ulysses"))
     return (
         axes.get_group("ulysses") if recipe.ulysses > 1 else None,
         axes.get_group("ring") if recipe.ring > 1 else None,

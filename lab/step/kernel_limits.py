@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from lab.decoder import Shape, shape_of
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
-from lab.techniques.attention.flash import HALF, MOST_HEAD_DIM, past_torch
-from lab.techniques.attention.kernels import Machine, chosen
+from lab.techniques.attention.flash import HALF_DTYPES, MAX_HEAD_DIM, query_limit_refusal
+from lab.techniques.attention.kernels import KernelSupport, choose_kernel
 
 
 def attention_dtype(recipe: Recipe, model_dtype: torch.dtype) -> torch.dtype:
@@ -21,13 +21,13 @@ def attention_dtype(recipe: Recipe, model_dtype: torch.dtype) -> torch.dtype:
 
 def runs_flash(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether a flash kernel on CUDA takes this dtype and D; the others run exact matrix products."""
-    return dtype in HALF and head_dim <= MOST_HEAD_DIM
+    return dtype in HALF_DTYPES and head_dim <= MAX_HEAD_DIM
 
 
 def torch_refusal(recipe: Recipe, shape: Shape, tokens: int) -> str | None:
     """Return why torch's CUDA kernel refuses a step of so many tokens; None where it takes the step."""
     heads = (recipe.head_chunk or shape.H) // recipe.ulysses
-    return past_torch(-(-tokens // recipe.ring), heads, shape.D)
+    return query_limit_refusal(-(-tokens // recipe.ring), heads, shape.D)
 
 
 def check_kernel(
@@ -35,7 +35,7 @@ def check_kernel(
     config: PretrainedConfig,
     tokens: int,
     device_type: str,
-    machine: Callable[[], Machine],
+    machine: Callable[[], KernelSupport],
 ) -> None:
     """Refuse a step for which torch's CUDA kernel would be chosen and which that kernel would refuse.
 
@@ -57,5 +57,5 @@ def check_kernel(
     refusal = torch_refusal(recipe, shape, tokens) if runs_flash(dtype, shape.D) else None
     if refusal is None or recipe.kernel not in ("auto", "torch"):
         return
-    if recipe.kernel == "torch" or chosen("auto", machine(), shape.D, dtype) == "torch":
+    if recipe.kernel == "torch" or choose_kernel("auto", machine(), shape.D, dtype) == "torch":
         raise RecipeError(refusal)

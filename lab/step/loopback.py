@@ -20,34 +20,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed import Work
+
+from lab.torch_private import PythonProcessGroup, completed_work, disable_current_modes, process_groups
 
 BACKEND = "loopback"
 
 
-class Loopback(dist.ProcessGroup):
+class Loopback(PythonProcessGroup):
     """The group. ``sent`` counts the bytes that would have left this rank, by collective."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self.sent: Counter[str] = Counter()
         self._mail: list[Tensor] = []
-        self._name = ""
 
     def getBackendName(self) -> str:  # torch's name
         """What torch prints."""
         return BACKEND
-
-    # torch keeps the name on the backends of a group, and this group has none but itself.
-
-    @property
-    def group_name(self) -> str:
-        """Under which torch finds the group again."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
 
     # ---- answered ----------------------------------------------------------------------------------------
 
@@ -159,13 +149,6 @@ class Loopback(dist.ProcessGroup):
         """Nobody to wait for."""
         return _finished()
 
-    # The names of releases before 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     # ---- how ---------------------------------------------------------------------------------------------
 
     def _factor(self, options: Any) -> float:
@@ -184,8 +167,7 @@ def register() -> None:
 
 def bytes_sent() -> Counter[str]:
     """What all of this process's groups counted, added up."""
-    groups = dist.distributed_c10d._world.pg_map
-    return sum((group.sent for group in groups if isinstance(group, Loopback)), Counter())
+    return sum((group.sent for group in process_groups() if isinstance(group, Loopback)), Counter())
 
 
 def _created(_: Any, rank: int, size: int, __: timedelta) -> Loopback:
@@ -196,7 +178,7 @@ def _unseen() -> AbstractContextManager[object]:
     """What stands for the wire is no operator of the step: no meter sees it, and no gradient flows."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(_disable_current_modes())
+    stack.enter_context(disable_current_modes())
     return stack
 
 
@@ -210,7 +192,4 @@ def _finished() -> Work:
 
     It holds no tensor, for whoever counts who holds one waits until nobody else does.
     """
-    future: torch.futures.Future[None] = torch.futures.Future()
-    future.set_result(None)
-    work: Work = _create_work_from_future(future)
-    return work
+    return completed_work()

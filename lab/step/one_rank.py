@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lab.errors import LabError
 from lab.recipe.recipe import Recipe
 from lab.step import loopback
+from lab.torch_private import FakeStore
 
 _TURN = Lock()
 """A process has one default group: what is planned and rehearsed in several threads at once takes turns."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lab.errors import RecipeError
 from lab.step.batches import Batch
 from lab.techniques.exchange import sum_over_ranks
+from lab.torch_private import uncompiled
 
 
 class StepMeter(Protocol):
@@ -46,7 +47,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     Raises:
         RecipeError: no recipe was applied to the model; see ``apply_input_checks``.
     """
-    inner: Any = getattr(model, "_orig_mod", model)  # of what torch.compile gives
+    inner = uncompiled(model)
     sequence = getattr(inner.forward, "sequence", None)
     if sequence is None:
         raise RecipeError(

@@ -1,1 +1,1 @@
-"""The road, one technique a file; ``lab/step/compose.py`` says in which order they stack."""
+"""The techniques: one function ``apply_<technique>`` each. ``lab/step/compose.py`` applies them in order."""

@@ -1,7 +1,7 @@
-"""Checks that all ranks of a group have the same weights, recipe and batch, and refuse them together.
+"""Checks that all ranks of a group have the same weights, the same recipe and the same batch.
 
-Each rank computes one number from what it has, and the numbers are compared. A rank that refused something by
-itself would leave its peers waiting in the next collective.
+Each rank computes one number from its own data, and the ranks compare their numbers. All ranks raise the
+error together, because a rank that raised it alone would leave its peers waiting in the next collective.
 """
 
 from __future__ import annotations
@@ -22,20 +22,27 @@ from lab.techniques.exchange import size_of
 T = TypeVar("T")
 
 CHECKSUM_ELEMENTS = 2**22
-"""Elements that a checksum widens to 64 bits at once."""
+"""The number of elements that ``checksum`` converts to 64 bits at once, which limits its memory."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_together(check: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Return what ``check`` returns; where it refuses on one rank of ``group``, every rank refuses.
+    """Call ``check`` on every rank of ``group``; if one rank raises a ``LabError``, all ranks raise one.
 
-    Costs: one exchange of texts. In a plan, whose peers are not there, nothing is exchanged.
+    Costs: one exchange of short texts. A plan has no peers, so nothing is exchanged there.
+
+    Args:
+        check: The function to call. It runs no collective.
+        group: The ranks that call this function. None is a group of one rank.
+
+    Returns:
+        What ``check`` returned on this rank.
 
     Raises:
-        LabError: this rank's own refusal, or that of the first rank that refused.
+        LabError: The error of this rank, or else the error of the first rank that has one.
     """
-    if _alone(group):
+    if _has_no_peers(group):
         return check()
     refusal: LabError | None = None
     try:
@@ -53,33 +60,39 @@ def refuse_together(check: Callable[[], T], group: dist.ProcessGroup | None) -> 
 
 
 def check_same_model(model: nn.Module, recipe: str, group: dist.ProcessGroup | None) -> None:
-    """Refuse a model that differs between the ranks of ``group``: weights, what is frozen, modules, recipe.
+    """Refuse a model whose weights, frozen parameters, modules or recipe differ between ranks of ``group``.
 
-    Replicas that begin apart stay apart, and FSDP would put shards of several models together. Parameters on
-    the meta device have no values to compare: ``check_same`` compares what these will be made from.
+    Replicas that start with different weights never become equal, and FSDP would combine shards of different
+    models. Parameters on the meta device have no values to compare. For those, the caller passes the origin
+    of the values to ``check_same``.
 
-    Costs: one pass over the parameters, 32 MiB while it runs, and 24 bytes from each rank. In a plan
+    Costs: one pass over the parameters, 32 MiB during the pass, and 24 bytes from each rank. In a plan
     nothing is compared.
 
+    Args:
+        model: The model of this rank.
+        recipe: The recipe of this rank, as text.
+        group: The ranks to compare. None is a group of one rank.
+
     Raises:
-        LabError: the ranks that differ.
+        LabError: Ranks differ; the message names them.
     """
-    if _alone(group):
+    if _has_no_peers(group):
         return
     total = torch.zeros((), dtype=torch.int64)
     for name, parameter in model.named_parameters():
-        # The name and requires_grad are part of the sum, so that swapped parameters, and a parameter that is
-        # frozen on one rank only, are noticed.
+        # The sum includes the name and requires_grad. It therefore changes if two parameters are swapped, or
+        # if a parameter is frozen on one rank only.
         facts = f"{name} {list(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
         total = total * 31 + crc32(facts.encode())
         if not parameter.is_meta:
             total = total + checksum(parameter.detach()).to(total.device)
-    parts = [(name, type(module).__qualname__, facts_of(module)) for name, module in model.named_modules()]
-    for what, text in {
+    modules = [(name, type(module).__qualname__, facts_of(module)) for name, module in model.named_modules()]
+    for difference, text in {
         "the recipe differs": recipe,
-        "the modules or their attributes differ": str(parts),
+        "the modules or their attributes differ": str(modules),
     }.items():
-        check_same(what, text, group, "make the same model and apply the same recipe on every rank")
+        check_same(difference, text, group, "make the same model and apply the same recipe on every rank")
     _compare(
         "the weights, or which of them are trained, differ",
         total,
@@ -88,16 +101,22 @@ def check_same_model(model: nn.Module, recipe: str, group: dist.ProcessGroup | N
     )
 
 
-def check_same(what: str, text: str, group: dist.ProcessGroup | None, works: str) -> None:
-    """Refuse a text that differs between the ranks of ``group``; ``works`` says what would work.
+def check_same(difference: str, text: str, group: dist.ProcessGroup | None, advice: str) -> None:
+    """Refuse a text that differs between the ranks of ``group``.
 
     Costs: 8 bytes from each rank. In a plan nothing is compared.
 
+    Args:
+        difference: The beginning of the error message, such as "the recipe differs".
+        text: The text of this rank.
+        group: The ranks to compare. None is a group of one rank.
+        advice: The end of the error message, which says what would work.
+
     Raises:
-        LabError: ``what``, and the ranks that differ.
+        LabError: Ranks differ; the message names them.
     """
-    if not _alone(group):
-        _compare(what, torch.tensor(crc32(text.encode())), group, works)
+    if not _has_no_peers(group):
+        _compare(difference, torch.tensor(crc32(text.encode())), group, advice)
 
 
 def check_same_batch(
@@ -107,21 +126,26 @@ def check_same_batch(
 
     Costs: one pass over the tokens, and 8 bytes from each rank. In a plan nothing is compared.
 
+    Args:
+        input_ids: The tokens of the whole batch, [b, S], with b rows of S tokens.
+        attention_mask: The mask of the whole batch, [b, S], or None.
+        group: The ranks to compare. None is a group of one rank.
+
     Raises:
-        LabError: the ranks that differ.
+        LabError: Ranks differ; the message names them.
     """
-    if _alone(group):
+    if _has_no_peers(group):
         return
     shapes = [list(input_ids.shape), None if attention_mask is None else list(attention_mask.shape)]
     total = checksum(input_ids) + crc32(str(shapes).encode())
     if attention_mask is not None:
         total = total + 31 * checksum((attention_mask != 0).to(total.device, torch.int64))
-    works = "give every rank the whole batch; shard_batch takes each rank's part"
-    _compare("the tokens or the attention_mask differ", total, group, works)
+    advice = "give every rank the whole batch; shard_batch takes each rank's part"
+    _compare("the tokens or the attention_mask differ", total, group, advice)
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A number that depends on every bit of ``x`` and on the order of its elements; a scalar, int64."""
+    """Return an int64 scalar that depends on every bit of ``x`` and on the order of its elements."""
     bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for piece in bits.split(CHECKSUM_ELEMENTS):
@@ -130,12 +154,12 @@ def checksum(x: Tensor) -> Tensor:
     return total
 
 
-def _alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is no peer to ask: a group of one, or the group of a plan."""
+def _has_no_peers(group: dist.ProcessGroup | None) -> bool:
+    """Return whether there is nothing to compare: the group has one rank, or it is the group of a plan."""
     return size_of(group) == 1 or dist.get_backend(group) == "fake"
 
 
-def _compare(what: str, value: Tensor, group: dist.ProcessGroup | None, works: str) -> None:
+def _compare(difference: str, value: Tensor, group: dist.ProcessGroup | None, advice: str) -> None:
     own = value.view(1).to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     gathered = [torch.empty_like(own) for _ in range(size_of(group))]
     dist.all_gather(gathered, own, group=group)
@@ -143,4 +167,4 @@ def _compare(what: str, value: Tensor, group: dist.ProcessGroup | None, works: s
     common = Counter(values).most_common(1)[0][0]
     others = [str(rank) for rank, one in enumerate(values) if one != common]
     if others:
-        raise LabError(f"{what} on rank{'s' * (len(others) > 1)} {', '.join(others)}: {works}")
+        raise LabError(f"{difference} on rank{'s' * (len(others) > 1)} {', '.join(others)}: {advice}")

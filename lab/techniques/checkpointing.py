@@ -1,4 +1,4 @@
-"""Activation checkpointing: a decoder layer keeps its input and runs its forward again in backward."""
+"""Activation checkpointing: a decoder layer saves only its input and runs its forward again in backward."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from lab.errors import RecipeError
 
 
 def apply_checkpointing(model: nn.Module) -> None:
-    """Make every decoder layer of ``model`` keep one tensor for backward: its input.
+    """Make every decoder layer of ``model`` save one tensor for backward: its input.
 
-    Layer i, hidden state x ``[b, s, E]`` -> ``[b, s, E]``. What the layer saves inside (norms, q, k, v, the
-    attention, the MLP) is dropped after its forward and computed again when backward reaches it, up to the
-    last saved tensor and not further.
+    A layer maps its input [b, s, E] to an output [b, s, E]. All tensors that it saves inside (of the norms,
+    q, k, v, the attention and the MLP) are dropped after its forward. When backward reaches the layer, they
+    are computed again, and the recomputation stops at the last one.
 
-    Saves: of w bytes an element, L layers hold L * b*s*E*w between forward and backward instead of
-    L * (what one layer saves); backward adds one layer's worth while that layer runs.
-    Costs: one more forward of every layer, its attention and its all-to-alls included (2 attention forwards
-    a layer and step; published as 126 GiB instead of 960 for Llama3-8B at 3M tokens on 8 ranks).
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174, section 4), one
-    segment a layer; ``torch.utils.checkpoint`` non-reentrant.
-    Composes with: every technique that replaces a forward inside the layer, applied before (UPipe, tiled MLP
-    and norms: what runs again is theirs); offload, applied after, which sends the one saved tensor to the
-    host, and can spare attention its second run; FSDP2 per layer, applied last: its hooks are the module's
-    and stay outside, so the recomputation does not gather the parameters a second time.
+    Letters: b rows, s tokens of one rank, E hidden size, L layers, w bytes per element.
+
+    Saves:
+        Between forward and backward, L layers hold L*b*s*E*w bytes, instead of L times all that one layer
+        saves. Backward adds the tensors of one layer, while that layer runs. Published for Llama3-8B at 3M
+        tokens on 8 ranks: 126 GiB instead of 960 GiB.
+    Costs:
+        One more forward of every layer per step, including its attention and its all-to-alls.
+    Source:
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174), section 4, with one
+        segment per layer. The implementation is the non-reentrant ``torch.utils.checkpoint``.
+    Composes with:
+        Every technique that replaces a forward inside the layer (UPipe, tiled MLPs and norms), applied
+        before; the recomputation then runs that technique. Offload, applied after; it sends the saved tensor
+        to the host, and can avoid the second run of attention. FSDP2 for each layer, applied last; its hooks
+        stay outside, so the recomputation does not gather the parameters again.
 
     Raises:
-        RecipeError: the layers are checkpointed already, by this function or by transformers. In forward: a
+        RecipeError: This function or transformers already checkpoints the layers. In forward: there is a
             key/value cache, to which a layer that runs twice would append twice.
     """
     for layer in decoder_of(model).layers:
@@ -48,21 +54,21 @@ def apply_checkpointing(model: nn.Module) -> None:
 
 
 def _checkpointed(inner: Callable[..., Any]) -> Patch:
-    """Wrap the forward of a layer; the wrapper is marked, for offload asks whether there is one."""
+    """Wrap the forward of a layer, and mark the wrapper; ``apply_offload`` looks for the mark."""
 
-    def forward(hidden_states: torch.Tensor, *args: Any, **rest: Any) -> Any:
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(hidden_states, *args, **rest)
-        if rest.get("past_key_values") is not None:
+            return inner(hidden_states, *args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
             raise RecipeError(
                 "checkpoint=True with a key/value cache: the recomputation would append to it a second time; "
                 "pass use_cache=False"
             )
-        # The closure, not the checkpoint, holds the other arguments (masks, positions, cos and sin): they are
-        # shared by all layers, and so the hidden state is the one tensor that is saved.
-        # No RNG state is kept, because nothing random runs in a layer: dropout is refused.
+        # The other arguments (masks, positions, cos and sin) are shared by all layers. The closure holds them
+        # and not the checkpoint, so the hidden state is the only tensor that the checkpoint saves.
+        # No RNG state is saved: dropout is refused, so nothing random runs in a layer.
         return checkpoint(
-            lambda h: inner(h, *args, **rest), hidden_states, use_reentrant=False, preserve_rng_state=False
+            lambda h: inner(h, *args, **kwargs), hidden_states, use_reentrant=False, preserve_rng_state=False
         )
 
     patch = Patch(forward, inner)

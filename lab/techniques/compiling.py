@@ -1,4 +1,4 @@
-"""torch.compile of what a tile runs: one pass over memory where its operators take one each."""
+"""``torch.compile`` of norms and MLPs: fused operators read and write memory once, and not once each."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ import shutil
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
+from lab.torch_private import get_current_dispatch_mode
 
 
 def apply_compiled(model: nn.Module, *, mlps: bool) -> None:
-    """Compile the forward of every norm over the hidden size, and of the MLPs too: ``[b, t, E]`` -> the same.
+    """Compile the forward of every norm over the hidden size, and with ``mlps`` of every MLP.
 
-    Saves: passes over memory. A norm's eight operators become one kernel, an MLP's activation and product
-    another; its matrix products stay what they were. ``lab bench compile`` says what that is worth on this
-    machine, one tile by itself.
-    Costs: seconds at the first step, once a shape and machine. Rounding: what is fused is not rounded to the
-    compute dtype in between. Torch compiles one class's forward eight times a process (shapes, dtypes, with
-    gradients or without), then says so and runs it uncompiled: some three models.
-    Composes with: tiling (applied after, so that a tile runs compiled code), and what is applied after that.
+    Each of these modules maps [b, t, E] to [b, t, E]: b rows, t tokens (of a tile if it is tiled), and
+    hidden size E.
 
-    Whoever watches operators would see none inside a compiled one: under a meter, and in a plan, the modules'
-    own forward runs, and bytes are those of a step that is not compiled.
+    Under a meter and in a plan, the module's own forward runs instead, because a compiled function does not
+    show its operators. The bytes are then those of a step without compilation.
+
+    Saves:
+        Passes over memory. The eight operators of a norm become one kernel, and so do the activation and the
+        product in an MLP. Matrix products do not change. ``lab bench compile`` measures one tile on this
+        machine.
+    Costs:
+        Seconds in the first step, once for each shape and machine. Rounding differs: inside a fused kernel,
+        intermediate results are not rounded to the compute dtype. Torch compiles the forward of a class at
+        most eight times per process (for new shapes, dtypes, or with and without gradients), which is enough
+        for about three models. After that, torch prints a warning and runs the forward uncompiled.
+    Source:
+        Ansel et al., "PyTorch 2" (ASPLOS 2024): TorchDynamo and TorchInductor.
+    Composes with:
+        Tiling, applied after, so that a tile runs compiled code; and every technique that is applied later.
 
     Raises:
-        RecipeError: no compiler, of C for a GPU and of C++ for CPU, without which torch compiles nothing.
+        RecipeError: There is no compiler. Torch needs a C compiler for a GPU and a C++ compiler for CPU.
     """
     on_gpu = next(model.parameters()).is_cuda
     language, programs = ("C", ("cc", "gcc", "clang")) if on_gpu else ("C++", ("c++", "g++", "clang++"))
@@ -43,11 +52,11 @@ def apply_compiled(model: nn.Module, *, mlps: bool) -> None:
 
 def _compile(module: nn.Module) -> None:
     eager = module.forward
-    # In this process: workers that compile would outlive a rank.
+    # Compile in this process, because worker processes would outlive a rank.
     compiled = torch.compile(eager, options={"compile_threads": 1})
 
     def forward(x: Tensor) -> Tensor:
-        found: Tensor = (eager if _get_current_dispatch_mode() is not None else compiled)(x)
-        return found
+        out: Tensor = (eager if get_current_dispatch_mode() is not None else compiled)(x)
+        return out
 
     module.forward = Patch(forward, eager)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own Ulysses attention, the reference that everyone knows, in the place of ours."""
+"""DeepSpeed's own Ulysses attention, which can replace this lab's implementation for a comparison."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, Kernel, attention
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import check_degree
+from lab.torch_private import FakeTensor
 
 
 def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> None:
-    """Shard the sequence over ``group`` by ``UlyssesSPAttentionHF`` of DeepSpeed, its class unmodified.
+    """Shard the sequence over ``group`` with DeepSpeed's class ``UlyssesSPAttentionHF``, unmodified.
 
-    The hidden state of rank c is ``[b, s, E]``, tokens c*s to (c+1)*s, with ``position_ids`` that say so, as
-    for ``apply_ulysses``; C is the size of the group. Each attention module gets an instance of its own on
-    its first call. DeepSpeed's registration, which replaces an attention of transformers for the whole
-    process, is not used; the attention inside the exchange is this lab's, so that the two backends differ
-    in the exchange alone.
+    Rank c has the hidden state [b, s, E] of tokens c*s to (c+1)*s, and ``position_ids`` must be those, as for
+    ``apply_ulysses``. Each attention module makes its own instance of the class on its first call. DeepSpeed
+    could register itself in transformers for the whole process; this function does not use that. The kernel
+    between the exchanges is this lab's, so the two backends differ only in the exchange.
 
-    Saves: what Ulysses saves, activations of S/C tokens.
-    Costs: 4 all-to-alls a layer and direction, and one all-gather of positions, which it insists on. K < C
-    heads are replicated as ours are. On CPU its communication backend compiles an operator when it is first
-    used (half a minute, once a machine).
-    Source: DeepSpeed-Ulysses (arXiv 2309.14509); ALST (arXiv 2506.13996);
-    ``deepspeed/runtime/sequence_parallel/ulysses_sp.py``.
-    Composes with: checkpointing, offload (of attention too, whose kernel is ours), tiling, FSDP2. Not with
-    ring, UPipe or a plan.
+    Letters: C ranks in the group, b rows, S tokens, s = S/C tokens of one rank, E hidden size, K key/value
+    heads.
+
+    Saves:
+        What ``apply_ulysses`` saves: activations of s instead of S tokens.
+    Costs:
+        4 all-to-alls per layer in forward and 4 in backward, and one all-gather of positions, which
+        DeepSpeed always runs. If K < C, key/value heads are replicated as in ``apply_ulysses``. On CPU,
+        DeepSpeed compiles a communication operator at its first use (half a minute, once per machine).
+    Source:
+        DeepSpeed-Ulysses (arXiv 2309.14509); ALST (arXiv 2506.13996);
+        ``deepspeed/runtime/sequence_parallel/ulysses_sp.py``.
+    Composes with:
+        Checkpointing, offload (also of attention), tiling and FSDP2. Not with a ring, UPipe or a plan.
 
     Raises:
-        RecipeError: DeepSpeed is missing, or its operator cannot be compiled here; the model's tensors are
-            fake; a degree that the heads do not allow.
+        RecipeError: DeepSpeed is missing; its operator cannot be compiled here; the model's tensors are
+            fake; the heads do not allow the degree C.
     """
     parameter = next(model.parameters())
     if isinstance(parameter, FakeTensor):
@@ -50,42 +55,47 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
         )
     decoder = decoder_of(model)
     check_degree(decoder.shape.H, decoder.shape.K, dist.get_world_size(group))
-    kind = _attention_class(parameter.device)
+    attention_class = _attention_class(parameter.device)
     apply_attention(model)
     for module in decoder.attentions:
-        module.lab_attention = _Exchange(kind, group, decoder.shape.L)  # type: ignore[assignment]
+        module.lab_attention = _DeepSpeedAttention(  # type: ignore[assignment]
+            attention_class, group, decoder.shape.L
+        )
 
 
-class _Exchange:
-    """Stands around one module's attention: ``q [b, H, s, D]``, ``k, v [b, K, s, D]`` -> ``[b, H, s, D]``."""
+class _DeepSpeedAttention:
+    """The attention of one module with DeepSpeed's exchange: q [b, H, s, D], k and v [b, K, s, D] -> like q.
 
-    def __init__(self, kind: type[nn.Module], group: dist.ProcessGroup, layers: int) -> None:
-        self._kind, self._group, self._layers = kind, group, layers
-        self._made: Any = None
+    Letters: b rows, H query heads, K key/value heads, s tokens of one rank, D head_dim.
+    """
+
+    def __init__(self, attention_class: type[nn.Module], group: dist.ProcessGroup, layers: int) -> None:
+        self._attention_class, self._group, self._layers = attention_class, group, layers
+        self._attention: Any = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kernel: Kernel = FLASH
     ) -> Tensor:
-        rows, heads, tokens, width = q.shape
-        # It asks for the number of rows in advance, and for nothing else that may change from call to call.
-        if self._made is None or self._made.batch_size != rows:
-            self._made = self._kind(
+        rows, heads, tokens, head_dim = q.shape
+        # An instance is made for one number of rows. Nothing else that it is made for changes between calls.
+        if self._attention is None or self._attention.batch_size != rows:
+            self._attention = self._attention_class(
                 _attend,
                 batch_size=rows,
                 attn_head_count=heads,
-                attn_head_size=width,
+                attn_head_size=head_dim,
                 kv_head_count=k.shape[1],
                 num_hidden_layers=self._layers,
                 process_group=self._group,
                 seq_length_is_variable=True,
             )
-        # Not the attention module itself, whose num_key_value_groups it overwrites.
+        # DeepSpeed overwrites num_key_value_groups of the module that it is given, so it gets another object.
         module = SimpleNamespace(training=True)
-        # It gathers positions for masks; the attention inside needs none.
+        # DeepSpeed gathers positions for masks. The kernel needs no mask, so any positions will do.
         positions = torch.arange(tokens, device=q.device).expand(rows, -1).contiguous()
-        out, _ = self._made(module, q, k, v, None, position_ids=positions, scale=scale, kernel=kernel)
-        joined: Tensor = out
-        return joined.view(rows, tokens, heads, width).transpose(1, 2)
+        result, _ = self._attention(module, q, k, v, None, position_ids=positions, scale=scale, kernel=kernel)
+        out: Tensor = result
+        return out.view(rows, tokens, heads, head_dim).transpose(1, 2)
 
 
 def _attend(
@@ -99,12 +109,16 @@ def _attend(
     kernel: Kernel,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention inside, ``[b, H/C, S, D]`` -> ``[b, S, H/C, D]``."""
+    """The attention between the two exchanges: q [b, H/C, S, D] -> [b, S, H/C, D]."""
     return attention(q, k, v, scale=scale, kernel=kernel).transpose(1, 2), None
 
 
 def _attention_class(device: torch.device) -> type[nn.Module]:
-    """DeepSpeed's class, with its communication over the process group that exists."""
+    """Import DeepSpeed's class, and let DeepSpeed communicate over torch's default process group.
+
+    Raises:
+        RecipeError: DeepSpeed is not installed; its communication operator cannot be compiled.
+    """
     with _accelerator(device):
         try:
             import deepspeed.comm
@@ -118,20 +132,22 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
             if not deepspeed.comm.is_initialized():
                 deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
-            # What the compiler said, pages of it, follows the first colon.
-            said = str(error).partition(":")[0]
+            # The first colon is followed by pages of compiler output.
+            reason = str(error).partition(":")[0]
             raise RecipeError(
                 "ulysses_backend='deepspeed': its communication operator cannot be compiled here, for which "
-                f"it needs a C++ compiler and ninja ({said}); use ulysses_backend='lab'"
+                f"it needs a C++ compiler and ninja ({reason}); use ulysses_backend='lab'"
             ) from error
-    kind: type[nn.Module] = UlyssesSPAttentionHF
-    return kind
+    attention_class: type[nn.Module] = UlyssesSPAttentionHF
+    return attention_class
 
 
 @contextmanager
 def _accelerator(device: torch.device) -> Iterator[None]:
-    """Name the accelerator while DeepSpeed is imported, if nobody has: it reads this name once, on import,
-    and on a machine without one does not guess CPU by itself.
+    """Set the environment variable ``DS_ACCELERATOR`` to "cpu" during the import of DeepSpeed.
+
+    DeepSpeed reads it once, when it is imported. Without it, DeepSpeed does not select the CPU on a machine
+    that has no accelerator. A value that the user has set is kept, and for a GPU nothing is set.
     """
     name = "DS_ACCELERATOR"
     if device.type != "cpu" or name in os.environ:

@@ -1,4 +1,8 @@
-"""Collectives with gradients: sequence <-> heads all-to-all, the global sum, one step round a ring."""
+"""Collectives with gradients: the all-to-alls of Ulysses, a sum over ranks, and one step around a ring.
+
+Letters: C ranks in a Ulysses group, b rows, s tokens of one rank, S = C*s tokens, H query heads, K key/value
+heads, h heads of one rank during attention, D head_dim, w bytes per element.
+"""
 
 from __future__ import annotations
 
@@ -13,49 +17,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.errors import RecipeError
+from lab.torch_private import use_count
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """The ranks of a group; no group is a group of one."""
+    """Return the number of ranks in ``group``; None is a group of one rank."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-# ---- when a collective is over -----------------------------------------------------------------------
+# ---- the end of a collective -------------------------------------------------------------------------
 
 
-def holders(*tensors: Tensor) -> list[int]:
-    """How many hold each tensor, in C++ and in Python: a thread lets go of the one before the other."""
-    counts = ((x._use_count(), sys.getrefcount(x)) for x in tensors)  # type: ignore[attr-defined]
+def reference_counts(*tensors: Tensor) -> list[int]:
+    """Return, for each tensor, the number of references to it in C++ and the number in Python.
+
+    Both are needed, because a thread drops them one after the other.
+    """
+    counts = ((use_count(x), sys.getrefcount(x)) for x in tensors)
     return [count for both in counts for count in both]
 
 
-def settle(tensors: tuple[Tensor, ...], before: list[int]) -> None:
-    """Wait until no more hold the tensors than did ``before``.
+def _wait_for_counts(tensors: tuple[Tensor, ...], before: list[int]) -> None:
+    """Wait until the tensors have no more references than ``before``, but for one second at most.
 
-    Gloo's worker threads let go of a collective's tensors some moments after it is done, and what is freed by
-    chance cannot be counted to the byte. Who else took hold meanwhile, a debugger of a frame, is not waited
-    for: a second ends it.
+    Gloo's worker threads drop the tensors of a collective some moments after the collective has ended. Memory
+    that is freed at a random time cannot be measured to the byte. The limit of one second is for references
+    of others, such as a debugger that holds a frame.
     """
     if not tensors[0].is_cpu:
         return
     end = time.monotonic() + 1
-    while any(map(int.__gt__, holders(*tensors), before)) and time.monotonic() < end:
+    while any(map(int.__gt__, reference_counts(*tensors), before)) and time.monotonic() < end:
         time.sleep(0)
 
 
 @contextmanager
-def settled(*tensors: Tensor) -> Iterator[None]:
-    """Leave the block, one collective that waits, when nothing of it holds its tensors any more."""
-    before = holders(*tensors)
+def wait_for_release(*tensors: Tensor) -> Iterator[None]:
+    """At the end of the block, wait until the collective in it has dropped its references to ``tensors``.
+
+    The block runs one collective that is not asynchronous.
+    """
+    before = reference_counts(*tensors)
     yield
-    settle(tensors, before)
+    _wait_for_counts(tensors, before)
 
 
-# ---- which degrees go with which heads ---------------------------------------------------------------
+# ---- Ulysses degrees ---------------------------------------------------------------------------------
 
 
 def degrees(heads: int, kv_heads: int) -> list[int]:
-    """Every Ulysses degree C that H query and K key/value heads allow: C | H, and C | K or K | C."""
+    """Return every Ulysses degree C that the heads allow, in ascending order.
+
+    C divides the H query heads, and one of C and K divides the other, where K is ``kv_heads``.
+    """
     return [
         c
         for c in range(1, heads + 1)
@@ -67,7 +81,7 @@ def check_degree(heads: int, kv_heads: int, degree: int) -> None:
     """Refuse a Ulysses degree that the heads do not allow.
 
     Raises:
-        RecipeError: names the rule and the degrees that work.
+        RecipeError: The degree is not one of ``degrees``; the message has the rule and the degrees that work.
     """
     if degree in degrees(heads, kv_heads):
         return
@@ -84,38 +98,53 @@ def check_degree(heads: int, kv_heads: int, degree: int) -> None:
 
 
 def all_to_all(send: Tensor, group: dist.ProcessGroup | None, *, out: Tensor | None = None) -> Tensor:
-    """Slice c of ``send`` [C, ...] goes to rank c; slice c of the result [C, ...] came from rank c.
+    """Send slice c of ``send`` to rank c, and return a tensor whose slice c came from rank c.
 
-    Both lie contiguously in memory: a buffer made like a permuted view keeps the view's strides, and an
-    all-to-all would scatter its payload over it. Nothing is copied or allocated for a group of one: the
-    result is ``send``, whatever ``out``.
+    Args:
+        send: [C, ...]. It is copied first unless it is contiguous in memory.
+        group: The C ranks.
+        out: A contiguous tensor for the result, of the shape of ``send``. By default it is allocated.
+
+    Returns:
+        ``out``, [C, ...]. In a group of one rank it is ``send``: nothing is copied or allocated.
     """
     if size_of(group) == 1:
         return send
     if out is None:
+        # By default empty_like keeps the strides of a permuted view, and an all-to-all ignores strides.
         out = torch.empty_like(send, memory_format=torch.contiguous_format)
     send = send.contiguous()
-    with settled(send, out):
+    with wait_for_release(send, out):
         dist.all_to_all_single(out, send, group=group)
     return out
 
 
-@torch.library.custom_op("lab::landed", mutates_args=())
-def landed(x: Tensor) -> None:
-    """Does nothing. Waiting for a collective is no operator of torch's, and a plan's clock is to see it."""
+@torch.library.custom_op("lab::arrival", mutates_args=())
+def mark_arrival(x: Tensor) -> None:
+    """Do nothing: this operator marks, for the clock of a plan, where a collective into ``x`` was waited for.
+
+    Waiting itself is not an operator of torch, so a plan would not see it.
+    """
 
 
-@landed.register_fake
+@mark_arrival.register_fake
 def _(x: Tensor) -> None:  # noqa: ARG001 (the name is the operator's)
     return None
 
 
 class AllToAll:
-    """An all-to-all under way: equal shares, or as many elements ``of`` and ``to`` each rank as is said.
+    """An all-to-all that runs in the background until ``wait``.
 
-    Nothing may write to ``send`` or read ``out`` until ``wait``, which lets go of both. On CUDA it travels on
-    the collectives' own stream, which waits for what was queued before it, and ``wait`` has the computing
-    stream wait for it: what is queued between the two runs beside it.
+    Until then, nothing may write to ``send`` or read ``out``. On CUDA the collective runs on its own stream,
+    after everything that was queued before it. ``wait`` makes the computing stream wait for it, so everything
+    that is queued in between runs at the same time.
+
+    Args:
+        send: The elements to send, in the order of the ranks.
+        out: The memory for the received elements, in the order of the ranks.
+        group: The ranks.
+        receive_sizes: The number of elements to receive from each rank. By default all are equal.
+        send_sizes: The number of elements to send to each rank. By default all are equal.
     """
 
     def __init__(
@@ -123,28 +152,28 @@ class AllToAll:
         send: Tensor,
         out: Tensor,
         group: dist.ProcessGroup,
-        of: list[int] | None = None,
-        to: list[int] | None = None,
+        receive_sizes: list[int] | None = None,
+        send_sizes: list[int] | None = None,
     ) -> None:
         self._tensors: tuple[Tensor, ...] = (send, out)
-        self._before = holders(*self._tensors)
-        self._work = dist.all_to_all_single(out, send, of, to, group=group, async_op=True)
+        self._before = reference_counts(*self._tensors)
+        self._work = dist.all_to_all_single(out, send, receive_sizes, send_sizes, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """``out``, once it is there."""
+        """Wait for the all-to-all, drop the references to its tensors, and return ``out``."""
         if self._work is not None:
             self._work.wait()
         self._work = None
-        settle(self._tensors, self._before)
+        _wait_for_counts(self._tensors, self._before)
         out = self._tensors[1]
         self._tensors = ()
-        torch.ops.lab.landed(out)
+        torch.ops.lab.arrival(out)
         return out
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     ranks, (batch, local, _, head_dim) = size_of(group), x.shape
-    # [b, s, heads, D] -> [b, s, C/copies, h, D] -> [C/copies, copies, b, s, h, D]: rank-major, replicated
+    # [b, s, heads, D] -> [b, s, C/copies, h, D] -> [C/copies, copies, b, s, h, D]: by rank, with the copies
     parts = x.reshape(batch, local, ranks // copies, -1, head_dim).permute(2, 0, 1, 3, 4)
     send = parts[:, None].expand(-1, copies, *parts.shape[1:]).contiguous()
     received = all_to_all(send.view(ranks, *parts.shape[1:]), group)
@@ -154,11 +183,11 @@ def _to_heads(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
 
 def _to_sequence(x: Tensor, group: dist.ProcessGroup, copies: int) -> Tensor:
     ranks, (batch, tokens, heads, head_dim) = size_of(group), x.shape
-    # [b, S, h, D] -> [b, C, s, h, D] -> [C, b, s, h, D]: piece c of the sequence goes home to rank c
+    # [b, S, h, D] -> [b, C, s, h, D] -> [C, b, s, h, D]: piece c of the sequence goes back to rank c
     send = x.reshape(batch, ranks, tokens // ranks, heads, head_dim).transpose(0, 1).contiguous()
     received = all_to_all(send, group)
     parts = received if copies == 1 else received.unflatten(0, (-1, copies)).sum(1)
-    # [C/copies, b, s, h, D] -> [b, s, C/copies, h, D] -> [b, s, heads, D]: rank c had the c-th of the heads
+    # [C/copies, b, s, h, D] -> [b, s, C/copies, h, D] -> [b, s, heads, D]: rank c had the c-th part of heads
     return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // ranks, -1, head_dim)
 
 
@@ -185,14 +214,27 @@ class _SequenceFromHeads(torch.autograd.Function):
 
 
 def heads_from_sequence(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's tokens of all heads -> all tokens of this rank's heads: [b, s, H, D] -> [b, S, H/C, D].
+    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, with gradients.
 
-    S = C*s, the group's pieces in rank order; rank c gets heads c*H/C to (c+1)*H/C. Fewer heads than ranks
-    (the keys and values of GQA) are given to C/H ranks each: [b, s, K, D] -> [b, S, 1, D], and backward sums
-    the gradients of the copies.
+    Rank c has tokens c*s to (c+1)*s, and gets heads c*H/C to (c+1)*H/C. If there are fewer heads than ranks
+    (the K keys and values of GQA), each head goes to C/K ranks, and backward sums the gradients of its
+    copies.
 
-    Costs: one all-to-all of w*b*s*H*D bytes ((C-1)/C of it leaves the rank), one copy to send, and one to
-    receive where b > 1. Source: DeepSpeed-Ulysses (arXiv 2309.14509), section 3.1.
+    Letters: b rows, H heads of ``x``, C ranks, S tokens, s = S/C tokens of one rank, D head_dim, w bytes per
+    element.
+
+    Args:
+        x: [b, s, H, D].
+        group: The C ranks. None is a group of one rank.
+
+    Returns:
+        [b, S, H/C, D]; [b, S, 1, D] for fewer heads than ranks.
+
+    Costs:
+        One all-to-all of w*b*s*H*D bytes, of which (C-1)/C leave the rank; one copy before it; and one copy
+        after it if b > 1.
+    Source:
+        DeepSpeed-Ulysses (arXiv 2309.14509), section 3.1.
     """
     ranks = size_of(group)
     if group is None or ranks == 1:
@@ -202,20 +244,28 @@ def heads_from_sequence(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def sequence_from_heads(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The way back: all tokens of this rank's heads -> its tokens of all, [b, S, h, D] -> [b, s, C*h, D]."""
+    """Exchange all tokens of this rank's h heads for its tokens of all heads: the inverse exchange.
+
+    Args:
+        x: [b, S, h, D].
+        group: The C ranks. None is a group of one rank.
+
+    Returns:
+        [b, s, C*h, D].
+    """
     if group is None or size_of(group) == 1:
         return x
     return _SequenceFromHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# ---- the rest ----------------------------------------------------------------------------------------
+# ---- the sum over ranks, and a step around a ring ----------------------------------------------------
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = x.clone()
-        with settled(total):
+        with wait_for_release(total):
             dist.all_reduce(total, group=group)
         return total
 
@@ -225,11 +275,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of every rank's ``x``, the same on each; backward passes the gradient on as it is.
+    """Return the sum of ``x`` over all ranks; the gradient of the sum is the gradient of this rank's ``x``.
 
-    For a loss: each rank's share enters the sum once, so each rank differentiates its own share, and the
-    ranks' gradients of a shared parameter add up to the gradient of the sum. Summing the gradient as well
-    would count every rank's loss once a rank.
+    It is meant for a loss. Each rank differentiates its own part of the sum, and the gradients of a shared
+    parameter on all ranks add up to the gradient of the sum. If backward summed over ranks too, the loss of
+    every rank would count as many times as there are ranks.
     """
     if group is None or size_of(group) == 1:
         return x
@@ -237,20 +287,23 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class Shift:
-    """One step round a ring, under way: ``send`` goes to the next rank, ``wait`` gives the previous rank's.
+    """One step around a ring: send a tensor to the next rank, and receive one from the previous rank.
 
-    A ring's step is an all-to-all in which all but one of the pieces are empty. So it cannot deadlock by the
-    order of sends, and whatever stands in for a group in a plan or a rehearsal has one operation to know.
-    Nothing may write to ``send`` until ``wait``, which lets go of it.
+    The step runs in the background until ``wait``. Until then, nothing may write to ``send``.
+
+    It is an all-to-all in which all parts but one are empty. It therefore cannot deadlock by the order of
+    sends, and a simulated group (in a plan or a rehearsal) needs to know all-to-alls only.
     """
 
     def __init__(self, send: Tensor, group: dist.ProcessGroup) -> None:
         ranks, rank = size_of(group), dist.get_rank(group)
-        to = [send.numel() if r == (rank + 1) % ranks else 0 for r in range(ranks)]
-        of = [send.numel() if r == (rank - 1) % ranks else 0 for r in range(ranks)]
+        send_sizes = [send.numel() if r == (rank + 1) % ranks else 0 for r in range(ranks)]
+        receive_sizes = [send.numel() if r == (rank - 1) % ranks else 0 for r in range(ranks)]
         self._shape = send.shape
-        self._exchange = AllToAll(send.contiguous().view(-1), send.new_empty(send.numel()), group, of, to)
+        self._exchange = AllToAll(
+            send.contiguous().view(-1), send.new_empty(send.numel()), group, receive_sizes, send_sizes
+        )
 
     def wait(self) -> Tensor:
-        """What the previous rank sent, of the shape of what this one sent."""
+        """Wait for the step, and return the tensor of the previous rank, which has the shape of ``send``."""
         return self._exchange.wait().view(self._shape)

@@ -9,55 +9,61 @@ from pathlib import Path
 
 import psutil
 
-SHARE = 0.8
-"""Of the host's memory, the part that may be pinned.
+PINNABLE_SHARE = 0.8
+"""The share of the host's memory that may be pinned.
 
 Pinned memory cannot be swapped out or reclaimed; the rest is left to the processes themselves, to the page
 cache and to other users.
 """
 
 CGROUP = Path("/sys/fs/cgroup")
+"""The folder in which Linux shows the limits of a container."""
 
 
 def pinnable(ranks: int = 1, pinned: int = 0) -> int:
     """Return how many bytes of host memory each of ``ranks`` processes on this host may pin in all.
 
-    It is an equal part of ``SHARE`` of the memory of the host, or of the container that has less. It is never
-    more than a process has pinned already and an equal part of what is left there now.
+    All processes together may pin ``PINNABLE_SHARE`` of the memory of the host, or of the container if its
+    limit is lower. A process never gets more than the bytes that it has pinned already, and an equal part of
+    the memory that is available now.
 
     Args:
         ranks: The number of processes that pin memory on this host.
         pinned: The bytes that each of them has pinned already.
     """
     memory = psutil.virtual_memory()
-    totals, rooms = [memory.total], [memory.available]
-    for limit, used in _containers():
+    totals, available = [memory.total], [memory.available]
+    for limit, used in _container_limits():
         totals.append(limit)
-        rooms.append(max(limit - used, 0))
-    return min(int(SHARE * min(totals)) // ranks, pinned + min(rooms) // ranks)
+        available.append(max(limit - used, 0))
+    return min(int(PINNABLE_SHARE * min(totals)) // ranks, pinned + min(available) // ranks)
 
 
 def local_ranks() -> int:
-    """Return how many ranks run on this host, as torchrun and ``cluster`` tell each of them; 1 elsewhere."""
+    """Return how many ranks run on this host.
+
+    torchrun and ``cluster`` set the number in the environment of each rank. Without it, the result is 1.
+    """
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _containers() -> Iterator[tuple[int, int]]:
+def _container_limits() -> Iterator[tuple[int, int]]:
     """Yield the limit of this process's control group in bytes, and the bytes of it that are in use.
 
-    The page cache that is not in active use does not count: the kernel gives it up when memory is asked for.
+    Inactive page cache does not count as used, because the kernel reclaims it when memory is needed.
     """
     for folder, limit, used, cache in (
         (CGROUP, "memory.max", "memory.current", "inactive_file"),
         (CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        # There is no such file, or no limit, which is the word "max".
+        # The file may not exist, and "max" in it (no limit) is not a number.
         with suppress(OSError, ValueError):
-            most, now = int((folder / limit).read_text()), int((folder / used).read_text())
-            yield most, now - _statistic(folder / "memory.stat", cache)
+            limit_bytes, used_bytes = int((folder / limit).read_text()), int((folder / used).read_text())
+            yield limit_bytes, used_bytes - _statistic(folder / "memory.stat", cache)
 
 
 def _statistic(path: Path, name: str) -> int:
+    """Return the number after ``name`` in a file with one name and number per line; 0 if there is none."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")

@@ -1,4 +1,4 @@
-"""What a model is called with: taken where it is computed right, refused by name where it is not."""
+"""Checks of the arguments that a model with a recipe is called with; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -7,44 +7,54 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
 from lab.techniques.ring import local_positions
+from lab.torch_private import FakeTensor, version
 
 NEUTRAL: dict[str, object] = {
     "is_causal": True, "logits_to_keep": 0, "output_attentions": False, "output_hidden_states": False,
     "return_dict": True, "use_cache": False,
 }  # fmt: skip
-"""What keywords of transformers are when they ask for nothing; None asks for nothing everywhere."""
+"""The values of transformers' keywords that change nothing. None changes nothing for every keyword."""
 
 
 def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int) -> None:
-    """Let ``model(input_ids, attention_mask, position_ids, shifted_labels=...)`` take no other keyword.
+    """Check the arguments of every forward of ``model``, and refuse those that are not supported.
 
-    ``input_ids`` [b, s] are the tokens that rank ``index`` of the C*R ranks of a sequence holds, and
-    ``position_ids`` [1 or b, s] their places in it, as ``lab.shard_batch`` gives both; with C = R = 1
-    positions may be left out. ``attention_mask`` [b, s] may mark padding at the end of rows. The model does
-    not use it: attention is causal, so padding cannot affect the tokens before it. ``shifted_labels`` [b, s]
-    are what ``lab.loss`` gives: the label at place i is the token after it. They have a name of their own
-    because ``labels`` of transformers are not shifted yet.
+    After this, the model is called as ``model(input_ids, attention_mask, position_ids, shifted_labels=...)``:
 
-    Modules that changed after the recipe was applied are refused here too: the tests prove the model as it
-    was then.
+    - ``input_ids`` [b, s] are this rank's tokens, as ``lab.shard_batch`` returns them.
+    - ``position_ids`` [1, s] or [b, s] are the positions of these tokens in the whole sequence, also from
+      ``lab.shard_batch``. They may be left out if C = R = 1.
+    - ``attention_mask`` [b, s] may mark padding at the end of rows. The model does not use the mask:
+      attention is causal, so padding cannot affect the tokens before it.
+    - ``shifted_labels`` [b, s] come from ``lab.loss``. The label at place i is the token that follows it. The
+      name differs from ``labels``, because transformers shifts ``labels`` itself.
 
-    Costs: one comparison of s integers a forward, and one of the mask, for each of which the host waits; and
-    a walk over the modules and two over the parameters. Under fake tensors no tokens are compared.
+    Modules that changed after the recipe was applied are refused too, because the recipe was checked for the
+    model without the change.
 
-    Raises, in forward:
-        RecipeError: ``labels``; padding elsewhere than at the end of rows, or any under sequence sharding;
-            positions that restart, skip or are another rank's; ``inputs_embeds``, caches, requests for hidden
-            states or attentions, and every other keyword that is not neutral; autocast; modules that changed.
-            In backward: a parameter that an optimizer, or a load of a state, changed after forward.
+    Costs: in each forward, one comparison of s integers and one of the mask, for both of which the host
+    waits; one loop over the modules, and two over the parameters. Fake tokens are not compared.
+
+    Args:
+        model: The model, with all other techniques applied.
+        ulysses: C, the Ulysses degree.
+        ring: R, the ring degree.
+        index: The rank's number among the C*R ranks that share a sequence: ring index * C + Ulysses index.
+
+    Raises:
+        RecipeError: In forward: ``labels``; padding before the end of a row, or any padding if C*R > 1;
+            positions that restart, skip, or belong to another rank; ``inputs_embeds``, caches, requests for
+            hidden states or attentions, and every other keyword whose value is not in ``NEUTRAL``; autocast;
+            modules that changed. In backward: a parameter changed after forward, by an optimizer or by
+            loading a state.
     """
     plain = model.forward
-    before, parameters = _modules(model), dict(model.named_parameters())
+    before, parameters = _module_records(model), dict(model.named_parameters())
     _count_updates_of_fused_optimizers()
 
     def forward(
@@ -53,9 +63,9 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         position_ids: Tensor | None = None,
         *,
         shifted_labels: Tensor | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> Any:
-        _check_keywords(others)
+        _check_keywords(kwargs)
         _check_ids(input_ids)
         assert input_ids is not None
         _check_mode(input_ids.device.type)
@@ -63,32 +73,34 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         if attention_mask is not None:
             _check_mask(attention_mask, input_ids, whole=ulysses * ring == 1)
         positions = _positions(input_ids, position_ids, ulysses, ring, index)
-        given = {} if shifted_labels is None else {"labels": shifted_labels}
-        output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **given)
+        labels = {} if shifted_labels is None else {"labels": shifted_labels}
+        output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **labels)
         _refuse_updates_before_backward(output, parameters)
         return output
 
-    # torch.compile of the model compiles only what is outside this forward.
+    # torch.compile of the model leaves this forward uncompiled.
     patch = Patch(torch.compiler.disable(forward), plain)
     patch.sequence = (ulysses, ring)
     model.forward = patch
-    # FSDP's classes define these with messages of several lines; attributes of the instance take precedence.
+    # FSDP's classes define these too, with longer messages. Attributes of the instance take precedence.
     model.__deepcopy__, model.__reduce_ex__ = refuse_copy, refuse_pickle  # type: ignore[assignment]
 
 
-def _check_keywords(others: dict[str, Any]) -> None:
-    if others.get("labels") is not None:
+def _check_keywords(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("labels") is not None:
         raise RecipeError(
             "labels=...: a model with a recipe holds a part of the batch, whose labels are shifted before "
             "it is cut; use lab.loss(model, lab.shard_batch(input_ids, recipe, mesh))"
         )
-    for name, value in others.items():
+    for name, value in kwargs.items():
         if value is None or (not isinstance(value, Tensor) and value == NEUTRAL.get(name, ...)):
             continue
-        told = "a tensor" if isinstance(value, Tensor) else type(value).__name__
+        description = "a tensor" if isinstance(value, Tensor) else type(value).__name__
+        if isinstance(value, bool | int | float | str):
+            description = str(value)
         raise RecipeError(
-            f"{name}={value if isinstance(value, bool | int | float | str) else told}: a model with a recipe "
-            "takes input_ids, position_ids and, for padding at the end of rows, attention_mask; leave it out"
+            f"{name}={description}: a model with a recipe takes input_ids, position_ids and, for padding at "
+            "the end of rows, attention_mask; leave it out"
         )
 
 
@@ -108,36 +120,45 @@ def _check_mask(mask: Tensor, input_ids: Tensor, *, whole: bool) -> None:
         )
     if isinstance(mask, FakeTensor):
         return
-    kept = kept_tokens(mask)
-    if bool(kept.all()):
+    is_token = boolean_mask(mask)
+    if bool(is_token.all()):
         return
     if not whole:
         raise RecipeError(
             "attention_mask with padding for a part of a sequence: give the whole batch's to "
             "lab.shard_batch(input_ids, recipe, mesh, attention_mask=...)"
         )
-    check_right_padding(kept)
+    check_right_padding(is_token)
 
 
-def kept_tokens(mask: Tensor) -> Tensor:
-    """True where a mask [b, S] is 1 and False where it is 0.
+def boolean_mask(mask: Tensor) -> Tensor:
+    """Convert an attention mask to bool: True for a token (1), and False for padding (0).
 
-    Raises:
-        RecipeError: any other value, such as the numbers of several documents in a row.
-    """
-    kept = mask == 1
-    if not bool((kept | (mask == 0)).all()):
-        raise RecipeError("attention_mask with values beside 0 and 1: give 1 for tokens and 0 for padding")
-    return kept
+    Args:
+        mask: [b, S], with b rows of S tokens.
 
-
-def check_right_padding(kept: Tensor) -> None:
-    """Refuse a mask [b, S], True for tokens and False for padding, whose rows do not end with their padding.
+    Returns:
+        [b, S], bool.
 
     Raises:
-        RecipeError: the first such row.
+        RecipeError: The mask has another value, such as the number of a document in a packed row.
     """
-    wrong = (kept[:, 1:] & ~kept[:, :-1]).any(1)
+    is_token = mask == 1
+    if not bool((is_token | (mask == 0)).all()):
+        raise RecipeError("attention_mask has values other than 0 and 1: give 1 for tokens and 0 for padding")
+    return is_token
+
+
+def check_right_padding(is_token: Tensor) -> None:
+    """Refuse a mask with padding before a token.
+
+    Args:
+        is_token: [b, S], True for a token and False for padding.
+
+    Raises:
+        RecipeError: A row has padding before a token; the message names the first such row.
+    """
+    wrong = (is_token[:, 1:] & ~is_token[:, :-1]).any(1)
     if bool(wrong.any()):
         raise RecipeError(
             f"attention_mask of row {int(wrong.nonzero()[0])} has padding before a token: rows are taken "
@@ -145,32 +166,33 @@ def check_right_padding(kept: Tensor) -> None:
         )
 
 
-def _positions(input_ids: Tensor, given: Tensor | None, ulysses: int, ring: int, index: int) -> Tensor:
-    """The positions of this rank's tokens, [1, s]; those given must be these."""
-    if given is None and ulysses * ring > 1:
+def _positions(input_ids: Tensor, position_ids: Tensor | None, ulysses: int, ring: int, index: int) -> Tensor:
+    """Return the positions of this rank's tokens, [1, s], and refuse ``position_ids`` that differ."""
+    if position_ids is None and ulysses * ring > 1:
         raise RecipeError(
             f"position_ids left out with ulysses={ulysses}, ring={ring}: a rank holds a part of the "
             "sequence; call lab.loss(model, lab.shard_batch(...)), or give the batch's position_ids"
         )
     total = input_ids.shape[1] * ulysses * ring
-    right = local_positions(total, ulysses=ulysses, ring=ring, index=index, device=input_ids.device)[None]
-    if given is None:
-        return right
-    if given.dim() == 2 and given.shape[0] in (1, len(input_ids)) and given.shape[1] == right.shape[1]:
-        different = (given != right).any()
-        if isinstance(given, FakeTensor) or not bool(different):
-            return given[:1]
+    expected = local_positions(total, ulysses=ulysses, ring=ring, index=index, device=input_ids.device)[None]
+    if position_ids is None:
+        return expected
+    if position_ids.shape in (expected.shape, input_ids.shape):
+        different = (position_ids != expected).any()
+        if isinstance(position_ids, FakeTensor) or not bool(different):
+            return position_ids[:1]
     raise RecipeError(
         "position_ids are not the positions that this rank holds: use the position_ids of lab.shard_batch; "
         "each row must be one document, counted from 0 (packed documents are not supported)"
     )
 
 
-Facts = tuple[nn.Module, type, object, dict[str, object]]
+ModuleRecord = tuple[nn.Module, type, object, dict[str, object]]
+"""What must not change of a module: the module itself, its class, its forward, and its plain attributes."""
 
 
-def _modules(model: nn.Module) -> dict[str, Facts]:
-    """What must stay as it was of each module: itself, its class, its forward, its plain attributes."""
+def _module_records(model: nn.Module) -> dict[str, ModuleRecord]:
+    """Record every module in ``model``, by name."""
     return {
         name: (module, type(module), _foreign(vars(module).get("forward")), facts_of(module))
         for name, module in model.named_modules()
@@ -179,12 +201,12 @@ def _modules(model: nn.Module) -> dict[str, Facts]:
 
 
 def _foreign(forward: object) -> object:
-    """A forward that is not the lab's; a technique may still be applied by hand, as the notebooks do."""
+    """Return ``forward`` if the lab did not set it, else None: techniques may be applied by hand later."""
     return None if isinstance(forward, Patch) else forward
 
 
-def _check_unchanged(model: nn.Module, before: dict[str, Facts]) -> None:
-    now = _modules(model)
+def _check_unchanged(model: nn.Module, before: dict[str, ModuleRecord]) -> None:
+    now = _module_records(model)
     if now != before:
         changed = next(name for name in (*now, *before) if now.get(name) != before.get(name))
         raise RecipeError(
@@ -194,19 +216,19 @@ def _check_unchanged(model: nn.Module, before: dict[str, Facts]) -> None:
 
 
 def _refuse_updates_before_backward(output: Any, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse, in backward, parameters that changed after forward.
+    """Refuse a backward if a parameter changed after forward.
 
-    FSDP gathers them again and a checkpoint computes with them again; autograd compares the versions only of
-    tensors that it saved itself.
+    FSDP gathers the parameters again in backward, and a checkpointed layer computes with them again. Autograd
+    checks the versions only of tensors that it saved itself, so it would not notice the change.
     """
     result = output.logits if output.loss is None else output.loss
     if not result.requires_grad:
         return
-    versions = [parameter._version for parameter in parameters.values()]
+    versions = [version(parameter) for parameter in parameters.values()]
 
     def check(_: Tensor) -> None:
-        for (name, parameter), version in zip(parameters.items(), versions, strict=True):
-            if parameter._version != version:
+        for (name, parameter), before in zip(parameters.items(), versions, strict=True):
+            if version(parameter) != before:
                 raise RecipeError(
                     f"{name} changed between forward and backward, and backward would use the new values: "
                     "call optimizer.step() after backward"
@@ -217,7 +239,10 @@ def _refuse_updates_before_backward(output: Any, parameters: dict[str, nn.Parame
 
 @cache
 def _count_updates_of_fused_optimizers() -> None:
-    """Let the version of a DTensor count the updates of fused optimizers, which change only its shard."""
+    """Increase the version of every parameter after each step of an optimizer, once per process.
+
+    A fused optimizer updates the shard of a DTensor directly, which does not change the DTensor's version.
+    """
 
     def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:

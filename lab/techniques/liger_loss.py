@@ -1,4 +1,4 @@
-"""The loss by Liger Kernel on a GPU: the same sum, fused with the head, its gradients made in forward."""
+"""The loss by Liger Kernel on a GPU: the head and its loss in one function, with gradients from forward."""
 
 from __future__ import annotations
 
@@ -7,43 +7,58 @@ from importlib import import_module
 from inspect import signature
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from lab.decoder import decoder_of, effective_weight
 from lab.errors import RecipeError
 from lab.techniques.loss import IGNORED, apply_head_loss
 from lab.techniques.precision import accumulation_dtype
+from lab.torch_private import FakeTensor
 
 MODULE = "liger_kernel.transformers.functional"
+"""The module from which Liger's function is imported."""
 
-Fused = Callable[..., Tensor]
-"""Called as ``liger_fused_linear_cross_entropy`` is; returns the loss."""
+FusedLoss = Callable[..., Tensor]
+"""A function with the signature of ``liger_fused_linear_cross_entropy``, which returns the loss."""
+
+_ALTERNATIVE = "loss_kernel='lab' works everywhere, with a loss_tile"
 
 
-def apply_liger_loss(model: nn.Module, *, fused: Fused) -> None:
-    """Compute head and loss by ``fused``, Liger's function (``liger_fused``), as ``tiled_loss.py`` promises.
+def apply_liger_loss(model: nn.Module, *, fused: FusedLoss) -> None:
+    """Compute the head and the loss by Liger's function, with the contract of ``lab.techniques.loss``.
 
-    It cuts the tokens by itself, into pieces whose logits weigh about as much as the hidden state (a power of
-    two of tokens, so up to twice that), and makes the gradients of hidden state and head with them, in
-    forward; backward only scales them.
+    Liger divides the tokens into pieces by itself. The logits of a piece are about as large as the hidden
+    state; the length of a piece is a power of two, so they may be up to twice as large. Forward computes the
+    loss and also the gradients of the hidden state and of the head. Backward only scales these gradients.
 
-    Saves: beside ``apply_loss``, the logits, b*s*V*W bytes and more (see ``apply_tiled_loss``). Beside the
-    tiled loss, the logits are computed once and not twice.
-    Costs: from forward to backward it holds the gradients of the hidden state, A, and of the head, V*E*w;
-    while it makes them V*E*(W + w) and a piece's logits, from A to 2A: more than tiles of a fixed length, the
-    more so the longer the context. It waits for the device once a step, to count the labels.
-    Source: Liger Kernel (arXiv 2410.10989), section 3.
-    Composes with: a scaled loss, ignored labels, tied heads, FSDP2 (applied after: the head is whole in the
-    root's forward). Not with loss_tile, not with a second backward through one graph, not with a plan.
+    Letters: b rows, s tokens of one rank, E hidden size, V vocabulary size, w bytes per element,
+    W = max(w, 4), A = b*s*E*w bytes of the hidden state.
+
+    Args:
+        model: The model.
+        fused: Liger's function, see ``liger_fused``.
+
+    Saves:
+        Compared with ``apply_loss``: the whole logits, b*s*V*W bytes and more (see ``apply_tiled_loss``).
+        Compared with ``apply_tiled_loss``: the logits are computed once and not twice.
+    Costs:
+        From forward to backward, the gradients of the hidden state, A bytes, and of the head, V*E*w bytes.
+        While forward computes them, V*E*(W + w) bytes and the logits of a piece, A to 2A bytes. This is more
+        than tiles of a fixed length need, and it grows with the context. The host waits for the device once
+        per step, to count the labels.
+    Source:
+        Liger Kernel (arXiv 2410.10989), section 3.
+    Composes with:
+        A scaled loss, ignored labels, tied heads, and FSDP2, applied after (the head is whole in the root's
+        forward). Not with ``loss_tile``, a second backward through one graph, or a plan.
     """
     decoder = decoder_of(model)
 
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
         weight, bias = effective_weight(decoder.head, "loss_kernel='liger'")
-        # Dividing the head's input divides its logits, which are never whole.
-        divided = hidden if decoder.logits_divisor == 1 else hidden / decoder.logits_divisor
+        # The whole logits do not exist, so the division of the logits is applied to the head's input.
+        scaled = hidden if decoder.logits_divisor == 1 else hidden / decoder.logits_divisor
         return fused(
-            divided,
+            scaled,
             weight,
             labels,
             bias=bias,
@@ -55,34 +70,41 @@ def apply_liger_loss(model: nn.Module, *, fused: Fused) -> None:
     apply_head_loss(model, summed)
 
 
-def liger_fused(model: nn.Module) -> Fused:
-    """Liger's function, for a model that is on a GPU.
+def liger_fused(model: nn.Module) -> FusedLoss:
+    """Return Liger's function for a model on a GPU.
 
     Raises:
-        RecipeError: it cannot run here, or is missing, or is too old to sum gradients in fp32.
+        RecipeError: The model's tensors are fake or on the CPU; or see ``import_liger``.
     """
-    parameter, instead = next(model.parameters()), "loss_kernel='lab' works everywhere, with a loss_tile"
+    parameter = next(model.parameters())
     if isinstance(parameter, FakeTensor):
         raise RecipeError(
             "loss_kernel='liger' cannot be planned: its kernels want real tensors; "
             "plan with loss_kernel='lab', whose tiles hold less"
         )
     if parameter.device.type != "cuda":
-        raise RecipeError(f"loss_kernel='liger': it needs a GPU, and this model is on the CPU; {instead}")
-    return found(instead)
+        raise RecipeError(
+            f"loss_kernel='liger': it needs a GPU, and this model is on the CPU; {_ALTERNATIVE}"
+        )
+    return import_liger()
 
 
-def found(instead: str) -> Fused:
-    """The function where it is installed; else what would work ``instead``."""
+def import_liger() -> FusedLoss:
+    """Import Liger's function.
+
+    Raises:
+        RecipeError: Liger is not installed, fails to import, or is too old to sum gradients in fp32.
+    """
     try:
-        fused: Fused = import_module(MODULE).liger_fused_linear_cross_entropy
-    # Triton, which it brings, fails in many ways.
+        fused: FusedLoss = import_module(MODULE).liger_fused_linear_cross_entropy
+    # Liger imports Triton, which raises errors of many classes.
     except Exception as error:
         raise RecipeError(
-            f"loss_kernel='liger': {MODULE} cannot be imported ({error}): install liger-kernel; {instead}"
+            f"loss_kernel='liger': {MODULE} cannot be imported ({error}): install liger-kernel; "
+            f"{_ALTERNATIVE}"
         ) from error
     if "accum_dtype" not in signature(fused).parameters:
         raise RecipeError(
-            f"loss_kernel='liger': this release sums in bf16: install 0.6.2 or later; {instead}"
+            f"loss_kernel='liger': this release sums in bf16: install 0.6.2 or later; {_ALTERNATIVE}"
         )
     return fused

@@ -1,6 +1,6 @@
-"""Offload: the tensors that a checkpointed layer saves for backward wait in host memory.
+"""Offload: a checkpointed layer's input waits in host memory until backward needs it.
 
-They are its input and, if asked for, its attention's results, which are then not computed a second time.
+The results of the layer's attention may wait there too. They are then not computed a second time.
 """
 
 from __future__ import annotations
@@ -21,42 +21,56 @@ from lab.techniques.host_transfer import HostCopier, HostTensor
 def apply_offload(
     model: nn.Module, *, attention: bool = False, pinned: int | None = None, prefetch: bool = True
 ) -> None:
-    """Send the input of every checkpointed decoder layer but the last to the host until backward wants it.
+    """Store the input of every checkpointed decoder layer, except the last, in host memory until backward.
 
-    Layer i keeps x ``[b, s, E]``, of A = b*s*E*w bytes with w bytes an element. Its copy to the host runs
-    beside its forward; x is dropped when the layer has ended. In backward, layer i is recomputed from its
-    copy while the input of layer i-1 already comes back (with CUDA: on a stream of its own, from pinned
-    memory). The last layer's input stays on the device: backward begins with it, and a copy would have to
-    turn round at once.
+    The input of a layer, x [b, s, E], has A bytes. Its copy to the host runs during the layer's forward, and
+    x is dropped when the layer has ended. In backward, layer i is recomputed from its copy, while the input
+    of layer i-1 is already copied back. On CUDA, copies run on their own stream, from and to pinned memory.
+    The input of the last layer stays on the device, because backward begins with that layer.
 
-    With ``attention`` each layer also sends its attention's output ``[b, s, H*D]`` and LSE ``[b, H, s]``, of
-    B = b*s*H*(D*w + f) bytes (f = 4, in fp64 8), and the recomputation takes them from there instead of
-    running the kernel; under UPipe it skips all stages, projections and all-to-alls with them. The last
-    layer's go too: between them and backward stands the loss, where B more may be the peak, and they are on
-    their way back while the layer's norm and projections run.
+    With ``attention``, each layer also sends the output of its attention [b, s, H*D] and its LSE [b, H, s],
+    B bytes together. The recomputation then uses these results instead of running the kernel. Under UPipe it
+    also skips all stages, projections and all-to-alls. The last layer sends its results too: otherwise the
+    device would hold them during the loss, where memory may be at its peak. They are copied back while the
+    norm and the projections of the layer are recomputed.
 
-    Saves: between forward and backward the device holds A instead of L*A, and in backward at most 2*A
-    instead of L*A: the layer's own input and the next to come. The host holds (L-1)*A.
-    With ``attention`` one attention forward of two, of the 4.5 forwards' worth (1 + 1 + 2.5) that a
-    checkpointed attention takes. The host holds (L-1)*A + L*B, and the device in backward B more, the next
-    to come.
-    Costs: what the host holds goes over the bus in each direction, hidden where a layer computes longer than
-    its part travels. On the host a tensor lies in pieces that are powers of two, for torch's allocator of
-    pinned memory rounds each block up to one: at A = 5 GiB in two of 4 and 1 GiB. So A and B above are whole
-    pages of 4096 bytes. What is pinned no process can page out, and torch never gives it back. ``pinned``
-    bounds it, in bytes a rank, what earlier models of the process have pinned included (None: half of this
-    machine's memory, shared by its GPUs); what is beyond waits for every copy. ``prefetch=False`` brings an
-    input back when its layer wants it: the device holds A in backward, one A less, and the layer waits the
-    whole way, L-1 times A over the bus's rate in a step.
-    Source: ALST (arXiv 2506.13996), its checkpoint offload; Untied Ulysses (arXiv 2602.21196)
-    offloads block inputs: 31 x S x 8192 bytes for the 32 layers of Llama3-8B. That backward needs of an
-    attention its output and LSE alone: FlashAttention (arXiv 2205.14135), appendix B.4.
-    Composes with: checkpointing, which must be applied before; every exchange, ring and UPipe; FSDP2, applied
-    after.
+    Letters: b rows, s tokens of one rank, S tokens of all, E hidden size, H query heads, D head_dim,
+    L layers, w bytes per element, f = 4 bytes per LSE (8 in fp64); A = b*s*E*w, B = b*s*H*(D*w + f).
+
+    Args:
+        model: A model whose layers are checkpointed.
+        attention: Also store the results of attention.
+        pinned: The number of bytes of host memory that this process may pin in all, including the memory
+            that earlier models have pinned. By default, see ``lab.techniques.host_memory.pinnable``. Tensors
+            beyond it are stored in pageable memory, and the host waits for each of their copies.
+        prefetch: In backward, copy the tensors of a layer back while the layer after it is recomputed.
+
+    Saves:
+        Between forward and backward, the device holds A bytes instead of L*A. In backward it holds at most
+        2*A bytes instead of L*A: the input of the layer, and that of the next one. Without ``prefetch`` it
+        holds A bytes in backward.
+        With ``attention``, a step runs one attention forward instead of two. A checkpointed attention takes
+        the time of 4.5 forwards (2 forwards, and a backward of 2.5), and now takes that of 3.5.
+    Costs:
+        The host holds (L-1)*A bytes, and with ``attention`` L*B bytes more. They cross the bus once in each
+        direction, which takes no extra time if a layer computes longer than its copies run. With
+        ``attention``, the device holds B bytes more in backward: the results that the next layer needs.
+        A tensor on the host consists of pieces whose sizes are powers of two, because torch's allocator of
+        pinned memory rounds each block up to a power of two. A tensor of 5 GiB has pieces of 4 and 1 GiB.
+        Hence A and B on the host are rounded up to whole pages of 4096 bytes. Pinned memory cannot be paged
+        out, and torch never unpins it. Without ``prefetch``, each layer waits for its input, which takes the
+        time of L-1 copies of A bytes per step.
+    Source:
+        ALST (arXiv 2506.13996), checkpoint offload; Untied Ulysses (arXiv 2602.21196), which offloads the
+        inputs of blocks: 31*S*8192 bytes for the 32 layers of Llama3-8B. FlashAttention (arXiv 2205.14135),
+        appendix B.4: backward needs only the output and the LSE of attention's forward.
+    Composes with:
+        Checkpointing, which must be applied before; every exchange, ring and UPipe; FSDP2, applied after.
 
     Raises:
-        RecipeError: the layers are not checkpointed, so there is no one tensor to send. With ``attention``:
-            see ``apply_attention``; in forward, a layer that does not hand its keywords to its attention.
+        RecipeError: The layers are not checkpointed, so there is no single tensor to send. With
+            ``attention``: see ``apply_attention``; in forward, a layer does not pass its keywords on to its
+            attention.
     """
     layers = [layer.module for layer in decoder_of(model).layers]
     for layer in layers:
@@ -74,7 +88,7 @@ def apply_offload(
 
 
 class _OffloadState:
-    """What the layers of a model share: the copier, the settings, and the tensors sent last."""
+    """The state that a model's layers share: the copier, the settings, and the newest layer's tensors."""
 
     def __init__(self, copier: HostCopier, prefetch: bool, attention: bool) -> None:
         self.copier, self.prefetch, self.attention = copier, prefetch, attention
@@ -82,9 +96,10 @@ class _OffloadState:
 
 
 class _LayerTensors:
-    """What one layer saves in one forward pass: its input, and its attention's results if they are sent.
+    """The tensors that one layer saves in one forward pass: its input, and perhaps its attention's results.
 
-    ``previous`` belongs to the previous layer in the same pass; so several passes may interleave.
+    ``previous`` has the tensors of the layer before, in the same forward pass. Backward of one pass may
+    therefore run after the forward of another.
     """
 
     def __init__(
@@ -100,7 +115,7 @@ class _LayerTensors:
             tensor.prefetch()
 
     def get_input(self) -> Tensor:
-        """The input on the device. With prefetch, also start the copies that are needed next."""
+        """Return the input on the device. With prefetch, also start the copies that are needed next."""
         x = self._input.get()
         if self._state.prefetch:
             for tensor in self.attention:
@@ -110,7 +125,10 @@ class _LayerTensors:
         return x
 
     def attention_results(self, compute: Callable[[], Results]) -> Results:
-        """The layer's ``ResultCache``: compute the results and send them; after that, copy them back."""
+        """Return the attention's results; this method is the layer's ``ResultCache``.
+
+        The first call computes the results and sends them to the host. Later calls copy them back.
+        """
         if self.attention:
             return tuple(tensor.get() for tensor in self.attention)
         results = compute()
@@ -119,36 +137,37 @@ class _LayerTensors:
 
 
 def _with_offload(inner: Callable[..., Any], state: _OffloadState, *, first: bool, last: bool) -> Patch:
-    """Wrap the forward of a checkpointed layer so that the input it saves lies in host memory."""
+    """Wrap the forward of a checkpointed layer, so that the input that it saves is stored in host memory."""
 
-    def forward(hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(hidden_states, *args, **rest)
+            return inner(hidden_states, *args, **kwargs)
         tensors = _LayerTensors(state, None if first else state.newest, hidden_states, stays=last)
         state.newest = None if last else tensors
-        # Only its id: autograd keeps the hooks alive until backward, and they would keep the tensor alive.
+        # Autograd keeps the hooks alive until backward. They refer to the input by its id only, because they
+        # would otherwise keep the tensor alive too.
         input_id = id(hidden_states)
 
         def pack(tensor: Tensor) -> Tensor | _LayerTensors:
-            # Checkpoint saves the layer's input (and in older releases an empty tensor).
+            # Checkpoint saves the layer's input, and in older releases of torch also an empty tensor.
             return tensors if id(tensor) == input_id else tensor
 
         def unpack(saved: Tensor | _LayerTensors) -> Tensor:
             return saved.get_input() if isinstance(saved, _LayerTensors) else saved
 
         if state.attention:
-            rest["lab_cache"] = tensors.attention_results
+            kwargs["lab_cache"] = tensors.attention_results
         try:
-            # Inside the layer, checkpoint's own hooks take precedence: these see only the layer's input.
+            # Inside the layer, checkpoint's own hooks take precedence, so these hooks see the input only.
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                out = inner(hidden_states, *args, **rest)
+                out = inner(hidden_states, *args, **kwargs)
         finally:
-            # The caller drops the input after this, and its memory may be reused.
+            # After this, the caller drops the input, and the memory of the input may be reused.
             state.copier.wait_until_sent()
         if state.attention and not tensors.attention:
             raise RecipeError(
-                "offload='attention' with a decoder layer that hands no keywords on to its attention; use "
-                "offload='inputs' with this one"
+                "offload='attention' with a decoder layer that does not pass keywords on to its attention; "
+                "use offload='inputs' with this model"
             )
         return out
 

@@ -1,4 +1,4 @@
-"""Differentiating by a module's parameters inside a backward, without running their gradient hooks."""
+"""Gradients of a module's parameters inside another backward, without running their gradient hooks."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lab.torch_private import parameters_by_name
+
 
 @contextmanager
 def parameter_aliases(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Replace the trainable parameters by leaves that share their memory; yield the leaves in order.
+    """Replace the trainable parameters of ``module`` by aliases, and restore them at the end of the block.
 
-    Differentiating by the parameters themselves would run their gradient hooks each time, and data parallel
-    ranks sum gradients in such hooks. Autograd runs the hooks once more on what backward returns.
+    An alias is a leaf of autograd that shares the parameter's memory. Gradients of the parameters themselves
+    would run the parameters' gradient hooks, in which data parallel ranks sum gradients. Those hooks run
+    later, on the gradients that the surrounding backward returns.
+
+    Yields:
+        The aliases, in the order of the parameters.
     """
     aliases: dict[nn.Parameter, Tensor] = {
         p: p.detach().requires_grad_() for p in module.parameters() if p.requires_grad
     }
-    slots = [
-        (m._parameters, name, p)
+    replacements = [
+        (parameters_by_name(m), name, p)
         for m in module.modules()
-        for name, p in m._parameters.items()
+        for name, p in parameters_by_name(m).items()
         if p in aliases
     ]
-    for owner, name, parameter in slots:
+    for owner, name, parameter in replacements:
         owner[name] = aliases[parameter]  # type: ignore[assignment]
     try:
         yield list(aliases.values())
     finally:
-        for owner, name, parameter in slots:
+        for owner, name, parameter in replacements:
             owner[name] = parameter

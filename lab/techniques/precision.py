@@ -4,9 +4,9 @@ import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or ``dtype`` itself where it is accumulation_dtype.
+    """Return the wider of fp32 and ``dtype``.
 
-    A sum over tiles or stages in bf16 is rounded after each of them, and the errors add up. In this dtype it
-    is rounded once, at its end.
+    A sum over tiles or stages in bf16 would be rounded after each term, and the errors would add up. A sum
+    in the accumulation dtype is rounded to bf16 once, at its end.
     """
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the ranks, each of which holds two pieces of the sequence."""
+"""Ring attention: keys and values travel around the ranks, and each rank has two pieces of the sequence."""
 
 from __future__ import annotations
 
@@ -18,24 +18,37 @@ from lab.techniques.precision import accumulation_dtype
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
-    """Let attention run round ``group``, R ranks, each holding the tokens of ``local_positions``.
+    """Compute attention of a sequence that is sharded over ``group``, by sending keys and values around it.
 
-    The sequence is cut into 2R pieces; rank i holds piece i and piece 2R-1-i, so that under a causal mask
-    every rank has the same work. Rank i's keys and values visit every other rank, and each rank merges what
-    it attends to by the log-sum-exp.
+    The sequence has 2R pieces. Rank i has pieces i and 2R-1-i (see ``local_positions``), so every rank has
+    the same work under a causal mask. The keys and values of each rank visit all other ranks. Each rank
+    attends with its queries to the keys that arrive, and merges the results by their log-sum-exp (LSE).
 
-    Saves: activations are s = S/R tokens' worth, as Ulysses', and R is not bound by the heads.
-    Costs: R-1 sends of k and v forward (2*w*b*s*K*D bytes each), and backward as many again, with R sends of
-    their gradients in fp32. For w bytes an element, Q = w*b*s*H*D, k = w*b*s*K*D, f = 4 (8 for fp64) and
-    L = f*b*s*H, attention takes at its peak, beside what it is given and for R > 2, up to
-    forward Q + Q*f/w + 4k + 4L, backward max(Q + k, Q/2 + 2k) + Q*f/w + 4k + 4k*f/w.
-    Source: Ring Attention (arXiv 2310.01889), section 3; the two pieces: as in Llama 3's training (arXiv
-    2407.21783, section 3.3.2); gradients from the global log-sum-exp: FlashAttention, appendix B.4.
-    Composes with Ulysses or UPipe on the same model, in either order, each Ulysses group then holding one
-    ring rank's tokens (USP, arXiv 2405.07719); checkpointing, tiling, FSDP.
+    Letters: R ranks in the group, b rows, S tokens, s = S/R tokens of one rank, H query heads, K key/value
+    heads, D head_dim, w bytes per element, f = 4 bytes per element of a sum (8 in fp64). Bytes of tensors:
+    Q = w*b*s*H*D for queries, k = w*b*s*K*D for keys, l = f*b*s*H for an LSE.
+
+    Args:
+        model: The model.
+        group: The R ranks. None is a group of one rank.
+        kernel: Computes attention on one rank.
+
+    Saves:
+        Activations of s instead of S tokens, as with Ulysses. The heads do not limit R.
+    Costs:
+        R-1 sends of k and v in forward, of 2k bytes each; in backward R-1 such sends, and R sends of the
+        gradients of k and v in fp32 (fp64 for fp64). For R > 2, the peak of attention, without its inputs,
+        is at most Q + Q*f/w + 4k + 4l bytes in forward, and
+        max(Q + k, Q/2 + 2k) + Q*f/w + 4k + 4k*f/w bytes in backward.
+    Source:
+        Ring Attention (arXiv 2310.01889), section 3. The two pieces of a rank: Llama 3 (arXiv 2407.21783),
+        section 3.3.2. Gradients from the LSE over all keys: FlashAttention (arXiv 2205.14135), appendix B.4.
+    Composes with:
+        Ulysses or UPipe on the same model, applied before or after; each Ulysses group then has the tokens of
+        one ring rank (USP, arXiv 2405.07719). Checkpointing, tiling, FSDP2.
 
     Raises:
-        RecipeError: see ``apply_attention``.
+        RecipeError: See ``apply_attention``.
     """
     apply_attention(model)
     for module in decoder_of(model).attentions:
@@ -43,7 +56,10 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Ker
 
 
 def ring_kernel(group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> Kernel:
-    """Attention over the ring's whole sequence by ``kernel`` at every step; itself in a ring of one."""
+    """Return a kernel that attends to the whole sequence of the ring, and runs ``kernel`` at every step.
+
+    In a group of one rank the result is ``kernel`` itself.
+    """
     if group is None or size_of(group) == 1:
         return kernel
     return Kernel(
@@ -51,25 +67,39 @@ def ring_kernel(group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> Kern
     )
 
 
-# ---- who holds which tokens --------------------------------------------------------------------------------
+# ---- the tokens of each rank -------------------------------------------------------------------------------
 
 
 def token_multiple(ulysses: int, ring: int) -> int:
-    """What S must be a multiple of: the ring's 2R pieces are equal, and so are the C*R ranks' shares."""
+    """Return the number that must divide S, the tokens of a sequence.
+
+    All 2R pieces of a ring must have the same length, and all C*R ranks must have equally many tokens, with
+    C = ``ulysses`` and R = ``ring``.
+    """
     return lcm(2 * ring, ulysses * ring) if ring > 1 else ulysses
 
 
 def local_positions(
     tokens: int, *, ulysses: int, ring: int, index: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The global positions [s] that rank ``index`` of C*R holds, ascending.
+    """Return the positions, in the whole sequence, of the tokens of one rank, in ascending order.
 
-    ``index`` is ring index * C + Ulysses index. Ring index i has pieces i and 2R-1-i of 2R, in this order,
-    S/R tokens; its C Ulysses ranks split these evenly and contiguously. With R = 1 each rank's part of the
-    sequence is contiguous.
+    The ranks with ring index i share pieces i and 2R-1-i of 2R, in this order. Its C Ulysses ranks divide
+    these S/R tokens into equal, contiguous parts. With R = 1, the part of each rank is contiguous in the
+    whole sequence.
+
+    Args:
+        tokens: S, the tokens of the sequence.
+        ulysses: C, the Ulysses degree.
+        ring: R, the ring degree.
+        index: The rank's number among the C*R ranks: ring index * C + Ulysses index.
+        device: The device of the result.
+
+    Returns:
+        [s] with s = S/(C*R), int64.
 
     Raises:
-        RecipeError: S is not a multiple of ``token_multiple``; callers pad.
+        RecipeError: S is not a multiple of ``token_multiple``. Callers add padding.
     """
     multiple = token_multiple(ulysses, ring)
     if tokens % multiple:
@@ -77,18 +107,19 @@ def local_positions(
             f"{tokens} tokens over ulysses={ulysses} x ring={ring}: a multiple of {multiple} works, "
             f"such as {tokens + -tokens % multiple}"
         )
-    of_ring, of_ulysses = divmod(index, ulysses)
+    ring_index, ulysses_index = divmod(index, ulysses)
     local = tokens // (ulysses * ring)
-    held = torch.arange(of_ulysses * local, (of_ulysses + 1) * local, device=device)
+    # Places in the two pieces of the ring rank, one after the other.
+    places = torch.arange(ulysses_index * local, (ulysses_index + 1) * local, device=device)
     if ring == 1:
-        return held
-    # From the place among the two pieces to the place in the sequence.
+        return places
+    # Add the distance of each piece from there to its place in the sequence.
     piece = tokens // (2 * ring)
-    first, second = of_ring * piece, (2 * ring - 2 - of_ring) * piece
-    return held + torch.where(held < piece, first, second)
+    first, second = ring_index * piece, (2 * ring - 2 - ring_index) * piece
+    return places + torch.where(places < piece, first, second)
 
 
-# ---- the maths ---------------------------------------------------------------------------------------------
+# ---- forward and backward ----------------------------------------------------------------------------------
 
 
 def ring_forward(
@@ -101,36 +132,48 @@ def ring_forward(
     causal: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of this rank's queries to the ring's keys.
+    """Compute causal attention of this rank's queries to all keys of the ring.
 
-    ``q`` [b, h, s, D], ``k, v`` [b, h/G, s, D] -> out [b, h, s, D] in q's dtype, lying in memory as q does,
-    and the LSE over all keys [b, h, s].
+    At each step, the queries of rank i attend to keys and values of one rank j. If j < i, all queries attend
+    to the first piece of rank j. If j > i, the second piece of queries attends to both pieces of rank j. If
+    j = i, attention is causal. Results are merged in the wider of fp32 and the dtype of ``q``.
 
-    Of the keys that come from rank j, rank i's queries see: j < i: the first piece, with both of its own;
-    j > i: both pieces, with the second of its own; j = i: what lies before. Partial results are merged in
-    fp32, or fp64 for fp64.
+    Letters: b rows, h query heads, G query heads per key/value head, s tokens of one rank, D head_dim.
+
+    Args:
+        q: [b, h, s, D].
+        k: [b, h/G, s, D].
+        v: [b, h/G, s, D].
+        group: The ranks of the ring.
+        kernel: Computes attention to the keys of one rank.
+        causal: Must be True.
+        scale: Multiplies the scores; by default 1/sqrt(D).
+
+    Returns:
+        The output [b, h, s, D], with the dtype and the memory layout of ``q``, and the LSE over all keys
+        [b, h, s].
 
     Raises:
-        ValueError: not causal.
+        ValueError: ``causal`` is False.
     """
-    _check(causal)
-    wide = accumulation_dtype(q.dtype)
-    travelling = torch.stack((k, v))
+    _check_causal(causal)
+    sum_dtype = accumulation_dtype(q.dtype)
+    keys_values = torch.stack((k, v))
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(size_of(group)):
-        more = Shift(travelling, group) if step < size_of(group) - 1 else None
-        rows, keys = _seen(q.shape[2], step, group)
-        k_here, v_here = travelling[:, :, :, keys].unbind()
-        part, part_lse = kernel.forward(q[:, :, rows], k_here, v_here, causal=step == 0, scale=scale)
+        shift = Shift(keys_values, group) if step < size_of(group) - 1 else None
+        rows, columns = _visible(q.shape[2], step, group)
+        k_step, v_step = keys_values[:, :, :, columns].unbind()
+        part, part_lse = kernel.forward(q[:, :, rows], k_step, v_step, causal=step == 0, scale=scale)
         if step == 0:
-            out, lse = part.to(wide), part_lse
+            out, lse = part.to(sum_dtype), part_lse
         else:
             _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
-        # Names hold memory: none may keep alive what has left for the next rank.
-        del part, part_lse, k_here, v_here
-        if more is not None:
-            travelling = more.wait()
-    del travelling
+        # A variable would keep tensors alive that the next rank has now.
+        del part, part_lse, k_step, v_step
+        if shift is not None:
+            keys_values = shift.wait()
+    del keys_values
     return out.to(q.dtype), lse
 
 
@@ -147,71 +190,90 @@ def ring_backward(
     causal: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``ring_forward``: shapes as there, dq like q, dk and dv like this rank's own k.
+    """Compute the gradients of ``ring_forward``.
 
-    The LSE is that over all keys, so each step's share is exact and shares add up. Keys and values go round
-    again; the sum of their gradients, fp32 or fp64, follows them and makes one step more, which leads home.
+    The LSE is that over all keys, so each step computes an exact part of the gradients, and the parts add up.
+    Keys and values travel around the ring again. The sums of their gradients, in the wider of fp32 and the
+    dtype of ``q``, travel with them, and make one more step, which returns them to the rank of the keys.
+
+    Args:
+        grad_out: The gradient of the output, [b, h, s, D].
+        q: As in ``ring_forward``; so are ``k``, ``v``, ``group``, ``kernel``, ``causal`` and ``scale``.
+        k: [b, h/G, s, D].
+        v: [b, h/G, s, D].
+        out: The output of ``ring_forward``, [b, h, s, D].
+        lse: The LSE of ``ring_forward``, [b, h, s].
+        group: The ranks of the ring.
+        kernel: Computes the backward of attention to the keys of one rank.
+        causal: Must be True.
+        scale: Multiplies the scores; by default 1/sqrt(D).
+
+    Returns:
+        The gradients of ``q``, ``k`` and ``v`` of this rank, in their shapes and dtypes.
 
     Raises:
-        ValueError: not causal.
+        ValueError: ``causal`` is False.
     """
-    _check(causal)
-    wide = accumulation_dtype(q.dtype)
-    travelling = torch.stack((k, v))
+    _check_causal(causal)
+    sum_dtype = accumulation_dtype(q.dtype)
+    keys_values = torch.stack((k, v))
     sums, dq = torch.empty(0), torch.empty(0)
-    coming: Shift | None = None
+    sums_shift: Shift | None = None
     for step in range(size_of(group)):
-        more = Shift(travelling, group) if step < size_of(group) - 1 else None
-        rows, keys = _seen(q.shape[2], step, group)
-        k_here, v_here = travelling[:, :, :, keys].unbind()
-        more_dq, *more_dk_dv = kernel.backward(
+        shift = Shift(keys_values, group) if step < size_of(group) - 1 else None
+        rows, columns = _visible(q.shape[2], step, group)
+        k_step, v_step = keys_values[:, :, :, columns].unbind()
+        dq_step, *dk_dv_step = kernel.backward(
             grad_out[:, :, rows],
             q[:, :, rows],
-            k_here,
-            v_here,
+            k_step,
+            v_step,
             out[:, :, rows],
             lse[:, :, rows],
             causal=step == 0,
             scale=scale,
         )
-        if coming is None:
-            dq, sums = more_dq.to(wide), k.new_zeros((2, *k.shape), dtype=wide)
+        if sums_shift is None:
+            dq, sums = dq_step.to(sum_dtype), k.new_zeros((2, *k.shape), dtype=sum_dtype)
         else:
-            dq[:, :, rows].add_(more_dq)
-            sums = coming.wait()
-        _add(sums[:, :, :, keys], more_dk_dv)
-        del more_dq, more_dk_dv, k_here, v_here
-        coming = Shift(sums, group)
-        if more is not None:
-            travelling = more.wait()
-    del travelling, sums
-    assert coming is not None
-    dk, dv = coming.wait().to(k.dtype).unbind()
+            dq[:, :, rows].add_(dq_step)
+            sums = sums_shift.wait()
+        _add(sums[:, :, :, columns], dk_dv_step)
+        del dq_step, dk_dv_step, k_step, v_step
+        sums_shift = Shift(sums, group)
+        if shift is not None:
+            keys_values = shift.wait()
+    del keys_values, sums
+    assert sums_shift is not None
+    dk, dv = sums_shift.wait().to(k.dtype).unbind()
     return dq.to(q.dtype), dk, dv
 
 
-def _check(causal: bool) -> None:
+def _check_causal(causal: bool) -> None:
     if not causal:
-        raise ValueError("a ring of two pieces a rank is balanced for causal attention, and does no other")
+        raise ValueError("ring attention with causal=False is not supported: pass causal=True")
 
 
-def _seen(tokens: int, step: int, group: dist.ProcessGroup) -> tuple[slice, slice]:
-    """Which of this rank's s queries meet which of the s keys that are here at this step."""
+def _visible(tokens: int, step: int, group: dist.ProcessGroup) -> tuple[slice, slice]:
+    """Return which of this rank's s queries attend at this step, and to which of the s keys of this step."""
     half, everything = tokens // 2, slice(None)
     if step == 0:
         return everything, everything
-    if step <= dist.get_rank(group):  # the keys' owner is ``step`` ranks before this one
+    if step <= dist.get_rank(group):  # the keys belong to the rank that is ``step`` ranks before this one
         return everything, slice(None, half)
     return slice(half, None), everything
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add attention to more keys, in place: outputs weigh by their share of the softmax's denominator."""
-    kept = torch.sigmoid(lse - part_lse)[..., None]
-    out.mul_(kept).addcmul_(part, 1 - kept)
+    """Merge attention to other keys into ``out`` and ``lse``, in place.
+
+    Each output is weighted by its share of the sum of both softmax denominators.
+    """
+    share = torch.sigmoid(lse - part_lse)[..., None]
+    out.mul_(share).addcmul_(part, 1 - share)
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def _add(sums: Tensor, shares: list[Tensor]) -> None:
-    for total, share in zip(sums.unbind(), shares, strict=True):
-        total.add_(share)
+def _add(sums: Tensor, parts: list[Tensor]) -> None:
+    for total, part in zip(sums.unbind(), parts, strict=True):
+        total.add_(part)

@@ -1,4 +1,4 @@
-"""Rotary positions that stay exact past a million tokens: inverse frequencies and angles in fp64."""
+"""Rotary positions that are exact beyond a million tokens: inverse frequencies and angles in fp64."""
 
 from __future__ import annotations
 
@@ -9,43 +9,51 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from transformers import PretrainedConfig
 
 from lab.decoder import Patch, decoder_of, head_dim_of
 from lab.errors import RecipeError
+from lab.torch_private import FakeTensor
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""The values of ``rope_type`` in a config for which this file computes frequencies."""
 
 
 def apply_rope(model: nn.Module) -> None:
-    """Let a model's rotary embedding compute in fp64, from rope_theta, for the given positions only.
+    """Make the model's rotary embedding compute cosines and sines in fp64, for this rank's positions only.
 
-    x (for its dtype), position_ids [b, s] -> cos, sin [b, s, D] in x's dtype; the b of ``position_ids`` may
-    be 1. At position 5,242,880 an angle is up to 5e6 radians: in fp32 its error is a quarter of a turn's
-    cosine (0.256 published), and even fp64 angles from the module's fp32 buffer of inverse frequencies are
-    off by 0.217, so the buffer is not used.
+    The embedding takes x (for its dtype) and ``position_ids`` [b, s] or [1, s], and returns cosines and sines
+    [b, s, D] or [1, s, D] in the dtype of x. At position 5,242,880, angles are up to 5e6 radians. Computed in
+    fp32, they have cosines with errors up to 0.256 (published). The module's own buffer of inverse
+    frequencies is fp32 and causes errors of 0.217 even if the angles are fp64, so it is not used.
 
-    Saves: nothing is kept for the whole context: 2*s*D*w bytes of tables, not 2*S*D*w.
-    Costs: 12*s*D bytes while the tables are made, before the first layer.
-    Source: RoFormer (arXiv 2104.09864), section 3.4.2; YaRN (arXiv 2309.00071), sections 3.2 to 3.4.
-    Composes with everything: it runs once a step, and positions are what the caller says they are.
+    Letters: b rows, S tokens, s tokens of one rank, D head_dim, w bytes per element.
+
+    Saves:
+        The tables of the whole context: 2*s*D*w bytes instead of 2*S*D*w.
+    Costs:
+        12*s*D bytes while the tables are computed, before the first layer.
+    Source:
+        RoFormer (arXiv 2104.09864), section 3.4.2; YaRN (arXiv 2309.00071), sections 3.2 to 3.4.
+    Composes with:
+        Everything. It runs once per step, and uses the positions that the caller passes.
 
     Raises:
-        ModelError: see ``decoder_of``.
-        RecipeError: a rope type without a form for all positions, or one that rotates a part of each head.
+        ModelError: See ``decoder_of``.
+        RecipeError: The rope type is not one of ``ROPE_TYPES``, or rotates only a part of each head; or the
+            module's frequencies are not those of its config.
     """
     rotary: Any = decoder_of(model).rotary
     frequencies, factor = check_rope(rotary.config)
-    _check_unchanged(rotary, frequencies, factor)
-    rotary.forward = Patch(partial(tables, frequencies=frequencies, factor=factor), rotary.forward)
+    _check_frequencies(rotary, frequencies, factor)
+    rotary.forward = Patch(partial(rotary_tables, frequencies=frequencies, factor=factor), rotary.forward)
 
 
-def _check_unchanged(rotary: Any, frequencies: list[float], factor: float) -> None:
-    """Refuse a rotary embedding that computes with other frequencies than its config says.
+def _check_frequencies(rotary: Any, frequencies: list[float], factor: float) -> None:
+    """Refuse a rotary embedding whose frequencies are not those of its config.
 
     Raises:
-        RecipeError: the config or the module was changed after it was made.
+        RecipeError: The config or the module was changed after the module was made.
     """
     own: Tensor = rotary.inv_freq
     if own.is_meta or isinstance(own, FakeTensor):
@@ -62,10 +70,10 @@ def _check_unchanged(rotary: Any, frequencies: list[float], factor: float) -> No
 
 
 def check_rope(config: PretrainedConfig) -> tuple[list[float], float]:
-    """``inverse_frequencies`` of a model's config.
+    """Check the rotary settings of a config, and return its ``inverse_frequencies``.
 
     Raises:
-        RecipeError: see ``apply_rope``.
+        RecipeError: See ``inverse_frequencies``.
     """
     return inverse_frequencies(
         config.rope_parameters, head_dim_of(config), max_positions=config.max_position_embeddings
@@ -75,17 +83,25 @@ def check_rope(config: PretrainedConfig) -> tuple[list[float], float]:
 def inverse_frequencies(
     parameters: Mapping[str, Any], head_dim: int, *, max_positions: int | None = None
 ) -> tuple[list[float], float]:
-    """The D/2 inverse frequencies of ``config.rope_parameters``, and what cos and sin are multiplied with.
+    """Compute the inverse frequencies of a config's rotary settings.
 
-    Python floats are fp64, and a list of them belongs to no device and to no fake mode. ``max_positions`` is
-    the config's ``max_position_embeddings``, from which yarn without a factor takes one.
+    Args:
+        parameters: ``config.rope_parameters``.
+        head_dim: D.
+        max_positions: ``config.max_position_embeddings``. YaRN computes its factor from it, if the parameters
+            have none.
+
+    Returns:
+        The D/2 inverse frequencies in radians per position, and the factor by which cosines and sines are
+        multiplied. They are Python floats, which are fp64 and belong to no device and to no fake mode.
 
     Raises:
-        RecipeError: see ``apply_rope``.
+        RecipeError: The rope type is not one of ``ROPE_TYPES``, or rotates only a part of each head; or a
+            parameter is missing or unusable.
     """
-    kind = parameters.get("rope_type", "default")
+    rope_type = parameters.get("rope_type", "default")
     try:
-        return _frequencies(kind, parameters, head_dim, max_positions)
+        return _frequencies(rope_type, parameters, head_dim, max_positions)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise
@@ -96,44 +112,51 @@ def inverse_frequencies(
 
 
 def _frequencies(
-    kind: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None
+    rope_type: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None
 ) -> tuple[list[float], float]:
-    if kind not in ROPE_TYPES or "rope_theta" not in parameters:
+    if rope_type not in ROPE_TYPES or "rope_theta" not in parameters:
         raise RecipeError(
-            f"rope_type={kind!r} is not one of {', '.join(ROPE_TYPES)}, the same in every layer"
+            f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}, the same in every layer"
         )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise RecipeError(
             f"partial_rotary_factor={parameters['partial_rotary_factor']}: whole heads are rotated; 1.0 works"
         )
     plain = [parameters["rope_theta"] ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    if kind == "linear":
+    if rope_type == "linear":
         return [f / parameters["factor"] for f in plain], 1.0
-    if kind == "llama3":
-        return [_llama3(f, parameters) for f in plain], 1.0
-    if kind == "yarn":
-        return _yarn(plain, parameters, head_dim, max_positions)
+    if rope_type == "llama3":
+        return [_llama3_frequency(f, parameters) for f in plain], 1.0
+    if rope_type == "yarn":
+        return _yarn_frequencies(plain, parameters, head_dim, max_positions)
     return plain, 1.0
 
 
-def _llama3(frequency: float, p: Mapping[str, Any]) -> float:
-    """Long waves are slowed by ``factor``, short ones kept, those between are a blend of both."""
+def _llama3_frequency(frequency: float, p: Mapping[str, Any]) -> float:
+    """Return the frequency of Llama 3: low ones are divided by ``factor``, high ones do not change.
+
+    A frequency between the two limits becomes a weighted mean of both.
+    """
     turns = p["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    kept = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
-    kept = min(max(kept, 0.0), 1.0)
-    return float(frequency * (kept + (1 - kept) / p["factor"]))
+    weight = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    weight = min(max(weight, 0.0), 1.0)
+    return float(frequency * (weight + (1 - weight) / p["factor"]))
 
 
-def _yarn(
+def _yarn_frequencies(
     plain: list[float], p: Mapping[str, Any], head_dim: int, max_positions: int | None
 ) -> tuple[list[float], float]:
-    """A ramp over the pairs of dimensions from kept to slowed by ``factor`` (YaRN, section 3.2)."""
-    trained = p["original_max_position_embeddings"]
-    factor = p.get("factor") or (max_positions or trained) / trained
+    """Return YaRN's frequencies (section 3.2) and its factor of cosines and sines (section 3.4).
+
+    The first pairs of dimensions keep their frequencies, those of the last pairs are divided by ``factor``,
+    and the part that is divided grows linearly in between.
+    """
+    trained_tokens = p["original_max_position_embeddings"]
+    factor = p.get("factor") or (max_positions or trained_tokens) / trained_tokens
 
     def pair(turns: float) -> float:
-        """The pair of dimensions that turns this often within the trained context, as a real number."""
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
+        """Return the index, a real number, of the pair with so many turns in the context of the training."""
+        return head_dim * math.log(trained_tokens / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
 
     first, last = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
     if p.get("truncate", True):
@@ -143,26 +166,33 @@ def _yarn(
         last += 0.001
     frequencies = []
     for i, frequency in enumerate(plain):
-        slowed = min(max((i - first) / (last - first), 0.0), 1.0)
-        frequencies.append(frequency * ((1 - slowed) + slowed / factor))
+        weight = min(max((i - first) / (last - first), 0.0), 1.0)
+        frequencies.append(frequency * ((1 - weight) + weight / factor))
 
     def temperature(weight: float = 1.0) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     scaling = p.get("attention_factor")
     if scaling is None:
-        mscale, every = p.get("mscale"), p.get("mscale_all_dim")
-        scaling = temperature(mscale) / temperature(every) if mscale and every else temperature()
+        mscale, mscale_all = p.get("mscale"), p.get("mscale_all_dim")
+        scaling = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature()
     return frequencies, float(scaling)
 
 
 @torch.no_grad()
-def tables(
+def rotary_tables(
     x: Tensor, position_ids: Tensor, *, frequencies: list[float], factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``position_ids`` [b, s]: twice [b, s, D] in the dtype of ``x``.
+    """Compute the cosines and sines of all positions, in fp64, and round them once.
 
-    Both halves of D are alike. Angles, cos and sin are fp64, and rounded once, at the end.
+    Args:
+        x: A tensor of the dtype of the results.
+        position_ids: [b, s].
+        frequencies: The D/2 inverse frequencies, in radians per position.
+        factor: Multiplies the cosines and sines.
+
+    Returns:
+        Cosines and sines, each [b, s, D] in the dtype of ``x``. Both halves of D are equal.
     """
     inverse = torch.tensor(frequencies, dtype=torch.float64, device=position_ids.device)
     angles = position_ids[..., None] * inverse
@@ -176,13 +206,22 @@ def tables(
 def rotate_(
     x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False, scratch: Tensor | None = None
 ) -> Tensor:
-    """Rotate every head of ``x`` [..., b, s, h, D] in place by ``cos, sin`` [b or 1, s, D]; returns ``x``.
+    """Rotate every head of ``x`` in place.
 
-    Dimension i turns with i + D/2, as transformers' ``rotate_half`` has it: (x1, x2) -> (x1 cos - x2 sin,
-    x2 cos + x1 sin). ``transposed`` applies the transpose, which is what a gradient needs (with yarn's factor
-    in the tables it is not the inverse).
+    Dimensions i and i + D/2 form a pair, as in ``rotate_half`` of transformers:
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
-    Takes x.numel() / 2 elements while it runs, in ``scratch`` if that is given: a flat tensor of x's dtype.
+    Args:
+        x: [..., b, s, h, D], with h heads.
+        cos: Cosines, [b, s, D] or [1, s, D].
+        sin: Sines, [b, s, D] or [1, s, D].
+        transposed: Multiply by the transposed matrix, as a gradient needs. If the tables have YaRN's factor,
+            this is not the inverse rotation.
+        scratch: Temporary memory of at least x.numel() / 2 elements: a flat tensor of the dtype of ``x``. By
+            default it is allocated.
+
+    Returns:
+        ``x``.
     """
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]

@@ -1,7 +1,7 @@
-"""Parameters over ranks: sharded by FSDP2, or whole on every rank with their gradients summed.
+"""Parameters on P ranks: sharded by FSDP2, or whole on every rank, with gradients summed over ranks.
 
-Both leave the dense model's gradient on every parameter, not 1/P of it: ``lab.loss`` divides by the global
-number of labels, so the ranks' gradients are to be summed, never averaged.
+Both give every parameter the gradient of the dense model, and not 1/P of it. ``lab.loss`` divides by the
+global number of labels, so the gradients of the ranks must be summed, not averaged.
 """
 
 from __future__ import annotations
@@ -11,38 +11,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
-from lab.techniques.exchange import settled
+from lab.techniques.exchange import wait_for_release
 from lab.techniques.precision import accumulation_dtype
+from lab.torch_private import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    disable_current_modes,
+    queue_callback,
+    unset_fake_temporarily,
+)
 
 
 def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
-    """Shard parameters, gradients and optimizer state over the ranks of a mesh, each layer a unit.
+    """Shard parameters, gradients and optimizer state over the ranks of a mesh with FSDP2.
 
-    Saves: of the 16 bytes a parameter costs in fp32 training with Adam (4 weight, 4 gradient, 8 state),
-    each of P ranks keeps 16/P. Beside that a rank holds the whole parameters of the layer it is in, and the
-    whole embedding, final norm and head for the length of the step.
+    Each layer is one unit: its parameters are gathered together. The embedding, the last norm and the head
+    are the last unit. Gradients are summed over ranks in fp32 or wider.
 
-    Costs: per layer an all-gather of its parameters in forward, one more in backward, and a reduce-scatter
-    of its gradients. Source: ZeRO, arXiv 1910.02054, section 5 (stage 3); PyTorch FSDP, arXiv 2304.11277.
+    Args:
+        model: The model.
+        mesh: All P ranks. A mesh of two dimensions replicates over the first, and shards over the second.
+        compute_dtype: The dtype in which parameters are gathered and modules run. The shards, their gradients
+            and their optimizer state keep the parameters' own dtype. By default, modules run in that dtype.
 
-    With ``compute_dtype`` parameters are gathered, and modules run, in that dtype, while each rank's shard,
-    its gradient and its optimizer state keep the parameters' own; gradients are summed in fp32 or wider.
-
-    Composes with: everything that patches modules, applied before it, so that its hooks run outside. A mesh
-    of two dimensions replicates over the first and shards over the second.
+    Saves:
+        Training in fp32 with Adam takes 16 bytes per parameter (4 for the weight, 4 for the gradient, 8 for
+        the state of Adam). Each rank keeps 16/P of them. In addition, a rank holds the whole parameters of
+        the layer that runs, and the whole embedding, last norm and head during the step.
+    Costs:
+        Per layer, an all-gather of its parameters in forward, another one in backward, and a reduce-scatter
+        of its gradients.
+    Source:
+        ZeRO (arXiv 1910.02054), section 5, stage 3; PyTorch FSDP (arXiv 2304.11277).
+    Composes with:
+        Every technique that patches modules, applied before, so that FSDP's hooks run outside.
 
     Raises:
-        ModelError: see ``decoder_of``.
-        RecipeError: trained parameters of several dtypes in one layer. In forward: see
-            ``_refuse_changed_requires_grad`` and ``_refuse_after_failure``.
+        ModelError: See ``decoder_of``.
+        RecipeError: The trained parameters of a layer have several dtypes. In forward: a parameter was added,
+            frozen or unfrozen; inference mode is on; or the last backward failed. In backward:
+            ``create_graph=True``.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
@@ -66,10 +79,13 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
 
 
 def _check_dtypes(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Refuse parameters that FSDP cannot put into one buffer: those of a layer, and those in no layer."""
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    """Refuse a unit of FSDP (a layer, or the parameters in no layer) whose trained dtypes differ.
+
+    FSDP gathers the parameters of a unit in one buffer.
+    """
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     units = [list(layer.parameters()) for layer in layers]
-    for unit in (*units, [parameter for parameter in model.parameters() if parameter not in inside]):
+    for unit in (*units, [parameter for parameter in model.parameters() if parameter not in in_layers]):
         dtypes = sorted({str(parameter.dtype) for parameter in unit if parameter.requires_grad})
         if len(dtypes) > 1:
             raise RecipeError(
@@ -79,7 +95,7 @@ def _check_dtypes(model: nn.Module, layers: list[nn.Module]) -> None:
 
 
 class _SettledAllGather(DefaultAllGather):
-    """FSDP's own, which ends when nothing of gloo holds its buffers."""
+    """FSDP's own all-gather; it ends when gloo has dropped its references to the buffers."""
 
     def __call__(
         self,
@@ -88,12 +104,12 @@ class _SettledAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        with settled(output_tensor, input_tensor):
+        with wait_for_release(output_tensor, input_tensor):
             super().__call__(output_tensor, input_tensor, group)
 
 
 class _SettledReduceScatter(DefaultReduceScatter):
-    """The same the other way round."""
+    """FSDP's own reduce-scatter; it ends when gloo has dropped its references to the buffers."""
 
     def __call__(
         self,
@@ -103,30 +119,45 @@ class _SettledReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        with settled(output_tensor, input_tensor):
-            waiting = super().__call__(output_tensor, input_tensor, group, op, async_op=True).wait
-            # Gloo sums in a copy of the input, and takes the result from there while it is waited for.
-            with _disable_current_modes():
-                waiting()
-            del waiting
+        with wait_for_release(output_tensor, input_tensor):
+            wait = super().__call__(output_tensor, input_tensor, group, op, async_op=True).wait
+            # Gloo sums in a copy of the input, and copies the result from there during the wait. The meter
+            # must not count these operators.
+            with disable_current_modes():
+                wait()
+            del wait
 
 
 def apply_replication(
     model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """Keep whole parameters on every rank and sum each gradient over the ranks as backward makes it.
+    """Keep whole parameters on every rank, and sum each gradient over ranks when backward computes it.
 
-    Saves nothing: every rank holds all 16 bytes a parameter. Costs: one all-reduce a parameter and step.
-    A tensor hook sums the gradient before it is added to ``.grad``, so accumulation over several backward
-    passes stays right. With ``compute_dtype`` it is FSDP with each rank a shard group of its own, which holds
-    a cast copy of one layer at a time. Source: plain data parallelism.
+    A tensor hook sums the gradient before it is added to ``.grad``, so gradients may be accumulated over
+    several backward passes. With ``compute_dtype`` this is FSDP in which each rank is a shard group by
+    itself, so one layer at a time has a copy in that dtype.
+
+    Args:
+        model: The model.
+        mesh: All P ranks, one dimension.
+        compute_dtype: The dtype in which modules run. By default, that of the parameters.
+
+    Saves:
+        Nothing: every rank holds all 16 bytes per parameter.
+    Costs:
+        One all-reduce per parameter and step.
+    Source:
+        Plain data parallelism.
+    Composes with:
+        Every technique that patches modules, applied before.
 
     Raises:
-        ModelError: parameters on the meta device, whose hooks would be lost with them.
+        ModelError: A parameter is on the meta device; its hook would be lost when it gets memory.
+        RecipeError: In forward, see ``apply_fsdp``.
     """
     if compute_dtype is not None:
-        alone = refolded(mesh, (-1, 1), ("replicate", "shard"))
-        apply_fsdp(model, mesh=alone, compute_dtype=compute_dtype)
+        single_rank_shards = reshape_mesh(mesh, (-1, 1), ("replicate", "shard"))
+        apply_fsdp(model, mesh=single_rank_shards, compute_dtype=compute_dtype)
         return
     check_materialized(model)
     if mesh.size() == 1:
@@ -134,28 +165,27 @@ def apply_replication(
     group = mesh.get_group()
     _refuse_changed_requires_grad(model)
 
-    def summed(gradient: Tensor) -> Tensor:
+    def sum_gradient(gradient: Tensor) -> Tensor:
         total = gradient.to(
             accumulation_dtype(gradient.dtype), copy=True, memory_format=torch.contiguous_format
         )
-        with settled(total):
+        with wait_for_release(total):
             dist.all_reduce(total, group=group)
         return total.to(gradient.dtype)
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(summed)
+            parameter.register_hook(sum_gradient)
 
 
 def _refuse_changed_requires_grad(model: nn.Module) -> None:
-    """Refuse a forward after parameters were frozen or unfrozen.
+    """Refuse a forward after parameters were added, frozen or unfrozen, and a forward in inference mode.
 
-    What sums gradients over ranks was set up for the parameters that were trained when the recipe was
-    applied.
+    The sums of gradients over ranks are set up for the parameters that are trained when the recipe is
+    applied. In inference mode, FSDP would gather parameters that no later step can train.
 
-    Raises, in forward:
-        RecipeError: a parameter that changed; inference mode, in which FSDP would gather parameters that no
-            later step can train.
+    Raises:
+        RecipeError: In forward, one of these.
     """
     before = {name: p.requires_grad for name, p in model.named_parameters()}
 
@@ -174,38 +204,38 @@ def _refuse_changed_requires_grad(model: nn.Module) -> None:
                     "then apply the recipe"
                 )
 
-    # Before FSDP's own hook, which makes parameters whole.
+    # This hook runs before FSDP's own hook, which gathers the parameters.
     model.register_forward_pre_hook(check, prepend=True)
 
 
 def _refuse_after_failure(model: nn.Module) -> None:
-    """Refuse a forward after a backward that failed in its middle, and a backward that would be wrong.
+    """Refuse a forward after a backward that failed, and a backward with ``create_graph=True``.
 
-    FSDP then holds gradients that it had not reduced yet, would add the next ones to them, and has no way to
-    drop them.
+    When a backward fails, FSDP keeps gradients that it has not reduced yet. It has no way to drop them, and
+    would add the next gradients to them.
 
-    Raises, in forward:
-        RecipeError: the backward before did not end. In backward: a graph of the gradients is asked for.
+    Raises:
+        RecipeError: In forward, the last backward did not end. In backward, ``create_graph=True``.
     """
-    under_way = False
+    backward_runs = False
 
-    def begins(_: Tensor) -> None:
-        nonlocal under_way
+    def begin_backward(_: Tensor) -> None:
+        nonlocal backward_runs
         if torch.is_grad_enabled():
             raise RecipeError(
                 "backward with create_graph=True under FSDP: the gradients that it sums over ranks have no "
                 "graph; leave create_graph out"
             )
-        under_way = True
-        # Runs when this backward has ended, and not where it fails.
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
+        backward_runs = True
+        # The callback runs at the end of this backward. It does not run if the backward fails.
+        queue_callback(end_backward)
 
-    def ended() -> None:
-        nonlocal under_way
-        under_way = False
+    def end_backward() -> None:
+        nonlocal backward_runs
+        backward_runs = False
 
     def check(*_: Any) -> None:
-        if under_way:
+        if backward_runs:
             raise RecipeError(
                 "the backward before this forward failed, and FSDP still holds a part of its gradients: "
                 "build the model again, apply the recipe, and load the last good weights"
@@ -214,14 +244,20 @@ def _refuse_after_failure(model: nn.Module) -> None:
     def watch(_: nn.Module, __: Any, output: Any) -> None:
         result: Tensor = output.logits if output.loss is None else output.loss
         if result.requires_grad:
-            result.register_hook(begins)
+            result.register_hook(begin_backward)
 
     model.register_forward_pre_hook(check, prepend=True)
     model.register_forward_hook(watch)
 
 
-def refolded(mesh: DeviceMesh, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    """The same ranks in another shape, the last axis varying fastest; -1 stands for what is left."""
-    # Ranks are real numbers also in a plan, where every tensor that is made is fake.
+def reshape_mesh(mesh: DeviceMesh, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of the same ranks with another shape, in which the last axis varies fastest.
+
+    Args:
+        mesh: The ranks.
+        shape: The size of each axis; -1 for one of them means the remaining ranks.
+        axes: The name of each axis.
+    """
+    # A mesh stores its ranks in a tensor. In a plan new tensors are fake, but a mesh needs real ones.
     with unset_fake_temporarily():
         return DeviceMesh(mesh.device_type, mesh.mesh.view(shape), mesh_dim_names=axes)

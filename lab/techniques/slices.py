@@ -1,4 +1,4 @@
-"""The loop over the tiles of a sequence, and the one shortcut that a plan takes in it."""
+"""The loop over the tiles of a sequence, and a shorter form of it for plans."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from torch._guards import detect_fake_mode
+from lab.torch_private import detect_fake_mode
 
-_shortened: ContextVar[bool] = ContextVar("shortened", default=False)
-_times: ContextVar[int] = ContextVar("times", default=1)
+_are_short: ContextVar[bool] = ContextVar("are_short", default=False)
+_repetitions: ContextVar[int] = ContextVar("repetitions", default=1)
 
 
 def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` gives (0, 8), (8, 8), (16, 4)."""
+    """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` yields (0, 8), (8, 8), (16, 4)."""
     count = -(-length // tile)
-    alike = count - 2 if _shortened.get() and count > 3 else 1
+    equal = count - 2 if _are_short.get() and count > 3 else 1
     for index in range(count):
-        if alike == 1 or index in (0, count - 1):
+        if equal == 1 or index in (0, count - 1):
             yield index * tile, min(tile, length - index * tile)
         elif index == 1:
-            outer = _times.set(_times.get() * alike)
+            outer = _repetitions.set(_repetitions.get() * equal)
             yield tile, tile
-            _times.reset(outer)
+            _repetitions.reset(outer)
 
 
 @contextmanager
-def shortened() -> Iterator[None]:
-    """Walk only the first, second and last tile of every loop; the second stands for all between.
+def short_loops() -> Iterator[None]:
+    """Make every loop in the block run only its first, second and last tile.
 
-    For fake tensors, of which nothing is asked but their bytes: from the second tile on, a loop that writes
-    into what it has allocated before holds the same with every tile, and the last one may be shorter. What is
-    counted, not held (operations, seconds), is to be taken ``times()`` as often.
+    The second tile stands for all tiles between the first and the last. This is right for fake tensors, whose
+    bytes are all that a plan needs: from the second tile on, a loop that writes into memory which it has
+    allocated before holds the same bytes in every tile, and only the last tile may be shorter. Whatever is
+    counted (operations, seconds) must be multiplied by ``repetitions()``.
     """
     assert detect_fake_mode() is not None, "skipping the tiles of a real tensor would leave it unwritten"
-    token, outer = _shortened.set(True), _times.set(1)
+    token, outer = _are_short.set(True), _repetitions.set(1)
     try:
         yield
     finally:
-        _shortened.reset(token)
-        # Also when a loop was left halfway.
-        _times.reset(outer)
+        _are_short.reset(token)
+        # A loop that was left early has not reset it.
+        _repetitions.reset(outer)
 
 
-def times() -> int:
-    """How many tiles the one at work stands for, over all loops that are open."""
-    return _times.get()
+def repetitions() -> int:
+    """Return how many tiles the current tile stands for: the product over all loops that run now."""
+    return _repetitions.get()

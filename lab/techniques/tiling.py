@@ -1,7 +1,10 @@
-"""Sequence tiling: modules that treat every token alone run slice by slice, forward and backward.
+"""Sequence tiling: modules that work on each token alone run tile by tile, in forward and backward.
 
-One combinator, ``tiled``, and the modules it is applied to here: MLPs and norms. The loss with its head is
-the third, in ``tiled_loss.py``.
+The function ``run_in_tiles`` does this for any such module. This file applies it to MLPs and norms, and
+``loss.py`` applies it to the head with its loss.
+
+Letters: b rows, s tokens of one rank, t = min(tile, s) tokens of a tile, E hidden size, I intermediate size
+of an MLP, w bytes per element, W = max(w, 4).
 """
 
 from __future__ import annotations
@@ -22,21 +25,29 @@ from lab.techniques.slices import slices
 
 
 def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
-    """Run the MLP of every decoder layer over slices of ``tile`` tokens: ``[b, s, E]`` -> ``[b, s, E]``.
+    """Run the MLP of every decoder layer in tiles: [b, s, E] -> [b, s, E].
 
-    With I the intermediate size, w bytes an element, W = max(w, 4) and t = min(tile, s) tokens a tile:
-    Saves: 4*b*s*I*w bytes a layer between forward and backward (a gated MLP keeps its input and four tensors
-    ``[b, s, I]``, a tiled one its input). At the peak, where tokens and not weights weigh most, forward
-    holds 3*b*t*I*w of them instead of 4*b*s*I*w, and backward 6*b*t*I*w instead of 6*b*s*I*w.
-    Costs: one more MLP forward in backward, which under activation checkpointing takes the place of the
-    recomputed one (2 in all, not 3). Sums of weight gradients: 3*E*I*W while the backward of one MLP runs.
-    Source: ALST (arXiv 2506.13996), its TiledMLP.
-    Composes with: checkpointing (applied after), FSDP2 per layer (applied after: the layer's parameters are
-    whole while its backward runs), everything in attention. Tiles that do not divide s leave a shorter last
-    one.
+    Args:
+        model: The model.
+        tile: The number of tokens in a tile, at least 1. If it does not divide s, the last tile is shorter.
+
+    Saves:
+        4*b*s*I*w bytes per layer between forward and backward: a gated MLP keeps its input and four tensors
+        [b, s, I], and a tiled MLP keeps its input only. At the peak (if tensors of tokens are larger than the
+        weights), forward holds 3*b*t*I*w bytes of such tensors instead of 4*b*s*I*w, and backward holds
+        6*b*t*I*w bytes instead of 6*b*s*I*w.
+    Costs:
+        One more forward of the MLP in backward. With checkpointing, it replaces the forward that would be
+        recomputed, so there are 2 forwards in all and not 3. The sums of weight gradients take 3*E*I*W bytes
+        while the backward of one MLP runs.
+    Source:
+        ALST (arXiv 2506.13996), TiledMLP.
+    Composes with:
+        Checkpointing, applied after; FSDP2 per layer, applied after (the layer's parameters are whole during
+        its backward); every technique for attention.
 
     Raises:
-        RecipeError: ``tile`` is less than 1.
+        RecipeError: ``tile`` is less than 1. In forward: there is a hook on a module in the MLP.
     """
     check_tile("mlp_tile", tile)
     for layer in decoder_of(model).layers:
@@ -44,58 +55,80 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
 
 
 def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
-    """Run the norms over the hidden size in slices of ``tile`` tokens: ``[b, s, E]`` -> ``[b, s, E]``.
+    """Run the norms over the hidden size in tiles: [b, s, E] -> [b, s, E].
 
-    The norms before attention and before the MLP of every layer, and the one before the head; norms per
-    head (Qwen3's q_norm and k_norm) belong to the attention.
-    Saves: b*s*(4*E + 4) bytes a norm between forward and backward, in every dtype: the fp32 copy of its
-    input, or in fp32 the normalised input, and the scale of each token. A tiled norm keeps its input.
-    Costs: one more norm forward in backward.
-    Source: Untied Ulysses (arXiv 2602.21196) tiles the norms beside the MLP of ALST.
-    Composes with: everything; checkpointing and FSDP2 are applied after.
+    These are the norms before the attention and before the MLP of every layer, and the norm before the head.
+    Norms of single heads (q_norm and k_norm of Qwen3) belong to the attention and are not tiled.
+
+    Args:
+        model: The model.
+        tile: The number of tokens in a tile, at least 1. If it does not divide s, the last tile is shorter.
+
+    Saves:
+        b*s*(4*E + 4) bytes per norm between forward and backward, in every dtype: the fp32 copy of its input
+        (for an fp32 input, the normalized input), and the scale of each token. A tiled norm keeps its input
+        only.
+    Costs:
+        One more forward of the norm in backward.
+    Source:
+        Untied Ulysses (arXiv 2602.21196), which tiles norms in addition to the MLPs of ALST.
+    Composes with:
+        Everything. Checkpointing and FSDP2 are applied after.
 
     Raises:
-        RecipeError: ``tile`` is less than 1.
+        RecipeError: ``tile`` is less than 1. In forward: there is a hook on a module in the norm.
     """
     check_tile("norm_tile", tile)
     for norm in decoder_of(model).norms:
         _tile_module(norm, tile, "norm_tile")
 
 
-def tiled(fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *beside: Tensor, tile: int) -> Tensor:
-    """Compute ``fn(x, *beside)`` in slices of ``tile`` along dim 1, and hold the inside of one at a time.
+def run_in_tiles(
+    fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *constants: Tensor, tile: int
+) -> Tensor:
+    """Compute ``fn(x, *constants)`` in tiles along dim 1, so that inner tensors exist for one tile at a time.
 
-    ``fn`` maps ``[b, t, ...]`` to ``[b, t, ...]`` token by token with the parameters of ``module``; ``x`` is
-    ``[b, s, ...]`` and gets a gradient, ``beside`` is sliced with it and gets none.
+    1. Forward writes the output of each tile into its place in one tensor, and saves no inner tensor.
+    2. Between forward and backward, ``x`` and ``constants`` are saved. The parameters stay in the module.
+    3. Backward runs ``fn`` on each tile again and differentiates it. The gradient of ``x`` is written into
+       its place. The gradients of the parameters are added to sums in the wider of fp32 and the parameter's
+       dtype. A sum is rounded once, at the end.
 
-    1. Forward: each slice's output goes into its place of one preallocated tensor; nothing inside is kept.
-    2. Between: ``x`` and ``beside`` are kept, and the parameters where the module has them.
-    3. Backward: each slice runs again with gradients and is differentiated; dx goes into its place, and the
-       parameters' gradients into sums that are fp32 or the parameter's dtype, whichever is wider: they
-       are rounded once, at the end, and not at every slice.
+    Args:
+        fn: Maps [b, t, ...] to [b, t, ...], each token alone, with the parameters of ``module``.
+        module: The module whose parameters get gradients.
+        x: [b, s, ...], which gets a gradient.
+        *constants: Further arguments of ``fn``, [b, s, ...], which are divided as ``x`` is and get no
+            gradient.
+        tile: The number of tokens in a tile.
+
+    Returns:
+        [b, s, ...].
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
-        return _forward(fn, tile, x, beside)
-    # The input is saved by a node of its own, before anything is computed. A checkpointed layer recomputes
-    # until it has what it saved: it stops here, and the slices run twice in all and not three times.
-    kept: Tensor = _Keep.apply(x, len(beside), *beside, *parameters)  # type: ignore[no-untyped-call]
+        return _forward(fn, tile, x, constants)
+    # A separate node saves the input, before anything is computed. A checkpointed layer is recomputed only
+    # until all tensors that it saved exist. It stops here, so the tiles run twice in all and not three times.
+    saved: Tensor = _SaveInput.apply(x, len(constants), *constants, *parameters)  # type: ignore[no-untyped-call]
     out: Tensor = _Tiled.apply(  # type: ignore[no-untyped-call]
-        fn, module, tile, kept.grad_fn, x.requires_grad, beside, kept, *parameters
+        fn, module, tile, saved.grad_fn, x.requires_grad, constants, saved, *parameters
     )
     return out
 
 
-class _Keep(Function):
-    """Pass x on unchanged and save it, with what lies beside it. The parameters make it a node of the graph
-    where x itself needs no gradient, so that what is saved goes when backward has passed.
+class _SaveInput(Function):
+    """Return x unchanged, and save it together with the constants.
+
+    The parameters are inputs too, so that this is a node of the graph even if x needs no gradient. The saved
+    tensors are then freed when backward has passed the node.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *beside_and_parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, count: int, *constants_and_parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *beside_and_parameters[:count])
-        ctx.inputs = 2 + len(beside_and_parameters)
+        ctx.save_for_backward(x, *constants_and_parameters[:count])
+        ctx.inputs = 2 + len(constants_and_parameters)
         return x
 
     @staticmethod
@@ -104,34 +137,39 @@ class _Keep(Function):
 
 
 class _Tiled(Function):
+    """``run_in_tiles`` with gradients; ``save_input`` is the node that saved x and the constants."""
+
     @staticmethod
     def forward(
         ctx: Any,
         fn: Callable[..., Tensor],
         module: nn.Module,
         tile: int,
-        keep: Any,
+        save_input: Any,
         x_needs_grad: bool,
-        beside: tuple[Tensor, ...],
+        constants: tuple[Tensor, ...],
         x: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        ctx.fn, ctx.module, ctx.tile, ctx.keep, ctx.x_needs_grad = fn, module, tile, keep, x_needs_grad
-        return _forward(fn, tile, x, beside)
+        ctx.fn, ctx.module, ctx.tile, ctx.x_needs_grad = fn, module, tile, x_needs_grad
+        ctx.save_input = save_input
+        return _forward(fn, tile, x, constants)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        x, *beside = ctx.keep.saved_tensors
+        x, *constants = ctx.save_input.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
         with parameter_aliases(ctx.module) as parameters:
             sums = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in parameters]
             uses = [False] * len(parameters)
             for start, length in slices(x.shape[1], ctx.tile):
-                x_tile, dout_tile, *beside_tile = (a.narrow(1, start, length) for a in (x, dout, *beside))
+                x_tile, dout_tile, *constant_tiles = (
+                    a.narrow(1, start, length) for a in (x, dout, *constants)
+                )
                 dx_tile = None if dx is None else dx.narrow(1, start, length)
-                uses = _backward_tile(ctx.fn, x_tile, beside_tile, dout_tile, parameters, dx_tile, sums)
-            # Of a parameter that no tile used (an adapter that is switched off) there is none.
+                uses = _backward_tile(ctx.fn, x_tile, constant_tiles, dout_tile, parameters, dx_tile, sums)
+            # A parameter that no tile used, such as that of a disabled adapter, has no gradient.
             gradients = [
                 total.to(p.dtype) if used else None
                 for total, p, used in zip(sums, parameters, uses, strict=True)
@@ -142,26 +180,27 @@ class _Tiled(Function):
 def _backward_tile(
     fn: Callable[..., Tensor],
     x: Tensor,
-    beside: list[Tensor],
+    constants: list[Tensor],
     dout: Tensor,
     parameters: list[Tensor],
     dx: Tensor | None,
     sums: list[Tensor],
 ) -> list[bool]:
-    """Run one slice again and differentiate it: write its dx, add to the sums. Nothing else outlives it.
+    """Run ``fn`` on one tile again, write the gradient of x to ``dx``, and add the others to ``sums``.
 
-    Returns which parameters were used.
+    Returns:
+        For each parameter, whether the tile used it.
     """
     x = x.detach().requires_grad_(dx is not None)
-    wanted = [*parameters] if dx is None else [x, *parameters]
+    inputs = [*parameters] if dx is None else [x, *parameters]
     with torch.enable_grad():
-        out = fn(x, *beside)
-    grads = list(torch.autograd.grad(out, wanted, dout, allow_unused=True))
+        out = fn(x, *constants)
+    grads = list(torch.autograd.grad(out, inputs, dout, allow_unused=True))
     if dx is not None:
-        own = grads.pop(0)
-        assert own is not None, "every module here depends on its input"
-        dx.copy_(own)
-        del own
+        x_grad = grads.pop(0)
+        assert x_grad is not None, "every module here depends on its input"
+        dx.copy_(x_grad)
+        del x_grad
     uses = [grad is not None for grad in grads]
     for total, grad in zip(sums, grads, strict=True):
         if grad is not None:
@@ -169,10 +208,10 @@ def _backward_tile(
     return uses
 
 
-def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
+def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
     out: Tensor | None = None
     for start, length in slices(x.shape[1], tile):
-        part = fn(x.narrow(1, start, length), *(b.narrow(1, start, length) for b in beside))
+        part = fn(x.narrow(1, start, length), *(c.narrow(1, start, length) for c in constants))
         if out is None:
             out = part.new_empty(part.shape[0], x.shape[1], *part.shape[2:])
         out.narrow(1, start, length).copy_(part)
@@ -182,10 +221,10 @@ def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, beside: tuple[Tens
 
 
 def check_tile(knob: str, tile: int) -> None:
-    """Refuse a tile that is no number of tokens.
+    """Refuse a tile of less than 1 token; ``knob`` is the name of the knob in the message.
 
     Raises:
-        RecipeError: less than 1.
+        RecipeError: ``tile`` is less than 1.
     """
     if tile < 1:
         raise RecipeError(
@@ -197,10 +236,10 @@ def _tile_module(module: nn.Module, tile: int, knob: str) -> None:
     inner = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        # A hook on what the module consists of would see a tile for the whole.
-        for part in module.modules():
-            if part is not module:
-                check_hooks(part, knob)
-        return tiled(inner, module, x, tile=tile)
+        # A hook on a module inside this one would be called with one tile after the other.
+        for submodule in module.modules():
+            if submodule is not module:
+                check_hooks(submodule, knob)
+        return run_in_tiles(inner, module, x, tile=tile)
 
     module.forward = Patch(forward, inner)

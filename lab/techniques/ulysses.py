@@ -1,4 +1,4 @@
-"""Ulysses: each rank holds a piece of the sequence, except inside attention, where it holds some heads."""
+"""Ulysses: each rank has a part of the sequence, and during attention the whole sequence of some heads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,35 @@ from lab.techniques.exchange import check_degree, heads_from_sequence, sequence_
 
 
 def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
-    """Shard the sequence over ``group``, contiguously and in rank order; C is the size of the group.
+    """Shard the sequence over the ranks of ``group``, in contiguous parts and in the order of the ranks.
 
-    The hidden state of rank c is [b, s, E], tokens c*s to (c+1)*s; ``position_ids`` must say so. q, k and v
-    go from [b, s, H, D] to [b, S, H/C, D] by all-to-all, attention runs on whole sequences, and its output
-    goes back. Everything else in a decoder works on single tokens and does not notice. K < C key/value heads
-    are given to C/K ranks each.
+    Rank c has the hidden state [b, s, E] of tokens c*s to (c+1)*s, and ``position_ids`` must be those. An
+    all-to-all exchanges q, k and v of all heads and s tokens for those of H/C heads and S tokens. Attention
+    runs on the whole sequence, and another all-to-all returns its output. All other modules of a decoder work
+    on each token alone, so they do not change. If K < C, each key/value head goes to C/K ranks.
 
-    Saves: activations are s = S/C tokens' worth, 1/C of the plain model's in every layer and kind.
-    Costs: 4 all-to-alls a layer forward and 4 backward, w*b*s*D*(2H + 2*max(K, C)) bytes sent each way (no
-    more for larger C at the same s), and a second copy of q, k, v and out in each layer.
-    Source: DeepSpeed-Ulysses (arXiv 2309.14509), section 3.
-    Composes with ring (``apply_ring`` on the same model, in either order: the ring runs inside the exchange),
-    checkpointing, tiling, FSDP; UPipe takes its place where attention's own memory is too much.
+    Letters: C ranks in the group, b rows, S tokens, s = S/C tokens of one rank, E hidden size, H query heads,
+    K key/value heads, D head_dim, w bytes per element.
+
+    Args:
+        model: The model.
+        group: The C ranks. None is a group of one rank.
+
+    Saves:
+        Activations of s instead of S tokens, in every layer.
+    Costs:
+        4 all-to-alls per layer in forward and 4 in backward, which send w*b*s*D*(2H + 2*max(K, C)) bytes in
+        each pass (for the same s, a larger C does not send more); and a second copy of q, k, v and the output
+        in each layer.
+    Source:
+        DeepSpeed-Ulysses (arXiv 2309.14509), section 3.
+    Composes with:
+        Ring attention (``apply_ring`` on the same model, applied before or after; the ring runs inside the
+        exchange), checkpointing, tiling, FSDP2. UPipe replaces it where attention needs too much memory.
 
     Raises:
-        RecipeError: C does not divide H, or of C and K neither divides the other; see ``apply_attention``.
+        RecipeError: C does not divide H, or neither of C and K divides the other; or see
+            ``apply_attention``.
     """
     apply_attention(model)
     decoder = decoder_of(model)
@@ -47,12 +60,25 @@ def ulysses_attention(
     scale: float | None = None,
     kernel: Kernel = FLASH,
 ) -> Tensor:
-    """Causal attention of a sharded sequence: ``q`` [b, H, s, D], ``k, v`` [b, K, s, D] -> [b, H, s, D].
+    """Compute causal attention of a sharded sequence.
 
-    [b, H, s, D] -> [b, s, H, D] -> all-to-all [b, S, H/C, D] -> [b, H/C, S, D] -> attention -> and back.
+    The shapes of q: [b, H, s, D] -> [b, s, H, D] -> all-to-all -> [b, S, H/C, D] -> [b, H/C, S, D]. Attention
+    runs on these, and its output goes the same way back.
 
-    With Kr = max(K, C), w bytes an element and b = 1, it holds w*s*D*(4H + 2K + 2Kr) + 4*s*H bytes after
-    forward (q, k, v before and after the exchange, out after and before, LSE), and at its peak one out more.
+    After forward it holds w*s*D*(4H + 2K + 2*max(K, C)) + 4*s*H bytes, for b = 1: q, k and v before and after
+    the exchange, the output before and after it, and the LSE. At its peak it holds one more output. The
+    letters are those of ``apply_ulysses``.
+
+    Args:
+        q: [b, H, s, D].
+        k: [b, K, s, D].
+        v: [b, K, s, D].
+        group: The C ranks. None is a group of one rank.
+        scale: Multiplies the scores; by default 1/sqrt(D).
+        kernel: Computes attention on one rank.
+
+    Returns:
+        [b, H, s, D].
     """
     q, k, v = (heads_from_sequence(t.transpose(1, 2), group).transpose(1, 2) for t in (q, k, v))
     out = attention(q, k, v, scale=scale, kernel=kernel)

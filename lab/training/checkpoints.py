@@ -169,12 +169,12 @@ def export(folder: Path, out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is there already: give a folder that is new or empty")
     checkpoint, manifest = newest(folder)
-    held = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     model = models.build(CONFIG_MAPPING[manifest.config["model_type"]].from_dict(manifest.config))
     weights = _weights(model)
-    one = held.get(f"model.{next(iter(weights))}")
-    if isinstance(one, TensorStorageMetadata):
-        model.to(dtype=one.properties.dtype)  # type: ignore[call-arg]
+    first = stored.get(f"model.{next(iter(weights))}")
+    if isinstance(first, TensorStorageMetadata):
+        model.to(dtype=first.properties.dtype)  # type: ignore[call-arg]
     _load(checkpoint, {"model": _weights(model)}, None)
     model.config.use_cache = True
     part = out.with_name(out.name + PART)
@@ -229,8 +229,8 @@ def _local(tensor: Tensor) -> Tensor:
 def _cause(error: CheckpointException) -> str:
     """What the first rank that failed says, and its number, on one line."""
     rank, (cause, _) = min(error.failures.items())
-    said = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
-    return f"{said} (rank {rank})"
+    message = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
+    return f"{message} (rank {rank})"
 
 
 def _settle(folder: Path) -> None:

@@ -16,11 +16,11 @@ from transformers import PretrainedConfig
 from cluster.placement import import_path
 from cluster.watchdog import watched
 from lab.errors import LabError
-from lab.planning.hardware import nearest
-from lab.planning.plan import plan
+from lab.planning.hardware import hardware, nearest
+from lab.planning.plan import plan_job
+from lab.recipe.jobs import Job, Machine
 from lab.step.kernel_limits import check_kernel
-from lab.step.on_ranks import Training
-from lab.techniques.attention.kernels import Machine, machine_of
+from lab.techniques.attention.kernels import KernelSupport, kernel_support
 from lab.units import format_seconds
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ LAYERS = 3
 """NCCL counts from when a collective was enqueued, and the host runs about one layer ahead of the device."""
 
 
-def check_kernel_on_cluster(training: Training, config: PretrainedConfig, cluster: Cluster) -> None:
+def check_kernel_on_cluster(job: Job, config: PretrainedConfig, cluster: Cluster) -> None:
     """Refuse, before anything is planned or made, what torch's attention kernel on GPUs would refuse.
 
     Raises:
         RecipeError: see ``check_kernel``.
     """
 
-    def machine() -> Machine:
-        machines: list[Machine] = cluster.apply(machine_of, torch.device("cuda"))
+    def machine() -> KernelSupport:
+        machines: list[KernelSupport] = cluster.apply(kernel_support, torch.device("cuda"))
         return machines[0]
 
-    check_kernel(training.recipe, config, training.tokens, cluster.device_type, machine)
+    check_kernel(job.recipe, config, job.tokens, cluster.device_type, machine)
 
 
-def on_cluster(training: Training, cluster: Cluster) -> float | None:
+def on_cluster(job: Job, cluster: Cluster) -> float | None:
     """Seconds for ``Cluster.apply``, printed; None where the cluster's own are enough.
 
     They are on a CPU: its ranks count from when they wait, and the plan's rates are those of GPUs.
@@ -52,10 +52,10 @@ def on_cluster(training: Training, cluster: Cluster) -> float | None:
     if cluster.device_type != "cuda":
         return None
     device = cluster.apply(torch.cuda.get_device_name)[0]
-    return layers_time(training, cluster.ranks, device, cluster.timeout)
+    return layers_time(job, device, cluster.timeout)
 
 
-def on_this_rank(training: Training, default: float) -> float | None:
+def on_this_rank(job: Job, default: float) -> float | None:
     """Return what ``layers_time`` returns for this rank's GPU; every rank of the process group calls this.
 
     Rank 0 plans for all ranks. It plans in another process, because a plan joins a process group of its own
@@ -66,8 +66,7 @@ def on_this_rank(training: Training, default: float) -> float | None:
     """
     answers: list[dict[str, Any]] = [{}]
     if dist.get_rank() == 0:
-        asked = training, dist.get_world_size(), torch.cuda.get_device_name(), default
-        answers = [_in_a_process(*asked)]
+        answers = [_in_a_process(job, torch.cuda.get_device_name(), default)]
     dist.broadcast_object_list(answers, src=0)
     [answer] = answers
     if "error" in answer:
@@ -76,43 +75,35 @@ def on_this_rank(training: Training, default: float) -> float | None:
     return seconds
 
 
-def layers_time(training: Training, ranks: int, device: str, default: float) -> float | None:
+def layers_time(job: Job, device: str, default: float) -> float | None:
     """Return three times the seconds of the plan's longest layer, and print them on stderr.
 
     Args:
-        training: What is trained.
-        ranks: The number of ranks.
-        device: The name of their GPUs.
+        job: What is trained.
+        device: The name of the GPUs.
         default: Seconds. If they are at least as many, None is returned and nothing is printed.
     """
-    planned = plan(
-        training.model,
-        training.recipe,
-        tokens=training.tokens,
-        ranks=ranks,
-        rows=training.rows,
-        device=nearest(device),
-    )
-    layer = planned.longest_layer
+    machine = Machine(device=nearest(device))
+    layer, gpu = plan_job(job, machine).longest_layer, hardware(machine.device).name
     if LAYERS * layer <= default:
         return None
     print(
         f"a collective may take {format_seconds(LAYERS * layer)} and not {format_seconds(default)}: "
-        f"{LAYERS} times the longest layer of the plan, {format_seconds(layer)} on {planned.device}",
+        f"{LAYERS} times the longest layer of the plan, {format_seconds(layer)} on {gpu}",
         file=sys.stderr,
     )
     return LAYERS * layer
 
 
-def _in_a_process(training: Training, ranks: int, device: str, default: float) -> dict[str, Any]:
+def _in_a_process(job: Job, device: str, default: float) -> dict[str, Any]:
     """Call ``layers_time`` in another process; return its "seconds", or its "error" as a text.
 
     The process sees no GPU, so that it takes no memory of this rank's, and ends with this one. It can import
-    what this process can, because the training may name a function that makes the model.
+    what this process can, because the job may name a function that makes the model.
     """
     process = subprocess.run(
         watched("lab.training.collective_time"),
-        input=cloudpickle.dumps((training, ranks, device, default)),
+        input=cloudpickle.dumps((job, device, default)),
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""},
     )

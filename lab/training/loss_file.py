@@ -26,8 +26,8 @@ class LossFile:
             CheckpointError: the file cannot be read and written.
         """
         try:
-            held = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-            whole = [line for line in held if line.endswith(b"\n")]
+            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+            whole = [line for line in lines if line.endswith(b"\n")]
             self._length = len(b"".join(line for line in whole if json.loads(line)["step"] <= steps))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{self._path} is no file of losses: {error}") from error

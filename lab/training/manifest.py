@@ -66,7 +66,7 @@ class Manifest:
         differing = {k: (there[k], here[k]) for k in there if k in here and there[k] != here[k]}
         if differing:
             raise CheckpointError(
-                f"{folder} holds another model: {_told(differing)}; give that model, or another folder"
+                f"{folder} holds another model: {_differences(differing)}; give that model, or another folder"
             )
         names = [field.name for field in fields(self)]
         same = names[names.index("text") : names.index("clip_norm") + 1]
@@ -74,7 +74,7 @@ class Manifest:
         differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if differing:
             raise CheckpointError(
-                f"{folder} is of another run: {_told(differing)}; losses would not go on as one "
+                f"{folder} is of another run: {_differences(differing)}; losses would not go on as one "
                 "sequence: give what it was trained with, or another folder"
             )
 
@@ -99,8 +99,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first; none where there is no such folder."""
     if not folder.is_dir():
         return []
-    found = {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
-    return [found[step] for step in sorted(found)]
+    by_step = {int(m[1]): path for path in folder.iterdir() if (m := _STEP.fullmatch(path.name))}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def read(checkpoint: Path) -> Manifest:
@@ -109,8 +109,8 @@ def read(checkpoint: Path) -> Manifest:
     Raises:
         CheckpointError: a file is missing or cut short; it is named, and an earlier checkpoint that is whole.
     """
-    found, damage = _read(checkpoint)
-    if found is None:
+    manifest, damage = _read(checkpoint)
+    if manifest is None:
         whole = [path for path in checkpoints_in(checkpoint.parent) if _read(path)[0] is not None]
         helps = (
             f"{whole[-1].name} beside it is whole: remove {checkpoint.name} to go on from there"
@@ -118,7 +118,7 @@ def read(checkpoint: Path) -> Manifest:
             else "no other in its folder is whole"
         )
         raise CheckpointError(f"{checkpoint} is cut short: {damage}; {helps}")
-    return found
+    return manifest
 
 
 def newest(folder: Path) -> tuple[Path, Manifest]:
@@ -127,12 +127,12 @@ def newest(folder: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: there is none, or it is cut short.
     """
-    found = checkpoints_in(folder)
-    if not found:
+    checkpoints = checkpoints_in(folder)
+    if not checkpoints:
         raise CheckpointError(
             f"no checkpoint in {folder}: give a folder that has one; a first start goes without --resume"
         )
-    return found[-1], read(found[-1])
+    return checkpoints[-1], read(checkpoints[-1])
 
 
 def sweep(folder: Path) -> None:
@@ -158,11 +158,11 @@ def _read(checkpoint: Path) -> tuple[Manifest | None, str]:
         return None, f"its {FILE} is missing or unreadable"
     for name, size in (manifest.files or {}).items():
         path = checkpoint / name
-        held = path.stat().st_size if path.exists() else 0
-        if held != size:
-            return None, f"{name} has {held} of its {size} bytes"
+        actual = path.stat().st_size if path.exists() else 0
+        if actual != size:
+            return None, f"{name} has {actual} of its {size} bytes"
     return manifest, ""
 
 
-def _told(differing: dict[str, tuple[Any, ...]]) -> str:
+def _differences(differing: dict[str, tuple[Any, ...]]) -> str:
     return ", ".join(f"{name} {there} there and {here} here" for name, (there, here) in differing.items())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from cluster.errors import RankError
 from lab.errors import LabError
 from lab.memory.out_of_memory import OutOfMemory
-from lab.planning.closed_form import estimate
-from lab.planning.plan import Plan, fake_model, plan
-from lab.recipe.ladder import RUNGS, recipe_for
-from lab.step.on_ranks import Training
+from lab.planning.closed_form import estimate_job
+from lab.planning.plan import Plan, config_of, plan_job
+from lab.recipe.jobs import Job, Machine, make_job
+from lab.recipe.ladder import RUNGS
 from lab.units import format_bytes
 
 
@@ -20,12 +20,12 @@ class RankOutOfMemory(LabError):
     device itself refused).
     """
 
-    def __init__(self, failed: RankError, error: OutOfMemory, training: Training, ranks: int) -> None:
+    def __init__(self, failed: RankError, error: OutOfMemory, job: Job) -> None:
         self.rank, self.moment, self.time, self.kept = failed.rank, error.moment, failed.time, failed.kept
         self.rung: str | None = None
         self.plan: Plan | None = None
         if error.limit is not None:
-            self.rung, self.plan = cheapest_rung(training, ranks, error.limit)
+            self.rung, self.plan = cheapest_rung(job, error.limit)
         super().__init__(f"rank {failed.rank}: {error}\n{_remedy(self.rung, self.plan)}")
 
     def _render_traceback_(self) -> list[str]:
@@ -33,34 +33,27 @@ class RankOutOfMemory(LabError):
         return str(self).splitlines()
 
 
-def cheapest_rung(training: Training, ranks: int, limit: int) -> tuple[str, Plan]:
+def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     """The first rung of the ladder whose step holds at most ``limit`` bytes a device, and its plan.
 
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
     """
-    model, tokens, rows = training.model, training.tokens, training.rows
-    config = fake_model(model).config
-    likely = {
-        rung: estimate(
-            config,
-            recipe_for(rung, model, ranks, tokens, config=config),
-            tokens=tokens,
-            ranks=ranks,
-            rows=rows,
-        ).device_peak
+    config = config_of(job.model)
+    rungs = {
+        rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, config=config)
         for rung in RUNGS
     }
+    likely = {rung: estimate_job(config, asked).device_peak for rung, asked in rungs.items()}
     leanest = min(likely, key=lambda rung: likely[rung])
     tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]
+    machine = Machine(workspace=False, device_memory=limit)
     plans = {}
     for rung in tried or [leanest]:
-        plans[rung] = plan(
-            model, rung, tokens=tokens, ranks=ranks, rows=rows, workspace=False, device_memory=limit
-        )
+        plans[rung] = plan_job(rungs[rung], machine)
         if plans[rung].fits:
             break
-    return min(plans.items(), key=lambda found: found[1].device_peak)
+    return min(plans.items(), key=lambda item: item[1].device_peak)
 
 
 MARGIN = 1.05

@@ -11,9 +11,9 @@ from lab import models
 from lab.errors import DivergedError
 from lab.memory.profiling import Profile, ProfilingMeter
 from lab.memory.timeline import Timeline
-from lab.recipe.ladder import title_of
+from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
-from lab.step.on_ranks import Training, checked, finite, worker
+from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.training_step import train_step
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 
@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 class Profiled:
     """What profiling brings back: ``losses`` one a step (the global mean), ``profiles`` one a rank."""
 
-    title: str
-    training: Training
+    job: Job
+    settings: TrainSettings
     losses: tuple[float, ...]
     profiles: tuple[Profile, ...]
+
+    @property
+    def title(self) -> str:
+        """One line that names the steps."""
+        return self.job.title
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -60,11 +65,12 @@ def profile(
     tokens: int | str,
     cluster: Cluster,
     steps: int = 2,
+    rows: int = 1,
     **settings: Any,
 ) -> Profiled:
     """Train ``steps`` steps as ``lab.run`` does, all of them metered, the last one profiled too.
 
-    ``settings`` are ``lab.run``'s rows, text, tokenizer, learning_rate, clip_norm and seed.
+    ``settings`` are ``lab.run``'s text, tokenizer, learning_rate, clip_norm and seed.
 
     The last step is slower than one of ``lab.run``: the profiler and the meter both look at every operator.
     ``Profile.meter_seconds`` says how much of it is theirs. Collectives may take as long as in ``lab.run``.
@@ -74,27 +80,29 @@ def profile(
         RankError: a rank failed.
         DivergedError: the loss of a step is not finite.
     """
-    training, config, _ = checked(model, recipe, ranks=cluster.ranks, tokens=tokens, steps=steps, **settings)
+    config = models.config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, config=config)
+    train_settings = TrainSettings(steps, **settings)
+    read_source(job, train_settings, config.vocab_size)
     try:
-        check_kernel_on_cluster(training, config, cluster)
-        results = cluster.apply(_profile, training, timeout=on_cluster(training, cluster))
+        check_kernel_on_cluster(job, config, cluster)
+        results = cluster.apply(_profile, job, train_settings, timeout=on_cluster(job, cluster))
     except RankError as error:
         raise error.cause if isinstance(error.cause, DivergedError) else error from None
-    title = title_of(model, recipe, cluster.ranks, training.tokens)
-    return Profiled(title, training, results[0][0], tuple(profile for _, profile in results))
+    return Profiled(job, train_settings, results[0][0], tuple(profile for _, profile in results))
 
 
-def _profile(training: Training) -> tuple[tuple[float, ...], Profile]:
+def _profile(job: Job, settings: TrainSettings) -> tuple[tuple[float, ...], Profile]:
     """Runs on every rank."""
-    ready = worker(training)
+    state = make_rank_state(job, settings)
     meter = ProfilingMeter()
 
     def one(step: int) -> float:
-        batch = ready.batch(step)
-        loss = train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
-        return finite(training, step + 1, float(loss))
+        batch = state.batch(step)
+        loss = train_step(state.model, state.optimizer, batch, meter=meter, clip_norm=settings.clip_norm)
+        return check_finite(settings, step + 1, float(loss))
 
-    losses = [one(step) for step in range(training.steps - 1)]
-    with meter.profiled() as result:
-        losses.append(one(training.steps - 1))
+    losses = [one(step) for step in range(settings.steps - 1)]
+    with meter.profile_step() as result:
+        losses.append(one(settings.steps - 1))
     return tuple(losses), result[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lab.memory.timeline import Timeline
-from lab.step.on_ranks import Training
+from lab.recipe.jobs import Job, TrainSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,8 @@ class Run:
     """
 
     title: str
-    training: Training
+    job: Job
+    settings: TrainSettings
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     timelines: tuple[Timeline, ...]

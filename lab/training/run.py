@@ -16,13 +16,13 @@ from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
-from lab.recipe.ladder import title_of
+from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
-from lab.step.on_ranks import Training, checked, finite, worker
+from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.training_step import train_step
-from lab.training.collecting import Collected
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 from lab.training.out_of_memory import RankOutOfMemory
+from lab.training.partial_run import PartialRun
 from lab.training.records import Progress, Run, Started, Watch
 from lab.units import parse_bytes
 
@@ -66,31 +66,21 @@ def run(
         DivergedError: the loss of a step is not finite.
         RankError: a rank failed; the text names it and holds its traceback.
     """
-    training, config, _ = checked(
-        model,
-        recipe,
-        ranks=cluster.ranks,
-        tokens=tokens,
-        steps=steps,
-        rows=rows,
-        text=text,
-        tokenizer=tokenizer,
-        learning_rate=learning_rate,
-        clip_norm=clip_norm,
-        seed=seed,
-    )
+    settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
+    config = models.config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, config=config)
+    read_source(job, settings, config.vocab_size)
 
-    title = title_of(model, recipe, cluster.ranks, training.tokens)
-    collected = Collected(title, training)
+    partial_run = PartialRun(job, settings)
     tell = watch or _nobody
 
     def on_record(_rank: int, record: object) -> None:
         if isinstance(record, Progress):
-            collected.add(record)
+            partial_run.add(record)
             tell(record)
 
     def ended(how: str) -> Run | None:
-        kept = collected.run(how)
+        kept = partial_run.run(how)
         if kept is not None:
             tell(kept)
         return kept
@@ -98,9 +88,9 @@ def run(
     tell(Started(cluster.interrupt))
     limit = None if device_memory is None else parse_bytes(device_memory)
     try:
-        check_kernel_on_cluster(training, config, cluster)
-        timeout = on_cluster(training, cluster)
-        results = cluster.apply(_train, training, limit, on_record=on_record, timeout=timeout)
+        check_kernel_on_cluster(job, config, cluster)
+        timeout = on_cluster(job, cluster)
+        results = cluster.apply(_train, job, settings, limit, on_record=on_record, timeout=timeout)
     except Stopped:
         kept = ended("stopped")
         if kept is None:
@@ -109,7 +99,7 @@ def run(
     except RankError as error:
         error.kept = ended("failed")
         if isinstance(error.cause, OutOfMemory):
-            raise RankOutOfMemory(error, error.cause, training, cluster.ranks) from error
+            raise RankOutOfMemory(error, error.cause, job) from error
         if isinstance(error.cause, DivergedError):
             error.cause.kept = error.kept
             raise error.cause from error
@@ -118,8 +108,9 @@ def run(
         raise Interrupted(ended("interrupted")) from interrupt
     losses, seconds = results[0].losses, results[0].seconds
     finished = Run(
-        title,
-        training,
+        job.title,
+        job,
+        settings,
         losses,
         seconds,
         tuple(result.timeline for result in results),
@@ -152,28 +143,28 @@ class _Trained:
     allocated: int | None
 
 
-def _train(training: Training, limit: int | None) -> _Trained:
+def _train(job: Job, settings: TrainSettings, limit: int | None) -> _Trained:
     """Runs on every rank."""
     from cluster.live import publish
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    ready = worker(training)
+    state = make_rank_state(job, settings)
     losses: list[float] = []
     seconds: list[float] = []
 
     def grown(rows: Timeline) -> None:
         loss, took = (losses[-1], seconds[-1]) if seconds else (None, None)
-        publish(Progress(rank, ranks, len(seconds), training.steps, loss, rows, took))
+        publish(Progress(rank, ranks, len(seconds), settings.steps, loss, rows, took))
 
     meter = Meter(on_growth=grown, limit=limit)
-    allocated = AllocatedPeak(ready.device)
-    for step in range(training.steps):
+    allocated = AllocatedPeak(state.device)
+    for step in range(settings.steps):
         start = time.perf_counter()
-        batch = ready.batch(step)
+        batch = state.batch(step)
         # The loss is read at once: kept as a tensor it would be four bytes in the next step's timeline.
         loss = float(
-            train_step(ready.model, ready.optimizer, batch, meter=meter, clip_norm=training.clip_norm)
+            train_step(state.model, state.optimizer, batch, meter=meter, clip_norm=settings.clip_norm)
         )
-        losses.append(finite(training, step + 1, loss))
+        losses.append(check_finite(settings, step + 1, loss))
         seconds.append(time.perf_counter() - start)
     return _Trained(tuple(losses), tuple(seconds), meter.timeline(), allocated.bytes())

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
 from lab import models
 from lab.errors import CheckpointError, DivergedError
-from lab.recipe.ladder import title_of
+from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import check_kernel
-from lab.step.on_ranks import checked
-from lab.techniques.attention.kernels import machine_of
+from lab.step.on_ranks import read_source
+from lab.techniques.attention.kernels import kernel_support
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
 from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
-from lab.training.train_loop import Course, Step, train_on_this_rank
+from lab.training.train_loop import CheckpointSettings, StepRecord, train_on_this_rank
 from lab.units import check_counts
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Trained:
     """What training brings back: the steps of this call, and the folder that holds the checkpoints."""
 
     title: str
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
     checkpoint: Path
 
     @property
@@ -61,7 +61,7 @@ def train(
     clip_norm: float = 1.0,
     seed: int = 0,
     timeout: float | None = None,
-    watch: Callable[[Step], None] | None = None,
+    watch: Callable[[StepRecord], None] | None = None,
     **knobs: Any,
 ) -> Trained:
     """Train up to step ``steps`` on all ranks of a cluster, with a checkpoint each ``every`` and at the end.
@@ -89,32 +89,22 @@ def train(
     if timeout is not None:
         check_timeout(timeout)
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
-    training, config, source = checked(
-        model,
-        recipe,
-        ranks=ranks,
-        tokens=tokens,
-        steps=steps,
-        rows=rows,
-        text=text,
-        tokenizer=tokenizer,
-        learning_rate=learning_rate,
-        clip_norm=clip_norm,
-        seed=seed,
-        **knobs,
-    )
+    settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
+    config = models.config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    source = read_source(job, settings, config.vocab_size)
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
-        check_kernel(training.recipe, config, training.tokens, device.type, lambda: machine_of(device))
+        check_kernel(job.recipe, config, job.tokens, device.type, lambda: kernel_support(device))
     manifest = Manifest(
         config=config_document(config),
         text=digest(source),
-        tokens=training.tokens,
+        tokens=job.tokens,
         rows=rows,
         seed=seed,
         learning_rate=learning_rate,
         clip_norm=clip_norm,
-        recipe=training.recipe.to_json(),
+        recipe=job.recipe.to_json(),
         ranks=ranks,
     )
     folder = Path(checkpoint).expanduser().absolute()
@@ -123,13 +113,20 @@ def train(
         start, done = _start(folder, manifest, steps)
     else:
         _check_unused(folder)
-    course = Course(training, folder, every, keep, replace(manifest, step=done), start)
-    made = (
-        _on_this_rank(course, timeout, watch)
-        if cluster is None
-        else _on(cluster, course, config, timeout, watch)
-    )
-    return Trained(title_of(model, recipe, ranks, training.tokens), made, folder)
+    saving = CheckpointSettings(folder, every, keep, replace(manifest, step=done), start)
+    if cluster is None:
+        if timeout is None and torch.cuda.is_available():
+            timeout = on_this_rank(job, DEFAULT_SECONDS["cuda"])
+        if timeout is not None:
+            set_timeout(timeout)
+        records = train_on_this_rank(job, settings, saving, watch)
+    else:
+        with nullcontext() if cluster.started else cluster:
+            check_kernel_on_cluster(job, config, cluster)
+            seconds = on_cluster(job, cluster) if timeout is None else timeout
+            call = partial(cluster.apply, train_on_this_rank, job, settings, saving, timeout=seconds)
+            records = _watched(call, watch)
+    return Trained(job.title, records, folder)
 
 
 def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
@@ -145,10 +142,11 @@ def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
 
 def _check_unused(folder: Path) -> None:
     """Refuse a folder whose checkpoints would be overwritten; make it where there is none."""
-    found = checkpoints_in(folder)
-    if found:
+    checkpoints = checkpoints_in(folder)
+    if checkpoints:
         raise CheckpointError(
-            f"{folder} holds checkpoints up to {found[-1].name}: go on with --resume, or give another folder"
+            f"{folder} holds checkpoints up to {checkpoints[-1].name}: go on with --resume, or give another "
+            "folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,36 +154,23 @@ def _check_unused(folder: Path) -> None:
         raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
 
 
-def _on_this_rank(
-    course: Course, timeout: float | None, watch: Callable[[Step], None] | None
-) -> tuple[Step, ...]:
-    if timeout is None and torch.cuda.is_available():
-        timeout = on_this_rank(course.training, DEFAULT_SECONDS["cuda"])
-    if timeout is not None:
-        set_timeout(timeout)
-    return train_on_this_rank(course, watch)
+def _watched(
+    call: Callable[..., list[tuple[StepRecord, ...]]], watch: Callable[[StepRecord], None] | None
+) -> tuple[StepRecord, ...]:
+    """Call the ranks, and hand the records of their steps to ``watch`` as they come.
 
-
-def _on(
-    cluster: Cluster,
-    course: Course,
-    config: PretrainedConfig,
-    timeout: float | None,
-    watch: Callable[[Step], None] | None,
-) -> tuple[Step, ...]:
+    Raises:
+        CheckpointError, DivergedError: a rank raised it.
+        RankError: a rank failed otherwise.
+    """
     from cluster.errors import RankError
 
     def on_record(_: int, record: object) -> None:
-        if watch is not None and isinstance(record, Step):
+        if watch is not None and isinstance(record, StepRecord):
             watch(record)
 
     try:
-        with nullcontext() if cluster.started else cluster:
-            check_kernel_on_cluster(course.training, config, cluster)
-            seconds = on_cluster(course.training, cluster) if timeout is None else timeout
-            results = cluster.apply(train_on_this_rank, course, on_record=on_record, timeout=seconds)
-            steps: tuple[Step, ...] = results[0]
-            return steps
+        return call(on_record=on_record)[0]
     except RankError as error:
         if error.kind == CheckpointError.__name__:
             raise CheckpointError(error.message) from error

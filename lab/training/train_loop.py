@@ -1,4 +1,4 @@
-"""The loop of ``lab train`` on one rank: a step, what is told of it, a checkpoint; all ranks stop alike."""
+"""The loop of ``lab train`` on one rank: a step, its record, a checkpoint; all ranks stop alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lab.errors import CheckpointError, DivergedError
 from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
-from lab.step.on_ranks import Training, diverged, worker
+from lab.recipe.jobs import Job, TrainSettings
+from lab.step.on_ranks import diverged, make_rank_state
 from lab.step.training_step import NoMeter, train_step
 from lab.training.checkpoints import Checkpointer
 from lab.training.loss_file import LossFile
@@ -23,8 +24,8 @@ from lab.training.manifest import Manifest, checkpoints_in, sweep
 
 
 @dataclass(frozen=True)
-class Step:
-    """What is told of one step, ``step`` of ``steps``, the first being 1.
+class StepRecord:
+    """What is reported of one step, ``step`` of ``steps``, the first being 1.
 
     ``loss`` is the global mean before the update; ``seconds`` the time since the step before; ``device_peak``
     the most bytes that any rank's device held in a step so far, what the start took left out (on CPU metered
@@ -47,10 +48,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a rank is told beside the training itself: where checkpoints go, and the one it goes on from."""
+class CheckpointSettings:
+    """Where and when checkpoints are written.
 
-    training: Training
+    Attributes:
+        folder: A folder that all ranks share.
+        every: Steps from one checkpoint to the next.
+        keep: How many checkpoints stay, the newest.
+        manifest: What a checkpoint says of its training; its ``step`` is the one to go on from, 0 at first.
+        start: The checkpoint to go on from, if there is one.
+    """
+
     folder: Path
     every: int
     keep: int
@@ -58,89 +66,95 @@ class Course:
     start: Path | None
 
 
-def train_on_this_rank(course: Course, watch: Callable[[Step], None] | None = None) -> tuple[Step, ...]:
+def train_on_this_rank(
+    job: Job,
+    settings: TrainSettings,
+    saving: CheckpointSettings,
+    watch: Callable[[StepRecord], None] | None = None,
+) -> tuple[StepRecord, ...]:
     """Runs on every rank."""
     from cluster.live import publish
 
-    told, leads = course.training, dist.get_rank() == 0
-    first = course.manifest.step
-    losses = LossFile(course.folder)
+    leads, first = dist.get_rank() == 0, saving.manifest.step
+    losses = LossFile(saving.folder)
 
     def begin() -> None:
-        sweep(course.folder)
+        sweep(saving.folder)
         losses.cut(first)
 
     _first_rank_does(begin)
-    ready = worker(told)
-    checkpoints = Checkpointer(course.folder, keep=course.keep)
-    if course.start is not None:
-        checkpoints.restore(course.start, ready.model, ready.optimizer)
-    allocated = AllocatedPeak(ready.device)
-    made: list[Step] = []
+    state = make_rank_state(job, settings)
+    checkpoints = Checkpointer(saving.folder, keep=saving.keep)
+    if saving.start is not None:
+        checkpoints.restore(saving.start, state.model, state.optimizer)
+    allocated = AllocatedPeak(state.device)
+    records: list[StepRecord] = []
     began = before = time.perf_counter()
     peak = 0
-    for step in range(first + 1, told.steps + 1):
-        batch = ready.batch(step - 1)
-        meter = Meter() if step == first + 1 and ready.device.type == "cpu" else None
+    for step in range(first + 1, settings.steps + 1):
+        batch = state.batch(step - 1)
+        meter = Meter() if step == first + 1 and state.device.type == "cpu" else None
         value = train_step(
-            ready.model, ready.optimizer, batch, meter=meter or NoMeter(), clip_norm=told.clip_norm
+            state.model, state.optimizer, batch, meter=meter or NoMeter(), clip_norm=settings.clip_norm
         )
         loss = float(value)
         # The loss is the same number on every rank, so all ranks end alike.
         if not math.isfinite(loss):
-            raise _with_last_checkpoint(course, checkpoints, step, loss)
+            raise _diverged(settings, saving, checkpoints, step, loss)
         if meter is not None:
             peak = meter.timeline().device_peak
-        peak = _most(allocated.bytes() or peak, ready.device)
+        peak = _most(allocated.bytes() or peak, state.device)
         now = time.perf_counter()
-        pace = told.rows * told.tokens / (now - before)
-        left = (now - began) / (step - first) * (told.steps - step)
-        made.append(
-            Step(step, told.steps, loss, now - before, pace, pace / dist.get_world_size(), peak, left)
+        pace = job.rows * job.tokens / (now - before)
+        left = (now - began) / (step - first) * (settings.steps - step)
+        records.append(
+            StepRecord(step, settings.steps, loss, now - before, pace, pace / job.ranks, peak, left)
         )
         before = now
         if leads:
-            losses.add(made[-1].to_json())
-            (watch or publish)(made[-1])
+            losses.add(records[-1].to_json())
+            (watch or publish)(records[-1])
         # Ranks learn of a failed save at different moments; they stop for it at the same step.
-        if not _most(checkpoints.writing, ready.device):
+        if not _most(checkpoints.writing, state.device):
             checkpoints.wait()
-        if step % course.every == 0 or step == told.steps:
+        if step % saving.every == 0 or step == settings.steps:
             # The save before may have failed for want of room that the losses would want too.
             checkpoints.wait()
             # A finite loss may still have a gradient, and so an update, that is not.
-            if _most(not checkpoints.is_finite(ready.model, ready.optimizer), ready.device):
-                raise _with_last_checkpoint(course, checkpoints, step, loss)
+            if _most(not checkpoints.is_finite(state.model, state.optimizer), state.device):
+                raise _diverged(settings, saving, checkpoints, step, loss)
             _first_rank_does(losses.settle)
-            checkpoints.save(ready.model, ready.optimizer, replace(course.manifest, step=step))
+            checkpoints.save(state.model, state.optimizer, replace(saving.manifest, step=step))
     checkpoints.close()
-    return tuple(made)
+    return tuple(records)
 
 
-def _with_last_checkpoint(course: Course, checkpoints: Checkpointer, step: int, loss: float) -> DivergedError:
+def _diverged(
+    settings: TrainSettings, saving: CheckpointSettings, checkpoints: Checkpointer, step: int, loss: float
+) -> DivergedError:
     """The error that names the last good checkpoint, once a save that is under way has ended."""
     try:
         checkpoints.close()
-        good = checkpoints_in(course.folder)
+        good = checkpoints_in(saving.folder)
         kept = "there is no earlier checkpoint"
         if good:
             kept = f"the last good checkpoint is {good[-1]} (lab export makes a model of it)"
     except CheckpointError as error:
         kept = str(error)
-    return diverged(course.training, step, loss, kept)
+    return diverged(settings, step, loss, kept)
 
 
 def _first_rank_does(work: Callable[[], None]) -> None:
     """Do something on disk that rank 0 does for all; what it is refused every rank is."""
-    said: list[str | None] = [None]
+    refusal: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             work()
         except CheckpointError as error:
-            said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
-    if said[0] is not None:
-        raise CheckpointError(said[0])
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise CheckpointError(refusal[0])
 
 
 def _most(value: int, device: torch.device) -> int:

@@ -1,1 +1,1 @@
-"""The timeline that is drawn while ranks train."""
+"""The live timeline, drawn while ranks train."""

@@ -1,4 +1,4 @@
-"""What a live timeline sends to the browser: the rows since the last message, thinned, and new names."""
+"""The messages of a live timeline to the browser: some of the new rows of a rank, and new names."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from typing import Any
 import numpy as np
 
 from lab.memory.timeline import Timeline
-from lab.show.live.thinning import thinned
+from lab.show.live.thinning import thin_rows
 from lab.training.records import Progress
 
-STRETCHES = 24
-"""A message keeps two rows for each of so many stretches of its time; a tenth of a second is a few pixels."""
+INTERVALS = 24
+"""The time of a message is divided into so many intervals, and two rows of each are sent. A message is about
+a tenth of a second long, a few pixels."""
 
 
 @dataclass
 class Names:
-    """Phases, modules and operators that the browser knows, by number: a name is sent once."""
+    """The names of phases, modules and operators that were sent to the browser, each with its number."""
 
     numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, name: str) -> int:
-        """The number of a name, a new one if it was never asked for."""
+        """Return the number of a name; a new name gets the next number."""
         return self.numbers.setdefault(name, len(self.numbers))
 
     def since(self, first: int) -> list[str]:
-        """The names from number ``first`` on."""
+        """Return the names from number ``first`` on."""
         return list(self.numbers)[first:]
 
 
-def delta(progress: Progress, names: Names) -> tuple[dict[str, Any], bytes]:
-    """Turn a message of a rank into one for the browser: content, and its rows as float32.
+def browser_message(progress: Progress, names: Names) -> tuple[dict[str, Any], bytes]:
+    """Turn a message of a rank into one for the browser: its content, and its rows as float32.
 
-    A row is seconds, the five categories' and the host's bytes, the numbers of its phase, module and
-    operator, and its step: the script reads them by position.
+    A row is: seconds, the bytes of the five categories, the bytes on the host, the numbers of its phase,
+    module and operator, and its step. The script reads them by position.
     """
     rows = progress.timeline
-    rows = rows.rows(thinned(rows.seconds, rows.total, STRETCHES))
+    rows = rows.rows(thin_rows(rows.seconds, rows.total, INTERVALS))
     known = len(names.numbers)
-    table = np.column_stack((rows.seconds, rows.device, rows.host, _numbered(rows, names), rows.step))
+    table = np.column_stack((rows.seconds, rows.device, rows.host, _name_numbers(rows, names), rows.step))
     content = {
         "rank": progress.rank,
         "ranks": progress.ranks,
@@ -52,10 +53,10 @@ def delta(progress: Progress, names: Names) -> tuple[dict[str, Any], bytes]:
     return content, table.astype(np.float32).tobytes()
 
 
-def _numbered(rows: Timeline, names: Names) -> Any:
-    """Numbers of phase, module and operator of each row [n, 3]."""
-    said = (
+def _name_numbers(rows: Timeline, names: Names) -> Any:
+    """Return the numbers of the phase, the module and the operator of each row [n, 3]."""
+    texts = (
         (rows.phases[phase], rows.modules[module], str(rows.ops[op]))
         for phase, module, op in zip(rows.phase, rows.module, rows.op, strict=True)
     )
-    return np.array([[names.number(name) for name in row] for row in said], dtype=np.int64).reshape(-1, 3)
+    return np.array([[names.number(name) for name in row] for row in texts], dtype=np.int64).reshape(-1, 3)

@@ -1,19 +1,19 @@
-// One panel a rank, on one canvas and on the same axes. Lengths are CSS pixels, `ratio` device pixels in one.
-const STRIP = 18; // above the highest peak: the names of the phases
+// A panel for each rank, on one canvas with the same axes. Lengths are CSS pixels of `ratio` device pixels.
+const STRIP = 18; // the height of the names of the phases, above the highest peak
 const LANE_GAP = 8;
 
-// Where the panels of the ranks that are shown stand, and how far their axes reach: as far as with all of them.
+// The places of the panels of the shown ranks, and the ends of their axes, which hidden ranks count for too.
 function arrange(store, width, height, hidden) {
-  const shown = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
-  const count = shown.length;
+  const visible = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
+  const count = visible.length;
   const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), Math.floor(width / 190)));
   const rows = Math.ceil(count / columns);
   const [left, right, below, title, gap] = [56, 14, 20, 22, 18];
   const across = (width - left - right - gap * (columns - 1)) / columns;
   const down = (height - below - LANE_GAP * (rows - 1)) / rows;
-  const host = most(store, (row) => row.host);
+  const host = largest(store, (row) => row.host);
   const lane = host > 0 ? Math.max(14, Math.round(0.17 * (down - title))) : 0;
-  const panels = shown.map(({ rank, number }, n) => ({
+  const panels = visible.map(({ rank, number }, n) => ({
     rank,
     name: `rank ${number}`,
     x: Math.round(left + (n % columns) * (across + gap)),
@@ -24,7 +24,7 @@ function arrange(store, width, height, hidden) {
     leftmost: n % columns === 0,
     lowest: n + columns >= count,
   }));
-  const scale = { seconds: roundUp(most(store, (row) => row.seconds) || 1), bytes: highestPeak(store) || 1, host };
+  const scale = { seconds: roundUp(largest(store, (row) => row.seconds) || 1), bytes: highestPeak(store) || 1, host };
   return { panels, scale };
 }
 
@@ -32,15 +32,15 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
   const { x, y, width, height, rank } = panel;
   const floor = y + height;
   const up = (bytes) => floor - (bytes / scale.bytes) * (height - STRIP);
-  panel.shown = byColumn(rank.rows, scale.seconds, Math.round(width * ratio));
-  const runs = phaseRuns(panel.shown, ratio);
+  panel.columns = byColumn(rank.rows, scale.seconds, Math.round(width * ratio));
+  const runs = phaseRuns(panel.columns, ratio);
   drawTitle(pen, panel);
   for (const run of runs) drawPhase(pen, panel, run, names[run.phase], look.tints[names[run.phase]]);
   drawByteTicks(pen, panel, scale.bytes, up, ratio);
-  // From the whole stack down to its lowest part, each painted over the one before: no seams.
+  // From the whole stack down to its lowest part, each painted over the one before, so that no gaps are seen.
   for (let parts = look.categories.length; parts > 0; parts--) {
-    const held = (row) => up(row.held.subarray(0, parts).reduce((a, b) => a + b, 0));
-    fillArea(pen, panel, floor, held, look.categories[parts - 1][1], ratio);
+    const height = (row) => up(row.sizes.subarray(0, parts).reduce((a, b) => a + b, 0));
+    fillArea(pen, panel, floor, height, look.categories[parts - 1][1], ratio);
   }
   runs.forEach((run, n) => {
     if (n === 0 || run.step === runs[n - 1].step) return;
@@ -57,10 +57,10 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
   if (panel.lowest) drawSecondTicks(pen, panel, scale.seconds);
 }
 
-// Stretches of columns in one phase of one step.
-function phaseRuns(shown, ratio) {
+// The intervals of columns in one phase of one step.
+function phaseRuns(columns, ratio) {
   const runs = [];
-  shown.forEach((row, column) => {
+  columns.forEach((row, column) => {
     const run = runs.at(-1);
     if (!row) return;
     if (run && run.phase === row.phase && run.step === row.step) run.end = (column + 1) / ratio;
@@ -79,15 +79,15 @@ function drawTitle(pen, panel) {
   const now = `now ${formatBytes(rank.rows.at(-1).total)}`;
   const peak = `peak ${formatBytes(rank.peak.total)}`;
   const host = panel.lane ? `host ${formatBytes(rank.rows.at(-1).host)}` : "";
-  const said = [[now, peak, host], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
-  const fits = said.find((text) => after + pen.measureText(text).width <= width) ?? "";
+  const texts = [[now, peak, host], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
+  const fits = texts.find((text) => after + pen.measureText(text).width <= width) ?? "";
   write(pen, 0.75, "left", fits, x + after, y - 10);
 }
 
 function drawPhase(pen, panel, run, name, tint) {
   if (!tint) return;
   const ink = pen.fillStyle;
-  pen.fillStyle = "#767676"; // the grey that tints by day and by night alike
+  pen.fillStyle = "#767676"; // a grey that is visible on white and on black
   fill(pen, tint, panel.x + run.start, panel.y, run.end - run.start, panel.height);
   pen.fillStyle = ink;
   if (pen.measureText(name).width + 8 > run.end - run.start) return;
@@ -99,17 +99,17 @@ function drawByteTicks(pen, panel, top, up, ratio) {
   ticks(top / size, 4).forEach((tick, n, all) => {
     const at = Math.round(up(tick * size) * ratio) / ratio;
     if (n > 0) fill(pen, 0.14, panel.x, at, panel.width, 1 / ratio);
-    const said = n === all.length - 1 ? `${+tick.toFixed(3)} ${unit}` : `${+tick.toFixed(3)}`;
-    if (panel.leftmost) write(pen, 0.7, "right", said, panel.x - 8, at);
+    const text = n === all.length - 1 ? `${+tick.toFixed(3)} ${unit}` : `${+tick.toFixed(3)}`;
+    if (panel.leftmost) write(pen, 0.7, "right", text, panel.x - 8, at);
   });
 }
 
 function drawSecondTicks(pen, panel, seconds) {
   const bottom = panel.y + panel.height + (panel.lane && panel.lane + LANE_GAP);
   ticks(seconds, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
-    const said = n === all.length - 1 ? `${+tick.toFixed(3)} s` : `${+tick.toFixed(3)}`;
-    const align = n === 0 ? "left" : tick > 0.95 * seconds ? "right" : "center"; // beside the next panel's
-    write(pen, 0.7, align, said, panel.x + (tick / seconds) * panel.width, bottom + 11);
+    const text = n === all.length - 1 ? `${+tick.toFixed(3)} s` : `${+tick.toFixed(3)}`;
+    const align = n === 0 ? "left" : tick > 0.95 * seconds ? "right" : "center"; // so that it does not reach the next panel
+    write(pen, 0.7, align, text, panel.x + (tick / seconds) * panel.width, bottom + 11);
   });
 }
 
@@ -118,12 +118,12 @@ function fillArea(pen, panel, floor, height, colour, ratio) {
   pen.fillStyle = colour;
   pen.beginPath();
   pen.moveTo(panel.x, floor);
-  panel.shown.forEach((row, column) => {
+  panel.columns.forEach((row, column) => {
     const at = row ? height(row) : floor;
     pen.lineTo(panel.x + column / ratio, at);
     pen.lineTo(panel.x + (column + 1) / ratio, at);
   });
-  pen.lineTo(panel.x + panel.shown.length / ratio, floor);
+  pen.lineTo(panel.x + panel.columns.length / ratio, floor);
   pen.fill();
   pen.restore();
 }

@@ -1,7 +1,7 @@
-// What has arrived: rows by rank, and what can be said of them.
-// A row is seconds, bytes of five categories, host bytes, numbers of phase, module and operator, step.
+// The rows of each rank, and functions of them. In a message, a row is: seconds, the bytes of five categories,
+// the bytes on the host, the numbers of its phase, module and operator, and its step.
 const WIDTH = 11;
-const MOST_ROWS = 3000; // of a rank; more are thinned to a third of it
+const MOST_ROWS = 3000; // of a rank; more rows are reduced to a third of this number
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 
 function unitFor(top) {
@@ -22,7 +22,7 @@ function ticks(top, count) {
   return Array.from({ length: Math.floor(top / step + 1e-9) + 1 }, (_, n) => n * step);
 }
 
-// An axis that grows in jumps stands still in between.
+// The end of an axis is a round number, so that the axis changes seldom while the values grow.
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return power * [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((factor) => factor * power >= value);
@@ -38,30 +38,30 @@ function receive(store, message, buffer) {
   const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
   for (let start = 0; start < numbers.length; start += WIDTH) {
     const [seconds, , , , , , host, phase, module, op, step] = numbers.subarray(start, start + WIDTH);
-    const held = numbers.subarray(start + 1, start + 6);
-    const row = { seconds, held, total: held.reduce((a, b) => a + b), host, phase, module, op, step };
+    const sizes = numbers.subarray(start + 1, start + 6);
+    const row = { seconds, sizes, total: sizes.reduce((a, b) => a + b), host, phase, module, op, step };
     if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
     rank.rows.push(row);
   }
   if (rank.rows.length > MOST_ROWS) rank.rows = thin(rank.rows, MOST_ROWS / 6);
 }
 
-// Each stretch of time keeps its highest row and its last.
-function thin(rows, stretches) {
-  const stretch = (row) => Math.floor((row.seconds / (rows.at(-1).seconds || 1)) * stretches);
-  const kept = [];
+// Each interval of time keeps its highest row and its last row.
+function thin(rows, intervals) {
+  const interval = (row) => Math.floor((row.seconds / (rows.at(-1).seconds || 1)) * intervals);
+  const selected = [];
   let highest = null;
   rows.forEach((row, n) => {
     if (!highest || row.total > highest.total) highest = row;
-    if (n + 1 < rows.length && stretch(rows[n + 1]) === stretch(row)) return;
-    if (highest !== row) kept.push(highest);
-    kept.push(row);
+    if (n + 1 < rows.length && interval(rows[n + 1]) === interval(row)) return;
+    if (highest !== row) selected.push(highest);
+    selected.push(row);
     highest = null;
   });
-  return kept;
+  return selected;
 }
 
-function most(store, value) {
+function largest(store, value) {
   return Math.max(0, ...store.ranks.map((rank) => rank.rows.reduce((top, row) => Math.max(top, value(row)), 0)));
 }
 
@@ -69,19 +69,19 @@ function highestPeak(store) {
   return Math.max(0, ...store.ranks.map((rank) => rank.peak?.total ?? 0));
 }
 
-// The row that each of `count` pixel columns shows: the highest there, or what still holds.
+// The row that each of `count` pixel columns shows: its highest row, or the last row before it.
 function byColumn(rows, seconds, count) {
-  const shown = [];
-  let holds = null;
+  const columns = [];
+  let last = null;
   let n = 0;
   for (let column = 0; column < count && n < rows.length; column++) {
-    let highest = holds;
+    let highest = last;
     const end = ((column + 1) / count) * seconds;
     for (; n < rows.length && rows[n].seconds <= end; n++) {
-      holds = rows[n];
-      if (!highest || holds.total > highest.total) highest = holds;
+      last = rows[n];
+      if (!highest || last.total > highest.total) highest = last;
     }
-    shown.push(highest);
+    columns.push(highest);
   }
-  return shown;
+  return columns;
 }

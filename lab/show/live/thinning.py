@@ -1,48 +1,59 @@
-"""Which rows of a timeline a drawing needs: those that can be told apart at its width."""
+"""Selecting the rows of a timeline that a picture of some width can show."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-Places = npt.NDArray[np.float64]
-"""Where rows stand on the horizontal axis [n], ascending."""
+Positions = npt.NDArray[np.float64]
+"""Positions of rows on the horizontal axis [n], ascending."""
 
 Rows = npt.NDArray[np.int64]
-"""Numbers of rows, or a number for each row [n]."""
+"""Indices of rows, or an integer for each row [n]."""
 
 
-def thinned(at: Places, held: Rows, columns: int) -> Rows:
-    """Numbers of the rows to draw, at most two for each of ``columns`` equal stretches of the axis.
+def thin_rows(at: Positions, size: Rows, columns: int) -> Rows:
+    """Select at most two rows of each of ``columns`` equal intervals of the axis.
 
-    ``held`` [n] is each row's bytes. A stretch keeps its highest row and its last, which holds until the next
-    stretch: so the peak survives, and every level that lasts longer than a stretch.
+    They are the highest row and the last row, whose bytes stay until the next interval. So the peak is drawn,
+    and every level that lasts longer than an interval.
+
+    Args:
+        at: The position of each row on the axis [n].
+        size: The bytes of each row [n].
+        columns: The number of intervals.
+
+    Returns:
+        The indices of the rows to draw.
     """
-    highest, last = _ends(at, held, columns)
+    highest, last = _highest_and_last(at, size, columns)
     return np.unique(np.concatenate((highest, last)))
 
 
-def widened(at: Places, held: Rows, columns: int) -> tuple[Places, Rows]:
-    """Places and numbers of the thinned rows, each stretch's highest drawn at least one stretch wide.
+def widen_peaks(at: Positions, size: Rows, columns: int) -> tuple[Positions, Rows]:
+    """Select rows as ``thin_rows`` does, and move them so that each highest row is an interval wide.
 
-    What peaks for a moment only would be thinner than a pixel, and not be seen.
+    A short peak would otherwise be thinner than a pixel, and invisible.
+
+    Returns:
+        The positions and the indices of the rows to draw.
     """
     if not len(at):
         return at, np.arange(0)
-    highest, last = _ends(at, held, columns)
+    highest, last = _highest_and_last(at, size, columns)
     rows = np.unique(np.concatenate((highest, last)))
     until = np.where(np.isin(rows, highest), at[rows] + (at[-1] - at[0]) / columns, at[0])
     earliest = np.concatenate((at[:1], np.maximum.accumulate(until)[:-1]))
     return np.minimum(np.maximum(at[rows], earliest), at[-1]), rows
 
 
-def _ends(at: Places, held: Rows, columns: int) -> tuple[Rows, Rows]:
-    """The highest and the last row of each stretch that has rows."""
+def _highest_and_last(at: Positions, size: Rows, columns: int) -> tuple[Rows, Rows]:
+    """Return the indices of the highest and of the last row of each interval that has rows."""
     if not len(at):
         return np.arange(0), np.arange(0)
     width = (at[-1] - at[0]) / columns or 1.0
     column = np.minimum((at - at[0]) / width, columns - 1).astype(np.int64)
     last = np.append(np.flatnonzero(np.diff(column)), len(at) - 1)
-    # Sorted by stretch, then by bytes, the first of equals at the end.
-    order = np.lexsort((-np.arange(len(at)), held, column))
+    # Sorted by interval, then by bytes; of equal rows the first is at the end.
+    order = np.lexsort((-np.arange(len(at)), size, column))
     return order[last], last

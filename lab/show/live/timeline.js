@@ -1,5 +1,5 @@
-// The widget: takes the messages, draws when there is something new, and reads out what the pointer is on.
-// page.js, rows.js and panels.js stand before it in one module.
+// The widget: it receives messages, draws when there are new rows, and describes the row under the pointer.
+// page.js, rows.js and panels.js come before this file in one module.
 
 class View {
   constructor(store, look, el, stop) {
@@ -47,7 +47,7 @@ class View {
     this.frame = requestAnimationFrame(() => this.draw());
   }
 
-  // A chip a rank, once there are several: what is switched off leaves its place to the others.
+  // A button for each rank, if there are several. A rank that is switched off leaves its space to the others.
   offerRanks() {
     const count = this.store.ranks.length;
     if (count < 2) return;
@@ -81,7 +81,7 @@ class View {
     const { panels, scale } = arrange(this.store, width, height, this.hidden);
     for (const panel of panels) drawPanel(pen, panel, scale, this.look, this.store.names, ratio);
     this.readOut(pen, panels, scale, ratio);
-    this.status.textContent = said(this.store);
+    this.status.textContent = statusText(this.store);
     const peaks = panels.map(({ name, rank }) => `${name} peak ${formatBytes(rank.peak?.total ?? 0)}`);
     this.canvas.setAttribute("aria-label", `Memory by category over seconds: ${peaks.join(", ")}`);
   }
@@ -91,7 +91,7 @@ class View {
     if (!this.pointer) return;
     const [x, y] = this.pointer;
     const under = panels.find((p) => x >= p.x && x < p.x + p.width && y >= p.y - 20 && y < p.y + p.height + p.lane + 8);
-    const row = under?.shown[Math.floor((x - under.x) * ratio)];
+    const row = under?.columns[Math.floor((x - under.x) * ratio)];
     if (!row) return;
     for (const panel of panels) fill(pen, 0.6, panel.x + x - under.x, panel.y, 1 / ratio, panel.height);
     const { names } = this.store;
@@ -102,19 +102,19 @@ class View {
       if (text) add(this.readout, "div").textContent = text;
     }
     this.look.categories.forEach(([category, colour], n) => {
-      swatch(line(this.readout, "", formatBytes(row.held[n])), category, colour);
+      swatch(line(this.readout, "", formatBytes(row.sizes[n])), category, colour);
     });
     line(this.readout, "device", formatBytes(row.total), "lab-live-total");
     if (scale.host) swatch(line(this.readout, "", formatBytes(row.host)), "host", this.look.host);
     this.readout.hidden = false;
-    const room = this.canvas.clientWidth - x > this.readout.offsetWidth + 24;
+    const fits = this.canvas.clientWidth - x > this.readout.offsetWidth + 24;
     const top = this.canvas.offsetTop + Math.min(y, this.look.height - this.readout.offsetHeight);
-    this.readout.style.left = `${room ? x + 14 : x - this.readout.offsetWidth - 14}px`;
+    this.readout.style.left = `${fits ? x + 14 : x - this.readout.offsetWidth - 14}px`;
     this.readout.style.top = `${Math.max(0, top)}px`;
   }
 }
 
-function said({ step, steps, loss }) {
+function statusText({ step, steps, loss }) {
   if (!steps) return "waiting for the ranks";
   return `step ${step} of ${steps}` + (loss === null ? "" : ` · loss ${Number(loss).toFixed(4)}`);
 }
@@ -127,7 +127,7 @@ function line(parent, left, right, name = "") {
   return start;
 }
 
-// Once a widget, however often it is shown: the rows belong to it, and each view draws them.
+// One store of rows for each widget; a widget may have several views, which draw the same rows.
 export default () => {
   const store = { names: [], ranks: [], step: 0, steps: 0, loss: null };
   const views = new Set();

@@ -1,4 +1,4 @@
-"""The live memory timeline: drawn while the ranks train, a picture once they are done."""
+"""The live memory timeline: drawn in the browser while ranks train, replaced by a picture at the end."""
 
 from __future__ import annotations
 
@@ -14,70 +14,73 @@ from IPython.display import display
 
 from lab.memory.timeline import CATEGORIES
 from lab.show.figures import timeline
-from lab.show.live.messages import Names, delta
-from lab.show.page import joined
+from lab.show.live.messages import Names, browser_message
+from lab.show.page import join_files
 from lab.show.palette import COLOURS, PHASE_TINTS
 from lab.show.picture import Picture
 from lab.training.records import Progress, Run, Started
 
 _WARM_UP = 0.4
-"""Seconds for which the first messages wait: a browser that still loads the script would lose them."""
+"""Seconds for which the first messages are held back: a browser that still loads the script loses them."""
 
 
 class _Widget(anywidget.AnyWidget):
-    """The canvas in the browser. It is sent messages; its traits never change."""
+    """The canvas in the browser. It receives messages; its traits never change."""
 
-    # A widget is one module of script: its parts are plain scripts, joined.
-    _esm = joined("page.js", "live/rows.js", "live/panels.js", "live/timeline.js")
-    _css = joined("page.css", "live/timeline.css")
+    # A widget has one script, which is joined from several files.
+    _esm = join_files("page.js", "live/rows.js", "live/panels.js", "live/timeline.js")
+    _css = join_files("page.css", "live/timeline.css")
     look = traitlets.Dict().tag(sync=True)
 
 
-class Place(Protocol):
-    """Where a timeline stands: first the widget is shown there, and in the end the picture instead."""
+class Display(Protocol):
+    """A place on a page where the widget is shown, and at the end the picture."""
 
-    def show(self, shown: Picture | _Widget) -> None:
-        """Show it, in place of what was shown before."""
+    def show(self, content: Picture | _Widget) -> None:
+        """Show the content, and remove what was shown before."""
 
 
 class LiveTimeline:
-    """Give it to ``lab.run(..., watch=...)``: it draws each message, and turns into a picture at the end.
+    """A timeline that draws each message of a run, for ``lab.run(..., watch=...)``.
 
-    Its Stop ends the run, which then is what it measured. Where no browser looks on (papermill, a script)
-    there is the picture only. It can watch one run after another, each in an output of its own, or all in
-    the ``place`` that is given.
+    Its Stop button ends the run and keeps what was measured. Without a browser, as in papermill or a script,
+    it shows only the picture at the end. It can watch several runs one after the other.
+
+    Args:
+        height: The height of the canvas in pixels, for all ranks together.
+        display: Where to show the runs; None for an output of its own for each run, in the running cell.
     """
 
-    def __init__(self, height: int, place: Place | None = None) -> None:
-        self._height, self._place = height, place
-        self._showing: _Showing | None = None
-        self._stop: Callable[[], None] = _nothing
+    def __init__(self, height: int, display: Display | None = None) -> None:
+        self._height, self._display = height, display
+        self._view: _View | None = None
+        self._stop: Callable[[], None] = _do_nothing
 
     def __call__(self, message: Started | Progress | Run) -> None:
-        """Draw a message of a running rank, or the run at its end."""
+        """Draw a message of a rank; at the end of the run, show its picture."""
         if isinstance(message, Started):
             self._stop = message.stop
             return
         if isinstance(message, Run):
             self._finish(timeline(message))
             return
-        if self._showing is None and (self._place or _is_watched()):
-            self._showing = _Showing(self._height, self._stop, self._place or _Output())
-        if self._showing is not None:
-            self._showing.draw(message)
+        if self._view is None and (self._display or _is_in_browser()):
+            self._view = _View(self._height, self._stop, self._display or _CellOutput())
+        if self._view is not None:
+            self._view.draw(message)
 
     def _finish(self, picture: Picture) -> None:
-        if self._showing is None:
-            (self._place or _Output()).show(picture)
+        if self._view is None:
+            (self._display or _CellOutput()).show(picture)
         else:
-            self._showing.replace(picture)
-            self._showing = None
+            self._view.replace(picture)
+            self._view = None
 
 
-class _Showing:
-    """A displayed widget, and what its script has been told."""
+class _View:
+    """A widget on a page, and the names that were sent to its script."""
 
-    def __init__(self, height: int, stop: Callable[[], None], place: Place) -> None:
+    def __init__(self, height: int, stop: Callable[[], None], display: Display) -> None:
         self._widget = _Widget(
             look={
                 "categories": [[name, COLOURS[name]] for name in CATEGORIES],
@@ -86,14 +89,14 @@ class _Showing:
                 "height": height,
             }
         )
-        # The one thing that the page says. It is heard while the cell blocks where the kernel has subshells
-        # (JupyterLab 4.4, ipykernel 7); elsewhere the kernel's interrupt does the same.
+        # Stop is the only message from the page. With subshells (JupyterLab 4.4, ipykernel 7) it arrives
+        # while the cell runs; otherwise the reader interrupts the kernel.
         self._widget.on_msg(lambda *_: stop())
-        # From 7.4 ipykernel hands what the page says to the thread that last spoke to it: the one that the
-        # cell blocks. Without this method the page's own choice holds, which is a subshell.
+        # ipykernel 7.4 and later pass a message from the page to the thread that last sent one: here the
+        # thread of the running cell. Without this method the message goes to a subshell, as the page asks.
         self._widget.comm._reply_subshell_for = None
-        self._place = place
-        place.show(self._widget)
+        self._display = display
+        display.show(self._widget)
         self._opened = time.monotonic()
         self._waiting: list[Progress] = []
         self._names = Names()
@@ -103,40 +106,44 @@ class _Showing:
         if time.monotonic() - self._opened < _WARM_UP:
             return
         for message in self._waiting:
-            content, rows = delta(message, self._names)
+            content, rows = browser_message(message, self._names)
             self._widget.send(content, buffers=[rows])
         self._waiting.clear()
 
     def replace(self, picture: Picture) -> None:
-        # The picture first: a closed widget leaves an empty place, and the cells below would jump.
-        self._place.show(picture)
+        # Show the picture before the widget is closed, so that the cells below do not move twice.
+        self._display.show(picture)
         self._widget.close()
 
 
-def _nothing() -> None:
-    """Stop a run that has not said how."""
+def _do_nothing() -> None:
+    """Stand for the stop function of a run that has not sent one."""
 
 
 def live(*, height: int = 400) -> LiveTimeline:
-    """Watch a run: ``lab.run(..., watch=lab.show.live())``; ``height`` in pixels, of all ranks together."""
+    """Watch a run in the browser: ``lab.run(..., watch=lab.show.live())``.
+
+    Args:
+        height: The height of the canvas in pixels, for all ranks together.
+    """
     return LiveTimeline(height)
 
 
-class _Output:
-    """A place among the outputs of the cell that runs."""
+class _CellOutput:
+    """An output of the running cell."""
 
     def __init__(self) -> None:
         self._where: dict[str, Any] = {}
 
-    def show(self, shown: Picture | _Widget) -> None:
-        if not self._where and isinstance(shown, _Widget):
+    def show(self, content: Picture | _Widget) -> None:
+        if not self._where and isinstance(content, _Widget):
             self._where = {"display_id": uuid4().hex}
-        # IPython says that it is typed, and this function is not.
-        display(shown, **self._where)  # type: ignore[no-untyped-call]
+        # IPython ships types, and this function has none.
+        display(content, **self._where)  # type: ignore[no-untyped-call]
         self._where |= {"update": True} if self._where else {}
 
 
-def _is_watched() -> bool:
-    """Whether a notebook's page runs this cell: a page names the cell that it runs, papermill does not."""
+def _is_in_browser() -> bool:
+    """Return whether a page in a browser runs this cell: a page sends the cell's id, papermill does not."""
     parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)()
     return "cellId" in parent.get("metadata", {})

@@ -1,1 +1,1 @@
-"""The tuner: sliders for a recipe, and what a step would hold."""
+"""The tuner: sliders for a recipe, and an estimate of the memory of a step."""

@@ -1,4 +1,4 @@
-"""What the closed form says of a tuner's state: bytes by category, whether they fit, what each knob saves."""
+"""The closed form at a tuner's state: bytes by category, whether they fit, and what each knob saves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Parts, estimate
+from lab.planning.closed_form import Parts, estimate_job
 from lab.planning.fit import MARGIN
 from lab.planning.hardware import NODE, fixed_workspace
+from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.show.palette import COLOURS
-from lab.show.tuner.choices import Mend, mends
-from lab.show.tuner.state import KNOBS, NEUTRAL, State, checked
+from lab.show.tuner.choices import Suggestion, suggest
+from lab.show.tuner.state import ADJUSTABLE, NEUTRAL, State, recipe_of
 from lab.show.tuner.text import LABELS
 from lab.units import format_bytes
 
@@ -22,14 +23,16 @@ CATEGORY_OF = {
     "norms": "activations", "attention": "activations", "mlp": "activations", "loss": "activations",
     "tokens": "other", "workspace": "workspace",
 }  # fmt: skip
-"""What the closed form's parts are counted as; the model state is split."""
+"""The category of each part of the closed form, but for "model state", which is split into three."""
 
 Verdict = Literal["fits", "close", "device", "host", "illegal"]
+"""Whether a step fits. "close": it fits, but with less than the closed form's margin of error. "device" and
+"host": that memory is too small."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of one rank at the predicted peak."""
+    """A part of the bytes that a rank holds at the estimated peak."""
 
     category: str
     name: str
@@ -37,11 +40,18 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What is said of a legal state.
+class StateEstimate:
+    """The estimate for a legal state.
 
-    ``parts`` sum up to ``device`` bytes a rank, held in ``moment``; ``host`` is bytes a node. ``saves`` has
-    for each knob in use how many bytes the peak would be higher without it.
+    Attributes:
+        recipe: The recipe of the state.
+        parts: The parts of the device peak; their sum is ``device``.
+        device: The peak of a rank in bytes.
+        host: The peak of a node's host memory in bytes.
+        moment: The moment of the step at which the device peak is.
+        verdict: Whether the step fits.
+        text: The verdict in a sentence.
+        saves: For each knob in use, how many bytes higher the device peak would be without it.
     """
 
     recipe: Recipe
@@ -50,59 +60,65 @@ class Predicted:
     host: int
     moment: str
     verdict: Verdict
-    words: str
+    text: str
     saves: dict[str, int]
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Device bytes by the names that have colours, those that hold any."""
-        found = {name: sum(part.size for part in self.parts if part.category == name) for name in COLOURS}
-        return {name: size for name, size in found.items() if size}
+        """The device peak in bytes by category; categories without bytes are left out."""
+        sizes = {name: sum(part.size for part in self.parts if part.category == name) for name in COLOURS}
+        return {name: size for name, size in sizes.items() if size}
 
 
 @dataclass(frozen=True)
-class Refused:
-    """What is said of an illegal state: why, and the moves that mend it."""
+class Refusal:
+    """The error of an illegal state, and the changes that make it legal."""
 
-    words: str
-    mends: tuple[Mend, ...]
+    text: str
+    suggestions: tuple[Suggestion, ...]
     verdict: Verdict = "illegal"
 
 
-def predict(state: State, moved: str = "") -> Predicted | Refused:
-    """The closed form at this state, or why there is none; ``moved`` is the knob to be mended first."""
+def estimate_state(state: State, changed: str = "") -> StateEstimate | Refusal:
+    """Return the estimate for a state, or its error.
+
+    Args:
+        state: The state.
+        changed: The knob that the reader has changed; its suggestion comes first.
+    """
     try:
         recipe = state.recipe
     except RecipeError as error:
-        return Refused(str(error), tuple(mends(state, moved)))
-    found = estimate(state.config, recipe, tokens=state.tokens, ranks=state.ranks)
+        return Refusal(str(error), tuple(suggest(state, changed)))
+    step = estimate_job(state.config, Job(state.model, recipe, state.tokens, state.ranks))
     outside = fixed_workspace(state.ranks) if state.workspace else 0
-    device, host = found.device_peak + outside, found.host_peak * min(state.ranks, NODE)
+    device, host = step.device_peak + outside, step.host_peak * min(state.ranks, NODE)
     verdict = _verdict(state, device, host)
-    return Predicted(
+    return StateEstimate(
         recipe=recipe,
-        parts=tuple(
-            part for part in _parts(found.moment, {**found.parts, "workspace": outside}) if part.size
-        ),
+        parts=tuple(part for part in _parts(step.moment, {**step.parts, "workspace": outside}) if part.size),
         device=device,
         host=host,
-        moment=found.moment,
+        moment=step.moment,
         verdict=verdict,
-        words=_words(state, verdict, device, host, found.moment),
-        saves=_saves(state, found.device_peak),
+        text=_verdict_text(state, verdict, device, host, step.moment),
+        saves=_saves(state, step.device_peak),
     )
 
 
 def _parts(moment: str, parts: Parts) -> list[Part]:
-    """Of the model state's bytes a parameter 4 are it and 8 Adam's; where it steps 4 more its gradient."""
-    found = [Part(CATEGORY_OF[name], name, size) for name, size in parts.items() if name != "model state"]
+    """Return the parts by category.
+
+    Each parameter has 4 bytes of weight and 8 of Adam's state, and during the optimizer step 4 of gradient.
+    """
+    split = [Part(CATEGORY_OF[name], name, size) for name, size in parts.items() if name != "model state"]
     state = parts.get("model state", 0)
-    one = state // (4 if moment == "optimizer" else 3)
-    found.append(Part("parameters", "fp32 parameters", one))
-    found.append(Part("optimizer", "Adam's two moments", 2 * one))
-    found.append(Part("gradients", "gradients", state - 3 * one))
+    weights = state // (4 if moment == "optimizer" else 3)
+    split.append(Part("parameters", "fp32 parameters", weights))
+    split.append(Part("optimizer", "Adam's two moments", 2 * weights))
+    split.append(Part("gradients", "gradients", state - 3 * weights))
     order = list(COLOURS)
-    return sorted(found, key=lambda part: order.index(part.category))
+    return sorted(split, key=lambda part: order.index(part.category))
 
 
 def _verdict(state: State, device: int, host: int) -> Verdict:
@@ -113,36 +129,34 @@ def _verdict(state: State, device: int, host: int) -> Verdict:
     return "close" if device * MARGIN > state.device_memory else "fits"
 
 
-def _words(state: State, verdict: Verdict, device: int, host: int, moment: str) -> str:
+def _verdict_text(state: State, verdict: Verdict, device: int, host: int, moment: str) -> str:
     of_device = f"{format_bytes(device)} of {format_bytes(state.device_memory)}"
     if verdict == "device":
         return f"does not fit: {of_device}, in {moment}"
     if verdict == "host":
         return f"does not fit the host: {format_bytes(host)} of {format_bytes(state.host_memory)} a node"
-    return f"fits: {of_device}" if verdict == "fits" else f"just fits: {of_device}; Plan says it exactly"
+    return (
+        f"fits: {of_device}" if verdict == "fits" else f"just fits: {of_device}; Plan computes the exact peak"
+    )
 
 
 def _saves(state: State, peak: int) -> dict[str, int]:
-    found, fields = {}, state.fields
-    for name in KNOBS:
+    saves, fields = {}, state.fields
+    for name in ADJUSTABLE:
         without = fields | NEUTRAL[name]
         if without != fields:
-            recipe = checked(without, state)
-            found[name] = (
-                estimate(state.config, recipe, tokens=state.tokens, ranks=state.ranks).device_peak - peak
-            )
-    return found
+            recipe = recipe_of(without, state)
+            job = Job(state.model, recipe, state.tokens, state.ranks)
+            saves[name] = estimate_job(state.config, job).device_peak - peak
+    return saves
 
 
-# ---- where no front end is ---------------------------------------------------------------------------------
-
-
-def table(said: Predicted | Refused) -> str:
-    """The same as lines of text."""
-    if isinstance(said, Refused):
-        works = [f"would work: {mend.words}" for mend in said.mends]
-        return "\n".join([f"illegal: {said.words}", *works])
-    rows = [(name, format_bytes(size)) for name, size in said.by_category.items()]
-    rows += [("device peak", format_bytes(said.device)), ("host, a node", format_bytes(said.host))]
-    rows += [(f"{LABELS[name]} saves", format_bytes(size)) for name, size in said.saves.items()]
-    return "\n".join([said.words, *(f"  {name:<18}{size:>12}" for name, size in rows)])
+def estimate_text(result: StateEstimate | Refusal) -> str:
+    """Return the estimate or the error as lines of text, for a page that runs no widgets."""
+    if isinstance(result, Refusal):
+        suggestions = [f"would work: {suggestion.text}" for suggestion in result.suggestions]
+        return "\n".join([f"illegal: {result.text}", *suggestions])
+    rows = [(name, format_bytes(size)) for name, size in result.by_category.items()]
+    rows += [("device peak", format_bytes(result.device)), ("host, a node", format_bytes(result.host))]
+    rows += [(f"{LABELS[name]} saves", format_bytes(size)) for name, size in result.saves.items()]
+    return "\n".join([result.text, *(f"  {name:<18}{size:>12}" for name, size in rows)])

@@ -1,4 +1,4 @@
-"""The tuner's knobs: sliders and lists that say which way they were turned, and follow what derives."""
+"""The controls of the tuner: a slider or a list for each knob."""
 
 from __future__ import annotations
 
@@ -10,44 +10,41 @@ from typing import Any
 import ipywidgets
 
 from lab.models.presets import PRESETS
+from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import NAMES
-from lab.recipe.recipe import OFFLOADS
 from lab.show.tuner.choices import choices
 from lab.show.tuner.state import TILES, State
-from lab.show.tuner.text import LABELS, written
+from lab.show.tuner.text import LABELS, value_text
 from lab.units import format_bytes
 
 SIZES = ("tokens", "ranks", "device_memory")
 SLIDERS = (*SIZES, "head_chunk", *TILES)
 
 OFF = 0
-"""Stands in a slider for None, which it takes for no value at all."""
+"""The option of a slider for the value None: a slider takes None for no selection."""
 
 _STYLE = {"description_width": "108px"}
 
 _COSTS = {
-    "tokens": "The context: tokens of one sequence",
-    "ranks": "GPUs in all",
-    "device_memory": "What one GPU has",
-    "head_chunk": "U, the query heads of a UPipe stage: fewer hold less and take more, smaller exchanges",
-    "mlp_tile": "Tokens that an MLP sees at once: fewer hold less, in more and smaller matrices",
-    "norm_tile": "Tokens that a norm sees at once",
-    "loss_tile": "Tokens whose logits are there at once",
-    "checkpoint": "Keep only each layer's input: every forward runs a second time in backward",
-    "offload": "What waits in host memory, and crosses the host link twice: the inputs, or with them what "
-    "attention made, which then runs once forward",
+    "tokens": "The context: the tokens of one sequence",
+    "ranks": "The number of GPUs",
+    "device_memory": "The memory of one GPU",
+    **{knob.name: knob.cost for knob in KNOBS if knob.turned},
 }
 
 
 class Knobs:
-    """The left column. ``moved(name, value)`` is called when the reader turns one.
+    """The controls, in the left column.
 
-    Whoever calls ``stand_at`` holds the lock ``moving``, so that no turn of another thread is taken for one
-    that merely follows.
+    Args:
+        state: The state that is shown first.
+        on_change: Called with the name and the value when the reader changes a control.
+        lock: A lock that the caller of ``show`` holds, so that a change by the reader in another thread is
+            not mistaken for one by ``show``.
     """
 
-    def __init__(self, state: State, moved: Callable[[str, Any], None], moving: RLock) -> None:
-        self._moved, self._moving, self._following = moved, moving, False
+    def __init__(self, state: State, on_change: Callable[[str, Any], None], lock: RLock) -> None:
+        self._on_change, self._lock, self._is_showing = on_change, lock, False
         models = list(PRESETS) if state.model in PRESETS else [*PRESETS, state.model]
         self.by_name: dict[str, Any] = {
             "model": ipywidgets.Dropdown(
@@ -62,30 +59,30 @@ class Knobs:
             description=LABELS["checkpoint"], tooltip=_COSTS["checkpoint"], indent=True
         )
         self.by_name["offload"] = ipywidgets.Dropdown(
-            options=OFFLOADS, description=LABELS["offload"], tooltip=_COSTS["offload"]
+            options=BY_NAME["offload"].choices, description=LABELS["offload"], tooltip=_COSTS["offload"]
         )
         self.saves = {name: ipywidgets.Label(layout={"width": "114px"}) for name in self.by_name}
         rows = []
         for name, knob in self.by_name.items():
             knob.style, knob.layout = _STYLE, {"width": "290px"}
-            knob.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
+            knob.observe(lambda change, name=name: self._changed(name, change["new"]), "value")
             rows.append(ipywidgets.HBox([knob, self.saves[name]]))
         self.box = ipywidgets.VBox(rows, layout={"flex": "0 0 auto"})
 
-    def stand_at(self, state: State, saves: dict[str, int]) -> None:
-        """Follow the state: what derives from a move stands elsewhere now, and saves other bytes."""
-        self._following = True
+    def show(self, state: State, saves: dict[str, int]) -> None:
+        """Show a state, and the bytes that each knob saves."""
+        self._is_showing = True
         try:
-            self._follow(state, saves)
+            self._set_controls(state, saves)
         finally:
-            self._following = False
+            self._is_showing = False
 
-    def _follow(self, state: State, saves: dict[str, int]) -> None:
+    def _set_controls(self, state: State, saves: dict[str, int]) -> None:
         fields = state.fields
         self.by_name["model"].value, self.by_name["rung"].value = state.model, state.rung
         for name in SLIDERS:
             slider = self.by_name[name]
-            options = [(_said(name, value), value or OFF) for value in choices(state, name)]
+            options = [(_option_text(name, value), value or OFF) for value in choices(state, name)]
             if list(slider.options) != options:
                 slider.options = options
             slider.value = getattr(state, name) if name in SIZES else fields[name] or OFF
@@ -94,14 +91,14 @@ class Knobs:
         for name, label in self.saves.items():
             label.value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
 
-    def _turned(self, name: str, value: Any) -> None:
-        with self._moving:
-            if self._following:
+    def _changed(self, name: str, value: Any) -> None:
+        with self._lock:
+            if self._is_showing:
                 return
             if name in SLIDERS and value == OFF:
                 value = None
-            self._moved(name, value)
+            self._on_change(name, value)
 
 
-def _said(name: str, value: Any) -> str:
-    return "off" if value is None else written(name, value)
+def _option_text(name: str, value: Any) -> str:
+    return "off" if value is None else value_text(name, value)

@@ -1,39 +1,39 @@
-// The tuner's panel: what Python said last, drawn. Widths change in place, so that a bar moves and never jumps.
-// page.js stands before it in one module.
+// The tuner's panel: it draws the last content from Python. The widths of the bars change with a transition.
+// page.js comes before this file in one module.
 
 class Panel {
-  constructor(el, look, mend) {
+  constructor(el, look, accept) {
     this.look = look;
-    this.mend = mend;
+    this.accept = accept;
     this.root = add(el, "div", "lab-widget lab-tuner");
     this.verdict = add(this.root, "div", "lab-tuner-verdict");
     this.verdict.setAttribute("aria-live", "polite");
-    this.mends = add(this.root, "div", "lab-tuner-mends");
-    this.drawn = add(this.root, "div", "lab-tuner-drawn");
-    this.bars = ["closed form", "plan"].map((name) => new Bar(this.drawn, name, look));
-    this.host = new Bar(this.drawn, "host", look);
-    this.legend = add(this.drawn, "div", "lab-tuner-legend");
+    this.suggestions = add(this.root, "div", "lab-tuner-suggestions");
+    this.chart = add(this.root, "div", "lab-tuner-chart");
+    this.bars = ["closed form", "plan"].map((name) => new Bar(this.chart, name, look));
+    this.host = new Bar(this.chart, "host", look);
+    this.legend = add(this.chart, "div", "lab-tuner-legend");
     this.note = add(this.root, "div", "lab-tuner-note");
     this.texts = ["Python", "shell"].map((name) => new Copied(this.root, name));
   }
 
-  draw(shown) {
-    this.root.dataset.verdict = shown.verdict;
-    this.verdict.textContent = shown.words;
-    this.note.textContent = shown.note;
-    this.mends.replaceChildren();
-    shown.mends.forEach((words, n) => {
-      const button = add(this.mends, "button");
+  draw(content) {
+    this.root.dataset.verdict = content.verdict;
+    this.verdict.textContent = content.words;
+    this.note.textContent = content.note;
+    this.suggestions.replaceChildren();
+    content.suggestions.forEach((words, n) => {
+      const button = add(this.suggestions, "button");
       button.textContent = `Set ${words}`;
-      button.addEventListener("click", () => this.mend(n));
+      button.addEventListener("click", () => this.accept(n));
     });
-    this.texts.forEach((text, n) => text.show(shown.texts[n]));
-    // An illegal combination has no bytes: the last ones stay, pale.
-    if (!shown.bars.length) return;
-    this.bars.forEach((bar, n) => bar.show(shown.bars[n], shown.limit, shown.scale));
-    this.host.show(shown.host, shown.host?.limit, shown.host?.scale);
+    this.texts.forEach((text, n) => text.show(content.texts[n]));
+    // An illegal combination has no bytes: the last bars stay, pale.
+    if (!content.bars.length) return;
+    this.bars.forEach((bar, n) => bar.show(content.bars[n], content.limit, content.scale));
+    this.host.show(content.host, content.host?.limit, content.host?.scale);
     this.legend.replaceChildren();
-    for (const [category, bytes, parts] of shown.legend) {
+    for (const [category, bytes, parts] of content.legend) {
       swatch(add(this.legend, "span", "lab-tuner-category"), category, this.look[category]);
       add(this.legend, "span", "lab-tuner-bytes").textContent = bytes;
       add(this.legend, "span", "lab-tuner-parts").textContent = parts;
@@ -41,7 +41,7 @@ class Panel {
   }
 }
 
-// One bar with its name above it and, where there is a limit, the line that it must not cross.
+// A bar with its name above it, and a line at the limit if there is one.
 class Bar {
   constructor(parent, name, look) {
     this.root = add(parent, "div", `lab-tuner-bar lab-tuner-${name.replace(" ", "-")}`);
@@ -66,14 +66,14 @@ class Bar {
     this.root.classList.toggle("lab-tuner-stale", bar.stale);
     let start = 0;
     for (const [category, part] of this.parts) {
-      // What is beyond the scale is cut; the total says so.
+      // A bar longer than the scale is cut; its total says so.
       const end = Math.min(scale, start + (bar.sizes[category] ?? 0));
       part.style.width = `${((end - start) / scale) * 100}%`;
       part.title = bar.sizes[category] ? `${category}: ${bar.texts[category]}` : "";
       start = end;
     }
     this.line.style.left = `${(limit / scale) * 100}%`;
-    // Where the bars are long the line stands far left, and its label right of it.
+    // A line far to the left has its label at its right.
     this.line.classList.toggle("lab-tuner-early", limit / scale < 0.6);
     this.limit.textContent = bar.line;
   }
@@ -92,7 +92,7 @@ class Copied {
       range.selectNodeContents(this.code);
       getSelection().removeAllRanges();
       getSelection().addRange(range);
-      // A page that is not on this machine and has no https gives no clipboard: the text is marked, to be copied.
+      // A page from another machine without https has no clipboard: the text is selected, to be copied by hand.
       if (navigator.clipboard) await navigator.clipboard.writeText(this.code.textContent);
       button.textContent = navigator.clipboard ? "Copied" : "Marked";
       setTimeout(() => (button.textContent = "Copy"), 1200);
@@ -107,10 +107,10 @@ class Copied {
 
 export default {
   render({ model, el }) {
-    const panel = new Panel(el, model.get("look"), (n) => model.send({ mend: n }));
-    const draw = () => panel.draw(model.get("shown"));
-    model.on("change:shown", draw);
+    const panel = new Panel(el, model.get("look"), (n) => model.send({ suggestion: n }));
+    const draw = () => panel.draw(model.get("content"));
+    model.on("change:content", draw);
     draw();
-    return () => model.off("change:shown", draw);
+    return () => model.off("change:content", draw);
   },
 };

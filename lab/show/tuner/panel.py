@@ -1,4 +1,4 @@
-"""The tuner's panel: the verdict, the predicted stack, the plan beside it, and the state as code to copy."""
+"""The panel of the tuner: the verdict, the bars of the estimate and of the plan, and the state as code."""
 
 from __future__ import annotations
 
@@ -10,60 +10,70 @@ import traitlets
 
 from lab.planning.hardware import NODE
 from lab.planning.plan import Plan
-from lab.show.page import joined
+from lab.show.page import join_files
 from lab.show.palette import COLOURS
-from lab.show.tuner.estimate import Predicted, Refused
+from lab.show.tuner.estimate import Refusal, StateEstimate
 from lab.show.tuner.state import State
 from lab.show.tuner.text import as_command, as_python
 from lab.units import format_bytes
 
-ROOM = 1.25
-"""Where the axis ends, in device memories, as long as the bars do not need more."""
+AXIS_END = 1.25
+"""The end of the axis, as a multiple of the memory, if the bars are not longer."""
 
 LONGEST = 3
-"""Bars beyond so many device memories are cut: a wall a hundred times too high would hide the line."""
+"""The longest bar, as a multiple of the memory. A longer bar is cut, so that the memory's line is visible."""
 
 
 class Panel(anywidget.AnyWidget):
-    """The part of the page; it draws ``shown`` whenever that changes."""
+    """The part of the page that draws ``content`` whenever it changes."""
 
-    _esm = joined("page.js", "tuner/panel.js")
-    _css = joined("page.css", "tuner/panel.css")
+    _esm = join_files("page.js", "tuner/panel.js")
+    _css = join_files("page.css", "tuner/panel.css")
     look = traitlets.Dict(COLOURS).tag(sync=True)
-    shown = traitlets.Dict().tag(sync=True)
+    content = traitlets.Dict().tag(sync=True)
 
 
-def drawn(state: State, said: Predicted | Refused, plan: Plan | None, *, current: bool) -> dict[str, Any]:
-    """What the panel shows: numbers of bytes, and every text in words.
+def panel_content(
+    state: State, estimate: StateEstimate | Refusal, plan: Plan | None, *, current: bool
+) -> dict[str, Any]:
+    """Return what the panel shows: sizes in bytes, and all texts.
 
-    ``plan`` stands beside the closed form; if it is not ``current``, of this very step, it is said to be old.
+    Args:
+        state: The state.
+        estimate: Its estimate, or its error.
+        plan: The last plan, which is shown below the estimate.
+        current: Whether the plan is one of this state; if not, the panel says so.
     """
-    shown = {
-        "verdict": said.verdict,
-        "words": said.words,
+    content = {
+        "verdict": estimate.verdict,
+        "words": estimate.text,
         "bars": [],
         "texts": ["", ""],
         "note": "",
-        "mends": [],
+        "suggestions": [],
     }
-    if isinstance(said, Refused):
-        return {**shown, "mends": [mend.words for mend in said.mends]}
-    scale = state.device_memory * ROOM
+    if isinstance(estimate, Refusal):
+        return {**content, "suggestions": [suggestion.text for suggestion in estimate.suggestions]}
+    scale = state.device_memory * AXIS_END
     planned = plan.device_peak if plan is not None else 0
-    scale = max(scale, min(max(said.device, planned) * 1.02, state.device_memory * LONGEST))
-    bars = [_bar("closed form, a rank", said.by_category, scale, format_bytes(state.device_memory))]
+    scale = max(scale, min(max(estimate.device, planned) * 1.02, state.device_memory * LONGEST))
+    bars = [_bar("closed form, a rank", estimate.by_category, scale, format_bytes(state.device_memory))]
     if plan is not None:
-        name = f"plan: {plan.peak.op.removeprefix('aten.')}{_inside(plan)}"
+        name = f"plan: {plan.peak.op.removeprefix('aten.')}{_module_text(plan)}"
         stale = "" if current else "plan of an earlier setting; Plan again for this one"
         bars.append(_bar(stale or name, plan.peak.by_category, scale, "", stale=not current))
     return {
-        **shown,
+        **content,
         "bars": bars,
         "limit": state.device_memory,
         "scale": scale,
-        "host": _host(state, said.host),
-        "legend": [[name, format_bytes(size), _parts(said, name)] for name, size in said.by_category.items()],
-        "note": f"The predicted peak is in {said.moment}.{_left_out(state)}{_planned(state, plan, current)}",
+        "host": _host_bar(state, estimate.host),
+        "legend": [
+            [name, format_bytes(size), _parts_text(estimate, name)]
+            for name, size in estimate.by_category.items()
+        ],
+        "note": f"The predicted peak is in {estimate.moment}."
+        f"{_workspace_note(state)}{_plan_note(state, plan, current)}",
         "texts": [as_python(state), as_command(state)],
     }
 
@@ -84,33 +94,35 @@ def _bar(
     }
 
 
-def _host(state: State, size: int) -> dict[str, Any] | None:
+def _host_bar(state: State, size: int) -> dict[str, Any] | None:
     if not size:
         return None
     name = f"host memory, a node of {min(state.ranks, NODE)} ranks"
-    scale = max(state.host_memory * ROOM, min(size * 1.02, state.host_memory * LONGEST))
+    scale = max(state.host_memory * AXIS_END, min(size * 1.02, state.host_memory * LONGEST))
     bar = _bar(name, {"host": size}, scale, format_bytes(state.host_memory))
     return {**bar, "limit": state.host_memory, "scale": scale}
 
 
-def _parts(said: Predicted, category: str) -> str:
-    parts = sorted((p for p in said.parts if p.category == category), key=lambda part: -part.size)
+def _parts_text(estimate: StateEstimate, category: str) -> str:
+    parts = sorted((p for p in estimate.parts if p.category == category), key=lambda part: -part.size)
     return " · ".join(f"{part.name} {format_bytes(part.size)}" for part in parts if part.name != category)
 
 
-def _inside(plan: Plan) -> str:
+def _module_text(plan: Plan) -> str:
     return f" in {plan.peak.module}" if plan.peak.module else ""
 
 
-def _left_out(state: State) -> str:
-    return " What CUDA kernels take inside themselves only the plan adds." if state.workspace else ""
+def _workspace_note(state: State) -> str:
+    return (
+        " Only the plan adds the memory that CUDA kernels take inside themselves." if state.workspace else ""
+    )
 
 
-def _planned(state: State, plan: Plan | None, current: bool) -> str:
+def _plan_note(state: State, plan: Plan | None, current: bool) -> str:
     if plan is None or not current:
         return ""
     fits = plan.device_peak <= state.device_memory and plan.host_peak_per_node <= state.host_memory
     return (
-        f" Planned: {format_bytes(plan.device_peak)}, {'fits' if fits else 'does not fit'}; grey in its bar "
-        "is what nothing keeps for long."
+        f" Planned: {format_bytes(plan.device_peak)}, {'fits' if fits else 'does not fit'}; the grey part "
+        "of its bar is temporary tensors."
     )

@@ -1,4 +1,4 @@
-"""What a tuner stands at: model, sizes and knobs, and the recipe they make."""
+"""The state of a tuner: the model, the sizes and the knobs, and the recipe that they make."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.errors import LabError
 from lab.models import config_of
+from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import NAMES, RUNGS, check_name, named
 from lab.recipe.recipe import Recipe, check_fields
 from lab.units import check_counts, parse_bytes, parse_tokens
@@ -16,28 +17,35 @@ from lab.units import check_counts, parse_bytes, parse_tokens
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TILES = ("mlp_tile", "norm_tile", "loss_tile")
+ADJUSTABLE = tuple(knob.name for knob in KNOBS if knob.turned)
+"""The knobs of a recipe that have a control. The others have the value of the rung."""
 
-KNOBS = ("head_chunk", *TILES, "checkpoint", "offload")
-"""The fields of a recipe that the reader turns; the rung gives the others."""
+TILES = tuple(name for name in ADJUSTABLE if BY_NAME[name].rung == "tiling")
 
-NEUTRAL: dict[str, dict[str, Any]] = {
-    "checkpoint": {"checkpoint": False, "offload": "none"},
-    "offload": {"offload": "none"},
-    **{name: {name: None} for name in ("head_chunk", *TILES)},
-}
-"""A recipe without one of its knobs."""
+NEUTRAL: dict[str, dict[str, Any]] = {name: {name: BY_NAME[name].neutral} for name in ADJUSTABLE}
+"""The fields that switch off each knob."""
+
+# Without checkpointing there is nothing to offload.
+NEUTRAL["checkpoint"]["offload"] = BY_NAME["offload"].neutral
 
 READERS = {"tokens": parse_tokens, "device_memory": parse_bytes, "host_memory": parse_bytes}
-"""How the sizes of a state are read, as numbers or as text."""
+"""The functions that read the sizes of a state, given as numbers or as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Where all the knobs stand.
+    """The values of all knobs.
 
-    ``rung`` names the recipe that it begins with, ``by_hand`` the fields set after it; what derives
-    from them follows. ``device_memory`` is bytes a rank, ``host_memory`` bytes a node.
+    Attributes:
+        model: The name or the directory of the model.
+        config: The config of the model.
+        rung: The named recipe.
+        tokens: The tokens of one sequence.
+        ranks: The number of ranks.
+        by_hand: The fields of the recipe that were set after the rung. Fields that derive from them follow.
+        device_memory: The memory of a rank in bytes.
+        host_memory: The host memory of a node in bytes.
+        workspace: Whether to add the memory that CUDA takes outside torch.
     """
 
     model: str
@@ -52,10 +60,10 @@ class State:
 
     @property
     def base(self) -> dict[str, Any]:
-        """All fields of the rung's recipe, with degrees set by hand."""
+        """All fields of the rung's recipe, with the ``ulysses`` and ``ring`` that were set by hand."""
         degrees = {name: self.by_hand[name] for name in ("ulysses", "ring") if name in self.by_hand}
-        made = named(self.rung, self.model, self.ranks, self.tokens, config=self.config, **degrees)
-        return made.to_json() | degrees
+        recipe = named(self.rung, self.model, self.ranks, self.tokens, config=self.config, **degrees)
+        return recipe.to_json() | degrees
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -64,24 +72,26 @@ class State:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe.
+        """The recipe of the state.
 
         Raises:
-            RecipeError: this combination is illegal with this model on these ranks.
+            RecipeError: The combination is illegal with this model on these ranks.
         """
-        return checked(self.fields, self)
+        return recipe_of(self.fields, self)
 
     @property
     def step(self) -> tuple[Any, ...]:
-        """What the bytes of a step depend on: two states of equal steps have the same plan."""
+        """The values on which the bytes of a step depend: states with equal ``step`` have the same plan."""
         return self.model, tuple(self.fields.items()), self.tokens, self.ranks, self.workspace
 
-    def moved(self, name: str, value: Any) -> State:
-        """The state after one move; another rung takes back what was set by hand.
+    def with_value(self, name: str, value: Any) -> State:
+        """Return the state with one value changed. Another rung discards the fields set by hand.
+
+        An illegal combination is not an error here.
 
         Raises:
-            LabError: a name that is neither of the state nor of a recipe, or a value that no state has. An
-                illegal combination is no error here.
+            LabError: The name is not that of a value or of a field of a recipe, or the value is wrong by
+                itself.
         """
         if name == "model":
             return replace(self, model=_as_text(value), config=config_of(value))
@@ -100,7 +110,7 @@ class State:
         return replace(self, by_hand={**self.by_hand, name: value})
 
 
-def begun(
+def start_state(
     model: str | Path,
     recipe: str | Recipe,
     *,
@@ -111,10 +121,13 @@ def begun(
     workspace: bool,
     **knobs: Any,
 ) -> State:
-    """The state at which a tuner begins; a Recipe is told as the rung that is nearest to it, and the rest.
+    """Return the state at which a tuner begins.
+
+    A ``Recipe`` becomes the rung that differs least from it, with the other fields set by hand. An illegal
+    combination is not an error here.
 
     Raises:
-        LabError: a model, rung, knob or size that does not exist. An illegal combination is no error here.
+        LabError: A model, rung, knob or size does not exist.
     """
     check_counts({"ranks": ranks})
     check_fields(knobs)
@@ -133,9 +146,9 @@ def begun(
     )
     if isinstance(recipe, Recipe):
         fields = recipe.to_json() | knobs
-        rungs = (replace(state, rung=rung, by_hand=_different(fields, state, rung)) for rung in NAMES)
-        state = min(rungs, key=lambda found: len(found.by_hand))
-    # What no recipe can hold is the caller's slip, and not a combination to explain.
+        rungs = (replace(state, rung=rung, by_hand=_fields_by_hand(fields, state, rung)) for rung in NAMES)
+        state = min(rungs, key=lambda candidate: len(candidate.by_hand))
+    # A single value that no recipe can have is an error of the caller; the tuner explains combinations only.
     Recipe(**{**state.fields, "checkpoint": True})
     return state
 
@@ -146,20 +159,20 @@ def _as_text(model: object) -> str:
     return str(model)
 
 
-def _different(fields: dict[str, Any], state: State, rung: str) -> dict[str, Any]:
-    """What to set by hand on a rung to have these fields: first the degrees, for others follow them."""
-    found: dict[str, Any] = {}
+def _fields_by_hand(fields: dict[str, Any], state: State, rung: str) -> dict[str, Any]:
+    """Return what to set on a rung to get these fields: first the degrees, from which others derive."""
+    by_hand: dict[str, Any] = {}
     for names in (("ulysses", "ring"), fields):
-        base = replace(state, rung=rung, by_hand=found).base
-        found |= {name: fields[name] for name in names if fields[name] != base[name]}
-    return found
+        base = replace(state, rung=rung, by_hand=by_hand).base
+        by_hand |= {name: fields[name] for name in names if fields[name] != base[name]}
+    return by_hand
 
 
-def checked(fields: Mapping[str, Any], state: State) -> Recipe:
-    """The recipe of these fields for the state's model and ranks.
+def recipe_of(fields: Mapping[str, Any], state: State) -> Recipe:
+    """Return the recipe of these fields, checked for the state's model and ranks.
 
     Raises:
-        RecipeError: it is illegal there.
+        RecipeError: The recipe is illegal for them.
     """
     recipe = Recipe(**fields)
     recipe.check(state.config, state.ranks)

@@ -1,4 +1,4 @@
-"""What a tuner stands at, as text: beside its sliders, as Python, and as a command line."""
+"""The state of a tuner as text: the values of its sliders, an expression in Python, and a command."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 from shlex import join
 from typing import Any
 
+from lab.recipe.knobs import KNOBS
 from lab.show.tuner.state import TILES, State
 from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_tokens
 
-LABELS = {
-    "head_chunk": "head chunk", "mlp_tile": "MLP tile", "norm_tile": "norm tile", "loss_tile": "loss tile",
-    "checkpoint": "checkpoint", "offload": "offload", "tokens": "context", "ranks": "ranks",
+LABELS = {knob.name: knob.label for knob in KNOBS if knob.turned} | {
+    "tokens": "context",
+    "ranks": "ranks",
     "device_memory": "device memory",
-}  # fmt: skip
+}
 
 
-def written(name: str, value: Any) -> str:
-    """A knob's value as it stands beside its slider, and as ``--set`` reads it."""
+def value_text(name: str, value: Any) -> str:
+    """Return a knob's value as its slider shows it, and as ``--set`` reads it."""
     if name == "device_memory":
         return format_bytes(value)
     if value is None or isinstance(value, bool):
@@ -25,28 +26,28 @@ def written(name: str, value: Any) -> str:
     return format_tokens(value) if name in (*TILES, "tokens") else str(value)
 
 
-def set_by_hand(state: State) -> dict[str, Any]:
-    """What remains to be set on the rung's recipe: all that is not as it would be anyway."""
+def fields_to_set(state: State) -> dict[str, Any]:
+    """Return the fields to set on the rung's recipe: those set by hand that change it."""
     degrees = [name for name in state.by_hand if name in ("ulysses", "ring")]
     base = state.base
     return {n: value for n, value in state.by_hand.items() if n in degrees or value != base[n]}
 
 
 def as_python(state: State) -> str:
-    """The plan of this state as an expression."""
-    settings = {"tokens": format_tokens(state.tokens), "ranks": state.ranks, **set_by_hand(state)}
+    """Return the call of ``lab.plan`` for this state."""
+    settings = {"tokens": format_tokens(state.tokens), "ranks": state.ranks, **fields_to_set(state)}
     settings |= {"device_memory": _exact(state.device_memory), "host_memory": _exact(state.host_memory)}
     settings |= {} if state.workspace else {"workspace": False}
-    said = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
-    return f"lab.plan({_literal(state.model)}, {_literal(state.rung)}, {said})"
+    arguments = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
+    return f"lab.plan({_literal(state.model)}, {_literal(state.rung)}, {arguments})"
 
 
 def as_command(state: State) -> str:
-    """The same as a command line."""
+    """Return the ``lab plan`` command for this state."""
     words = ["lab", "plan", state.model, "--recipe", state.rung, "--tokens", format_tokens(state.tokens)]
     words += ["--ranks", str(state.ranks)]
-    for name, value in set_by_hand(state).items():
-        words += ["--set", f"{name}={written(name, value)}"]
+    for name, value in fields_to_set(state).items():
+        words += ["--set", f"{name}={value_text(name, value)}"]
     words += ["--device-memory", _exact(state.device_memory), "--host-memory", _exact(state.host_memory)]
     return join(words if state.workspace else [*words, "--no-workspace"])
 
@@ -56,6 +57,6 @@ def _literal(value: Any) -> str:
 
 
 def _exact(size: int) -> str:
-    """Bytes as ``parse_bytes`` reads them back, to the byte."""
+    """Return bytes as a text that ``parse_bytes`` reads exactly."""
     units = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB))
     return next((f"{size // unit}{name}" for name, unit in units if size % unit == 0), str(size))

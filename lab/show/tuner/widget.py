@@ -1,4 +1,4 @@
-"""The tuner: a knob for all that decides whether a step fits, and the predicted stack with every move."""
+"""The tuner: a control for each value that decides whether a step fits, and the estimate of its memory."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from lab.recipe.recipe import Recipe
 from lab.show.comparisons import stack
 from lab.show.live.timeline import LiveTimeline
 from lab.show.picture import Picture
-from lab.show.tuner.estimate import Predicted, Refused, predict, table
+from lab.show.tuner.estimate import Refusal, StateEstimate, estimate_state, estimate_text
 from lab.show.tuner.knobs import Knobs
-from lab.show.tuner.panel import LONGEST, Panel, drawn
-from lab.show.tuner.scaled_down import Shrunk, shrunk
-from lab.show.tuner.state import State, begun
+from lab.show.tuner.panel import LONGEST, Panel, panel_content
+from lab.show.tuner.scaled_down import ScaledState, scale_down
+from lab.show.tuner.state import State, start_state
 from lab.show.tuner.text import as_command, as_python
 from lab.training.records import Run
 from lab.units import format_bytes
 
 if TYPE_CHECKING:
-    # A machine without ipyparallel can still tune and plan.
+    # The tuner and Plan work without ipyparallel.
     from cluster.ranks import Cluster
 
 RANKS = 4
-"""Ranks that Run starts where it is given no cluster."""
+"""How many ranks Run starts at most, if it has no cluster."""
 
 STEPS = 2
-"""Steps of a Run: the second has all its gradients and states from its beginning."""
+"""How many steps Run trains: the optimizer state exists from the second step on."""
 
 
 class Tuner:
-    """What ``tuner`` returns; a notebook displays it.
+    """A tuner, which a notebook displays.
 
-    ``state`` is where the knobs stand, ``planned`` the last plan and ``ran`` the last run that its buttons
-    made; None where there is none.
+    Attributes:
+        state: The values of the knobs.
+        planned: The last plan by the button Plan; None if there is none.
+        ran: The last run by the button Run; None if there is none.
+        estimate: The estimate for the state, or its error.
     """
 
     def __init__(self, state: State, cluster: Cluster | None) -> None:
@@ -50,122 +53,121 @@ class Tuner:
         self.ran: Run | None = None
         self._planned_step: tuple[Any, ...] = ()
         self._cluster = cluster
-        self._said = predict(state)
-        self._moving = RLock()
+        self.estimate = estimate_state(state)
+        self._lock = RLock()
         self._worker: Thread | None = None
         self.panel = Panel()
-        self.panel.on_msg(lambda _panel, content, _buffers: self.mend(content["mend"]))
-        self.knobs = Knobs(state, self.move, self._moving)
-        self.plan_button = _button("Plan", "Plan this step on fake tensors, exactly", self.plan)
+        self.panel.on_msg(lambda _panel, content, _buffers: self.accept(content["suggestion"]))
+        self.knobs = Knobs(state, self.change, self._lock)
+        self.plan_button = _button("Plan", "Plan this step exactly, on fake tensors", self.plan)
         self.run_button = _button(
             "Run", "Train a small step like this one on ranks of this machine", self.run
         )
         self.status = ipywidgets.HTML()
-        self.place = ipywidgets.VBox()
+        self.run_box = ipywidgets.VBox()
         self._show()
 
-    # ---- what a next cell reads ------------------------------------------------------------------------
+    # ---- for the next cell -----------------------------------------------------------------------------
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as the knobs stand.
+        """The recipe of the state.
 
         Raises:
-            RecipeError: they stand at an illegal combination.
+            RecipeError: The combination is illegal.
         """
         return self.state.recipe
 
     @property
-    def predicted(self) -> Predicted | Refused:
-        """What the closed form says here, or why it says nothing."""
-        return self._said
-
-    @property
     def python(self) -> str:
-        """The plan of this state, as Python."""
+        """The call of ``lab.plan`` for the state."""
         return as_python(self.state)
 
     @property
     def command(self) -> str:
-        """The same, as a command line."""
+        """The ``lab plan`` command for the state."""
         return as_command(self.state)
 
     @property
     def picture(self) -> Picture | None:
-        """The predicted stack as a picture; None at an illegal combination."""
-        if isinstance(self._said, Refused):
+        """The bars of the estimate and of the plan; None if the combination is illegal."""
+        if isinstance(self.estimate, Refusal):
             return None
-        bars = {"closed form": self._said.by_category}
+        bars = {"closed form": self.estimate.by_category}
         if self.planned is not None and self._planned_step == self.state.step:
             bars["plan"] = self.planned.peak.by_category
-        title, limit = self._said.words.partition(",")[0], self.state.device_memory
+        title, limit = self.estimate.text.partition(",")[0], self.state.device_memory
         return stack(bars, title=title, limit=limit, longest=LONGEST * limit)
 
-    # ---- moves -------------------------------------------------------------------------------------------
+    # ---- changes -----------------------------------------------------------------------------------------
 
-    def move(self, name: str, value: Any) -> None:
-        """Turn one knob: a field of the state, or of ``lab.show.tuner.state.KNOBS``; everything follows."""
-        with self._moving:
-            self.state = self.state.moved(name, value)
-            self._said = predict(self.state, name)
+    def change(self, name: str, value: Any) -> None:
+        """Change a value of the state or a field of its recipe, and show the new estimate.
+
+        Raises:
+            LabError: The name does not exist, or the value is wrong by itself.
+        """
+        with self._lock:
+            self.state = self.state.with_value(name, value)
+            self.estimate = estimate_state(self.state, name)
             self._show()
 
-    def mend(self, number: int) -> None:
-        """Make the move that one of the buttons under an illegal combination offers, counted from 0."""
-        if isinstance(self._said, Refused):
-            offered = self._said.mends[number]
-            self.move(offered.name, offered.value)
+    def accept(self, number: int) -> None:
+        """Make the change that a button under an illegal combination suggests, counted from 0."""
+        if isinstance(self.estimate, Refusal):
+            suggestion = self.estimate.suggestions[number]
+            self.change(suggestion.name, suggestion.value)
 
     def _show(self) -> None:
-        said = self._said
-        self.knobs.stand_at(self.state, said.saves if isinstance(said, Predicted) else {})
+        estimate = self.estimate
+        self.knobs.show(self.state, estimate.saves if isinstance(estimate, StateEstimate) else {})
         current = self._planned_step == self.state.step
-        self.panel.shown = drawn(self.state, said, self.planned, current=current)
-        busy = self._worker is not None or isinstance(said, Refused)
+        self.panel.content = panel_content(self.state, estimate, self.planned, current=current)
+        busy = self._worker is not None or isinstance(estimate, Refusal)
         self.plan_button.disabled = self.run_button.disabled = busy
 
-    # ---- Plan and Run, each in a thread: the kernel stays free ---------------------------------------------
+    # ---- Plan and Run, in a thread, so that the kernel is free ---------------------------------------------
 
     def plan(self) -> None:
-        """Plan the step as the knobs stand now; the result appears beside the closed form."""
+        """Plan the step of the current state in the background, and show the plan below the estimate."""
         self._work(self._plan, self.state)
 
     def run(self) -> None:
-        """Train a small step like this one on real ranks, watched live."""
+        """Train a small step like this one on ranks in the background, under a live timeline."""
         self._work(self._run, self.state)
 
     def wait(self) -> None:
-        """Return when what Plan or Run began has come to its end."""
+        """Wait until Plan or Run has ended."""
         worker = self._worker
         if worker is not None:
             worker.join()
 
     def _work(self, work: Callable[[State], str], state: State) -> None:
-        # The page's messages to a thread carry who asked, which a new thread would not know.
+        # The thread runs in this context, so that its output goes to the cell or page that asked for it.
         context = copy_context()
-        with self._moving:
+        with self._lock:
             if self._worker is not None:
-                return  # a second click; the buttons are off, but a page may be slow to hear of it
-            self._worker = Thread(target=lambda: context.run(self._worked, work, state), daemon=True)
+                return  # A second click: the page sent it before the buttons were disabled.
+            self._worker = Thread(target=lambda: context.run(self._run_work, work, state), daemon=True)
             self._worker.start()
             self._show()
 
-    def _worked(self, work: Callable[[State], str], state: State) -> None:
+    def _run_work(self, work: Callable[[State], str], state: State) -> None:
         try:
-            said = work(state)
-        except Exception as error:  # Whatever it is, the reader hears it here: no cell would show it.
-            said = f"{type(error).__name__}: {error}"
-        with self._moving:
+            message = work(state)
+        except Exception as error:  # No cell would show an error of this thread.
+            message = f"{type(error).__name__}: {error}"
+        with self._lock:
             self._worker = None
-            self._say(said)
+            self._set_status(message)
             self._show()
 
-    def _say(self, text: str) -> None:
+    def _set_status(self, text: str) -> None:
         self.status.value = escape(text)
 
     def _plan(self, state: State) -> str:
-        self._say("planning on fake tensors …")
-        made = plan(
+        self._set_status("planning on fake tensors …")
+        result = plan(
             state.model,
             state.recipe,
             tokens=state.tokens,
@@ -174,56 +176,57 @@ class Tuner:
             host_memory=state.host_memory,
             workspace=state.workspace,
         )
-        with self._moving:
-            self.planned, self._planned_step = made, state.step
-        return f"planned in {made.planning_seconds:.1f} s: {format_bytes(made.device_peak)} a rank"
+        with self._lock:
+            self.planned, self._planned_step = result, state.step
+        return f"planned in {result.planning_seconds:.1f} s: {format_bytes(result.device_peak)} a rank"
 
     def _run(self, state: State) -> str:
-        small = shrunk(state, self._cluster.ranks if self._cluster else min(state.ranks, RANKS))
-        scaled = f"scaled to this machine: {', '.join(small.changes)}" if small.changes else "as it stands"
-        self._say(f"{scaled} · {'running' if self._cluster else 'starting ranks'} …")
+        small = scale_down(state, self._cluster.ranks if self._cluster else min(state.ranks, RANKS))
+        scaled = f"scaled to this machine: {', '.join(small.changes)}" if small.changes else "not scaled down"
+        self._set_status(f"{scaled} · {'running' if self._cluster else 'starting ranks'} …")
         if self._cluster is not None:
-            self.ran = self._trained(small, self._cluster)
+            self.ran = self._train(small, self._cluster)
         else:
             from cluster.ranks import Cluster
 
             with Cluster(ranks=small.state.ranks) as cluster:
-                self.ran = self._trained(small, cluster)
-        said = predict(small.state)
-        expected = f", {format_bytes(said.device)} by the closed form" if isinstance(said, Predicted) else ""
+                self.ran = self._train(small, cluster)
+        result = estimate_state(small.state)
+        device = result.device if isinstance(result, StateEstimate) else None
+        expected = f", {format_bytes(device)} by the closed form" if device is not None else ""
         return f"{scaled} · measured {format_bytes(self.ran.device_peak)} a rank{expected}"
 
-    def _trained(self, small: Shrunk, cluster: Cluster) -> Run:
+    def _train(self, small: ScaledState, cluster: Cluster) -> Run:
         from lab.training.run import run
 
-        watch = LiveTimeline(320, _Box(self.place))
+        watch = LiveTimeline(320, _BoxDisplay(self.run_box))
         state = small.state
         return run(state.model, state.recipe, tokens=state.tokens, steps=STEPS, cluster=cluster, watch=watch)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # Where no front end runs widgets, the stored notebook shows the stack as it stood, and its numbers.
+        # A stored notebook without a kernel shows the picture and the text.
         buttons = ipywidgets.HBox([self.plan_button, self.run_button])
         right = ipywidgets.VBox([self.panel, buttons], layout={"flex": "1 1 400px", "min_width": "360px"})
         top = ipywidgets.HBox(
             [self.knobs.box, right], layout={"flex_flow": "row wrap", "grid_gap": "12px 24px"}
         )
-        bundle: dict[str, Any] = ipywidgets.VBox([top, self.status, self.place])._repr_mimebundle_(**kwargs)
-        bundle["text/plain"] = table(self._said)
+        bundle: dict[str, Any] = ipywidgets.VBox([top, self.status, self.run_box])._repr_mimebundle_(**kwargs)
+        bundle["text/plain"] = estimate_text(self.estimate)
         if self.picture is not None:
             bundle["image/png"] = b64encode(self.picture.png).decode()
         return bundle
 
 
-class _Box:
-    """A place for a live timeline in a box of widgets."""
+class _BoxDisplay:
+    """A box of widgets in which a live timeline is shown."""
 
     def __init__(self, box: ipywidgets.VBox) -> None:
         self._box = box
 
-    def show(self, shown: Picture | ipywidgets.DOMWidget) -> None:
-        if isinstance(shown, Picture):
-            shown = ipywidgets.Image(value=shown.png, layout={"width": "900px", "max_width": "100%"})
-        self._box.children = [shown]
+    def show(self, content: Picture | ipywidgets.DOMWidget) -> None:
+        if isinstance(content, Picture):
+            content = ipywidgets.Image(value=content.png, layout={"width": "900px", "max_width": "100%"})
+        self._box.children = [content]
 
 
 def _button(name: str, hint: str, act: Callable[[], None]) -> ipywidgets.Button:
@@ -244,17 +247,27 @@ def tuner(
     cluster: Cluster | None = None,
     **knobs: Any,
 ) -> Tuner:
-    """Turn the knobs of one training step, and see with every move what it holds and whether that fits.
+    """Change the knobs of a training step, and see after each change what a rank holds and whether it fits.
 
-    The settings say where it begins; they are those of ``lab.plan``. What is drawn is the closed form, with
-    what CUDA takes from the start on (``workspace``); Plan makes the exact plan in the background, and Run
-    trains a small step like it, on ``cluster`` or on ranks of its own. A next cell finds what was set in
-    ``.state`` and ``.recipe``.
+    The estimate is that of the closed form. The button Plan makes the exact plan in the background; Run
+    trains a small step like it. The next cell can read the ``state`` and the ``recipe`` of the result. An
+    illegal combination is not an error: the tuner explains it and suggests changes.
+
+    Args:
+        model: The model at which the tuner begins. This and the next arguments are those of ``lab.plan``.
+        recipe: A named recipe, or a ``Recipe``.
+        tokens: The tokens of one sequence.
+        ranks: The number of ranks.
+        device_memory: The memory of a rank.
+        host_memory: The host memory of a node.
+        workspace: Whether to add the memory that CUDA takes when it starts.
+        cluster: The ranks for Run; None to start ranks for each run.
+        knobs: Fields of the recipe.
 
     Raises:
-        LabError: a model, rung, knob or size that does not exist. An illegal combination is only explained.
+        LabError: A model, rung, knob or size does not exist.
     """
-    state = begun(
+    state = start_state(
         model,
         recipe,
         tokens=tokens,

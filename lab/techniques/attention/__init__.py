@@ -1,1 +1,1 @@
-"""Attention's kernels, the function that transformers calls for them, and their saved results."""
+"""The attention kernels, the attention function that transformers calls, and saved attention results."""

@@ -1,4 +1,8 @@
-"""The kernel: flash attention forward and backward as pure functions, on CPU and CUDA, and with gradients."""
+"""Flash attention by torch's own kernels: forward and backward as pure functions, and one with gradients.
+
+Letters: b rows, h query heads, G query heads per key/value head, S query tokens, S' key tokens, D head_dim,
+w bytes per element. The LSE (log-sum-exp) of a query is the logarithm of its softmax's denominator.
+"""
 
 from __future__ import annotations
 
@@ -10,53 +14,69 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.techniques.attention.matrix_products import exact_backward, exact_forward
+from lab.torch_private import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 
-_aten = torch.ops.aten
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""The dtypes that flash kernels on CUDA support."""
 
-HALF = (torch.bfloat16, torch.float16)
-"""What flash kernels on CUDA compute in."""
+MAX_HEAD_DIM = 256
+"""The largest D that flash kernels on CUDA support."""
 
-MOST_HEAD_DIM = 256
-"""The largest D that they take."""
+TORCH_QUERY_LIMIT = 2**31
+"""The number of elements of queries (tokens x heads x D) from which a call of torch's CUDA kernel is refused.
 
-TORCH_MOST = 2**31
-"""From so many numbers of queries on, tokens x heads x D, a call of torch's CUDA kernel is refused.
-
-FlashAttention-2 counts them in 32 bits where ``row_offset_dq_accum`` in ``flash_bwd_kernel.h`` has ``128``,
-and in 64 bits where it has ``128ll``. No release of torch has been measured past them.
+The backward of FlashAttention-2 computes an offset from this number: ``row_offset_dq_accum`` in
+``flash_bwd_kernel.h``. The offset has 32 bits in releases whose source has the factor ``128``, and 64 bits in
+releases that have ``128ll``. No release of torch has been measured beyond the limit.
 """
 
 
-# ---- the kernel: [b, h, S, D], k and v may have fewer heads -----------------------------------------------
+# ---- forward and backward ---------------------------------------------------------------------------------
 
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of its softmax's denominators, by torch's own flash kernels.
+    """Compute attention and its LSE by torch's own flash kernels.
 
-    ``q`` [b, h, S, D], ``k, v`` [b, h/G, S', D] -> out [b, h, S, D], lying in memory as q does, and LSE
-    [b, h, S] in fp32 (fp64 for fp64). Query head i attends to key/value head i // G, without k and v being
-    expanded. Any strides will do where D is innermost. ``scale`` is 1/sqrt(D) unless given. ``causal`` wants
-    S == S', because kernels disagree on the corner a mask of another shape starts from.
+    Query head i attends to key/value head i // G; k and v are not expanded to h heads. On CPU the dtype may
+    be fp64, fp32 or bf16. On CUDA, the flash kernel supports bf16 and fp16 and D up to 256; ``exact_forward``
+    computes the other cases. If 8 does not divide D on CUDA, q, k and v are copied with padding.
 
-    CPU takes fp64, fp32 and bf16. CUDA takes bf16 and fp16, and a D that 8 does not divide costs a padded
-    copy of q, k and v; fp32, fp64 and a D above 256 take ``exact_forward`` there.
+    Args:
+        q: [b, h, S, D], of any strides in which D is innermost; the same holds for ``k`` and ``v``.
+        k: [b, h/G, S', D].
+        v: [b, h/G, S', D].
+        causal: A query attends only to keys that are not after it. S' must be S, because kernels disagree
+            about causal masks of other shapes.
+        scale: Multiplies the scores; by default 1/sqrt(D).
 
-    Saves: S*S'/(D+1) of the memory of the scores. Costs: 4*b*h*S*S'*D flops, half of it if causal.
-    Source: FlashAttention (arXiv 2205.14135), section 3.1; FlashAttention-2 (arXiv 2307.08691), section 3.1.
+    Returns:
+        The output [b, h, S, D], with the memory layout of ``q``, and the LSE [b, h, S] in fp32 (fp64 for
+        fp64).
+
+    Saves:
+        The scores, b*h*S*S' elements; the output and the LSE have b*h*S*(D + 1).
+    Costs:
+        4*b*h*S*S'*D floating-point operations, half as many if causal.
+    Source:
+        FlashAttention (arXiv 2205.14135), section 3.1; FlashAttention-2 (arXiv 2307.08691), section 3.1.
 
     Raises:
-        ValueError: causal with S != S'.
-        RecipeError: more queries than torch's CUDA kernel can count.
+        ValueError: ``causal`` with S' != S.
+        RecipeError: See ``query_limit_refusal``.
     """
-    scale = checked(q, k, causal, scale)
+    scale = check_arguments(q, k, causal, scale)
     if not _flash_takes(q):
         return exact_forward(q, k, v, causal=causal, scale=scale)
     if q.device.type != "cuda":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
-    refusal = past_torch(q.shape[2], q.shape[1], q.shape[3])
+        return cpu_flash_attention(q, k, v, causal=causal, scale=scale)
+    refusal = query_limit_refusal(q.shape[2], q.shape[1], q.shape[3])
     if refusal is not None:
         raise RecipeError(refusal)
     return cuda_forward(q, k, v, causal=causal, scale=scale)
@@ -65,10 +85,10 @@ def flash_forward(
 def cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``flash_forward`` on CUDA, also past what its backward may count: for measuring whether it does."""
+    """Compute ``flash_forward`` on CUDA without the limit ``TORCH_QUERY_LIMIT``, to measure beyond it."""
     head_dim = q.shape[-1]
-    q, k, v = padded(q), padded(k), padded(v)
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
+    out, lse = cuda_flash_attention(q, k, v, causal=causal, scale=scale)
     return out[..., :head_dim], lse
 
 
@@ -83,72 +103,89 @@ def flash_backward(
     causal: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what ``flash_forward`` gave; the attention itself is not run again.
+    """Compute the gradients of attention from the results of ``flash_forward``, without another forward.
 
-    ``grad_out, q, out`` [b, h, S, D], ``k, v`` [b, h/G, S', D], ``lse`` [b, h, S] -> dq like q, dk and dv
-    like k, on CPU lying in memory as [b, S, h, D]. ``out`` and ``lse`` may come from an attention over more
-    keys than these: then the results are these keys' exact share of the gradients, which is what ring
-    attention is built on.
+    ``out`` and ``lse`` may be the results of attention to more keys than ``k``. The gradients are then the
+    exact part that these keys contribute. Ring attention depends on this.
 
-    Costs: 2.5 times the forward's flops. On CUDA the kernel takes an fp32 dq and, where G > 1, dk and dv of
-    all h heads inside itself.
-    Source: FlashAttention (arXiv 2205.14135), appendix B.4.
+    Args:
+        grad_out: The gradient of the output, [b, h, S, D].
+        q: [b, h, S, D].
+        k: [b, h/G, S', D].
+        v: [b, h/G, S', D].
+        out: The output of forward, [b, h, S, D].
+        lse: The LSE of forward, [b, h, S].
+        causal: As in ``flash_forward``.
+        scale: As in ``flash_forward``.
+
+    Returns:
+        The gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes. On CPU their memory layout is
+        that of a contiguous tensor [b, S, h, D].
+
+    Costs:
+        2.5 times the floating-point operations of forward. On CUDA, the kernel allocates dq in fp32 and, if
+        G > 1, dk and dv of all h heads.
+    Source:
+        FlashAttention (arXiv 2205.14135), appendix B.4.
 
     Raises:
-        ValueError: causal with S != S'.
+        ValueError: ``causal`` with S' != S.
     """
-    scale = checked(q, k, causal, scale)
+    scale = check_arguments(q, k, causal, scale)
     if not _flash_takes(q):
         return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     if q.device.type != "cuda":
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-        return dq, dk, dv
-    head_dim, lengths = q.shape[-1], (q.shape[2], k.shape[2])
-    grad_out, q, k, v, out = (padded(t) for t in (grad_out, q, k, v, out))
-    # The random state of dropout: there is none, and the kernel wants the tensors all the same.
-    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-        grad_out, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, seed, scale=scale
+        return cpu_flash_attention_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+    head_dim = q.shape[-1]
+    grad_out, q, k, v, out = (pad_head_dim(t) for t in (grad_out, q, k, v, out))
+    dq, dk, dv = cuda_flash_attention_backward(
+        grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale
     )
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-def checked(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
-    """What every kernel wants of its arguments; the scale, 1/sqrt(D) unless given.
+def check_arguments(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
+    """Check the shapes that every kernel requires, and return the scale: 1/sqrt(D) if ``scale`` is None.
 
     Raises:
-        ValueError: causal with S != S'.
+        ValueError: ``causal`` with S' != S.
     """
     if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys")
+        raise ValueError(
+            f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys as queries"
+        )
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def past_torch(tokens: int, heads: int, head_dim: int) -> str | None:
-    """Why torch's CUDA kernel is not called for so many queries; None where it is."""
-    numbers = tokens * heads * (-(-head_dim // 32) * 32)
-    if numbers < TORCH_MOST:
+def query_limit_refusal(tokens: int, heads: int, head_dim: int) -> str | None:
+    """Return why torch's CUDA kernel is not called with so many queries; None if it is called.
+
+    Args:
+        tokens: S, the query tokens of one call.
+        heads: h, the query heads of one call.
+        head_dim: D. The kernel rounds it up to a multiple of 32.
+    """
+    elements = tokens * heads * (-(-head_dim // 32) * 32)
+    if elements < TORCH_QUERY_LIMIT:
         return None
     return (
         f"{heads} heads of {tokens} tokens in one call of torch's attention kernel on CUDA: its backward may "
-        f"count in 32 bits, and {numbers} numbers are past them; set a smaller head_chunk or a larger "
-        "ulysses, or kernel='cudnn' where lab doctor shows it"
+        f"count in 32 bits, and {elements} elements are too many for that; set a smaller head_chunk or a "
+        "larger ulysses, or kernel='cudnn' where lab doctor shows it"
     )
 
 
 def _flash_takes(q: Tensor) -> bool:
-    """Whether torch has a flash kernel for these queries; on CPU it takes every dtype and every D."""
-    return q.device.type != "cuda" or (q.dtype in HALF and q.shape[-1] <= MOST_HEAD_DIM)
+    """Return whether torch has a flash kernel for these queries; on CPU it has one for every dtype and D."""
+    return q.device.type != "cuda" or (q.dtype in HALF_DTYPES and q.shape[-1] <= MAX_HEAD_DIM)
 
 
-def padded(x: Tensor) -> Tensor:
-    """Zeros added to D up to the next multiple of 8: they change neither scores nor outputs."""
+def pad_head_dim(x: Tensor) -> Tensor:
+    """Add zeros to D up to the next multiple of 8, which changes neither scores nor outputs."""
     return pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
-# ---- the same as a differentiable function -----------------------------------------------------------
+# ---- attention as a differentiable function ----------------------------------------------------------
 
 
 class _Forward(Protocol):
@@ -173,14 +210,17 @@ class _Backward(Protocol):
 
 
 class Kernel(NamedTuple):
-    """An attention forward and its backward from out and LSE: flash on one rank, or a ring of ranks."""
+    """A forward and a backward of attention, with the arguments and results of the flash functions above.
+
+    It computes on one rank or on a ring of ranks.
+    """
 
     forward: _Forward
     backward: _Backward
 
 
 FLASH = Kernel(flash_forward, flash_backward)
-"""Torch's kernel of one rank, and the default everywhere; others by name are in ``kernels.py``."""
+"""Torch's kernels on one rank, which are the default. ``kernels.py`` has the others by name."""
 
 
 class _Attention(torch.autograd.Function):
@@ -188,20 +228,31 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scale: float | None) -> Tensor:
         out, lse = kernel.forward(q, k, v, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        # Not the kernel: its forward may hold what waits for this backward, and the graph outlives that.
-        ctx.run, ctx.scale = kernel.backward, scale
+        # The graph must not refer to the forward of the kernel, which may hold a cache of results that should
+        # be freed before the graph.
+        ctx.kernel_backward, ctx.scale = kernel.backward, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.run(grads[0], *ctx.saved_tensors, scale=ctx.scale), None, None
+        return *ctx.kernel_backward(grads[0], *ctx.saved_tensors, scale=ctx.scale), None, None
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, kernel: Kernel = FLASH
 ) -> Tensor:
-    """Causal attention with gradients: ``q`` [b, h, S, D], ``k, v`` [b, h/G, S, D] -> [b, h, S, D].
+    """Compute causal attention with gradients.
 
-    Keeps q, k, v, out and LSE for backward: w*b*h*S*D*(2 + 2/G) + 4*b*h*S bytes at w bytes an element.
+    For backward it saves q, k, v, the output and the LSE: w*b*h*S*D*(2 + 2/G) + 4*b*h*S bytes.
+
+    Args:
+        q: [b, h, S, D].
+        k: [b, h/G, S, D].
+        v: [b, h/G, S, D].
+        scale: Multiplies the scores; by default 1/sqrt(D).
+        kernel: Computes forward and backward.
+
+    Returns:
+        [b, h, S, D].
     """
     return _Attention.apply(q, k, v, kernel, scale)  # type: ignore[no-any-return, no-untyped-call]

@@ -16,7 +16,7 @@ from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.attention.saved_results import ResultCache, no_cache, with_cache
 
 NAME = "lab"
-"""What ``config._attn_implementation`` is called in transformers' two registries."""
+"""The name of both functions in transformers' registries, which ``config._attn_implementation`` refers to."""
 
 
 def hf_attention_forward(
@@ -32,21 +32,36 @@ def hf_attention_forward(
     lab_cache: ResultCache = no_cache,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for ``"lab"``: [b, H, s, D] and twice [b, K, s, D] -> [b, s, H, D].
+    """Compute causal attention; transformers calls this function for the implementation ``"lab"``.
 
-    Attention is local and causal, unless a technique has set an attribute of the module: ``lab_attention``
-    exchanges sequence for heads around the kernel, and ``lab_kernel`` replaces the kernel (a ring does).
-    ``lab_cache`` stores the kernel's results for a recomputation.
+    A technique may set attributes of the attention module. ``lab_attention`` is a function that exchanges
+    sequence for heads before and after the kernel; without it, attention uses this rank's tokens only.
+    ``lab_kernel`` is the kernel, which may be a ring; without it, the kernel is ``FLASH``.
+
+    Args:
+        module: The attention module.
+        query: [b, H, s, D]: b rows, H query heads, s tokens of this rank, head_dim D.
+        key: [b, K, s, D], with K key/value heads.
+        value: [b, K, s, D].
+        attention_mask: Must be None.
+        scaling: Multiplies the scores; by default 1/sqrt(D).
+        dropout: Must be 0.
+        sliding_window: Must be None.
+        is_causal: Must not be False.
+        lab_cache: Stores the kernel's results for a recomputation.
+        **_: Other keywords of transformers, which are not used.
+
+    Returns:
+        The output [b, s, H, D], and None in the place of attention weights.
 
     Raises:
-        RecipeError: a mask, dropout, a window or attention to the future, none of which this attention has;
-            a key/value cache.
+        RecipeError: There is a mask, dropout, a window, attention to later tokens, or a key/value cache.
     """
     if attention_mask is not None or dropout or sliding_window is not None or is_causal is False:
         raise RecipeError(
             f"attention with mask={attention_mask is not None}, dropout={dropout}, window={sliding_window}, "
-            f"is_causal={is_causal is not False}: it is causal over whole rows here; give no attention_mask, "
-            "dropout 0 and no window"
+            f"is_causal={is_causal is not False}: the lab's attention is causal over whole rows; give no "
+            "attention_mask, dropout 0 and no window"
         )
     if query.shape[2] != key.shape[2]:
         raise RecipeError(
@@ -59,15 +74,15 @@ def hf_attention_forward(
 
 
 def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
-    """The mask function for ``"lab"``: it makes no [s, S] mask, because the kernel is causal.
+    """Make no mask: transformers calls this function for ``"lab"``, whose kernels are causal without a mask.
 
     Raises:
-        RecipeError: there is an ``attention_mask``.
+        RecipeError: There is an ``attention_mask``.
     """
     if attention_mask is not None:
         raise RecipeError(
-            "an attention_mask reached the model, and attention here is causal over whole rows: give it to "
-            "lab.shard_batch, which takes padding at the end of rows"
+            "an attention_mask reached the model, whose attention is causal over whole rows: give the mask "
+            "to lab.shard_batch, which takes padding at the end of rows"
         )
 
 
@@ -78,20 +93,30 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
 def apply_attention(model: nn.Module) -> None:
     """Make every attention of ``model`` call ``hf_attention_forward``; other models do not change.
 
-    The model's configs are copied before they are changed, for a config may be shared between models. The
-    key/value cache is switched off in the copies: it serves generation, and would hold a second copy of k and
-    v of every layer in training.
+    Models may share a config, so the configs of this model are copied before they are changed. The copies
+    turn the key/value cache off. The cache is for generation; in training it would hold a second copy of k
+    and v of every layer.
 
-    Saves: the [s, S] masks that transformers makes from position_ids, b*s*S bytes.
-    Costs: nothing. Composes with everything; ``apply_ulysses``, ``apply_upipe`` and ``apply_ring`` call it.
+    Saves:
+        The masks [b, s, S] that transformers computes from ``position_ids``: b*s*S bytes, with b rows, s
+        tokens of one rank and S tokens of the sequence.
+    Costs:
+        Nothing.
+    Source:
+        The attention interface of transformers (``ALL_ATTENTION_FUNCTIONS``).
+    Composes with:
+        Everything. ``apply_ulysses``, ``apply_upipe`` and ``apply_ring`` call it.
 
     Raises:
-        ModelError: see ``decoder_of``.
-        RecipeError: an attention module that is not causal.
+        ModelError: See ``decoder_of``.
+        RecipeError: An attention module is not causal.
     """
     for module in decoder_of(model).attentions:
         if getattr(module, "is_causal", True) is False:
-            raise RecipeError("attention that is not causal: the techniques here are for decoders")
+            raise RecipeError(
+                "an attention module with is_causal=False is not supported: the techniques are for causal "
+                "decoders"
+            )
     copies: dict[int, PretrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -1,6 +1,7 @@
-"""Other libraries' attention kernels, called as ``flash_forward`` and ``flash_backward`` are.
+"""Attention kernels of other libraries, with the arguments of ``flash_forward`` and ``flash_backward``.
 
-Each is imported when it is called, and has the signature of one release or more, named beside it.
+A library is imported when its kernel is called. The releases whose signatures are used stand in the headings.
+Letters: b rows, h heads, S tokens, D head_dim; LSE is the log-sum-exp of the scores.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from lab.techniques.attention.flash import Kernel, checked, padded
-
-_aten = torch.ops.aten
+from lab.techniques.attention.flash import Kernel, check_arguments, pad_head_dim
+from lab.torch_private import cudnn_attention, cudnn_attention_backward
 
 MODULES = {"flash-attn-2": "flash_attn.flash_attn_interface", "flash-attn-3": "flash_attn_interface"}
-"""Where a package's kernels are imported from."""
+"""The module from which the kernels of a package are imported, by the kernel's name."""
 
 
-# ---- what they share: D padded, arguments checked ----------------------------------------------------------
+# ---- for all libraries: check the arguments and pad D ------------------------------------------------------
 
 
 def _forward(
@@ -32,9 +32,9 @@ def _forward(
     scale: float | None = None,
     library: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """As ``flash_forward``, computed by ``library``."""
-    scale, head_dim = checked(q, k, causal, scale), q.shape[-1]
-    out, lse = library(*(padded(t) for t in (q, k, v)), causal, scale)
+    """Compute ``flash_forward`` by the function ``library``, which takes q, k, v, causal and scale."""
+    scale, head_dim = check_arguments(q, k, causal, scale), q.shape[-1]
+    out, lse = library(*(pad_head_dim(t) for t in (q, k, v)), causal, scale)
     return out[..., :head_dim], lse
 
 
@@ -50,40 +50,32 @@ def _backward(
     scale: float | None = None,
     library: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``flash_backward``, computed by ``library``."""
-    scale, head_dim = checked(q, k, causal, scale), q.shape[-1]
-    tensors = (padded(t) for t in (grad_out, q, k, v, out))
+    """Compute ``flash_backward`` by the function ``library``, which takes the same arguments by position."""
+    scale, head_dim = check_arguments(q, k, causal, scale), q.shape[-1]
+    tensors = (pad_head_dim(t) for t in (grad_out, q, k, v, out))
     dq, dk, dv = library(*tensors, lse.contiguous(), causal, scale)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-# ---- cuDNN, through torch 2.9 and later: [b, h, S, D], k and v with fewer heads, LSE [b, h, S, 1] ----------
+# ---- cuDNN, in torch 2.9 and later: [b, h, S, D], fewer heads in k and v, LSE [b, h, S, 1] -----------------
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    # No bias, and the LSE wanted.
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse.squeeze(-1)
+    return cudnn_attention(q, k, v, causal=causal, scale=scale)
 
 
 def _cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The random state of dropout, of which there is none; no bias, and no packed sequences.
-    state, nothing = torch.empty(2, dtype=torch.int64, device=q.device), (None, None, None)
-    lengths = (q.shape[2], k.shape[2])
-    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, q, k, v, out, lse[..., None], state, state, *nothing, *lengths, 0.0, causal, scale=scale
-    )
-    return dq, dk, dv
+    return cudnn_attention_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
 
 
-# ---- flash-attn 2.8 and 3: [b, S, h, D] in and out, LSE [b, h, S]; dq, dk and dv go into what is given -----
+# ---- flash-attn 2.8 and 3: [b, S, h, D], LSE [b, h, S]; backward writes into dq, dk and dv -----------------
 
 
 def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module(MODULES["flash-attn-2"])._flash_attn_forward(
-        *_turned(q, k, v),
+        *_swap_heads_and_tokens(q, k, v),
         **_flash_2_settings(causal, scale),
         return_softmax=False,
     )
@@ -93,7 +85,7 @@ def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 def _flash_2_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, k, v, out = _turned(grad_out, q, k, v, out)
+    grad_out, q, k, v, out = _swap_heads_and_tokens(grad_out, q, k, v, out)
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     import_module(MODULES["flash-attn-2"])._flash_attn_backward(
         grad_out,
@@ -104,24 +96,24 @@ def _flash_2_backward(
         **_flash_2_settings(causal, scale),
         deterministic=False,
     )
-    dq, dk, dv = _turned(dq, dk, dv)
+    dq, dk, dv = _swap_heads_and_tokens(dq, dk, dv)
     return dq, dk, dv
 
 
 def _flash_2_settings(causal: bool, scale: float) -> dict[str, float | None]:
-    """By name, with whole rows in view, no dropout, and no bias."""
+    """Return the arguments that are passed by name: no window, no dropout, no bias."""
     whole = {"window_size_left": -1, "window_size_right": -1, "alibi_slopes": None}
     return {"dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0, **whole}
 
 
-# By position: releases name some arguments otherwise, and some have no defaults. What lies between is for
-# caches, packed sequences, and rotations inside the kernel.
+# flash-attn 3: arguments are passed by position, because releases differ in names and defaults. The unused
+# ones are for caches, packed sequences, and rotations inside the kernel.
 
 
 def _flash_3_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     unused = (None,) * 20
     out, lse, *_ = import_module(MODULES["flash-attn-3"])._flash_attn_forward(
-        *_turned(q, k, v), *unused, scale, causal
+        *_swap_heads_and_tokens(q, k, v), *unused, scale, causal
     )
     return out.transpose(1, 2), lse
 
@@ -129,18 +121,18 @@ def _flash_3_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 def _flash_3_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, k, v, out = _turned(grad_out, q, k, v, out)
+    grad_out, q, k, v, out = _swap_heads_and_tokens(grad_out, q, k, v, out)
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     unused = (None,) * 6
     import_module(MODULES["flash-attn-3"])._flash_attn_backward(
         grad_out, q, k, v, out, lse, *unused, dq, dk, dv, scale, causal
     )
-    dq, dk, dv = _turned(dq, dk, dv)
+    dq, dk, dv = _swap_heads_and_tokens(dq, dk, dv)
     return dq, dk, dv
 
 
-def _turned(*tensors: Tensor) -> list[Tensor]:
-    """[b, h, S, D] as [b, S, h, D], or back."""
+def _swap_heads_and_tokens(*tensors: Tensor) -> list[Tensor]:
+    """View tensors [b, h, S, D] as [b, S, h, D], or the other way around."""
     return [t.transpose(1, 2) for t in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Attention kernels by name: what each lacks on a machine, and which is chosen."""
+"""Attention kernels by name: which of them run on a machine, and which one is chosen."""
 
 from __future__ import annotations
 
@@ -10,39 +10,47 @@ from torch import nn
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH, HALF, Kernel
+from lab.techniques.attention.flash import FLASH, HALF_DTYPES, Kernel
 from lab.techniques.attention.kernel_calls import CUDNN, FLASH_2, FLASH_3, MODULES
 
 FASTEST_FIRST = ("flash-attn-3", "cudnn", "flash-attn-2", "torch")
-"""The order in which "auto" looks. FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, on an H100: itself,
-then cuDNN, then FlashAttention-2, which is what torch has built in, of an older release.
+"""The kernels in the order in which "auto" tries them.
+
+FlashAttention-3 (arXiv 2407.08608), figures 5 and 6, has this order on an H100: FlashAttention-3, cuDNN,
+FlashAttention-2. Torch's own kernel is an older release of FlashAttention-2.
 """
 
 
 def apply_kernel(model: nn.Module, *, kernel: Kernel) -> None:
-    """Let every attention of ``model`` run ``kernel``, under whatever exchange is applied around it.
+    """Set the kernel of every attention in ``model``; exchanges around the kernel do not change.
 
-    Saves and costs: what the kernel does; parameters, activations and gradients are the same. Composes with
-    everything; ``apply_ring`` sends the keys of a ring through it, where it is given it too.
+    Saves:
+        Seconds, if the kernel is faster. Parameters, activations and gradients stay the same.
+    Costs:
+        The memory that the kernel allocates inside.
+    Source:
+        The kernel's own: see ``FASTEST_FIRST``.
+    Composes with:
+        Everything. ``apply_ring`` replaces the kernel by a ring, and takes the kernel as an argument.
 
     Raises:
-        ModelError: see ``decoder_of``.
+        ModelError: See ``decoder_of``.
     """
     for module in decoder_of(model).attentions:
         module.lab_kernel = kernel  # type: ignore[assignment]
 
 
-# ---- which there are, and which is chosen ------------------------------------------------------------------
+# ---- the choice of a kernel --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a choice depends on.
+class KernelSupport:
+    """The properties of a machine on which the choice of a kernel depends.
 
     Attributes:
-        capability: of the GPU, (9, 0) for Hopper; None for a CPU.
-        cudnn: torch has it.
-        missing: why a module of ``MODULES`` cannot be imported, by the kernel's name.
+        capability: The compute capability of the GPU, (9, 0) for Hopper; None for a CPU.
+        cudnn: Whether torch has cuDNN.
+        missing: For kernels whose module in ``MODULES`` cannot be imported, the error, by the kernel's name.
     """
 
     capability: tuple[int, int] | None
@@ -50,66 +58,85 @@ class Machine:
     missing: dict[str, str]
 
 
-def machine_of(device: torch.device) -> Machine:
-    """What is there for ``device``; packages are imported to know, and only where they could be used."""
+def kernel_support(device: torch.device) -> KernelSupport:
+    """Return what this machine supports on ``device``. On CUDA, this imports the packages of ``MODULES``."""
     if device.type != "cuda":
-        return Machine(None, False, {})
+        return KernelSupport(None, False, {})
     missing = {}
     for name, module in MODULES.items():
         try:
             import_module(module)
-        # Built for another torch, it fails in the linker, and says so in many ways.
+        # A package that was built for another torch raises errors of many classes.
         except Exception as error:
             missing[name] = " ".join(str(error).split())
-    return Machine(torch.cuda.get_device_capability(device), torch.backends.cudnn.is_available(), missing)
+    return KernelSupport(
+        torch.cuda.get_device_capability(device), torch.backends.cudnn.is_available(), missing
+    )
 
 
-def lacks(name: str, machine: Machine, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """What keeps a kernel from running attention with this D on this machine; None if nothing does."""
+def missing_requirement(
+    name: str, support: KernelSupport, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
+    """Return why a kernel cannot compute attention with this D and dtype; None if it can.
+
+    Args:
+        name: One of ``FASTEST_FIRST``.
+        support: What the machine supports.
+        head_dim: D.
+        dtype: The dtype of q, k and v.
+    """
     if name == "torch":
         return None
-    if machine.capability is None:
+    if support.capability is None:
         return "it needs an NVIDIA GPU"
-    generation = machine.capability[0]
+    generation = support.capability[0]
     if name == "flash-attn-3" and generation != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
     if name == "cudnn" and generation < 9:
         return "it needs a Hopper GPU or a later one (compute capability 9.0)"
     if name == "flash-attn-2" and generation < 8:
         return "it needs an Ampere GPU or a later one (compute capability 8.0)"
-    if name == "cudnn" and not machine.cudnn:
+    if name == "cudnn" and not support.cudnn:
         return "this torch has no cuDNN"
-    if name in machine.missing:
-        return f"{MODULES[name]} cannot be imported ({machine.missing[name]})"
-    if dtype not in HALF:
+    if name in support.missing:
+        return f"{MODULES[name]} cannot be imported ({support.missing[name]})"
+    if dtype not in HALF_DTYPES:
         return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    most = 128 if name == "cudnn" else 256
-    return f"it takes a head_dim of at most {most}, not {head_dim}" if head_dim > most else None
+    limit = 128 if name == "cudnn" else 256
+    return f"it takes a head_dim of at most {limit}, not {head_dim}" if head_dim > limit else None
 
 
-def chosen(name: str, machine: Machine, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The kernel's name itself if it is there, or for "auto" the fastest that is.
+def choose_kernel(
+    name: str, support: KernelSupport, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Return the name of the kernel to use: ``name`` itself, or for "auto" the fastest that can run.
+
+    Args:
+        name: One of ``FASTEST_FIRST``, or "auto".
+        support: What the machine supports.
+        head_dim: D.
+        dtype: The dtype of q, k and v.
 
     Raises:
-        RecipeError: one asked for by name that is not there: what it lacks, and which are there.
+        RecipeError: The kernel cannot run; the message has the reason and the kernels that can.
     """
-    missing = {known: lacks(known, machine, head_dim, dtype) for known in FASTEST_FIRST}
-    there = [known for known, what in missing.items() if what is None]
+    reasons = {kernel: missing_requirement(kernel, support, head_dim, dtype) for kernel in FASTEST_FIRST}
+    available = [kernel for kernel, reason in reasons.items() if reason is None]
     if name == "auto":
-        return there[0]
-    if name not in there:
-        raise RecipeError(f"kernel={name!r}: {missing[name]}; these are there: auto, {', '.join(there)}")
+        return available[0]
+    if name not in available:
+        raise RecipeError(f"kernel={name!r}: {reasons[name]}; these work here: auto, {', '.join(available)}")
     return name
 
 
 def kernel_for(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Kernel:
-    """The kernel of this name, or the fastest for "auto", for attention with this D in ``dtype``.
+    """Return the kernel to use on ``device``, see ``choose_kernel``.
 
     Raises:
-        RecipeError: see ``chosen``.
+        RecipeError: See ``choose_kernel``.
     """
-    return KERNELS[chosen(name, machine_of(device), head_dim, dtype)]
+    return KERNELS[choose_kernel(name, kernel_support(device), head_dim, dtype)]
 
 
 KERNELS = {"torch": FLASH, "cudnn": CUDNN, "flash-attn-2": FLASH_2, "flash-attn-3": FLASH_3}
-"""All by name. Each takes and gives what ``flash_forward`` and ``flash_backward`` do."""
+"""All kernels by name. Each has the arguments and results of ``flash_forward`` and ``flash_backward``."""

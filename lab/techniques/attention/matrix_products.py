@@ -1,6 +1,8 @@
-"""Attention by matrix products, a block of queries at a time, in any dtype and on any device.
+"""Attention by matrix products, one block of queries at a time, in any dtype and on any device.
 
-CUDA's flash kernels take bf16 and fp16, and heads of at most 256 numbers. What they do not take runs here.
+Flash kernels on CUDA support bf16 and fp16, and a head_dim up to 256. This file computes the other cases.
+
+Letters: b rows, h query heads, G query heads per key/value head, S query tokens, S' key tokens, D head_dim.
 """
 
 from __future__ import annotations
@@ -13,14 +15,24 @@ from torch import Tensor
 from lab.techniques.precision import accumulation_dtype
 
 BLOCK = 256
-"""Queries whose scores are held at once."""
+"""The number of queries of a head whose scores are in memory at a time."""
 
 
 def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention and its LSE: ``q`` [b, h, S, D], ``k, v`` [b, h/G, S', D] -> out like q, LSE [b, h, S].
+    """Compute attention and its log-sum-exp (LSE).
 
-    Costs: two matrices of scores [b, h, BLOCK, S'], in fp32 or fp64. Its matrix products make it several
+    Costs: two matrices of scores [b, h, BLOCK, S'] in the wider of fp32 and the dtype of ``q``. It is several
     times slower than a flash kernel.
+
+    Args:
+        q: [b, h, S, D].
+        k: [b, h/G, S', D].
+        v: [b, h/G, S', D].
+        causal: A query attends only to keys that are not after it; S' must be S.
+        scale: Multiplies the scores.
+
+    Returns:
+        The output, like ``q``, and the LSE [b, h, S] in the wider of fp32 and the dtype of ``q``.
     """
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
@@ -28,8 +40,8 @@ def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
         scores = _scores(q, k, rows, keys, causal, scale)
         block = scores.logsumexp(-1, keepdim=True)
         weights = scores.sub_(block).exp_()
-        out[:, :, rows] = _apart(weights @ v[:, :, keys].to(weights.dtype), q)
-        lse[:, :, rows] = _apart(block, q).squeeze(-1)
+        out[:, :, rows] = _split_groups(weights @ v[:, :, keys].to(weights.dtype), q)
+        lse[:, :, rows] = _split_groups(block, q).squeeze(-1)
     return out, lse
 
 
@@ -44,28 +56,44 @@ def exact_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what ``exact_forward`` gave; ``out`` and ``lse`` may be of more keys.
+    """Compute the gradients of attention from the results of ``exact_forward``.
 
-    Costs: three matrices of scores [b, h, BLOCK, S'], and dk and dv in fp32 or fp64 while they are summed.
+    ``out`` and ``lse`` may be the results of attention to more keys than ``k``. The gradients are then the
+    exact part that these keys contribute.
+
+    Costs: three matrices of scores [b, h, BLOCK, S'], and the sums of dk and dv, in the dtype of ``lse``.
     Source: FlashAttention (arXiv 2205.14135), appendix B.2.
+
+    Args:
+        grad_out: The gradient of the output, [b, h, S, D].
+        q: [b, h, S, D].
+        k: [b, h/G, S', D].
+        v: [b, h/G, S', D].
+        out: [b, h, S, D].
+        lse: [b, h, S].
+        causal: As in ``exact_forward``.
+        scale: As in ``exact_forward``.
+
+    Returns:
+        The gradients of ``q``, ``k`` and ``v``, in their shapes and dtypes.
     """
-    wide = lse.dtype
+    sum_dtype = lse.dtype
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(t, dtype=wide) for t in (k, v))
+    dk, dv = (torch.zeros_like(t, dtype=sum_dtype) for t in (k, v))
     for rows, keys in _blocks(q, k, causal):
         scores = _scores(q, k, rows, keys, causal, scale)
-        weights = scores.sub_(_together(lse[:, :, rows, None], k)).exp_()
-        grad = _together(grad_out[:, :, rows].to(wide), k)
+        weights = scores.sub_(_join_groups(lse[:, :, rows, None], k)).exp_()
+        grad = _join_groups(grad_out[:, :, rows].to(sum_dtype), k)
         dv[:, :, keys] += weights.mT @ grad
-        row_sums = (grad * _together(out[:, :, rows].to(wide), k)).sum(-1, keepdim=True)
-        grad_scores = (grad @ v[:, :, keys].to(wide).mT).sub_(row_sums).mul_(weights).mul_(scale)
-        dq[:, :, rows] = _apart(grad_scores @ k[:, :, keys].to(wide), q)
-        dk[:, :, keys] += grad_scores.mT @ _together(q[:, :, rows].to(wide), k)
+        row_sums = (grad * _join_groups(out[:, :, rows].to(sum_dtype), k)).sum(-1, keepdim=True)
+        grad_scores = (grad @ v[:, :, keys].to(sum_dtype).mT).sub_(row_sums).mul_(weights).mul_(scale)
+        dq[:, :, rows] = _split_groups(grad_scores @ k[:, :, keys].to(sum_dtype), q)
+        dk[:, :, keys] += grad_scores.mT @ _join_groups(q[:, :, rows].to(sum_dtype), k)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Each block of queries, and the keys that it sees."""
+    """Yield each block of queries, and the keys that at least one of them attends to."""
     tokens = q.shape[2]
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)
@@ -73,24 +101,24 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, causal: bool, scale: float) -> Tensor:
-    """Scores of a block, [b, h/G, G*rows, keys], minus infinity where a key comes after its query."""
-    wide = accumulation_dtype(q.dtype)
-    scores = _together(q[:, :, rows].to(wide) * scale, k) @ k[:, :, keys].to(wide).mT
+    """Return the scores of a block, [b, h/G, G*rows, keys]: minus infinity if a key comes after its query."""
+    sum_dtype = accumulation_dtype(q.dtype)
+    scores = _join_groups(q[:, :, rows].to(sum_dtype) * scale, k) @ k[:, :, keys].to(sum_dtype).mT
     if causal:
         size = rows.stop - rows.start
         later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
-        # Of the keys that a block sees, those of the block itself alone may be later than a query.
+        # Only keys of the same tokens as the block can come after one of its queries.
         scores.unflatten(2, (-1, size))[..., rows].masked_fill_(later, float("-inf"))
     return scores
 
 
-def _together(x: Tensor, k: Tensor) -> Tensor:
-    """[b, h, rows, D] -> [b, h/G, G*rows, D]: the G query heads of a key/value head as more rows of it."""
+def _join_groups(x: Tensor, k: Tensor) -> Tensor:
+    """[b, h, rows, D] -> [b, h/G, G*rows, D]: the G query heads of each key/value head become one."""
     rows: Tensor = x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     return rows
 
 
-def _apart(x: Tensor, q: Tensor) -> Tensor:
-    """[b, h/G, G*rows, D] -> [b, h, rows, D]."""
+def _split_groups(x: Tensor, q: Tensor) -> Tensor:
+    """[b, h/G, G*rows, D] -> [b, h, rows, D]: the inverse of ``_join_groups``."""
     heads: Tensor = x.unflatten(2, (q.shape[1] // x.shape[1], -1)).flatten(1, 2)
     return heads

@@ -1,4 +1,4 @@
-"""Attention as the textbook writes it: what every other technique here replaces."""
+"""Attention as in a textbook, with the whole matrix of scores in memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from torch import Tensor
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(D)) v, with the whole matrix of scores in memory.
+    """Compute causal softmax(q k^T / sqrt(D)) v, with the whole matrix of scores in memory.
 
-    ``q, k, v`` [b, H, S, D] -> [b, H, S, D]. Holds b*H*S*S numbers for the scores and as many for the
-    probabilities, and as many again for each of their gradients: quadratic in S, where flash attention
-    (arXiv 2205.14135, section 3.1) keeps b*H*S. Its time is quadratic too, and so is flash attention's.
+    It holds b*H*S*S elements for the scores and as many for the probabilities, and as many again for each of
+    their gradients. This memory is quadratic in S. Flash attention (arXiv 2205.14135, section 3.1) keeps
+    b*H*S elements instead. The time of both is quadratic in S.
+
+    Args:
+        q: [b, H, S, D], with b rows, H heads, S tokens and head_dim D.
+        k: [b, H, S, D].
+        v: [b, H, S, D].
+
+    Returns:
+        [b, H, S, D].
     """
     tokens = q.shape[-2]
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5

@@ -9,23 +9,28 @@ from torch import Tensor
 from lab.techniques.attention.flash import Kernel
 
 Results = tuple[Tensor, ...]
-"""What an attention forward computes and its backward needs: the output, and one LSE or several."""
+"""The tensors that attention's forward computes and its backward needs: the output, and one or more LSEs.
+
+An LSE is the log-sum-exp of each row of attention scores.
+"""
 
 ResultCache = Callable[[Callable[[], Results]], Results]
-"""Returns the attention results of one forward pass of one layer. It takes the function that computes them:
-it calls it the first time, and returns the stored results each time after. The attention receives it as the
-keyword ``lab_cache``, one of the arguments with which a checkpointed layer is recomputed; so a recomputation
-finds the results of its own forward pass.
+"""A function that returns the attention results of one forward pass of one layer.
+
+Its argument is the function that computes the results. The first call runs that function and stores the
+results; later calls return the stored results. Attention receives a ``ResultCache`` as the keyword
+``lab_cache``. A checkpointed layer is recomputed with the same keywords, so the recomputation gets the
+results of its own forward pass.
 """
 
 
 def no_cache(compute: Callable[[], Results]) -> Results:
-    """The ``ResultCache`` that stores nothing: it computes the results each time."""
+    """Compute the results at each call: this ``ResultCache`` stores nothing."""
     return compute()
 
 
 def with_cache(kernel: Kernel, cache: ResultCache) -> Kernel:
-    """A kernel whose forward takes its results from ``cache``; its backward is that of ``kernel``."""
+    """Return a kernel whose forward gets its results from ``cache``, with the backward of ``kernel``."""
     if cache is no_cache:
         return kernel
 

@@ -1,1 +1,1 @@
-"""Untied Ulysses (UPipe): attention in stages of heads that use the same buffers again."""
+"""Untied Ulysses (UPipe): attention in stages, each for a few heads, which share their buffers."""

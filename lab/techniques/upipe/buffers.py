@@ -15,21 +15,21 @@ from lab.techniques.upipe.projections import HeadProjections
 from lab.techniques.upipe.schedule import Schedule, Stage
 
 QUERIES, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
-"""Which of q, k and v one all-to-all carries."""
+"""Which of q, k and v one all-to-all carries, as a slice of (q, k, v)."""
 
 Arrival = Callable[[], Tensor]
-"""Waits for an all-to-all, sorts what arrived into its buffer, and returns that buffer."""
+"""A function that waits for an all-to-all, sorts the received heads into a buffer, and returns the buffer."""
 
 
 class Transfer(NamedTuple):
     """The memory of one all-to-all of some of q, k and v.
 
     Attributes:
-        parts: which of q, k and v it carries.
-        ahead: whether it runs while an earlier stage still uses the q/k/v buffer.
-        send: flat memory in which the parts are made.
-        received: flat memory in which they arrive.
-        temporary: the tensors to release after the arrival; none of them is the q/k/v buffer.
+        parts: Which of q, k and v it carries.
+        ahead: Whether it runs while an earlier stage still uses the q/k/v buffer.
+        send: Flat memory in which the parts are computed.
+        received: Flat memory in which they arrive.
+        temporary: The tensors to release after the arrival. None of them is the q/k/v buffer.
     """
 
     parts: slice
@@ -40,49 +40,62 @@ class Transfer(NamedTuple):
 
 
 class StageBuffers:
-    """The memory that all stages of one layer's pass share, and the operations on it.
+    """The memory that all stages of one pass of a layer share, and its all-to-alls.
 
-    Letters: C ranks, b rows, s local tokens, S = C*s, D head_dim, n query heads of a rank in a stage, m slots
-    in flight (a slot is one key/value head on each rank). Heads lie in one of two orders:
+    Heads are stored in one of two orders:
 
-    - by sequence, [C, b, s, heads, D]: this rank's tokens, heads grouped by the rank that attends with them;
-    - by heads, [b, S, heads, D]: all tokens, the heads that this rank attends with.
+    - by sequence, [C, b, s, heads, D]: the tokens of this rank, with the heads of each of the C ranks;
+    - by heads, [b, S, heads, D]: all tokens, with the heads of this rank.
 
-    An all-to-all leads from one order to the other. ``q``, ``k`` and ``v`` hold the stage's queries, keys and
-    values, by heads; they are parts of one ``qkv_buffer`` of (n + 2m) heads. Parts that travel together are
-    packed token by token, so that one all-to-all carries them. They are made in the q/k/v buffer, and after
-    the arrival they are sorted into it. Queries alone with b = 1 arrive in order and need no sorting. A
-    transfer *ahead*, during an earlier stage, is made and received in temporary memory instead.
+    An all-to-all changes one order into the other. ``q``, ``k`` and ``v`` are the stage's queries, keys and
+    values, by heads. They are parts of one ``qkv_buffer`` of n + 2m heads. If several of them travel
+    together, one all-to-all carries all parts of a token, then those of the next token. The parts are
+    computed in the q/k/v buffer, and after their arrival they are sorted into it. Queries alone arrive in
+    order if b = 1, and are not sorted. A transfer *ahead* runs during an earlier stage, which still uses the
+    q/k/v buffer. Its parts are computed and received in temporary memory.
 
-    ``acquire`` and ``release`` hand out buffers of the size of ``q`` by hand, so that all stages use the same
-    few.
+    ``acquire`` and ``release`` manage further buffers of the size of ``q``, so that all stages use the same
+    few buffers.
+
+    Letters: C ranks in the Ulysses group, b rows, s tokens of one rank, S = C*s, D head_dim, n query heads of
+    a rank in a stage, m slots in memory (a slot is one of the key/value heads that a rank attends to).
+
+    Args:
+        schedule: The stages of the layer.
+        group: The C ranks. None is a group of one rank.
+        x: The input of the layer, [b, s, E].
+        head_dim: D.
     """
 
-    def __init__(self, plan: Schedule, group: dist.ProcessGroup | None, x: Tensor, head_dim: int) -> None:
-        self.plan, self.group = plan, group
+    def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, x: Tensor, head_dim: int) -> None:
+        self.schedule, self.group = schedule, group
         self.batch, self.local = x.shape[:2]
         self.head_dim = head_dim
-        self.heads = HeadProjections(plan, x, head_dim)
+        self.heads = HeadProjections(schedule, x, head_dim)
         self._free: list[Tensor] = []
-        head = self.batch * self.local * plan.ranks * head_dim
-        self._sizes: tuple[int, ...] = (plan.heads_per_rank, plan.slots_in_flight, plan.slots_in_flight)
+        head = self.batch * self.local * schedule.ranks * head_dim
+        self._sizes: tuple[int, ...] = (
+            schedule.heads_per_rank,
+            schedule.slots_in_flight,
+            schedule.slots_in_flight,
+        )
         self.qkv_buffer = x.new_empty(head * sum(self._sizes))
         self.q, self.k, self.v = self.qkv_buffer.split([head * heads for heads in self._sizes])
 
     # ---- memory ----------------------------------------------------------------------------------------
 
     def acquire(self) -> Tensor:
-        """A flat buffer of the size of ``q``, with undefined contents."""
+        """Return a flat buffer of the size of ``q``, with undefined contents."""
         return self._free.pop() if self._free else torch.empty_like(self.q)
 
     def release(self, *buffers: Tensor) -> None:
-        """Return buffers, so that ``acquire`` can hand them out again."""
+        """Give buffers back, so that ``acquire`` can return them again."""
         self._free.extend(buffers)
 
     def free(self) -> None:
         """Free the memory of all released buffers, before a kernel allocates tensors of that size."""
         while self._free:
-            # A local variable of a caller may still refer to the buffer: only its storage is freed.
+            # A local variable of a caller may still refer to the buffer, so its storage is freed explicitly.
             self._free.pop().untyped_storage().resize_(0)
 
     def close(self) -> None:
@@ -92,20 +105,20 @@ class StageBuffers:
 
     def by_sequence(self, flat: Tensor) -> Tensor:
         """View flat memory as [C, b, s, heads, D]."""
-        return flat.view(self.plan.ranks, self.batch, self.local, -1, self.head_dim)
+        return flat.view(self.schedule.ranks, self.batch, self.local, -1, self.head_dim)
 
     def by_heads(self, flat: Tensor) -> Tensor:
         """View flat memory as [b, S, heads, D]."""
-        return flat.view(self.batch, self.plan.ranks * self.local, -1, self.head_dim)
+        return flat.view(self.batch, self.schedule.ranks * self.local, -1, self.head_dim)
 
     @property
     def keys(self) -> Tensor:
-        """The stage's keys as the kernel takes them, [b, m, S, D]."""
+        """The stage's keys in the layout of the kernel, [b, m, S, D]."""
         return self.by_heads(self.k).transpose(1, 2)
 
     @property
     def values(self) -> Tensor:
-        """The stage's values as the kernel takes them, [b, m, S, D]."""
+        """The stage's values in the layout of the kernel, [b, m, S, D]."""
         return self.by_heads(self.v).transpose(1, 2)
 
     def split_by_range(self, buffer: Tensor, stage: Stage) -> list[Tensor]:
@@ -116,44 +129,54 @@ class StageBuffers:
     # ---- all-to-alls -----------------------------------------------------------------------------------
 
     def prepare(self, parts: slice, *, ahead: bool) -> Transfer:
-        """The memory for an all-to-all of these parts.
+        """Return the memory for an all-to-all of ``parts``.
 
-        The caller makes the parts in ``targets``. Until they are sent, ``received`` is scratch memory.
+        The caller computes the parts in ``targets``, and may use ``received`` as scratch memory until then.
+
+        Args:
+            parts: Which of q, k and v are sent.
+            ahead: Whether an earlier stage still uses the q/k/v buffer.
         """
         packed, other = self._packed(parts), self._allocate_like(parts)
         if ahead:
-            more = self._allocate_like(parts)
-            return Transfer(parts, ahead, other, more, (other, more))
-        # A group of one returns the memory that was sent, which is then sorted into the q/k/v buffer.
-        if self._needs_no_reorder(parts) or self.plan.ranks == 1:
+            received = self._allocate_like(parts)
+            return Transfer(parts, ahead, other, received, (other, received))
+        # In a group of one rank, all_to_all returns the memory to send. It is then sorted into the q/k/v
+        # buffer.
+        if self._needs_no_reorder(parts) or self.schedule.ranks == 1:
             return Transfer(parts, ahead, other, packed, (other,))
         return Transfer(parts, ahead, packed, other, (other,))
 
     def targets(self, transfer: Transfer) -> list[Tensor]:
-        """The places of the transfer's q, k and v before they are sent, by sequence."""
+        """Return the views of the memory to send in which q, k and v are computed, by sequence."""
         return list(self.by_sequence(transfer.send).split(self._sizes[transfer.parts], 3))
 
     def send(self, transfer: Transfer) -> Arrival:
-        """Start one all-to-all. After its arrival the parts lie in ``q``, ``k`` and ``v``, by heads."""
+        """Start one all-to-all. After its arrival the parts are in ``q``, ``k`` and ``v``, by heads."""
         wait = self._exchange(transfer.send, transfer.received, transfer.ahead)
 
         def arrive() -> Tensor:
             arrived = wait()
             if transfer.ahead or not self._needs_no_reorder(transfer.parts):
-                sent = self.by_sequence(arrived).split(self._sizes[transfer.parts], 3)
-                for target, part in zip((self.q, self.k, self.v)[transfer.parts], sent, strict=True):
-                    self.by_heads(target).unflatten(1, (self.plan.ranks, -1)).copy_(part.transpose(0, 1))
+                parts = self.by_sequence(arrived).split(self._sizes[transfer.parts], 3)
+                for target, part in zip((self.q, self.k, self.v)[transfer.parts], parts, strict=True):
+                    self.by_heads(target).unflatten(1, (self.schedule.ranks, -1)).copy_(part.transpose(0, 1))
             self._release(*transfer.temporary)
             return self.qkv_buffer
 
         return arrive
 
     def to_heads(self, send: Tensor, *, ahead: bool) -> Arrival:
-        """Send [C, b, s, n, D], which arrive as [b, S, n, D].
+        """Send query heads by sequence, [C, b, s, n, D]; they arrive by heads, [b, S, n, D].
 
-        Takes over the acquired buffer ``send``; what arrives lies in an acquired buffer again.
+        Args:
+            send: An acquired buffer, which the caller must not use or release any more.
+            ahead: Whether the all-to-all runs in the background.
+
+        Returns:
+            The arrival, whose result is an acquired buffer.
         """
-        if self.plan.ranks == 1:
+        if self.schedule.ranks == 1:
             return lambda: send
         received = self.acquire()
         wait = self._exchange(send, received, ahead)
@@ -164,15 +187,15 @@ class StageBuffers:
                 self.release(send)
                 return received
             parts = self.by_sequence(received).transpose(0, 1)
-            self.by_heads(send).unflatten(1, (self.plan.ranks, -1)).copy_(parts)
+            self.by_heads(send).unflatten(1, (self.schedule.ranks, -1)).copy_(parts)
             self.release(received)
             return send
 
         return arrive
 
     def _exchange(self, send: Tensor, received: Tensor, ahead: bool) -> Arrival:
-        """Run one all-to-all from flat memory to flat memory: now, or in the background if ``ahead``."""
-        source, target = (t.view(self.plan.ranks, -1) for t in (send, received))
+        """Run an all-to-all between two flat tensors: at once, or in the background if ``ahead``."""
+        source, target = (t.view(self.schedule.ranks, -1) for t in (send, received))
         if ahead:
             assert self.group is not None
             return AllToAll(source, target, self.group).wait
@@ -184,10 +207,11 @@ class StageBuffers:
         """Send heads back to the ranks that have their tokens, in one all-to-all.
 
         Args:
-            parts: what is sent: ``q``, the gradients of k and v, or all three.
-            grads: the gradients of k and v, [b, m, S, D], of any dtype.
+            parts: Which parts are sent: the buffer ``q``, the gradients of k and v, or all three.
+            *grads: The gradients of k and v, [b, m, S, D], of any dtype.
 
-        Yields the parts by sequence, and scratch memory of their size.
+        Yields:
+            The received parts, by sequence, and scratch memory of their size.
         """
         packed, other = self._packed(parts), self._allocate_like(parts)
         in_order, heads = self._needs_no_reorder(parts), self._sizes[parts]
@@ -195,25 +219,25 @@ class StageBuffers:
         if not in_order:
             sources = [self.by_heads(self.q)] * (parts.start == 0) + [g.transpose(1, 2) for g in grads]
             for part, full in zip(self.by_sequence(send).split(heads, 3), sources, strict=True):
-                part.copy_(full.unflatten(1, (self.plan.ranks, -1)).transpose(0, 1))
+                part.copy_(full.unflatten(1, (self.schedule.ranks, -1)).transpose(0, 1))
             del full, sources
         del grads
         arrived = all_to_all(self.by_sequence(send), self.group, out=self.by_sequence(received))
-        yield list(arrived.split(heads, 3)), received if self.plan.ranks == 1 else send
+        yield list(arrived.split(heads, 3)), received if self.schedule.ranks == 1 else send
         self._release(other)
 
     def _needs_no_reorder(self, parts: slice) -> bool:
-        """Whether the parts lie in memory in the order in which they are sent, [1, S, n, D]."""
-        return parts == QUERIES and self.batch == 1 and self.plan.ranks > 1
+        """Return whether the parts by heads, [1, S, n, D], are in memory in the order of an all-to-all."""
+        return parts == QUERIES and self.batch == 1 and self.schedule.ranks > 1
 
     def _packed(self, parts: slice) -> Tensor:
-        """The part of the q/k/v buffer that belongs to these of q, k and v."""
+        """View the memory of these parts in the q/k/v buffer, flat."""
         token = self.qkv_buffer.numel() // sum(self._sizes)
         first = token * sum(self._sizes[: parts.start])
         return self.qkv_buffer[first : first + token * sum(self._sizes[parts])]
 
     def _allocate_like(self, parts: slice) -> Tensor:
-        """Temporary memory of the size of these parts."""
+        """Return flat temporary memory of the size of these parts."""
         packed = self._packed(parts)
         if packed.numel() == self.q.numel():
             return self.acquire()
@@ -221,7 +245,7 @@ class StageBuffers:
         return torch.empty_like(packed)
 
     def _release(self, *temporary: Tensor) -> None:
-        """Release or free what ``_allocate_like`` returned."""
+        """Release or free tensors from ``_allocate_like``."""
         for flat in temporary:
             if flat.numel() == self.q.numel():
                 self.release(flat)

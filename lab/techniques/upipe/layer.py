@@ -1,4 +1,4 @@
-"""UPipe: attention a few heads at a time; every stage uses the buffers of the one before."""
+"""UPipe: attention in stages of a few heads, in which every stage reuses the buffers of the stage before."""
 
 from __future__ import annotations
 
@@ -24,59 +24,76 @@ from lab.techniques.upipe.schedule import Schedule, schedule
 def apply_upipe(
     model: nn.Module, *, head_chunk: int, group: dist.ProcessGroup | None, overlap: bool = False
 ) -> None:
-    """Replace every attention of ``model`` by H/U stages of U = ``head_chunk`` heads over ``group``.
+    """Replace every attention of ``model`` by H/U stages of U query heads over the ranks of ``group``.
 
-    The sequence is sharded as for ``apply_ulysses``, whose place this takes: [b, s, E] -> [b, s, E]. A stage
-    projects its U query heads from x, rotates them, exchanges sequence for heads, attends, and writes into
-    its slice of the output; keys and values are sent once, and held for the stages of their group. Backward
-    keeps x, the output and the LSEs, and recomputes q, k and v but never the attention. q_proj, k_proj,
-    v_proj and o_proj are used as weights, those that autograd makes of a LoRA adapter or a parametrization
-    (see ``effective_weight``); q_norm and k_norm as modules. For a frozen weight no gradient is computed.
+    The sequence is sharded as by ``apply_ulysses``, which this function replaces; an attention maps
+    x [b, s, E] to [b, s, E]. A stage projects its query heads from x, rotates them, exchanges sequence for
+    heads, attends, and writes its columns of the output. Keys and values are sent once, and stay in memory
+    for all stages that attend to them. The key/value heads that are in memory together are a *head group*:
+    it has U_kv heads, and a layer has g head groups. Backward needs x, the output and the log-sum-exps
+    (LSEs) of attention. It computes q, k and v again, but not the attention.
 
-    Saves, for w bytes an element, 1 row, A = w*s*E, h = w*s*D (one head), U_kv heads in flight (C times the
-    schedule's ``slots_in_flight``), and f = 4 bytes (8 in fp64) for sums:
+    q_proj, k_proj, v_proj and o_proj are used as weights; with a LoRA adapter or a parametrization, see
+    ``effective_weight``. q_norm and k_norm (QK-norm) are called as modules. No gradient is computed for a
+    frozen weight.
 
-    - held for backward, x apart: h*H + f*s*H (output and LSE)
-    - forward peak, x included: A + h*H + f*s*H + max(h*(2U + 4 U_kv) - l, A), where q, k and v travel and
-      the LSEs of their group, l = f*s*H*U_kv/max(K, C), are not there yet
-    - backward peak: 2A + h*H + f*s*H + dWo + max(stage, end), of which the 2A are x and dy, with
-      stage = h*(4U + 4 U_kv) + sums, end = 2*h*K + max(A + dWq + dWk + dWv, h*K where there are g > 1 groups
-      of U_kv heads); sums = 2*h*U_kv*f/w where a group lasts several stages, + 2*h*K*(1 - 1/g)
+    With ``overlap``, the inputs of the next stage are projected and sent before a stage attends, and travel
+    during its attention. Each of them needs two more buffers: one to send from, and one to receive in. All
+    exchanges are then hidden behind attention, except those of the first stage and those that return
+    results. If U = H there is no next stage, and if C = 1 nothing is sent. In these cases ``overlap`` changes
+    nothing, and with U = H the peak is lower than that of U = H/2 with ``overlap``.
 
-    Neither falls as U grows. Where neither of n = U/C and G divides the other, the peaks are a little less;
-    QK-norm adds what the module takes for U heads.
+    Letters: b rows, s tokens of one rank, E hidden size, H query heads, K key/value heads, G = H/K, D
+    head_dim, C ranks of ``group``, n = U/C query heads of a rank in a stage, U_kv = C times the schedule's
+    ``slots_in_flight``, g head groups, w bytes per element, f = 4 bytes per element of a sum (8 in fp64). dy
+    and dout are the gradients of the layer's output and of attention's output. Bytes of tensors, for b = 1:
+    A = w*s*E for x, h = w*s*D for one head; dWq, dWk, dWv and dWo for the gradients of the weights.
 
-    ``overlap``: before a stage attends, what the next one needs is projected and sent, and it travels
-    meanwhile, each thing in two buffers of its own, the one it was made in and the one it arrives in. So all
-    exchanges but the first stage's and those that lead home hide behind attention, and peaks rise:
+    Args:
+        model: The model.
+        head_chunk: U, the query heads of a stage, summed over the ranks: a multiple of C that divides H.
+        group: The C ranks. None is a group of one rank.
+        overlap: Whether the inputs of a stage are sent during the stage before it.
 
-    - forward, in place of h*(2U + 4 U_kv) - l: h*(4U + 2 U_kv) - f*s*U with one group, else
-      h*(4U + 6 U_kv) - l
-    - backward, added to stage: h*6U; with several groups + h*4 U_kv - 2*h*K/g more; where a group is two
-      stages and the only one, a little less
+    Saves:
+        Most of the memory of q, k, v and their copies, which ``apply_ulysses`` holds for all heads. With
+        UPipe an attention holds, in bytes:
 
-    Where U = H there is no next stage, and in a group of one nothing travels: there it changes nothing, and
-    the peak is lower than at U = H/2.
+        - for backward, in addition to x: h*H + f*s*H, the output and the LSEs.
+        - at the peak of forward, including x: A + h*H + f*s*H + max(h*(2U + 4*U_kv) - l, A). This is while q,
+          k and v are sent, when the LSEs of their head group, l = f*s*H*U_kv/max(K, C), do not exist yet.
+        - at the peak of backward: 2A + h*H + f*s*H + dWo + max(stage, end), of which 2A is x and dy, with
+          stage = h*(4U + 4*U_kv) + sums and end = 2*h*K + max(A + dWq + dWk + dWv, h*K if g > 1).
+          sums = 2*h*U_kv*f/w (only if a head group has several stages) + 2*h*K*(1 - 1/g).
 
-    Costs: 2 H/U all-to-alls forward (q, with k and v where a stage opens a group; the output) and 4 H/U
-    backward (q, with k and v; dout; the output; dq, with dk and dv); where neither of n and G divides the
-    other, 1 and 2 more for each group that opens within a stage. What travels together is copied once on
-    arrival. q, k and v are projected again in backward (twice with QK-norm); the smaller U, the smaller the
-    matrices.
-    Source: "Untied Ulysses" (arXiv 2602.21196). Leaner here: o_proj is inside, so that dout is made a stage
-    at a time instead of being held whole, and dq is written where the output was.
-    Composes with ring (``apply_ring`` on the same model: it becomes the attention of each stage),
-    checkpointing, tiling, FSDP2 applied after.
+        A larger U never needs less. If neither of n and G divides the other, the peaks are slightly lower.
+        QK-norm adds the memory of the norm for U heads.
+    Costs:
+        2*H/U all-to-alls in forward: q (with k and v in the first stage of a head group), and the output.
+        4*H/U in backward: q (with k and v), dout, the output, and dq (with dk and dv). If neither of n and G
+        divides the other, 1 more in forward and 2 more in backward for each head group that begins within a
+        stage. Tensors that are sent together are copied once after their arrival. q, k and v are projected
+        again in backward (twice with QK-norm). A smaller U means products of smaller matrices.
+
+        ``overlap`` raises the peaks. In forward, h*(2U + 4*U_kv) - l becomes h*(4U + 2*U_kv) - f*s*U if
+        g = 1, else h*(4U + 6*U_kv) - l. In backward, stage grows by h*6U, and if g > 1 by
+        h*4*U_kv - 2*h*K/g more; by slightly less if g = 1 and there are two stages.
+    Source:
+        Untied Ulysses (arXiv 2602.21196). Two things need less memory here: o_proj is a part of the stages,
+        so dout exists for one stage at a time, and dq is written over the output.
+    Composes with:
+        Ring attention (``apply_ring`` on the same model; the ring is the attention of each stage),
+        checkpointing, tiling, and FSDP2, applied after.
 
     Raises:
-        RecipeError: a U that C does not divide or that does not divide H, a C that the heads do not allow;
-            or see ``apply_attention``.
+        RecipeError: C does not divide U; U does not divide H; or the heads do not allow C. See also
+            ``apply_attention``.
     """
     decoder = decoder_of(model)
-    plan = schedule(decoder.shape.H, decoder.shape.K, size_of(group), head_chunk)
+    stages = schedule(decoder.shape.H, decoder.shape.K, size_of(group), head_chunk)
     apply_attention(model)
     for module in decoder.attentions:
-        forward = partial(upipe_forward, module, plan=plan, group=group, overlap=overlap)
+        forward = partial(upipe_forward, module, schedule=stages, group=group, overlap=overlap)
         module.forward = Patch(forward, module.forward)
 
 
@@ -87,26 +104,42 @@ def upipe_forward(
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     *,
-    plan: Schedule,
+    schedule: Schedule,
     group: dist.ProcessGroup | None,
     overlap: bool = False,
     lab_cache: ResultCache = no_cache,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What an attention module's ``forward`` is after ``apply_upipe``: x [b, s, E] -> [b, s, E].
+    """Compute one attention module in stages: its ``forward`` after ``apply_upipe``.
 
-    ``lab_cache`` stores the heads' outputs and the LSEs, so that a recomputation runs only o_proj again.
+    Args:
+        module: The attention module.
+        hidden_states: x, [b, s, E].
+        position_embeddings: Cosines and sines, [b, s, D] or [1, s, D] each.
+        attention_mask: Must be None.
+        past_key_values: Must be None.
+        schedule: The stages.
+        group: The C ranks. None is a group of one rank.
+        overlap: Whether the inputs of a stage are sent during the stage before it.
+        lab_cache: Stores the outputs of the heads and the LSEs, so that a recomputation runs only o_proj.
+        **_: Other keywords of transformers, which are not used.
+
+    Returns:
+        The output [b, s, E], and None in the place of attention weights.
 
     Raises:
-        RecipeError: a mask or a key/value cache; hooks on what it does not call; quantized weights.
+        RecipeError: There is a mask or a key/value cache; there is a hook on a projection or a norm; a weight
+            is quantized.
     """
     if attention_mask is not None or past_key_values is not None:
-        raise RecipeError("UPipe with a mask or a cache: give no attention_mask, and use_cache=False")
+        raise RecipeError(
+            "UPipe with a mask or a cache is not supported: pass no attention_mask, and use_cache=False"
+        )
     norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
     kernel = getattr(module, "lab_kernel", FLASH)
-    # A group of one exchanges nothing.
-    overlap = overlap and plan.ranks > 1
-    settings = LayerSettings(plan, group, kernel, module.scaling, module.head_dim, norms, overlap)
+    # A group of one rank sends nothing.
+    overlap = overlap and schedule.ranks > 1
+    settings = LayerSettings(schedule, group, kernel, module.scaling, module.head_dim, norms, overlap)
     weights, biases = zip(
         *(effective_weight(p, "UPipe") for p in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)),
         strict=True,
@@ -140,19 +173,19 @@ class _UPipe(torch.autograd.Function):
             return out, *lses
 
         out, *lses = cache(compute)
-        ctx.settings, ctx.spent = settings, False
+        ctx.settings, ctx.out_is_overwritten = settings, False
         ctx.save_for_backward(x, out, *tensors[:10], *lses)
         return linear(out, inputs.wo, inputs.bo)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.spent:
+        if ctx.out_is_overwritten:
             raise RecipeError(
-                "a second backward through UPipe: the first wrote dq where the output was; call backward "
+                "a second backward through UPipe: the first one wrote dq over the output; call backward "
                 "once, without retain_graph, or set head_chunk=None"
             )
-        ctx.spent = True
+        ctx.out_is_overwritten = True
         x, out, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         inputs, dout = Inputs(*rest[:10]), grads[0].contiguous()

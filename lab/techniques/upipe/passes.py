@@ -1,6 +1,10 @@
 """The two passes of a UPipe layer: forward stage by stage, and backward from the output and the LSEs.
 
-An LSE is the log-sum-exp of a row of attention scores, which a flash kernel's backward takes.
+Letters: b rows, s tokens of one rank, S = C*s tokens of all C ranks, E hidden size, H query heads, K
+key/value heads, D head_dim, n query heads of a rank in a stage, m slots in memory (a slot is one of the
+key/value heads that a rank attends to). An LSE is the log-sum-exp of each row of attention scores, which the
+backward of a flash kernel needs. dq, dk, dv, dout and dy are the gradients of q, k, v, attention's output,
+and the layer's output y.
 """
 
 from __future__ import annotations
@@ -24,12 +28,19 @@ from lab.techniques.upipe.schedule import HeadRange, Schedule, Stage
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What a layer's passes need besides tensors.
+    """The arguments of a layer's passes that are not tensors.
 
-    ``norms`` are q_norm and k_norm, or None. ``overlap`` sends a stage's inputs during the stage before it.
+    Attributes:
+        schedule: The stages of the layer.
+        group: The ranks of the Ulysses group. None is a group of one rank.
+        kernel: Computes attention.
+        scale: Multiplies the attention scores.
+        head_dim: D.
+        norms: q_norm and k_norm of the attention module, or None.
+        overlap: Whether the inputs of a stage are sent during the stage before it.
     """
 
-    plan: Schedule
+    schedule: Schedule
     group: dist.ProcessGroup | None
     kernel: Kernel
     scale: float
@@ -40,7 +51,20 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What q, k and v are computed from, in forward and again in backward. Weights are [out, in]."""
+    """The tensors, besides x, from which a layer is computed, in forward and again in backward.
+
+    Attributes:
+        cos: Cosines of the positions, [b, s, D] or [1, s, D].
+        sin: Sines of the positions, like ``cos``.
+        wq: The weight of the query projection, [H*D, E].
+        wk: The weight of the key projection, [K*D, E].
+        wv: The weight of the value projection, [K*D, E].
+        wo: The weight of the output projection, [E, H*D].
+        bq: The bias of the query projection, [H*D], or None.
+        bk: The bias of the key projection, [K*D], or None.
+        bv: The bias of the value projection, [K*D], or None.
+        bo: The bias of the output projection, [E], or None.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -55,9 +79,19 @@ class Inputs:
 
 
 def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
-    """x [b, s, E] -> the heads' outputs in the model's order [b, s, H*D]; the head ranges' LSEs [b, n, S]."""
-    buffers, lses = StageBuffers(settings.plan, settings.group, x, settings.head_dim), []
-    out = x.new_empty(*x.shape[:2], settings.plan.heads * settings.head_dim)
+    """Compute the outputs of all heads, stage by stage.
+
+    Args:
+        settings: The settings of the layer.
+        x: [b, s, E].
+        inputs: The positions, weights and biases.
+
+    Returns:
+        The outputs in the order of the model's heads, [b, s, H*D], and one LSE per head range,
+        [b, heads of the range, S].
+    """
+    buffers, lses = StageBuffers(settings.schedule, settings.group, x, settings.head_dim), []
+    out = x.new_empty(*x.shape[:2], settings.schedule.heads * settings.head_dim)
 
     def send(stage: Stage, ahead: bool) -> list[Arrival]:
         return [_send_stage(buffers, settings, inputs, stage, ahead)]
@@ -69,11 +103,9 @@ def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Te
                 arrive = _project_and_send(buffers, settings, inputs, None, heads.slots)
                 arrive()
             buffers.free()
-            attended, lse = settings.kernel.forward(
-                queries, buffers.keys, buffers.values, scale=settings.scale
-            )
-            queries.copy_(attended)
-            del attended
+            result, lse = settings.kernel.forward(queries, buffers.keys, buffers.values, scale=settings.scale)
+            queries.copy_(result)
+            del result
             lses.append(lse)
         with buffers.send_back(QUERIES) as ((outputs,), _):
             buffers.heads.write_columns(out, stage, outputs)
@@ -84,23 +116,27 @@ def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Te
 def _stages_with_inputs(
     settings: LayerSettings, send: Callable[[Stage, bool], Iterable[Arrival]]
 ) -> Iterator[tuple[Stage, list[Tensor]]]:
-    """Yield every stage with its inputs, which ``send`` has sent for it.
+    """Yield every stage with its inputs.
 
-    With overlap, the inputs of the next stage are already being sent while this one is computed. Without it,
-    each input is sent when its stage begins, and has arrived before the next one is made.
+    With overlap, the inputs of the next stage are sent while the caller computes this stage. Without overlap,
+    the inputs of a stage are sent when the stage begins, one after the other.
+
+    Args:
+        settings: The settings of the layer.
+        send: Starts to send the inputs of a stage. The bool says whether an earlier stage still runs.
     """
-    stages, ahead = settings.plan.stages, list[Arrival]()
+    stages, ahead = settings.schedule.stages, list[Arrival]()
     for i, stage in enumerate(stages):
         arrived = [arrive() for arrive in ahead or send(stage, False)]
         ahead = list(send(stages[i + 1], True)) if settings.overlap and i + 1 < len(stages) else []
-        # If the stage fails, transfers that have not arrived keep their buffers alive themselves.
+        # If the stage fails, the transfers that have not arrived yet keep their buffers alive.
         yield stage, arrived
 
 
 def _send_stage(
     buffers: StageBuffers, settings: LayerSettings, inputs: Inputs, stage: Stage, ahead: bool
 ) -> Arrival:
-    """Project and send a stage's queries, and its keys and values if it begins with new ones."""
+    """Project and send a stage's queries, and its keys and values unless an earlier stage has sent them."""
     return _project_and_send(
         buffers, settings, inputs, stage, stage[0].slots if stage[0].opens else None, ahead=ahead
     )
@@ -147,10 +183,17 @@ def _norm(norm: nn.Module | None, heads: Tensor) -> None:
 class Backward:
     """One backward pass of a layer.
 
-    It writes dq into ``out``: a stage's columns of ``out`` are overwritten as soon as they have been read.
+    It overwrites ``out`` with dq: the columns of a stage are not needed after that stage.
 
-    ``needed`` says for x, cos, sin, the four weights, the four biases and the norms' parameters which
-    gradients are asked for.
+    Args:
+        settings: The settings of the layer.
+        x: The input of the layer, [b, s, E].
+        out: The outputs of all heads from ``forward_pass``, [b, s, H*D].
+        inputs: The positions, weights and biases.
+        lses: The LSEs from ``forward_pass``.
+        grad: dy, the gradient of the layer's output, [b, s, E].
+        needed: Whether a gradient is needed: for x, cos, sin, the four weights, the four biases, and each
+            parameter of the norms.
     """
 
     def __init__(
@@ -174,43 +217,44 @@ class Backward:
             for norm in settings.norms
         ]
         self.sums: list[Tensor] = []
-        # For this rank's tokens: one tensor [b, s, m, C/replicas, D] a group of heads, in the model's order.
+        # For this rank's tokens, one tensor [b, s, m, C/replicas, D] for each set of slots, in model order.
         self.dk: list[Tensor] = []
         self.dv: list[Tensor] = []
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Gradients of x, (cos, sin), the four weights, the four biases, the norms' parameters.
+        """Return the gradients of x, cos, sin, the four weights, the four biases, and the norms' parameters.
 
-        A gradient that is not needed is None: no product is computed for a frozen weight, and no stage is run
-        if only the output projection's gradients are needed.
+        Those of cos and sin are None, and so is every gradient that is not needed. No product is computed for
+        a frozen weight. No stage runs if only gradients of the output projection are needed.
         """
         inputs = self.inputs
-        of_x, _, _, *of_w = self.needed[:7]
-        of_b, of_norms = self.needed[7:11], self.needed[11:]
+        x_needed, _, _, *w_needed = self.needed[:7]
+        b_needed, norms_needed = self.needed[7:11], self.needed[11:]
         grad, out, x = (t.flatten(0, 1) for t in (self.grad, self.out, self.x))
-        dwo = grad.T @ out if of_w[3] else None
-        dbo = grad.sum(0) if of_b[3] else None
-        if not any((of_x, *of_w[:3], *of_b[:3], *of_norms)):
-            return *(None,) * 6, dwo, *(None,) * 3, dbo, *(None for _ in of_norms)
-        self._stages()
-        grads = (out, _joined(self.dk), _joined(self.dv))
-        dw = [g.T @ x if wanted else None for g, wanted in zip(grads, of_w[:3], strict=True)]
-        db = [g.sum(0) if wanted else None for g, wanted in zip(grads, of_b[:3], strict=True)]
+        dwo = grad.T @ out if w_needed[3] else None
+        dbo = grad.sum(0) if b_needed[3] else None
+        if not any((x_needed, *w_needed[:3], *b_needed[:3], *norms_needed)):
+            return *(None,) * 6, dwo, *(None,) * 3, dbo, *(None for _ in norms_needed)
+        self._run_stages()
+        grads = (out, _join(self.dk), _join(self.dv))
+        dw = [g.T @ x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
+        db = [g.sum(0) if needed else None for g, needed in zip(grads, b_needed[:3], strict=True)]
         dx = None
-        if of_x:
+        if x_needed:
             dx = grads[0] @ inputs.wq
             dx = dx.addmm_(grads[1], inputs.wk).addmm_(grads[2], inputs.wv).view_as(self.x)
         return dx, None, None, *dw, dwo, *db, dbo, *self._norm_grads()
 
     def _norm_grads(self) -> Iterator[Tensor | None]:
-        """The gradients of the norms' parameters, each sum rounded once."""
+        """Yield the gradients of the norms' parameters; each sum is rounded once."""
         for norm, sums in zip(self.settings.norms, self.norm_sums, strict=True):
             totals = iter(sums)
             for parameter in norm.parameters() if norm is not None else ():
                 yield next(totals).to(parameter.dtype) if parameter.requires_grad else None
 
-    def _stages(self) -> None:
-        buffers = StageBuffers(self.settings.plan, self.settings.group, self.x, self.settings.head_dim)
+    def _run_stages(self) -> None:
+        """Compute dq in ``out``, and dk, dv and the sums of the norms' gradients."""
+        buffers = StageBuffers(self.settings.schedule, self.settings.group, self.x, self.settings.head_dim)
         for stage, (_, dout, out) in _stages_with_inputs(self.settings, partial(self._send, buffers)):
             for i, heads in enumerate(stage):
                 if i and heads.opens:
@@ -226,7 +270,7 @@ class Backward:
         buffers.close()
 
     def _send(self, buffers: StageBuffers, stage: Stage, ahead: bool) -> Iterator[Arrival]:
-        """Send what a stage's backward needs: q, k and v; dout, computed from dy; out."""
+        """Send the inputs of a stage's backward: q, k and v; dout, which is computed from dy; and out."""
         yield _send_stage(buffers, self.settings, self.inputs, stage, ahead)
         dout = buffers.acquire()
         buffers.heads.project_grad(stage, self.grad, self.inputs.wo, buffers.by_sequence(dout))
@@ -236,9 +280,10 @@ class Backward:
         yield buffers.to_heads(out, ahead=ahead)
 
     def _attend(self, buffers: StageBuffers, heads: HeadRange, q: Tensor, dout: Tensor, out: Tensor) -> None:
-        """Run attention's backward for one head range, [b, heads, S, D].
+        """Run the backward of attention for one head range.
 
-        ``q`` is overwritten with dq; dk and dv are added to the sums of their group.
+        ``q``, ``dout`` and ``out`` are [b, heads of the range, S, D]. ``q`` is overwritten with dq. dk and dv
+        are added to the sums of the range's slots.
         """
         buffers.free()
         dq, *dk_dv = self.settings.kernel.backward(
@@ -247,17 +292,17 @@ class Backward:
         q.copy_(dq)
         del dq
         if heads.opens:
-            # A group's sum over its stages is kept in the accumulation dtype; a range that is a whole
-            # group needs no sum.
+            # The sums over all ranges with the same slots are kept in the accumulation dtype. If there is one
+            # such range, no sum is needed.
             self.sums = [g if heads.closes else g.to(self.sum_dtype) for g in dk_dv]
         else:
-            for total, more in zip(self.sums, dk_dv, strict=True):
-                total.add_(more)
+            for total, part in zip(self.sums, dk_dv, strict=True):
+                total.add_(part)
 
     def _send_gradients_back(self, buffers: StageBuffers, stage: Stage | None, slots: range | None) -> None:
-        """Send dq of ``stage`` and the sums of dk and dv of ``slots`` back to their tokens' ranks."""
+        """Send dq of ``stage`` and the sums of dk and dv of ``slots`` back to the ranks of their tokens."""
         inputs, settings = self.inputs, self.settings
-        buffers.free()  # so that the memory of this transfer does not add to that of the stage's buffers
+        buffers.free()  # The memory of this transfer replaces that of the stage's buffers.
         with self._sending_back(buffers, stage, slots) as (parts, scratch):
             if stage is not None:
                 dq = parts.pop(0)
@@ -274,34 +319,38 @@ class Backward:
                 if settings.norms[1] is not None:
                     buffers.heads.project_slots(slots, inputs.wk, inputs.bk, raw)
                     dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
-                for parts_of_layer, grad in ((self.dk, dk), (self.dv, dv)):
-                    parts_of_layer.append(
-                        grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format)
-                    )
+                for grads, grad in ((self.dk, dk), (self.dv, dv)):
+                    grads.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
 
     def _sending_back(
         self, buffers: StageBuffers, stage: Stage | None, slots: range | None
     ) -> AbstractContextManager[tuple[list[Tensor], Tensor]]:
-        """Call ``send_back`` so that it holds the only references to the sums."""
+        """Call ``send_back`` with the sums, and drop this object's references to them."""
         sums: list[Tensor] = []
         if slots is not None:
             sums, self.sums = self.sums, sums
         return buffers.send_back(_sent_parts(stage, slots), *sums)
 
     def _norm_backward(self, which: int, raw: Tensor, grad: Tensor) -> Tensor:
-        """Run the module's own norm again with gradients; add its parameters' gradients to their sums."""
+        """Return the gradient of a norm's input, and add the gradients of its parameters to their sums.
+
+        Args:
+            which: 0 for q_norm, 1 for k_norm.
+            raw: The norm's input.
+            grad: The gradient of the norm's output.
+        """
         norm = self.settings.norms[which]
         assert norm is not None
         with torch.enable_grad(), parameter_aliases(norm) as aliases:
             leaf = raw.detach().requires_grad_()
             grads = torch.autograd.grad(norm(leaf), (leaf, *aliases), grad)
-        for total, more in zip(self.norm_sums[which], grads[1:], strict=True):
-            total.add_(more)
+        for total, part in zip(self.norm_sums[which], grads[1:], strict=True):
+            total.add_(part)
         return grads[0]
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """[b, s, m, C/replicas, D] of each group of heads -> [b*s, K*D]; clears the list of parts."""
+def _join(parts: list[Tensor]) -> Tensor:
+    """Join one tensor [b, s, m, C/replicas, D] for each set of slots to [b*s, K*D], and clear the list."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     parts.clear()
     return whole.flatten(2).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""A stage's heads in the weights and in the model's order: projecting, reading, writing and summing them."""
+"""The projections of a stage's heads, and copies between the orders of heads in a stage and in the model."""
 
 from __future__ import annotations
 
@@ -9,33 +9,40 @@ from lab.techniques.upipe.schedule import Schedule, Stage
 
 
 class HeadProjections:
-    """The heads of a layer's x [b, s, E] in the order of ``plan``, by sequence: [C, b, s, heads, D].
+    """The projections and copies of the heads of one layer, with the input x [b, s, E].
 
-    Letters: b rows, s local tokens, n query heads a rank and stage, m slots in flight.
+    The heads of a stage are tensors [C, b, s, heads, D]: the heads of each of the C ranks, for this rank's
+    tokens. ``StageBuffers`` calls this order "by sequence".
+
+    Letters: b rows, s tokens of one rank, E hidden size, C ranks in the Ulysses group, n query heads of a
+    rank in a stage, m slots in memory, D head_dim, H query heads and K key/value heads of the layer.
     """
 
-    def __init__(self, plan: Schedule, x: Tensor, head_dim: int) -> None:
-        self.plan, self.head_dim = plan, head_dim
+    def __init__(self, schedule: Schedule, x: Tensor, head_dim: int) -> None:
+        self.schedule, self.head_dim = schedule, head_dim
         self.x = x.reshape(-1, x.shape[-1])
 
-    # ---- replicas of key/value heads, where there are fewer than ranks -----------------------------------
+    # ---- replicas of key/value heads, if there are fewer heads than ranks --------------------------------
 
     def sum_replicas(self, x: Tensor) -> Tensor:
-        """Replicas of heads, [C, ...], summed into the first of each: the view [C/replicas, ...]."""
+        """Sum the replicas of each head, [C, ...], into the first one; return the view [C/replicas, ...]."""
         first = self.first_replicas(x)
-        if self.plan.replicas > 1:
-            first.copy_(x.unflatten(0, (-1, self.plan.replicas)).sum(1))
+        if self.schedule.replicas > 1:
+            first.copy_(x.unflatten(0, (-1, self.schedule.replicas)).sum(1))
         return first
 
     def first_replicas(self, x: Tensor) -> Tensor:
-        """[C, ...] -> the view [C/replicas, ...]."""
-        first: Tensor = x.unflatten(0, (-1, self.plan.replicas))[:, 0]
+        """View the first replica of each head: [C, ...] -> [C/replicas, ...]."""
+        first: Tensor = x.unflatten(0, (-1, self.schedule.replicas))[:, 0]
         return first
 
     # ---- projections -----------------------------------------------------------------------------------
 
     def project_queries(self, stage: Stage, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
-        """x [b, s, E] times the stage's rows of W [H*D, E], into ``target`` [C, b, s, n, D]."""
+        """Project the stage's query heads into ``target`` [C, b, s, n, D].
+
+        They are the product of x and the stage's rows of ``weight`` [H*D, E].
+        """
         rows = self._by_slot(weight, 0)
         biases = None if bias is None else self._by_slot(bias, 0)
         for slot, queries, part in self._pieces(stage, target):
@@ -45,37 +52,45 @@ class HeadProjections:
             )
 
     def project_grad(self, stage: Stage, grad: Tensor, weight: Tensor, target: Tensor) -> None:
-        """dy [b, s, E] times the stage's columns of Wo [E, H*D], into ``target`` [C, b, s, n, D]."""
+        """Compute the gradient of the stage's outputs, into ``target`` [C, b, s, n, D].
+
+        It is the product of ``grad`` [b, s, E] and the stage's columns of ``weight`` [E, H*D], which is the
+        output projection's.
+        """
         columns = self._by_slot(weight, 1)
         for slot, queries, part in self._pieces(stage, target):
             matrix = columns[:, slot, :, queries].flatten(2, 3).transpose(0, 1)
             _multiply(grad.flatten(0, 1), matrix, None, part)
 
     def project_slots(self, slots: range, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
-        """x times the slots' rows of W [K*D, E], into ``target`` [C, b, s, m, D], replicas alike."""
-        plan = self.plan
+        """Project the slots into ``target`` [C, b, s, m, D]; all replicas of a head are equal.
+
+        They are the product of x and the slots' rows of ``weight`` [K*D, E].
+        """
+        schedule = self.schedule
         # [C/replicas, replicas, b*s, m, D]: project once for the first replica, then copy
-        shared = target.flatten(1, 2).unflatten(0, (-1, plan.replicas))
-        rows = weight.view(plan.slots, -1, self.head_dim, weight.shape[1])
+        shared = target.flatten(1, 2).unflatten(0, (-1, schedule.replicas))
+        rows = weight.view(schedule.slots, -1, self.head_dim, weight.shape[1])
         for i, slot in enumerate(slots):
-            part = None if bias is None else bias.view(plan.slots, -1, self.head_dim)[slot]
+            part = None if bias is None else bias.view(schedule.slots, -1, self.head_dim)[slot]
             _multiply(self.x, rows[slot].transpose(1, 2), part, shared[:, 0, :, i])
-        if plan.replicas > 1:
+        if schedule.replicas > 1:
             shared[:, 1:].copy_(shared[:, :1])
 
-    # ---- between heads by sequence and the whole [b, s, H*D] in model order -------------------------------
+    # ---- copies between a stage's heads and all heads [b, s, H*D] in the order of the model ---------------
 
     def write_columns(self, full: Tensor, stage: Stage, heads: Tensor) -> None:
-        """Copy a stage's ``heads`` [C, b, s, n, D] to where the model has them in ``full``."""
+        """Copy a stage's ``heads`` [C, b, s, n, D] to their columns of ``full`` [b, s, H*D]."""
         for in_model, in_stage in self._columns(full, stage, heads):
             in_model.copy_(in_stage)
 
     def read_columns(self, full: Tensor, stage: Stage, heads: Tensor) -> None:
-        """Copy them from there to ``heads``."""
+        """Copy a stage's columns of ``full`` [b, s, H*D] to ``heads`` [C, b, s, n, D]."""
         for in_model, in_stage in self._columns(full, stage, heads):
             in_stage.copy_(in_model)
 
     def _columns(self, full: Tensor, stage: Stage, heads: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return, for each slot of the stage, views of its query heads in ``full`` and in ``heads``."""
         by_slot = self._by_slot(full, 2)
         pieces, first = [], 0
         for heads_range in stage:
@@ -88,16 +103,20 @@ class HeadProjections:
         return pieces
 
     def _sizes(self) -> tuple[int, int, int, int]:
-        """A model's H heads as [slots, C, G, D]: rank r's part of slot g are heads (g*C + r)*G to +G."""
-        return self.plan.slots, self.plan.ranks, self.plan.group, self.head_dim
+        """Return the shape [slots, C, G, D] of the H*D features of all query heads.
+
+        G is the number of query heads per slot; those of slot g on rank r are heads (g*C + r)*G to
+        (g*C + r + 1)*G.
+        """
+        return self.schedule.slots, self.schedule.ranks, self.schedule.queries_per_slot, self.head_dim
 
     def _by_slot(self, weight: Tensor, dim: int) -> Tensor:
         by_slot: Tensor = weight.unflatten(dim, self._sizes())
         return by_slot
 
     def _pieces(self, stage: Stage, target: Tensor) -> list[tuple[int, slice, Tensor]]:
-        """For each slot of the stage: its number, queries, and part of ``target`` as [C, b*s, heads*D]."""
-        rows = target.view(self.plan.ranks, self.x.shape[0], -1)
+        """Return, for each slot of the stage: its number, its queries, and its view [C, b*s, heads*D]."""
+        rows = target.view(self.schedule.ranks, self.x.shape[0], -1)
         pieces, first = [], 0
         for heads_range in stage:
             width = len(heads_range.queries) * self.head_dim
@@ -114,9 +133,9 @@ class HeadProjections:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``out`` [C, t, d] = x [t, E] times weight [C, E, d], plus bias [C, d]; x is not copied C times."""
-    everywhere = x.expand(weight.shape[0], *x.shape)
+    """Write x [t, E] times weight [C, E, d], plus bias [C, d], to ``out`` [C, t, d]; x is not copied."""
+    expanded = x.expand(weight.shape[0], *x.shape)
     if bias is None:
-        torch.bmm(everywhere, weight, out=out)
+        torch.bmm(expanded, weight, out=out)
     else:
-        torch.baddbmm(bias[:, None], everywhere, weight, out=out)
+        torch.baddbmm(bias[:, None], expanded, weight, out=out)

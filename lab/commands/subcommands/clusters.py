@@ -1,0 +1,59 @@
+"""``lab cluster``: the profiles by which ranks start, and the clusters on this machine."""
+
+from __future__ import annotations
+
+import click
+
+from lab.commands.base import one_line_errors
+
+
+@click.group()
+def cluster() -> None:
+    """Show where ranks can run, and list or end clusters."""
+
+
+@cluster.command()
+def profiles() -> None:
+    """Say which profile to use on which machines."""
+    import cluster.profiles
+
+    click.echo((cluster.profiles.__doc__ or "").strip())
+
+
+@cluster.command()
+@click.argument("name")
+@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field.")
+@one_line_errors
+def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
+    """Show the fields of profile NAME, rank 0's environment and what would start, with reasons."""
+    from cluster.profiles import find_profile
+    from cluster.profiles.parsing import parse_fields
+    from cluster.profiles.showing import describe
+
+    click.echo(describe(find_profile(name, **parse_fields(name, settings)), ranks))
+
+
+@cluster.command()
+@one_line_errors
+def status() -> None:
+    """List your clusters on this machine, with the owner and the living processes of each."""
+    from cluster.registry import status_text
+
+    click.echo(status_text())
+
+
+@cluster.command()
+@one_line_errors
+def clean() -> None:
+    """End the processes of clusters whose owner is gone, by the process ids that they recorded."""
+    from cluster.registry import clean
+
+    cleaned = clean()
+    for entry, ended in cleaned:
+        click.echo(f"{entry.name}: {ended} processes ended")
+    if not cleaned:
+        click.echo("nothing to clean")
+
+
+COMMANDS = (cluster,)

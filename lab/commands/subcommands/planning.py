@@ -1,0 +1,185 @@
+"""``lab plan``, ``ladder``, ``max-context`` and ``fit``: commands that need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lab.commands.base import JSON, RECIPE, SET, TOKENS, P, T, one_line_errors, pick, print_answer, status
+
+
+def _planning_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of all planning commands to a command, which takes them as ``settings``."""
+    for option in reversed(
+        (
+            click.argument("model"),
+            click.option("--ranks", type=int, required=True, help="GPUs in all."),
+            click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]"),
+            click.option("--ranks-per-node", type=int, default=8, help="GPUs that share a host. [8]"),
+            click.option("--device", default="h100", help="The GPU of the time estimate. [h100]"),
+            click.option(
+                "--no-workspace",
+                "workspace",
+                is_flag=True,
+                flag_value=False,
+                default=True,
+                help="Leave out the memory that CUDA takes outside torch's view.",
+            ),
+            JSON,
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _memory_options(device: str | None, host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def add(command: Callable[P, T]) -> Callable[P, T]:
+        defaults = [f" [{value}]" if value else "" for value in (device, host)]
+        command = click.option("--host-memory", default=host, help=f"Of a node: 2TiB.{defaults[1]}")(command)
+        return click.option("--device-memory", default=device, help=f"Of a GPU: 80GiB.{defaults[0]}")(command)
+
+    return add
+
+
+Answer = tuple[Any, str]
+"""What a command answers: the plain values that ``--json`` prints, and the text."""
+
+
+def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: bool = True) -> None:
+    """Print the answer of the command that runs, as it was saved when the same was asked before, or made now.
+
+    To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
+    """
+    from lab.planning.plan_cache import cached
+
+    context = click.get_current_context()
+    facts = {"command": context.info_name, **context.params, "model": _identity(context.params["model"])}
+    del facts["as_json"]
+    values, text = (
+        cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
+    )
+    print_answer(values if as_json else text)
+
+
+def _answer(document: dict[str, Any]) -> Answer:
+    values, text = document["answer"]
+    return values, text
+
+
+def _identity(model: str) -> list[object]:
+    """What a plan of the model depends on: its name, or its path, its config and the names of its files."""
+    path = Path(model)
+    directory = path.parent if path.name == "config.json" else path
+    config = directory / "config.json"
+    if not config.is_file():
+        return [model]
+    files = sorted(file.name for file in directory.iterdir())
+    return [str(directory.absolute()), config.read_bytes().hex(), files]
+
+
+@click.command()
+@_planning_options
+@TOKENS
+@RECIPE
+@SET
+@_memory_options(None, None)
+@click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
+@one_line_errors
+def plan(
+    model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, quick: bool, **settings: Any
+) -> None:
+    """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
+
+    def make() -> Answer:
+        from lab.commands.report import plan_text, quick_text
+        from lab.planning.plan import plan
+        from lab.planning.quick_plan import quick_plan
+        from lab.recipe.recipe import parse_knobs
+
+        if quick:
+            answered = quick_plan(model, recipe, **settings, **parse_knobs(knobs))
+            return answered.to_json(), quick_text(answered)
+        with status(f"planning {model}"):
+            planned = plan(model, recipe, **settings, **parse_knobs(knobs))
+        return planned.to_json(), plan_text(planned)
+
+    print_cached_answer(as_json, make)
+
+
+@click.command()
+@_planning_options
+@TOKENS
+@SET
+@_memory_options(None, None)
+@click.option("--figure", type=click.Path(path_type=Path), help="Also draw it into this PNG file.")
+@one_line_errors
+def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
+    """Plan one training step of MODEL for each rung of the ladder."""
+
+    def make() -> Answer:
+        from lab.commands.report import check_folder, draw_ladder, ladder_text
+        from lab.planning.plan import plan_ladder
+        from lab.recipe.recipe import parse_knobs
+
+        if figure is not None:
+            check_folder(figure)
+        with status(f"planning {model}") as say:
+            plans = plan_ladder(
+                model, watch=lambda rung, _: say(f"planned {rung}"), **settings, **parse_knobs(knobs)
+            )
+        if figure is not None:
+            draw_ladder(plans, figure)
+        keys = ("device_peak", "host_peak", "fits")
+        rows = [{"name": name} | pick(keys, planned.to_json()) for name, planned in plans.items()]
+        return rows, ladder_text(plans)
+
+    print_cached_answer(as_json, make, saved=figure is None)
+
+
+@click.command("max-context")
+@_planning_options
+@RECIPE
+@SET
+@_memory_options("80GiB", "2TiB")
+@one_line_errors
+def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+    """Find the longest context of MODEL that fits, and what stops a longer one."""
+
+    def make() -> Answer:
+        from lab.commands.report import max_context_text, plan_line
+        from lab.planning.max_context import max_context
+        from lab.recipe.recipe import parse_knobs
+
+        with status(f"planning {model}") as say:
+            longest = max_context(
+                model, recipe, watch=lambda tried: say(plan_line(tried)), **settings, **parse_knobs(knobs)
+            )
+        return longest.to_json(), max_context_text(longest)
+
+    print_cached_answer(as_json, make)
+
+
+@click.command()
+@_planning_options
+@TOKENS
+@_memory_options("80GiB", "2TiB")
+@one_line_errors
+def fit(model: str, as_json: bool, **settings: Any) -> None:
+    """Find the fastest recipes that fit MODEL at this context, and the price in time of less memory."""
+
+    def make() -> Answer:
+        from lab.commands.report import fit_text, plan_line
+        from lab.planning.fit import fit
+
+        with status(f"planning {model}") as say:
+            plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {plan_line(tried)}"), **settings)
+        keys = ("recipe", "device_peak", "host_peak", "step_seconds")
+        return [pick(keys, planned.to_json()) for planned in plans], fit_text(plans)
+
+    print_cached_answer(as_json, make)
+
+
+COMMANDS = (plan, ladder, max_context, fit)

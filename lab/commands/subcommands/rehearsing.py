@@ -1,0 +1,54 @@
+"""``lab rehearse``: one real training step on one GPU, or at a small size on CPU, as one rank of many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from lab.commands.base import (
+    JSON,
+    RECIPE,
+    SET,
+    TEXT,
+    TOKENIZER,
+    TOKENS,
+    grow_segments,
+    one_line_errors,
+    print_answer,
+    status,
+)
+
+
+@click.command()
+@click.argument("model")
+@TOKENS
+@click.option("--ranks", type=int, required=True, help="GPUs in all; this machine is one of them.")
+@RECIPE
+@SET
+@click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@TEXT
+@TOKENIZER
+@click.option("--layers", type=int, help="Only the first so many layers. [all]")
+@click.option(
+    "--steps", type=int, default=1, help="Timed steps after the metered step; 0 times that one. [1]"
+)
+@click.option("--device-memory", help="Act as a GPU of this memory: 80GiB.")
+@click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="Where it runs. [a GPU, if there is one]")
+@click.option("--device", default="h100", help="The GPU whose links are assumed. [h100]")
+@click.option("--ranks-per-node", type=int, default=8, help="GPUs that share links. [8]")
+@JSON
+@one_line_errors
+def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+    """Run one training step of MODEL as one rank of many, and measure it; all peers are simulated."""
+    grow_segments()
+    from lab.commands.report import rehearsal_text
+    from lab.recipe.recipe import parse_knobs
+    from lab.rehearsing.rehearse import rehearse
+
+    with status(f"rehearsing {model}") as say:
+        result = rehearse(model, recipe, watch=say, **settings, **parse_knobs(knobs))
+    print_answer(result.to_json() if as_json else rehearsal_text(result))
+
+
+COMMANDS = (rehearse,)

@@ -1,0 +1,31 @@
+"""The base of the classes that see every operator that runs, such as the meter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lab.torch_private import DispatchMode, is_wrapper
+
+
+class Observer(DispatchMode):
+    """A context manager that passes every operator that runs inside it to ``observe``."""
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func(*args, **kwargs)`` and return its result. Subclasses add what they record."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Pass an operator on to ``observe``.
+
+        A wrapper, such as a DTensor, is first replaced by the tensors in it; their operators are passed on.
+        """
+        if any(map(is_wrapper, types)):
+            return NotImplemented
+        return self.observe(func, args, kwargs or {})

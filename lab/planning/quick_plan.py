@@ -1,0 +1,93 @@
+"""A quick plan: the closed form's answer to what ``lab.plan`` is asked. No step is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lab.models import ModelLike, config_of
+from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.hardware import fixed_workspace, hardware
+from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class QuickPlan:
+    """A job on a machine, with its estimate.
+
+    Attributes:
+        job: What is estimated.
+        machine: The hardware that it is estimated for.
+        estimate: The closed form's peaks, without what CUDA takes outside torch's view.
+    """
+
+    job: Job
+    machine: Machine
+    estimate: Estimate
+
+    @property
+    def device_peak(self) -> int:
+        """Device bytes of a rank; what CUDA takes outside torch's view is counted where the machine says."""
+        return self.estimate.device_peak + self.machine.workspace * fixed_workspace(self.job.ranks)
+
+    @property
+    def host_peak_per_node(self) -> int:
+        """Host bytes of a node."""
+        return self.estimate.host_peak * min(self.job.ranks, self.machine.ranks_per_node)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether both peaks are below the limits; None where there is no limit."""
+        limits = self.machine.device_memory, self.machine.host_memory
+        peaks = self.device_peak, self.host_peak_per_node
+        if limits == (None, None):
+            return None
+        return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        """The answers as plain values."""
+        return {
+            "closed_form": True,
+            "recipe": self.job.recipe.to_json(),
+            "tokens": self.job.tokens,
+            "ranks": self.job.ranks,
+            "device_peak": self.device_peak,
+            "host_peak": self.estimate.host_peak,
+            "host_peak_per_node": self.host_peak_per_node,
+            "fits": self.fits,
+            "moment": self.estimate.moment,
+            "parts": self.estimate.parts,
+        }
+
+
+def quick_plan(
+    model: ModelLike,
+    recipe: str | Recipe,
+    *,
+    tokens: int | str,
+    ranks: int,
+    rows: int = 1,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    ranks_per_node: int = 8,
+    device: str = "h100",
+    workspace: bool = True,
+    **knobs: Any,
+) -> QuickPlan:
+    """Answer as ``lab.plan`` does, from the closed form alone.
+
+    Raises:
+        LabError: a model, recipe, size or device that cannot work.
+    """
+    hardware(device)  # refuses a device that the table has not
+    machine = make_machine(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        ranks_per_node=ranks_per_node,
+        workspace=workspace,
+    )
+    config = config_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    return QuickPlan(job, machine, estimate_job(config, job))

@@ -1,0 +1,167 @@
+"""What every verb is asked: a job, the machine it is for, and how it is trained; texts are read here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.errors import LabError
+from lab.models import ModelLike
+from lab.recipe.ladder import recipe_for
+from lab.recipe.recipe import Recipe
+from lab.units import check_counts, format_tokens, parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step that is asked for.
+
+    Attributes:
+        model: A preset's name, a directory, a config, or a callable that returns a model.
+        recipe: The techniques, checked against the model and the ranks.
+        tokens: S, the tokens of a row.
+        ranks: P, the ranks of the process group.
+        rows: The rows of the global batch.
+        recipe_name: The name that the recipe was asked for by, if it has one.
+    """
+
+    model: ModelLike
+    recipe: Recipe
+    tokens: int
+    ranks: int
+    rows: int = 1
+    recipe_name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """One line that names the step: model, recipe, ranks, tokens."""
+        model = Path(self.model).name if isinstance(self.model, str | Path) else "model"
+        recipe = self.recipe_name or _settings(self.recipe)
+        return f"{model} · {recipe} · {self.ranks} ranks · {format_tokens(self.tokens)} tokens"
+
+
+def make_job(
+    model: ModelLike,
+    recipe: str | Recipe,
+    *,
+    tokens: int | str,
+    ranks: int,
+    rows: int = 1,
+    config: PretrainedConfig | None = None,
+    **knobs: Any,
+) -> Job:
+    """Read the sizes, make the recipe, and check it against the model and the ranks.
+
+    Args:
+        model: As ``Job.model``.
+        recipe: A recipe, or the name of one.
+        tokens: A number, or a text such as "5M".
+        ranks: The ranks of the process group.
+        rows: The rows of the global batch.
+        config: The model's config, for a caller that has it: the config of a callable is that of a model
+            that is made for it.
+        knobs: Fields of the recipe that are set by hand.
+
+    Raises:
+        LabError: a model, recipe or size that cannot work.
+    """
+    length = parse_tokens(tokens)
+    check_counts({"ranks": ranks, "rows": rows})
+    chosen = recipe_for(recipe, model, ranks, length, config=config, **knobs)
+    return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that a step is planned for.
+
+    Attributes:
+        device: The name of the GPU in the hardware table.
+        device_memory: Bytes of a device; None for no limit.
+        host_memory: Bytes of a node's host memory; None for no limit.
+        ranks_per_node: The ranks of a node.
+        workspace: Whether the bytes that CUDA takes outside torch's view are counted. Without them the bytes
+            are those that CPU ranks measure.
+    """
+
+    device: str = "h100"
+    device_memory: int | None = None
+    host_memory: int | None = None
+    ranks_per_node: int = 8
+    workspace: bool = True
+
+
+def make_machine(
+    *,
+    device: str = "h100",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    ranks_per_node: int = 8,
+    workspace: bool = True,
+) -> Machine:
+    """Read the sizes, which may be texts such as "80GiB".
+
+    Raises:
+        LabError: a size that cannot be read, or ranks that are no count.
+    """
+    check_counts({"ranks_per_node": ranks_per_node})
+    device_bytes, host_bytes = (
+        None if given is None else parse_bytes(given) for given in (device_memory, host_memory)
+    )
+    return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace)
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a job is trained.
+
+    Attributes:
+        steps: Optimizer steps.
+        text: A file or a folder of text; None for the Python standard library's sources.
+        tokenizer: A local directory; None for bytes as tokens.
+        learning_rate: The learning rate of AdamW.
+        clip_norm: Gradients are scaled so that their global norm is at most this.
+        seed: The seed of the first values of the parameters, where the model has no weights.
+
+    Raises:
+        LabError: numbers with which an update would make parameters NaN, or go the wrong way.
+    """
+
+    steps: int
+    text: str | Path | None = None
+    tokenizer: str | Path | None = None
+    learning_rate: float = 1e-3
+    clip_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts({"steps": self.steps})
+        if not (_is_number(self.learning_rate) and 0 <= self.learning_rate < math.inf):
+            raise LabError(
+                f"learning_rate={self.learning_rate!r}: it takes a finite number, 0 or more, for instance "
+                "0.001"
+            )
+        if not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            raise LabError(
+                f"clip_norm={self.clip_norm!r}: it takes a number above 0, for instance 1.0, or inf for no "
+                "clipping"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _settings(recipe: Recipe) -> str:
+    """The fields in which a recipe differs from the plain one; of more than three, the first two."""
+    plain = Recipe().to_json()
+    differing = [field for field, value in recipe.to_json().items() if value != plain[field]]
+    if len(differing) > 3:
+        differing = [*differing[:2], f"{len(differing) - 2} more"]
+    return " + ".join(differing) or "plain"

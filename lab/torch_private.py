@@ -1,0 +1,409 @@
+"""Every use of torch's private interfaces in this package.
+
+A new version of torch may rename or remove each of them. ``lab_tests/test_torch_private.py`` tests each name
+of this module with the torch that is installed. A name that torch has too means what it means there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, _guards, nn
+from torch._C import _distributed_c10d
+from torch._subclasses import fake_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed import fake_pg
+from torch.utils import _python_dispatch
+
+# mypy does not see the names of these that start with an underscore.
+_C: Any = torch._C
+_c10d: Any = dist.distributed_c10d
+_c10d_bindings: Any = _distributed_c10d
+_aten: Any = torch.ops.aten
+
+# ---- fake tensors ------------------------------------------------------------------------------------------
+
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor with a shape, a dtype and a device, and without memory for its elements.
+
+Its storage has the size in bytes that a real one would have, and dies with the last tensor that uses it. Its
+attribute ``fake_mode`` is the mode that made it.
+"""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""A context in which operators make fake tensors; with ``allow_non_fake_inputs=True`` from real ones too."""
+
+detect_fake_mode = _guards.detect_fake_mode
+"""Return the ``FakeTensorMode`` that this thread is in, or None."""
+
+unset_fake_temporarily = fake_tensor.unset_fake_temporarily
+"""A context in which operators make real tensors again, inside a ``FakeTensorMode``."""
+
+
+# ---- dispatch modes ----------------------------------------------------------------------------------------
+
+
+class DispatchMode(_python_dispatch.TorchDispatchMode):
+    """The base of a mode whose ``__torch_dispatch__`` sees every operator that this thread runs in it.
+
+    torch wraps this method of a mode, so that ``torch.compile`` leaves it out. The wrapper takes a fifth of
+    the meter's time, at every operator. Nothing is compiled under a mode of the lab, so a subclass of this
+    class has no wrapper.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_wrapper(kind: type) -> bool:
+    """Return whether a class of tensors holds other tensors, to which its operators are dispatched again.
+
+    ``DTensor`` and the result of an asynchronous functional collective are such classes.
+    """
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def get_current_dispatch_mode() -> object | None:
+    """Return the innermost dispatch mode that this thread is in, a ``FakeTensorMode`` among them, or None."""
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def disable_current_modes() -> AbstractContextManager[object]:
+    """Return a context in which no dispatch mode of this thread sees an operator."""
+    context: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
+    return context
+
+
+# ---- autograd ----------------------------------------------------------------------------------------------
+
+
+def next_sequence_number() -> int:
+    """Return the number of the next autograd node that this thread makes; the numbers count upwards."""
+    number: int = _C._autograd._get_sequence_nr()
+    return number
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the autograd node that backward runs in this thread; None outside backward.
+
+    A node that accumulates a gradient has a number above all others.
+    """
+    node = _C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now has ended; a pass that fails does not call it."""
+    # mypy knows no such attribute.
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+# ---- tensors and their storages ----------------------------------------------------------------------------
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that tensors over the same memory share, and that no other living storage has.
+
+    Fake tensors have it too. It stays the same when the storage is resized.
+    """
+    number: int = storage._cdata
+    return number
+
+
+def use_count(tensor: Tensor) -> int:
+    """Return how many references C++ holds to a tensor: autograd's graph, or a thread of a collective."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def version(tensor: Tensor) -> int:
+    """Return how many times a tensor was changed in place, or another tensor over its memory."""
+    return tensor._version
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a ``DTensor`` that this rank holds, and any other tensor itself.
+
+    ``DTensor.to_local`` runs an operator that autograd records. This function runs none.
+    """
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+# ---- modules -----------------------------------------------------------------------------------------------
+
+
+def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary in which a module keeps its own parameters.
+
+    The module computes with what this dictionary holds. Unlike ``setattr`` it takes any tensor.
+    """
+    return module._parameters
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook was registered on a parameter, to run before or after its gradient is added."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run before or after the forward or backward of a module.
+
+    Those that were registered for all modules are among them.
+    """
+    everywhere: Any = torch.nn.modules.module
+    return [
+        *everywhere._global_forward_hooks.values(),
+        *everywhere._global_forward_pre_hooks.values(),
+        *everywhere._global_backward_hooks.values(),
+        *everywhere._global_backward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    ]
+
+
+def uncompiled(model: nn.Module) -> Any:
+    """Return the model that was given to ``torch.compile``; a model that was not compiled is returned itself.
+
+    The type is Any because the attributes of a compiled model are those of the model in it.
+    """
+    return getattr(model, "_orig_mod", model)
+
+
+# ---- FSDP and DTensor --------------------------------------------------------------------------------------
+
+DefaultAllGather = _fsdp_collectives.DefaultAllGather
+"""How FSDP gathers parameters, called as ``(output, input, group, async_op)``.
+
+``FSDPModule.set_custom_all_gather`` takes an instance of a subclass. A subclass replaces the call, and keeps
+the allocation of the buffers.
+"""
+
+DefaultReduceScatter = _fsdp_collectives.DefaultReduceScatter
+"""How FSDP reduces gradients, called as ``(output, input, group, op, async_op)``, which returns a ``Work``.
+
+``FSDPModule.set_custom_reduce_scatter`` takes an instance of a subclass.
+"""
+
+
+def reset_shards(module: FSDPModule) -> None:
+    """Let FSDP use the parameters that a module has now, as it does after ``module.to_empty``.
+
+    ``to_empty`` exchanges tensors in place, which torch refuses where they are fake.
+    """
+    state: Any = module._get_fsdp_state()
+    # In releases before 2.13 the name is in the singular, and its value is None without parameters.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
+@contextmanager
+def cached_layouts() -> Iterator[None]:
+    """Let DTensor compute each operator's layout once in this context, as it does for real tensors.
+
+    It computes a layout on fake tensors of the size of the whole model, which a meter would count. Where an
+    operator's own tensors are fake, DTensor takes that for tracing and computes the layout each time.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding_non_cached = propagator.propagate_op_sharding
+    try:
+        yield
+    finally:
+        del propagator.propagate_op_sharding_non_cached
+
+
+# ---- process groups ----------------------------------------------------------------------------------------
+
+FakeStore = fake_pg.FakeStore
+"""A store for a process group whose other ranks do not exist: nothing waits for them.
+
+To import it registers the backend "fake", whose collectives return at once and write nothing.
+"""
+
+
+def process_groups() -> dict[dist.ProcessGroup, str]:
+    """Return the process groups that this process belongs to, each with the name that torch gave it."""
+    groups: dict[dist.ProcessGroup, str] = _c10d._world.pg_names
+    return groups
+
+
+def process_group_of(argument: object) -> dist.ProcessGroup | None:
+    """Return the process group that an argument of a collective's operator stands for, or None.
+
+    The operators of ``torch.ops.c10d`` take a group as a ``torch.ScriptObject``, and those of
+    ``torch.ops._c10d_functional`` take its name.
+    """
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument)
+    if isinstance(argument, str):
+        return next((group for group, name in process_groups().items() if name == argument), None)
+    return None
+
+
+class PythonProcessGroup(dist.ProcessGroup):
+    """The base of a process group whose collectives are methods in Python, called as torch 2.13 calls them.
+
+    torch stores a group's name in the group's backends, and finds the group by that name again. A group in
+    Python has no backend, so this class stores the name. Releases before 2.13 call some collectives by other
+    names, which this class translates.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name = ""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name that torch gave the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _allgather_base(self, *args: Any) -> Any:
+        return self.all_gather_single(*args)
+
+    def _reduce_scatter_base(self, *args: Any) -> Any:
+        return self.reduce_scatter_single(*args)
+
+    def allgather_into_tensor_coalesced(self, *args: Any) -> Any:
+        """Call ``all_gather_single_coalesced``."""
+        return self.all_gather_single_coalesced(*args)
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Any:
+        """Call ``reduce_scatter_single_coalesced``."""
+        return self.reduce_scatter_single_coalesced(*args)
+
+    def alltoall_base(self, *args: Any) -> Any:
+        """Call ``all_to_all_single``."""
+        return self.all_to_all_single(*args)
+
+
+def completed_work() -> dist.Work:
+    """Return what a collective returns that has ended already: ``wait`` returns at once.
+
+    It holds no tensor.
+    """
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    work: dist.Work = _c10d_bindings._create_work_from_future(future)
+    return work
+
+
+# ---- CUDA's allocator --------------------------------------------------------------------------------------
+
+
+def start_memory_history(*, stacks: bool) -> None:
+    """Record what the caching allocator of CUDA does from now on, with the Python stacks that asked for it.
+
+    Args:
+        stacks: Whether stacks are recorded. They take more time than all else.
+    """
+    if stacks:
+        torch.cuda.memory._record_memory_history()
+    else:
+        torch.cuda.memory._record_memory_history("all", context=None)
+
+
+def stop_memory_history() -> None:
+    """Stop what ``start_memory_history`` started, and forget it."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """Return the allocator's state and history, as PyTorch's memory viewer reads it from a pickle."""
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot
+
+
+def memory_events() -> list[dict[str, Any]]:
+    """Return the history of the current device, in order.
+
+    Each event has an ``action`` ("alloc", "free_requested" and others), a ``size`` in bytes, and ``time_us``,
+    microseconds since the epoch.
+    """
+    events: list[dict[str, Any]] = memory_snapshot()["device_traces"][torch.cuda.current_device()]
+    return events
+
+
+# ---- attention kernels -------------------------------------------------------------------------------------
+
+# The shapes: q and out [b, h, S, D], k and v [b, h/G, S', D], LSE [b, h, S]. Query head i attends to the head
+# i // G of k and v. Causal attention takes S == S'.
+
+
+def cpu_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention on CPU; return out and LSE, the logarithm of the softmax's denominators."""
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def cpu_flash_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from what ``cpu_flash_attention`` returned."""
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def cuda_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention on CUDA; return out and LSE. D is a multiple of 8.
+
+    A scale of None stands for 1/sqrt(D).
+    """
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def cuda_flash_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from what ``cuda_flash_attention`` returned."""
+    # The random state of dropout: there is no dropout, and the operator takes the tensors all the same.
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lengths = (q.shape[2], k.shape[2])
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+        grad_out, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed, scale=scale
+    )
+    return dq, dk, dv
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute attention by cuDNN; return out and LSE. D is a multiple of 8."""
+    # No bias; the LSE is computed.
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse.squeeze(-1)
+
+
+def cudnn_attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from what ``cudnn_attention`` returned."""
+    # The random state of dropout, of which there is none; no bias, and no packed sequences.
+    state, nothing = torch.empty(2, dtype=torch.int64, device=q.device), (None, None, None)
+    lengths = (q.shape[2], k.shape[2])
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, q, k, v, out, lse[..., None], state, state, *nothing, *lengths, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv

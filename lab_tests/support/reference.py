@@ -1,0 +1,76 @@
+"""Losses and gradients of the reference model of ``lab.bench.reference``, and errors against them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from lab.bench.reference import VOCABULARY, build, error, exact_rotary, gradients, loss_of
+
+
+def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def truth(
+    cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the plain model in one process; the labels are ``ids`` rolled by one.
+
+    ``rounded``: the weights are those of a model of this dtype, whatever the arithmetic.
+    """
+    model = exact_rotary(build(cfg, rounded or dtype).to(dtype))
+    loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids.roll(-1, 1)) / ids.numel()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def textbook_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [b, H, S, D] and LSE [b, H, S] of attention in fp64; q [b, H, S, D], k and v [b, K, keys, D]."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3) * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ v.double().repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def sharded_gradients(
+    model: nn.Module, ids: Tensor, positions: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a model of which each rank of ``group`` holds the tokens at ``positions`` [s]."""
+    logits = model(
+        input_ids=ids[:, positions], position_ids=positions[None].expand(len(ids), -1), use_cache=False
+    ).logits
+    loss = loss_of(logits, ids.roll(-1, 1)[:, positions]) / ids.numel()
+    loss.backward()
+    total, grads = loss.detach().clone(), gradients(model)
+    dist.all_reduce(total, group=group)
+    for name, grad in grads.items():
+        # bf16 is summed in fp32: what is measured is the technique, not the sum over ranks
+        grads[name] = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        dist.all_reduce(grads[name], group=group)
+    return total, grads
+
+
+def worst_errors(
+    cfg: LlamaConfig,
+    ids: Tensor,
+    model: nn.Module,
+    positions: Tensor,
+    group: dist.ProcessGroup,
+    right: tuple[Tensor, dict[str, Tensor]] | None = None,
+) -> tuple[float, float]:
+    """Relative error of the loss and of the worst gradient, in fp64 unless ``right`` is given."""
+    loss, grads = sharded_gradients(model, ids, positions, group)
+    right_loss, right_grads = right or truth(cfg, ids)
+    return abs(float(loss / right_loss) - 1), error(grads, right_grads)
+
+
+def subgroup(size: int) -> dist.ProcessGroup:
+    """This rank's group of consecutive ranks; every rank must call it."""
+    groups = [
+        dist.new_group(list(range(first, first + size))) for first in range(0, dist.get_world_size(), size)
+    ]
+    return groups[dist.get_rank() // size]

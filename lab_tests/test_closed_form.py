@@ -1,0 +1,169 @@
+"""The closed-form estimate is within 1% of the plan, and is made of shapes alone."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lab import models
+from lab.models.presets import PRESETS
+from lab.planning import closed_form
+from lab.planning.closed_form import estimate_job
+from lab.planning.plan import plan
+from lab.recipe.jobs import Job
+from lab.recipe.ladder import NAMES, ladder, recipe_for
+from lab.recipe.recipe import Recipe
+from lab.units import GiB, Ki, Mi
+from lab_tests.support.refusing import RefusingDispatch
+
+LAYERS = 3
+"""A first, a last, and one between that longer models only repeat."""
+
+TILES = {"mlp_tile": 4096, "norm_tile": 4096, "loss_tile": 4096}
+
+POINTS = [
+    ("tiny", "plain", 64 * Ki, 4, {}),
+    ("llama3-8b", "plain", 1 * Ki, 4, {}),
+    ("llama3.2-1b", "plain", 64 * Ki, 4, {}),
+    ("mistral-7b", "fsdp", 512 * Ki, 8, {}),
+    ("tiny", "fsdp", 4 * Ki, 8, {}),
+    ("qwen3-8b", "ulysses", 64 * Ki, 4, {}),
+    ("llama3-8b", "ulysses", 3 * Mi, 16, {}),
+    ("llama3-70b", "checkpoint", 512 * Ki, 16, {}),
+    ("llama3.2-3b", "checkpoint", 64 * Ki, 4, {}),
+    ("qwen3-32b", "offload", 64 * Ki, 4, {}),
+    ("llama3-8b", "tiling", 3 * Mi, 8, {}),
+    ("llama3-8b", "tiling", 3 * Mi, 8, {"ring": 2, "ulysses": 4}),
+    ("llama3-70b", "tiling", 64 * Ki, 16, {}),
+    ("llama3.2-1b", "tiling", 512 * Ki, 16, {}),
+    ("qwen3-8b", "tiling", 3 * Mi, 4, {}),
+    ("mistral-7b", "tiling", 64 * Ki, 4, TILES),
+    ("tiny", "tiling", 64 * Ki, 8, {"rows": 2}),
+    ("tiny", "upipe", 512 * Ki, 4, {}),
+    ("llama3-8b", "upipe", 5 * Mi, 8, {"head_chunk": 32, **TILES}),
+    ("llama3-8b", "upipe", 3 * Mi, 16, {"ring": 2}),
+    ("llama3-70b", "upipe", 64 * Ki, 8, {"head_chunk": 16}),
+    ("llama3.2-1b", "upipe", 64 * Ki, 16, {}),
+    ("llama3.2-3b", "upipe", 512 * Ki, 8, {"rows": 2}),
+    ("qwen3-8b", "upipe", 3 * Mi, 8, {}),
+    ("qwen3-8b", "upipe", 64 * Ki, 16, {}),
+    ("qwen3-32b", "upipe", 3 * Mi, 8, {"head_chunk": 32}),
+    ("mistral-7b", "upipe", 3 * Mi, 16, {}),
+    ("llama3-8b", "upipe", 5 * Mi, 8, {"overlap": True}),
+    ("llama3-8b", "upipe", 3 * Mi, 4, {"overlap": True, "head_chunk": 16}),
+    ("qwen3-32b", "upipe", 3 * Mi, 16, {"overlap": True, "head_chunk": 32}),
+    ("tiny", "upipe", 64 * Ki, 4, {"overlap": True, "ulysses": 2, "ring": 2, "head_chunk": 8, "rows": 2}),
+    ("llama3-8b", "fast", 3 * Mi, 8, {}),
+    ("qwen3-8b", "fast", 512 * Ki, 4, {"head_chunk": None, "rows": 2}),
+    ("tiny", "fast", 64 * Ki, 4, {"ring": 2, "head_chunk": None, "loss_tile": None}),
+]
+"""Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand."""
+
+
+def config_of(model, layers=LAYERS):
+    config = PRESETS[model]()
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return config
+
+
+@pytest.fixture(scope="module")
+def ratios():
+    found = []
+    yield found
+    print(f"\nworst of {len(found)}: {max(found)[1]}" if found else "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS, ids=lambda p: "-".join(map(str, (*p[:4], *p[4]))))
+def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
+    model, rung, tokens, ranks, knobs = point
+    by_hand = {name: value for name, value in knobs.items() if name != "rows"}
+    config, recipe = config_of(model), recipe_for(rung, model, ranks, tokens, **by_hand)
+    size = {"tokens": tokens, "ranks": ranks, "rows": knobs.get("rows", 1)}
+    planned = plan(config, recipe, workspace=False, **size)
+    estimated = estimate_job(config, Job(model, recipe, **size))
+    assert estimated.host_peak == planned.host_peak
+    ratio = estimated.device_peak / planned.device_peak
+    where = f"{ratio:.4f} at {model}, {rung}, {size}, {knobs}: {estimated.moment}"
+    ratios.append((abs(ratio - 1), where))
+    assert abs(ratio - 1) < 0.01, f"{where}, {estimated.parts}; planned at {planned.peak}"
+
+
+def test_the_points_are_of_every_model_and_name():
+    assert {point[0] for point in POINTS} == set(PRESETS)
+    assert {point[1] for point in POINTS} == set(NAMES)
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_the_plain_models_state_is_16_bytes_a_parameter(model):
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in models.build(model).parameters())
+    found = estimate_job(PRESETS[model](), Job(model, Recipe(), 1, 1))
+    assert (found.moment, found.device_peak) == ("optimizer", 16 * parameters)
+    sharded = estimate_job(PRESETS[model](), Job(model, Recipe(fsdp=True), 1, 8)).moments["optimizer"]
+    assert sharded == {"model state": 16 * parameters // 8}
+
+
+def test_published_llama3_8b_on_8_ranks():
+    recipe = ladder("llama3-8b", 8, 5 * Mi)["upipe"]
+    job = Job("llama3-8b", recipe, 5 * Mi, 8)
+    found = estimate_job(PRESETS["llama3-8b"](), job)
+    assert found.host_peak == 31 * 5 * GiB  # 31 block inputs, A = 1 GiB a Mi tokens: 1.21 TiB on 8 ranks
+    state = estimate_job(PRESETS["llama3-8b"](), job).moments["optimizer"]["model state"]
+    assert round(state / GiB, 2) == 14.96
+
+
+def test_all_heads_at_once_cost_two_hidden_states_more_than_a_stage_of_each_rank():
+    """4U + 4 U_kv + 4 U_kv for fp32 sums, in heads of A/32: 32 + 32 + 32 at U = C; 128 + 32 at U = H."""
+    recipe = ladder("llama3-8b", 8, 4 * Mi)["upipe"]
+    few, all_heads = (
+        estimate_job(
+            PRESETS["llama3-8b"](), Job("llama3-8b", replace(recipe, head_chunk=chunk), 4 * Mi, 8)
+        ).moments
+        for chunk in (8, 32)
+    )
+    name = "attention backward, layer 1"
+    assert all_heads[name]["attention"] - few[name]["attention"] == 2 * 4 * GiB
+    assert {k: v for k, v in all_heads[name].items() if k != "attention"} == {
+        k: v for k, v in few[name].items() if k != "attention"
+    }
+
+
+def test_the_parts_add_up_to_the_peak():
+    recipe = ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
+    job = Job("qwen3-8b", recipe, 3 * Mi, 8)
+    found = estimate_job(PRESETS["qwen3-8b"](), job)
+    assert sum(found.parts.values()) == found.device_peak
+    assert found.device_peak == max(
+        sum(parts.values()) for parts in estimate_job(PRESETS["qwen3-8b"](), job).moments.values()
+    )
+
+
+def test_an_estimate_runs_no_operator_and_makes_no_module(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a module in a formula")
+
+    config, recipe = PRESETS["qwen3-8b"](), ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
+    monkeypatch.setattr(nn.Module, "__init__", refuse)
+    with RefusingDispatch():
+        estimate_job(config, Job("qwen3-8b", recipe, 3 * Mi, 8))
+
+
+def test_the_closed_form_imports_nothing_of_the_plan():
+    tree = ast.parse(Path(closed_form.__file__).read_text())
+    of_lab = {
+        n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")
+    }
+    assert of_lab == {
+        "lab.decoder",
+        "lab.models",
+        "lab.recipe.jobs",
+        "lab.recipe.recipe",
+        "lab.techniques.host_pieces",
+        "lab.techniques.upipe.schedule",
+    }

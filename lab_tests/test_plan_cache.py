@@ -1,0 +1,167 @@
+"""Plans on disk: each is found under everything that it depends on."""
+
+import gzip
+import json
+import os
+from functools import partial
+
+import pytest
+
+import lab
+from lab.planning import plan as planning
+from lab.planning import plan_cache
+from lab.planning.fake_step import fake_step
+from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
+
+config = partial(small_config, num_hidden_layers=1, vocab_size=104)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan_cache, "folder", lambda kind: tmp_path / "made" / kind)
+    return tmp_path / "made" / "plans"
+
+
+@pytest.fixture
+def walks(monkeypatch, folder):
+    made = []
+
+    def walked(job, machine, layers, **of_ring):
+        made.append(job)
+        return fake_step(job, machine, layers, **of_ring)
+
+    monkeypatch.setattr(planning, "fake_step", walked)
+    return made
+
+
+def plan(**changed):
+    asked = {"model": config(), "recipe": Recipe(), "tokens": 24, "ranks": 2, "workspace": False, **changed}
+    return lab.plan(asked.pop("model"), asked.pop("recipe"), **asked)
+
+
+def test_the_second_time_nothing_is_walked_and_the_same_comes_back(walks):
+    first, again = plan(), plan()
+    assert len(walks) == 1
+    assert first.timeline.to_json() == again.timeline.to_json()
+    assert first.costs == again.costs
+    assert again.planning_seconds < first.planning_seconds
+    kept = {k: v for k, v in first.to_json().items() if k != "planning_seconds"}
+    assert kept == {k: v for k, v in again.to_json().items() if k != "planning_seconds"}
+
+
+def test_limits_are_no_part_of_what_is_kept(walks):
+    assert plan(device_memory=1).limit == "device"
+    assert plan(device_memory="80GiB").limit is None
+    assert len(walks) == 1
+
+
+CHANGES = {
+    "recipe": {"recipe": Recipe(checkpoint=True)},
+    "tokens": {"tokens": 26},
+    "ranks": {"ranks": 4},
+    "rows": {"rows": 2},
+    "device": {"device": "a100"},
+    "workspace": {"workspace": True},
+    "ranks_per_node": {"ranks_per_node": 1},
+    "compute_dtype": {"recipe": Recipe(compute_dtype="bfloat16")},
+    "vocabulary": {"model": config(vocab_size=108)},
+    "layers": {"model": config(num_hidden_layers=2)},
+    "epsilon": {"model": config(rms_norm_eps=1e-4)},
+    "theta": {"model": config(rope_parameters={"rope_type": "default", "rope_theta": 10_001.0})},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_is_changed_makes_a_new_plan(walks, folder, name):
+    plan()
+    plan(**CHANGES[name])
+    assert len(walks) == len(list(folder.iterdir())) == 2
+    plan(**CHANGES[name])
+    plan()
+    assert len(walks) == 2
+
+
+def test_other_sources_or_versions_make_a_new_plan(walks, monkeypatch):
+    plan()
+    monkeypatch.setattr(plan_cache, "_versions", lambda: {"lab": "other"})
+    plan()
+    assert len(walks) == 2
+
+
+def test_sources_and_versions_are_known():
+    versions = plan_cache._versions()
+    assert set(versions) == {"lab", "torch", "transformers"}
+    assert len(versions["lab"]) == 64
+
+
+def spoiled(whole: bytes) -> dict[str, bytes]:
+    middle = len(whole) // 2
+    return {
+        "empty": b"",
+        "text": b"no gzip",
+        "cut off": whole[:middle],
+        "flipped": whole[:12] + bytes(255 - b for b in whole[12:middle]) + whole[middle:],
+        "no json": gzip.compress(b"{"),
+        "no text": gzip.compress(b"\xff\xfe"),
+        "a list": gzip.compress(b"[]"),
+        "no costs": gzip.compress(json.dumps({"timeline": {}}).encode()),
+        "other costs": gzip.compress(gzip.decompress(whole).replace(b'"flops"', b'"flips"')),
+    }
+
+
+@pytest.mark.parametrize("how", spoiled(b""))
+def test_a_file_that_cannot_be_read_is_made_anew(walks, folder, how):
+    first = plan()
+    (file,) = folder.iterdir()
+    file.write_bytes(spoiled(file.read_bytes())[how])
+    again = plan()
+    assert len(walks) == 2
+    assert again.timeline.to_json() == first.timeline.to_json()
+    plan()
+    assert len(walks) == 2
+
+
+@pytest.mark.parametrize("at", ["plans", "made"])
+def test_a_folder_that_cannot_be_written_costs_only_the_time(walks, folder, tmp_path, at):
+    """A file stands where a folder should: also the superuser cannot write there."""
+    blocked = folder if at == "plans" else folder.parent
+    blocked.parent.mkdir(exist_ok=True)
+    blocked.write_text("")
+    assert plan().device_peak == plan().device_peak
+    assert len(walks) == 2
+    assert blocked.read_text() == ""
+
+
+def test_a_disk_that_is_full_leaves_no_part_behind(walks, folder, monkeypatch):
+    def full(self, data):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    plan()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_callable_is_never_remembered(walks, folder):
+    make = partial(lab.models.build, config())
+    assert plan(model=make).device_peak == plan(model=make).device_peak == plan().device_peak
+    assert len(walks) == 3
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_the_plans_used_last_are_kept(walks, folder, monkeypatch):
+    monkeypatch.setattr(plan_cache, "KEPT", 3)
+    for age, tokens in enumerate((10, 12, 14)):
+        plan(tokens=tokens)
+        for file in folder.iterdir():
+            os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - 10**9 * (age + 1)))
+    plan(tokens=10)  # the oldest is used again
+    plan(tokens=16)
+    assert len(list(folder.iterdir())) == 3
+    assert len(walks) == 4
+    for tokens in (10, 14, 16):
+        plan(tokens=tokens)
+    assert len(walks) == 4
+    plan(tokens=12)
+    assert len(walks) == 5
