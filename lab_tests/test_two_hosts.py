@@ -181,7 +181,7 @@ def test_ranks_on_two_hosts(place: dict[str, Any], hosts: Hosts, tmp_path: Path)
         assert not {f["pid"] for f in found} & {f["pid"] for f in anew}
     left = set(psutil.Process().children(recursive=True)) - before
     assert [p for p in left if watchdog.is_alive(p)] == []
-    wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: str(ranks_on(hosts)), seconds=2)
+    wait_until(lambda: not ranks_on(hosts), "the ranks' end", lambda: str(ranks_on(hosts)), seconds=20)
     if place["profile"] == "slurm":
         assert jobs() == []
     assert [path.name for path in tmp_path.glob("cluster-*")] == []
