@@ -1,5 +1,6 @@
 """What tests share: a cluster of four ranks, this process as one rank, plans kept away from the user's."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +29,13 @@ def _own_plans_and_clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Tests use one thread: models this small are slower on more, and much slower beside other processes."""
+    """Tests use one thread, and so do the commands and notebooks that they start.
+
+    Models this small are slower on two threads, and ten times slower while another test needs the other core:
+    OpenMP's threads spin while they wait for each other.
+    """
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
