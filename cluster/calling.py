@@ -100,7 +100,7 @@ class Caller:
                     f"no answer within {answer_timeout:g} s from {late}; cluster.recover() restarts them"
                 )
         except BaseException as error:
-            self._settle(call, error)
+            self._sync_folder(call, error)
             raise
         finally:
             self._current = None
@@ -163,7 +163,7 @@ class Caller:
         for rank in set(ranks) - set(self._engines.missing()):
             self._engines.client.signal(rank, number)
 
-    def _settle(self, call: Call, error: BaseException) -> None:
+    def _sync_folder(self, call: Call, error: BaseException) -> None:
         """Find out whether the ranks can serve another call, after this one failed or was interrupted."""
         # Set before the wait, so that it stands if the wait is interrupted too.
         self.broken = f"{name_ranks(call.waiting or call.ranks)} did not come back from a call"

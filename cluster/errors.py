@@ -73,7 +73,7 @@ class RankError(RuntimeError):
         waiting: The ranks that had not answered when this error was raised.
         stacks: The Python stack of each rank that reported one.
         recover: A function that restarts the ranks.
-        kept: What the caller had measured until the failure.
+        partial: What the caller had measured until the failure.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RankError(RuntimeError):
         self.waiting = tuple(waiting)
         self.stacks = {f.rank: f.traceback for f in (cause, *later) if f.traceback}
         self.stacks |= {rank: report.stack for rank, report in waiting.items() if report}
-        self.kept: Any = None
+        self.partial: Any = None
         if recover is not None:
             self.recover = recover
         others = {f.rank: _describe_later(f) for f in later}

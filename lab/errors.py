@@ -34,14 +34,14 @@ class DivergedError(LabError):
         message: The message.
         step: The step in which training ended, counted from 1.
         loss: The loss of that step.
-        kept: The measurements of ``lab.run`` until then; None from other verbs.
+        partial: The measurements of ``lab.run`` until then; None from other verbs.
     """
 
     def __init__(self, message: str, step: int, loss: float) -> None:
         # All values are arguments of the exception, so that pickling keeps them on the way to the caller.
         super().__init__(message, step, loss)
         self.message, self.step, self.loss = message, step, loss
-        self.kept: Any = None
+        self.partial: Any = None
 
     def __str__(self) -> str:
         """Return the message alone."""

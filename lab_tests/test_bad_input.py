@@ -17,7 +17,7 @@ from lab.commands.cli import main
 from lab.errors import DivergedError, LabError
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.knobs import BY_NAME
-from lab.recipe.ladder import NAMES, recipe_for
+from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import parse_knobs
 from lab.step.training_step import make_optimizer
 from lab.training import manifest, train_loop
@@ -138,13 +138,13 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_no_value_of_a_knob_ends_in_a_traceback(name):
     config = models.config_of("tiny")
     refusals = []
     for setting in (f"{field}={value}" for field in BY_NAME for value in VALUES):
         try:
-            recipe_for(name, "tiny", 4, 64, config=config, **parse_knobs([setting]))
+            resolve_recipe(name, "tiny", 4, 64, config=config, **parse_knobs([setting]))
         except LabError as error:
             refusals.append(str(error))
     assert len(refusals) > len(BY_NAME)
@@ -309,7 +309,7 @@ def test_a_run_that_diverges_keeps_what_it_measured(ranks4, digits):
         f"the loss of step 2 is {error.value.loss}; "
         "start again with a lower learning_rate than 1e+15 or a lower clip_norm than 1"
     )
-    kept = error.value.kept
+    kept = error.value.partial
     assert kept is seen[-1]
     assert kept.title.endswith(" · failed in step 2 of 4")
     assert len(kept.losses) == 1

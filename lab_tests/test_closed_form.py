@@ -14,7 +14,7 @@ from lab.planning import closed_form
 from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan
 from lab.recipe.jobs import Job
-from lab.recipe.ladder import NAMES, ladder, recipe_for
+from lab.recipe.ladder import RECIPE_NAMES, ladder, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.units import GiB, Ki, Mi
 from lab_tests.support.refusing import RefusingDispatch
@@ -83,7 +83,7 @@ def ratios():
 def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
     model, rung, tokens, ranks, knobs = point
     by_hand = {name: value for name, value in knobs.items() if name != "rows"}
-    config, recipe = config_of(model), recipe_for(rung, model, ranks, tokens, **by_hand)
+    config, recipe = config_of(model), resolve_recipe(rung, model, ranks, tokens, **by_hand)
     size = {"tokens": tokens, "ranks": ranks, "rows": knobs.get("rows", 1)}
     planned = plan(config, recipe, workspace=False, **size)
     estimated = estimate_job(config, Job(model, recipe, **size))
@@ -96,7 +96,7 @@ def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
 
 def test_the_points_are_of_every_model_and_name():
     assert {point[0] for point in POINTS} == set(PRESETS)
-    assert {point[1] for point in POINTS} == set(NAMES)
+    assert {point[1] for point in POINTS} == set(RECIPE_NAMES)
 
 
 @pytest.mark.parametrize("model", PRESETS)

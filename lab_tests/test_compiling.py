@@ -15,7 +15,7 @@ from lab.bench.software import versions
 from lab.commands.cli import main
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
-from lab.recipe.ladder import ladder, recipe_for
+from lab.recipe.ladder import ladder, resolve_recipe
 from lab.recipe.recipe import Recipe, parse_knobs
 from lab.step.one_rank import one_rank
 from lab.techniques.compiling import apply_compiled
@@ -155,7 +155,7 @@ def test_compiling_is_for_tiles():
     assert [rungs[name].compile for name in ("offload", "tiling", "upipe")] == ["none", "tiles", "tiles"]
     assert [rungs[name].overlap for name in ("tiling", "upipe")] == [False, True]
     assert parse_knobs(["compile=none", "head_chunk=none"]) == {"compile": "none", "head_chunk": None}
-    assert recipe_for("fast", "tiny", 4, 4096, compile="norms").compile == "norms"
+    assert resolve_recipe("fast", "tiny", 4, 4096, compile="norms").compile == "norms"
 
 
 def test_the_bench_of_a_tile():

@@ -10,7 +10,7 @@ from lab.planning import plan as planning
 from lab.planning.extrapolation import extrapolate
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
-from lab.recipe.ladder import NAMES
+from lab.recipe.ladder import RECIPE_NAMES
 from lab_tests.support.models import small_config
 
 TOKENS, RANKS = 120, 2
@@ -46,7 +46,7 @@ WITH_WORKSPACE = ("plain", "offload", "upipe")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rung", "workspace"), [(name, name in WITH_WORKSPACE) for name in NAMES])
+@pytest.mark.parametrize(("rung", "workspace"), [(name, name in WITH_WORKSPACE) for name in RECIPE_NAMES])
 def test_nine_layers_are_those_walked_in_full(walks, rung, workspace):
     job, machine = asked(rung, workspace)
     plan = lab.plan(config(), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)

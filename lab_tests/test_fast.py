@@ -11,19 +11,19 @@ from lab.errors import RecipeError
 from lab.models import config_of
 from lab.planning.fit import candidates
 from lab.planning.hardware import hardware
-from lab.recipe.ladder import NAMES, RUNGS, ladder, named, recipe_for
+from lab.recipe.ladder import RECIPE_NAMES, RUNGS, ladder, recipe_by_name, resolve_recipe
 from lab.show.tuner.text import fields_to_set
 from lab_tests.support.costs import ATTENTION, FP32, RANKS, D, E, H, L, S, planned_costs
 
 
 def test_fast_is_the_top_rung_with_its_attention_saved_and_no_rung():
-    top = recipe_for(RUNGS[-1], "tiny", 4, 4096)
-    assert recipe_for("fast", "tiny", 4, 4096) == replace(top, offload="attention")
-    assert set(NAMES) - set(ladder("tiny", 4, 4096)) == {"fast"}
-    assert recipe_for("fast", "tiny", 4, 4096, offload="inputs", ulysses=2).head_chunk == 2
-    assert named("fast", "tiny", 4, 4096, offload="inputs") == top
+    top = resolve_recipe(RUNGS[-1], "tiny", 4, 4096)
+    assert resolve_recipe("fast", "tiny", 4, 4096) == replace(top, offload="attention")
+    assert set(RECIPE_NAMES) - set(ladder("tiny", 4, 4096)) == {"fast"}
+    assert resolve_recipe("fast", "tiny", 4, 4096, offload="inputs", ulysses=2).head_chunk == 2
+    assert recipe_by_name("fast", "tiny", 4, 4096, offload="inputs") == top
     with pytest.raises(RecipeError, match=r"unknown recipe 'slow': give one of plain, .*, upipe, fast, or a"):
-        recipe_for("slow", "tiny", 4, 4096)
+        resolve_recipe("slow", "tiny", 4, 4096)
     with pytest.raises(RecipeError, match=r"offload='attention' without checkpointing: .* checkpoint=True"):
         lab.Recipe(offload="attention")
 
@@ -64,10 +64,10 @@ def test_where_attention_takes_most_of_the_time_fast_takes_less():
 
 
 def test_fit_tries_fast():
-    base = recipe_for("tiling", "tiny", 4, 4096)
+    base = resolve_recipe("tiling", "tiny", 4, 4096)
     tried = list(candidates(base, 32))
     assert len(set(tried)) == len(tried)
-    assert recipe_for("fast", "tiny", 4, 4096) in tried
+    assert resolve_recipe("fast", "tiny", 4, 4096) in tried
 
 
 def test_the_tuner_has_fast_in_both_lists():
@@ -75,7 +75,7 @@ def test_the_tuner_has_fast_in_both_lists():
     assert (tuner.knobs.by_name["rung"].value, tuner.knobs.by_name["offload"].value) == ("fast", "attention")
     assert fields_to_set(tuner.state) == {}
     tuner.knobs.by_name["offload"].value = "inputs"
-    assert tuner.recipe == recipe_for("upipe", "tiny", 4, 2048)
-    told = lab.show.tuner("tiny", recipe_for("fast", "tiny", 4, 2048), tokens=2048, ranks=4)
+    assert tuner.recipe == resolve_recipe("upipe", "tiny", 4, 2048)
+    told = lab.show.tuner("tiny", resolve_recipe("fast", "tiny", 4, 2048), tokens=2048, ranks=4)
     assert told.state.rung == "fast"
     assert '"fast"' in told.panel.content["texts"][0]

@@ -29,7 +29,7 @@ from lab import models
 from lab.commands.cli import main
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
-from lab.training.out_of_memory import RankOutOfMemory
+from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.records import Run, Started
 from lab.training.run import Interrupted
 from lab_tests.support.models import small_config
@@ -64,7 +64,7 @@ def test_a_failed_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     seen: list[Any] = []
     with pytest.raises(RankError, match=r"^rank 2 failed first: ArithmeticError: 7 is not 11") as caught:
         lab.run(failing_model, "ulysses", tokens=TOKENS, cluster=ranks4, watch=seen.append)
-    kept = caught.value.kept
+    kept = caught.value.partial
     assert isinstance(kept, Run)
     assert kept is seen[-1], "the watcher is told too, and draws it"
     assert not kept.complete
@@ -108,8 +108,8 @@ def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(ranks4: Clust
     assert text.splitlines() == error._render_traceback_()
 
     # The timeline up to that instant: row by row that of the run which had the room.
-    assert isinstance(error.kept, Run)
-    timeline, full = error.kept.timelines[error.rank], whole.timelines[error.rank]
+    assert isinstance(error.partial, Run)
+    timeline, full = error.partial.timelines[error.rank], whole.timelines[error.rank]
     assert np.array_equal(timeline.device, full.device[: len(timeline)])
     assert timeline.total[-1] == moment.device
     assert timeline.total[:-1].max() <= limit < full.device_peak
@@ -198,11 +198,11 @@ def test_a_stopped_run_is_what_it_measured(ranks4: Cluster) -> None:
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_run_keeps_what_was_measured(ranks4: Cluster) -> None:
     watch = after_a_step(lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(Interrupted, match=r"\.kept is what it measured: .* interrupted in step") as caught:
+    with pytest.raises(Interrupted, match=r"\.partial is what it measured: .* interrupted in step") as caught:
         lab.run(small(), "fsdp", tokens=TOKENS, steps=500, cluster=ranks4, watch=watch)
     assert isinstance(caught.value, KeyboardInterrupt)
-    assert caught.value.kept is not None
-    assert len(caught.value.kept.losses) >= 1
+    assert caught.value.partial is not None
+    assert len(caught.value.partial.losses) >= 1
     assert not ranks4.broken
 
 

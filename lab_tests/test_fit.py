@@ -4,7 +4,7 @@ import pytest
 
 from lab.errors import LabError
 from lab.models import config_of
-from lab.planning.fit import candidates, fit, steps_down
+from lab.planning.fit import candidates, fit, pareto_front
 from lab.planning.plan import plan
 from lab.units import MiB
 
@@ -50,7 +50,7 @@ def test_progress_is_told(plans, seen):
 
 
 def test_each_step_down_needs_less_than_every_faster_one(plans):
-    down = steps_down(plans)
+    down = pareto_front(plans)
     peaks = [p.device_peak for p in down]
     assert down[0] is plans[0]
     assert peaks == sorted(set(peaks), reverse=True)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from lab.bench.paper_figures import rows
-from lab.recipe.ladder import recipe_for
+from lab.recipe.ladder import resolve_recipe
 from lab.units import Ki, Mi
 
 
@@ -46,7 +46,7 @@ def test_each_figure_has_a_recipe_that_works_or_says_why_not():
         if row.rung is None:
             assert row.differs.startswith("not implemented here: ")
         else:
-            recipe_for(row.rung, row.model, row.ranks, row.tokens or Mi, **row.knobs)
+            resolve_recipe(row.rung, row.model, row.ranks, row.tokens or Mi, **row.knobs)
     assert {row.method for row in rows() if row.rung is None} == {"native_pytorch", "fpdt"}
 
 

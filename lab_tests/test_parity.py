@@ -26,7 +26,7 @@ from lab.bench.parity import (
     whole_gradients,
 )
 from lab.bench.reference import FAMILIES, build, config, error
-from lab.recipe.ladder import RUNGS, recipe_for
+from lab.recipe.ladder import RUNGS, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab_tests.support.recipes import EVERYTHING
 
@@ -60,7 +60,7 @@ def assert_exact(ranks4, work, tolerance=1e-9):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, family):
     folder = saved(tmp_path, family)
-    rungs = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
+    rungs = {name: (folder, resolve_recipe(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert rungs["upipe"][1].ulysses == 2  # four ranks and six key/value heads: rows over the other two
     assert_exact(ranks4, {**rungs, "everything": (folder, EVERYTHING)})
 
@@ -99,7 +99,7 @@ def test_heads_of_every_kind_under_everything_else(ranks4, tmp_path, heads, kv_h
 
 def test_loss_and_gradients_in_single_precision(ranks4, tmp_path):
     folder = saved(tmp_path, dtype=torch.float32)
-    work = {name: (folder, recipe_for(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
+    work = {name: (folder, resolve_recipe(name, folder, 4, TOKENS, compute_dtype=None)) for name in RUNGS}
     assert_exact(ranks4, {**work, "everything": (folder, EVERYTHING)}, tolerance=5e-6)
 
 
@@ -112,7 +112,7 @@ def test_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_bf16(ranks4, tmp_p
         truth = torch.load(folder / "expected.pt")
         plain = plain_result(build(config(family), torch.float32).to(torch.bfloat16))
         own_error = error(plain[1], truth[1])
-        rungs = [recipe_for(name, str(folder), 4, TOKENS) for name in RUNGS]
+        rungs = [resolve_recipe(name, str(folder), 4, TOKENS) for name in RUNGS]
         assert {recipe.compute_dtype for recipe in rungs} == {"bfloat16"}
         for name, (_, gradient) in zip(
             RUNGS, ranks4.apply(relative_errors, [(str(folder), recipe) for recipe in rungs])[0], strict=True

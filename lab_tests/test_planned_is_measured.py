@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 import lab
 from lab.memory.timeline import Timeline
 from lab.models import config_of
-from lab.recipe.ladder import NAMES, recipe_for
+from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 
@@ -52,11 +52,11 @@ odd = partial(small_config, num_hidden_layers=3, num_attention_heads=24, vocab_s
 """All axes and quotients differ; four divides each, so that shards are equal."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_every_named_recipe_of_two_layers_of_tiny(ranks4, text, name):
     model = config_of("tiny")
     model.num_hidden_layers = 2
-    recipe = recipe_for(name, model, 4, 512)
+    recipe = resolve_recipe(name, model, 4, 512)
     planned, measured = plan_and_measure(ranks4, text, model, recipe, 512, steps=2)
     assert measured == [[planned] * 2] * 4
     assert (planned["host"] > 0) == (name in ("offload", "tiling", "upipe", "fast"))

@@ -15,13 +15,13 @@ from lab import models
 from lab.errors import LabError, RecipeError
 from lab.planning.fit import candidates
 from lab.recipe.knobs import BY_NAME, KNOBS
-from lab.recipe.ladder import RUNGS, ladder, recipe_for
+from lab.recipe.ladder import RUNGS, ladder, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.units import Mi
 
 
 def test_the_default_is_the_plain_model():
-    assert Recipe() == recipe_for("plain", "tiny", 1, 64)
+    assert Recipe() == resolve_recipe("plain", "tiny", 1, 64)
 
 
 def test_the_last_rung_of_the_real_model_is_the_published_stack():
@@ -46,10 +46,10 @@ def test_what_derives_from_a_knob_set_by_hand_follows_it():
     assert rungs["fsdp"].ulysses == 1
     assert rungs["upipe"].head_chunk == 2
     assert rungs["tiling"].mlp_tile == 4096 // 2 // 4
-    assert recipe_for("upipe", "tiny", 8, 4096, ring=2).ulysses == 4
-    assert recipe_for("tiling", "tiny", 8, 4096, ring=8, ulysses=1).loss_tile == 128
-    assert recipe_for("plain", "tiny", 8, 4096, ring=2).ring == 2
-    assert recipe_for(Recipe(fsdp=True), "tiny", 4, 64, checkpoint=True).checkpoint
+    assert resolve_recipe("upipe", "tiny", 8, 4096, ring=2).ulysses == 4
+    assert resolve_recipe("tiling", "tiny", 8, 4096, ring=8, ulysses=1).loss_tile == 128
+    assert resolve_recipe("plain", "tiny", 8, 4096, ring=2).ring == 2
+    assert resolve_recipe(Recipe(fsdp=True), "tiny", 4, 64, checkpoint=True).checkpoint
 
 
 def test_no_knob_set_by_hand_is_lost_on_the_ladder():
@@ -151,9 +151,9 @@ def test_what_a_model_or_the_ranks_forbid_is_refused_before_launch(config, knobs
 
 def test_an_unknown_name_of_a_recipe_is_refused():
     with pytest.raises(RecipeError, match="unknown recipe 'fdsp': give one of plain, fsdp"):
-        recipe_for("fdsp", "tiny", 1, 64)
+        resolve_recipe("fdsp", "tiny", 1, 64)
     with pytest.raises(RecipeError, match="a recipe has no field 'tile'"):
-        recipe_for("tiling", "tiny", 1, 64, tile=3)
+        resolve_recipe("tiling", "tiny", 1, 64, tile=3)
 
 
 def test_the_real_model_takes_every_chunk_between_the_degree_and_all_heads():

@@ -65,7 +65,7 @@ def test_a_longest_context_says_what_stops_the_next(plans):
     assert "stopped by        device memory" in text
 
 
-def test_fitting_recipes_are_ranked_and_the_steps_down_marked(plans):
+def test_fitting_recipes_are_ranked_and_the_pareto_front_marked(plans):
     ranked = sorted((plans["tiling"], plans["upipe"]), key=lambda p: p.step_seconds)
     text = fit_text(ranked)
     assert "  1 ↓ " in text

@@ -22,7 +22,7 @@ from lab.models.first_values import piece_elements
 from lab.planning.plan import fake_model
 from lab.planning.start import start_of
 from lab.recipe.jobs import Machine, TrainSettings, make_job
-from lab.recipe.ladder import recipe_for
+from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.compose import start
 from lab.step.one_rank import one_rank
@@ -91,7 +91,7 @@ def peaks(model, recipe):
 
 @pytest.mark.parametrize("recipe", ["fsdp", "upipe"])
 def test_a_start_holds_its_shard_and_one_piece(ranks4, recipe):
-    chosen = recipe_for(recipe, "tiny", 4, 512)
+    chosen = resolve_recipe(recipe, "tiny", 4, 512)
     whole = sum(p.nbytes for p in models.build("tiny").parameters())
     planned = lab.plan("tiny", chosen, tokens=512, ranks=4, workspace=False)
     for peak, with_optimizer, held, _ in ranks4.apply(peaks, "tiny", chosen):

@@ -9,7 +9,7 @@ import lab
 from lab import models
 from lab.bench.reference import error
 from lab.memory.meter import Meter
-from lab.recipe.ladder import RUNGS, recipe_for
+from lab.recipe.ladder import RUNGS, resolve_recipe
 from lab.step.training_step import make_optimizer
 from lab_tests.support.models import small_config
 
@@ -22,7 +22,7 @@ def small():
 
 
 def rung(name: str):
-    return recipe_for(name, small(), 4, TOKENS, compute_dtype=None)
+    return resolve_recipe(name, small(), 4, TOKENS, compute_dtype=None)
 
 
 def ids(step: int = 0) -> torch.Tensor:

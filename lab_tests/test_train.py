@@ -121,7 +121,7 @@ def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monke
         with pytest.raises(
             CheckpointError, match=r"jsonl could not be written: No space left on device; the check"
         ):
-            file.settle()
+            file.sync()
     file.add({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 

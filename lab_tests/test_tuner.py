@@ -20,7 +20,7 @@ from lab.models import config_of
 from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import fixed_workspace
 from lab.recipe.jobs import Job
-from lab.recipe.ladder import RUNGS, ladder, recipe_for
+from lab.recipe.ladder import RUNGS, ladder, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.show.tuner import widget as tuner_widget
 from lab.show.tuner.choices import choices
@@ -59,7 +59,7 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
-    recipe = recipe_for(rung, "llama3.2-1b", 4, 64 * Ki)
+    recipe = resolve_recipe(rung, "llama3.2-1b", 4, 64 * Ki)
     job = Job("llama3.2-1b", recipe, 64 * Ki, 4)
     for moment, parts in estimate_job(config_of("llama3.2-1b"), job).moments.items():
         assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
@@ -121,17 +121,17 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
         model="llama3-70b", config=tuner.state.config, rung="tiling", tokens=Mi, ranks=16, by_hand={},
         device_memory=141 * GiB, host_memory=2048 * GiB, workspace=True,
     )  # fmt: skip
-    assert tuner.recipe == recipe_for("tiling", "llama3-70b", 16, Mi)
+    assert tuner.recipe == resolve_recipe("tiling", "llama3-70b", 16, Mi)
 
 
 def test_what_derives_follows_and_what_was_set_by_hand_stays() -> None:
     tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8)
     tuner.knobs.by_name["mlp_tile"].value = 1024
     tuner.knobs.by_name["ranks"].value = 16
-    assert tuner.recipe == recipe_for("upipe", "llama3-8b", 16, Mi, mlp_tile=1024)
+    assert tuner.recipe == resolve_recipe("upipe", "llama3-8b", 16, Mi, mlp_tile=1024)
     assert tuner.knobs.by_name["head_chunk"].value == tuner.recipe.head_chunk == 16
     tuner.knobs.by_name["rung"].value = "checkpoint"
-    assert tuner.recipe == recipe_for("checkpoint", "llama3-8b", 16, Mi)
+    assert tuner.recipe == resolve_recipe("checkpoint", "llama3-8b", 16, Mi)
     assert [tuner.knobs.by_name[name].value for name in ("head_chunk", *TILES)] == [0, 0, 0, 0]
 
 
@@ -159,7 +159,7 @@ def test_an_illegal_head_chunk_says_why_and_the_nearest_legal_one_is_a_click_awa
     assert tuner.plan_button.disabled
     assert tuner.run_button.disabled
     tuner.panel._handle_custom_msg({"suggestion": 0}, [])
-    assert tuner.recipe == recipe_for("upipe", "llama3-8b", 8, 3 * Mi, head_chunk=16)
+    assert tuner.recipe == resolve_recipe("upipe", "llama3-8b", 8, 3 * Mi, head_chunk=16)
     assert tuner.knobs.by_name["head_chunk"].value == 16
     assert not tuner.plan_button.disabled
 
@@ -242,7 +242,7 @@ def test_both_copied_texts_make_the_same_recipe(
         known = {"tokens", "ranks", "device_memory", "host_memory", "workspace"}
         given = {"workspace": True} | {n: v for n, v in given.items() if n not in UNSAID}
         knobs = {name: value for name, value in given.items() if name not in known}
-        made = recipe_for(recipe, model, given["ranks"], lab.units.parse_tokens(given["tokens"]), **knobs)
+        made = resolve_recipe(recipe, model, given["ranks"], lab.units.parse_tokens(given["tokens"]), **knobs)
         assert made == tuner.recipe
         asked.append({name: given[name] for name in known} | {"model": model})
         raise LabError("asked")
@@ -392,6 +392,6 @@ def test_an_illegal_beginning_is_words_alone() -> None:
 
 
 def test_the_ladder_below_a_rung_is_not_asked_what_the_rungs_above_allow() -> None:
-    assert recipe_for("checkpoint", "tiny", 4, 1024, checkpoint=False).checkpoint is False
+    assert resolve_recipe("checkpoint", "tiny", 4, 1024, checkpoint=False).checkpoint is False
     with pytest.raises(RecipeError, match="without checkpointing"):
         ladder("tiny", 4, 1024, checkpoint=False)

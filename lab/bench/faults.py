@@ -25,7 +25,7 @@ from cluster.live import publish
 from cluster.ranks import Cluster
 from cluster.watchdog import is_alive
 from lab.bench.table import Row, Say
-from lab.training.out_of_memory import RankOutOfMemory
+from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.run import run
 
 RANKS = 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from lab import models
 from lab.models.small_copies import first_layers
 from lab.recipe.jobs import Job, TrainSettings
-from lab.recipe.ladder import recipe_for
+from lab.recipe.ladder import resolve_recipe
 from lab.step.on_ranks import make_rank_state
 from lab.step.one_rank import one_rank
 from lab.step.training_step import loss
@@ -49,7 +49,7 @@ def measure_gradients(
     for group in GROUPS:
         expected: dict[str, Tensor] = {}
         for name, knobs in group:
-            recipe = recipe_for(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
+            recipe = resolve_recipe(name, model, ranks, tokens, **{"kernel": "torch", **knobs})
             gradients = _gradients(Job(part, recipe, tokens, ranks), where)
             gc.collect()
             torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from lab.planning import plan_cache
 from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan, plan_ladder
 from lab.recipe.jobs import Job
-from lab.recipe.ladder import recipe_for
+from lab.recipe.ladder import resolve_recipe
 from lab.units import Mi, MiB
 
 
@@ -28,7 +28,7 @@ def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, r
 
     The cache of plans is empty before the first.
     """
-    recipe, config = recipe_for("upipe", model, ranks, tokens), config_of(model)
+    recipe, config = resolve_recipe("upipe", model, ranks, tokens), config_of(model)
     with tempfile.TemporaryDirectory() as empty, patch.object(plan_cache, "folder", lambda _: Path(empty)):
         ways: dict[str, Callable[[], object]] = {
             "plan upipe": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),

@@ -11,7 +11,7 @@ import torch
 from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
 from lab.errors import DivergedError, RecipeError
-from lab.recipe.ladder import NAMES
+from lab.recipe.ladder import RECIPE_NAMES
 from lab.rehearsing.rehearsal import Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import machine_for, rehearse
 from lab.units import GiB, format_tokens
@@ -46,7 +46,7 @@ def measure_rehearsals(model: str, contexts: Sequence[int], say: Say, **settings
     where = device_and_versions(machine_for(settings.get("machine")))
     for tokens in contexts:
         by_recipe: dict[str, Rehearsal] = {}
-        for name in NAMES:
+        for name in RECIPE_NAMES:
             say(f"{name}, {format_tokens(tokens)} tokens")
             failure = None
             try:

@@ -20,7 +20,7 @@ from lab.errors import LabError
 from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import HARDWARE, of_name
 from lab.recipe.jobs import Job
-from lab.recipe.ladder import recipe_for
+from lab.recipe.ladder import resolve_recipe
 from lab.techniques.host_memory import pinnable
 from lab.units import Ki, Mi, MiB, format_bytes, format_tokens
 
@@ -138,7 +138,7 @@ def _pinned(gpus: int) -> str:
     text = f"{format_bytes(available)} of {format_bytes(psutil.virtual_memory().total)} can be pinned"
     try:
         config = models.config_of(MODEL)
-        recipe = recipe_for(RECIPE, MODEL, gpus, Mi, config=config)
+        recipe = resolve_recipe(RECIPE, MODEL, gpus, Mi, config=config)
         offloaded = estimate_job(config, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
     except LabError as error:
         return f"{text}; no {RECIPE} on {gpus} ranks: {error}"

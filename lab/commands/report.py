@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lab.bench.table import table_text
 from lab.errors import LabError
-from lab.planning.fit import steps_down
+from lab.planning.fit import pareto_front
 from lab.planning.hardware import outside_workspace
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import Plan
@@ -189,7 +189,7 @@ def fit_text(plans: Sequence[Plan]) -> str:
 
     An arrow marks a recipe that needs less device memory than every faster one.
     """
-    fastest, down = plans[0], steps_down(plans)
+    fastest, down = plans[0], pareto_front(plans)
     table = Table("", "a step", "slower", "device peak", "host a node", "recipe", box=SIMPLE_HEAD)
     for number, plan in enumerate(plans, start=1):
         table.add_row(

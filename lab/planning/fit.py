@@ -107,7 +107,7 @@ def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
         )
 
 
-def steps_down(plans: Sequence[Plan]) -> list[Plan]:
+def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
     """Of plans sorted by time, those that need less device memory than every faster one."""
     steps: list[Plan] = []
     for plan in plans:

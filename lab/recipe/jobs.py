@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.recipe.ladder import recipe_for
+from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.units import check_counts, format_tokens, parse_bytes, parse_tokens
 
@@ -73,7 +73,7 @@ def make_job(
     """
     length = parse_tokens(tokens)
     check_counts({"ranks": ranks, "rows": rows})
-    chosen = recipe_for(recipe, model, ranks, length, config=config, **knobs)
+    chosen = resolve_recipe(recipe, model, ranks, length, config=config, **knobs)
     return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
 
 

@@ -23,7 +23,7 @@ FAST: dict[str, Any] = {"offload": "attention"}
 """The recipe ``fast``, beside the ladder: its top rung, with these knobs. It holds more on the host and a
 little more on the device, and takes less time; so it is no step down in memory."""
 
-NAMES = (*RUNGS, "fast")
+RECIPE_NAMES = (*RUNGS, "fast")
 """Every recipe that has a name."""
 
 
@@ -81,11 +81,11 @@ def check_name(name: str) -> None:
     Raises:
         RecipeError: the names that are.
     """
-    if name not in NAMES:
-        raise RecipeError(f"unknown recipe {name!r}: give one of {', '.join(NAMES)}, or a Recipe")
+    if name not in RECIPE_NAMES:
+        raise RecipeError(f"unknown recipe {name!r}: give one of {', '.join(RECIPE_NAMES)}, or a Recipe")
 
 
-def named(
+def recipe_by_name(
     name: str,
     model: ModelLike,
     ranks: int,
@@ -94,7 +94,7 @@ def named(
     config: PretrainedConfig | None = None,
     **knobs: Any,
 ) -> Recipe:
-    """The recipe of ``NAMES``, unchecked, with ``knobs`` by hand where it has the technique.
+    """The recipe of ``RECIPE_NAMES``, unchecked, with ``knobs`` by hand where it has the technique.
 
     Raises:
         RecipeError: an unknown name or knob.
@@ -110,7 +110,7 @@ def _compute_dtype(model: ModelLike) -> str | None:
     return None if model == "tiny" else "bfloat16"
 
 
-def recipe_for(
+def resolve_recipe(
     recipe: str | Recipe,
     model: ModelLike,
     ranks: int,
@@ -119,7 +119,7 @@ def recipe_for(
     config: PretrainedConfig | None = None,
     **knobs: Any,
 ) -> Recipe:
-    """The recipe itself, or that of ``NAMES``, with ``knobs`` set by hand; checked against the model.
+    """The recipe itself, or that of ``RECIPE_NAMES``, with ``knobs`` set by hand; checked against the model.
 
     A knob set by hand is applied last, on whatever rung; a knob that derives from it follows. ``config`` is
     the model's, for a caller that has it: where the model is a callable, looking it up makes a model.
@@ -129,7 +129,7 @@ def recipe_for(
     """
     config = config or config_of(model)
     if isinstance(recipe, str):
-        recipe = named(recipe, model, ranks, tokens, config=config, **knobs)
+        recipe = recipe_by_name(recipe, model, ranks, tokens, config=config, **knobs)
     check_fields(knobs)
     recipe = replace(recipe, **knobs)
     recipe.check(config, ranks)

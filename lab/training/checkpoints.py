@@ -151,9 +151,9 @@ class _Writer(FileSystemWriter):
                         "the folder must be one that all ranks share"
                     )
         self._manifest.complete(self._part)
-        _settle(self._part)
+        _sync_folder(self._part)
         self._part.rename(self._whole)
-        _settle(self._whole.parent)
+        _sync_folder(self._whole.parent)
         remove_all_but(self._keep, self._whole.parent)
 
 
@@ -233,7 +233,7 @@ def _cause(error: CheckpointException) -> str:
     return f"{message} (rank {rank})"
 
 
-def _settle(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Have a folder's names on disk, as fsync has a file's bytes."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -31,35 +31,35 @@ class LossFile:
             self._length = len(b"".join(line for line in whole if json.loads(line)["step"] <= steps))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{self._path} is no file of losses: {error}") from error
-        self.settle()
+        self.sync()
 
     def add(self, line: dict[str, Any]) -> None:
         """Write one line, where another process can read it at once."""
         self._waiting += json.dumps(line).encode() + b"\n"
         with suppress(OSError):
-            self._write(settled=False)
+            self._write(on_disk=False)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Have all lines on disk, so that a checkpoint is never ahead of them.
 
         Raises:
             CheckpointError: they cannot be written.
         """
         try:
-            self._write(settled=True)
+            self._write(on_disk=True)
         except OSError as error:
             raise CheckpointError(
                 f"{self._path} could not be written: {error.strerror}; the checkpoints beside it stay"
             ) from error
 
-    def _write(self, *, settled: bool) -> None:
+    def _write(self, *, on_disk: bool) -> None:
         with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             # Whatever lies behind the last whole line came of a kill or a full disk.
             file.truncate(self._length)
             file.seek(self._length)
             file.write(self._waiting)
             file.flush()
-            if settled:
+            if on_disk:
                 os.fsync(file.fileno())
         self._length += len(self._waiting)
         self._waiting = b""

@@ -21,8 +21,8 @@ from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.training_step import train_step
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
-from lab.training.out_of_memory import RankOutOfMemory
 from lab.training.partial_run import PartialRun
+from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.records import Progress, Run, Started, Watch
 from lab.units import parse_bytes
 
@@ -58,7 +58,7 @@ def run(
 
     A run that is stopped (``Started.stop``, the button of ``lab.show.live()``) returns what it measured until
     then; one that is interrupted raises KeyboardInterrupt, and one that fails its error, each with that as
-    ``kept``.
+    ``partial``.
 
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
@@ -80,10 +80,10 @@ def run(
             tell(record)
 
     def ended(how: str) -> Run | None:
-        kept = partial_run.run(how)
-        if kept is not None:
-            tell(kept)
-        return kept
+        run = partial_run.run(how)
+        if run is not None:
+            tell(run)
+        return run
 
     tell(Started(cluster.interrupt))
     limit = None if device_memory is None else parse_bytes(device_memory)
@@ -92,16 +92,16 @@ def run(
         timeout = on_cluster(job, cluster)
         results = cluster.apply(_train, job, settings, limit, on_record=on_record, timeout=timeout)
     except Stopped:
-        kept = ended("stopped")
-        if kept is None:
+        stopped = ended("stopped")
+        if stopped is None:
             raise
-        return kept
+        return stopped
     except RankError as error:
-        error.kept = ended("failed")
+        error.partial = ended("failed")
         if isinstance(error.cause, OutOfMemory):
             raise RankOutOfMemory(error, error.cause, job) from error
         if isinstance(error.cause, DivergedError):
-            error.cause.kept = error.kept
+            error.cause.partial = error.partial
             raise error.cause from error
         raise
     except KeyboardInterrupt as interrupt:
@@ -121,12 +121,12 @@ def run(
 
 
 class Interrupted(KeyboardInterrupt):
-    """The notebook's kernel was interrupted; ``kept`` is the run up to then, None where none had begun."""
+    """The notebook's kernel was interrupted; ``partial`` is the run up to then, None where none had begun."""
 
-    def __init__(self, kept: Run | None) -> None:
-        where = f": {kept.title}" if kept is not None else ""
-        super().__init__(f"the run was interrupted, and the error's .kept is what it measured{where}")
-        self.kept = kept
+    def __init__(self, partial: Run | None) -> None:
+        where = f": {partial.title}" if partial is not None else ""
+        super().__init__(f"the run was interrupted, and the error's .partial is what it measured{where}")
+        self.partial = partial
 
 
 def _nobody(_: object) -> None:

@@ -123,7 +123,7 @@ def train_on_this_rank(
             # A finite loss may still have a gradient, and so an update, that is not.
             if _most(not checkpoints.is_finite(state.model, state.optimizer), state.device):
                 raise _diverged(settings, saving, checkpoints, step, loss)
-            _first_rank_does(losses.settle)
+            _first_rank_does(losses.sync)
             checkpoints.save(state.model, state.optimizer, replace(saving.manifest, step=step))
     checkpoints.close()
     return tuple(records)

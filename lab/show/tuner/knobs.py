@@ -11,7 +11,7 @@ import ipywidgets
 
 from lab.models.presets import PRESETS
 from lab.recipe.knobs import BY_NAME, KNOBS
-from lab.recipe.ladder import NAMES
+from lab.recipe.ladder import RECIPE_NAMES
 from lab.show.tuner.choices import choices
 from lab.show.tuner.state import TILES, State
 from lab.show.tuner.text import LABELS, value_text
@@ -50,7 +50,7 @@ class Knobs:
             "model": ipywidgets.Dropdown(
                 options=[(Path(model).name, model) for model in models], description="model"
             ),
-            "rung": ipywidgets.Dropdown(options=NAMES, description="recipe"),
+            "rung": ipywidgets.Dropdown(options=RECIPE_NAMES, description="recipe"),
         }
         for name in SLIDERS:
             slider = ipywidgets.SelectionSlider(options=[0], description=LABELS[name], tooltip=_COSTS[name])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lab.errors import LabError
 from lab.models import config_of
 from lab.recipe.knobs import BY_NAME, KNOBS
-from lab.recipe.ladder import NAMES, RUNGS, check_name, named
+from lab.recipe.ladder import RECIPE_NAMES, RUNGS, check_name, recipe_by_name
 from lab.recipe.recipe import Recipe, check_fields
 from lab.units import check_counts, parse_bytes, parse_tokens
 
@@ -62,7 +62,7 @@ class State:
     def base(self) -> dict[str, Any]:
         """All fields of the rung's recipe, with the ``ulysses`` and ``ring`` that were set by hand."""
         degrees = {name: self.by_hand[name] for name in ("ulysses", "ring") if name in self.by_hand}
-        recipe = named(self.rung, self.model, self.ranks, self.tokens, config=self.config, **degrees)
+        recipe = recipe_by_name(self.rung, self.model, self.ranks, self.tokens, config=self.config, **degrees)
         return recipe.to_json() | degrees
 
     @property
@@ -146,7 +146,9 @@ def start_state(
     )
     if isinstance(recipe, Recipe):
         fields = recipe.to_json() | knobs
-        rungs = (replace(state, rung=rung, by_hand=_fields_by_hand(fields, state, rung)) for rung in NAMES)
+        rungs = (
+            replace(state, rung=rung, by_hand=_fields_by_hand(fields, state, rung)) for rung in RECIPE_NAMES
+        )
         state = min(rungs, key=lambda candidate: len(candidate.by_hand))
     # A single value that no recipe can have is an error of the caller; the tuner explains combinations only.
     Recipe(**{**state.fields, "checkpoint": True})

@@ -15,13 +15,18 @@ from lab.units import format_bytes
 class RankOutOfMemory(LabError):
     """A rank ran out of memory. The text says which, in what operator and module, and what was held.
 
-    Attributes: ``rank``, ``moment``, ``time`` (seconds since the epoch), ``kept``, the run up to then;
+    Attributes: ``rank``, ``moment``, ``time`` (seconds since the epoch), ``partial``, the run up to then;
     ``rung`` and ``plan`` of the cheapest rung that fits, or the leanest where none does (None where the
     device itself refused).
     """
 
     def __init__(self, failed: RankError, error: OutOfMemory, job: Job) -> None:
-        self.rank, self.moment, self.time, self.kept = failed.rank, error.moment, failed.time, failed.kept
+        self.rank, self.moment, self.time, self.partial = (
+            failed.rank,
+            error.moment,
+            failed.time,
+            failed.partial,
+        )
         self.rung: str | None = None
         self.plan: Plan | None = None
         if error.limit is not None:
