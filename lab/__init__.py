@@ -5,49 +5,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
-    from lab import models, show, units
-    from lab.errors import LabError, RecipeError
-    from lab.memory.measure import measure
-    from lab.memory.timeline import Timeline
+    from lab import models, show
+    from lab.errors import LabError
+    from lab.planning.closed_form import estimate
     from lab.planning.fit import fit
-    from lab.planning.max_context import MaxContext, max_context
-    from lab.planning.plan import Plan, plan, plan_ladder
+    from lab.planning.max_context import max_context
+    from lab.planning.plan import plan
     from lab.recipe.ladder import ladder
     from lab.recipe.recipe import Recipe
-    from lab.rehearsing.rehearsal import Rehearsal
     from lab.rehearsing.rehearse import rehearse
-    from lab.step import data
-    from lab.step.batches import Batch, shard_batch
+    from lab.step.batches import shard_batch
     from lab.step.compose import apply_recipe
     from lab.step.training_step import loss, train_step
-    from lab.training.profile import Profiled, profile
-    from lab.training.records import Run
+    from lab.training.profile import profile
     from lab.training.run import run
-    from lab.training.train import Trained, train
+    from lab.training.train import train
 
 __all__ = [
-    "Batch",
     "Cluster",
     "LabError",
-    "MaxContext",
-    "Plan",
-    "Profiled",
     "Recipe",
-    "RecipeError",
-    "Rehearsal",
-    "Run",
-    "Timeline",
-    "Trained",
     "apply_recipe",
-    "data",
+    "estimate",
     "fit",
     "ladder",
     "loss",
     "max_context",
-    "measure",
     "models",
     "plan",
-    "plan_ladder",
     "profile",
     "rehearse",
     "run",
@@ -55,31 +40,20 @@ __all__ = [
     "show",
     "train",
     "train_step",
-    "units",
 ]
 
 # `lab --help` must not wait seconds for torch: a name's module is imported when the name is first asked for.
-_HOME = {
-    "Batch": "lab.step.batches",
+_MODULES = {
     "Cluster": "cluster.ranks",
     "LabError": "lab.errors",
-    "MaxContext": "lab.planning.max_context",
-    "Plan": "lab.planning.plan",
-    "Profiled": "lab.training.profile",
     "Recipe": "lab.recipe.recipe",
-    "RecipeError": "lab.errors",
-    "Rehearsal": "lab.rehearsing.rehearsal",
-    "Run": "lab.training.records",
-    "Timeline": "lab.memory.timeline",
-    "Trained": "lab.training.train",
     "apply_recipe": "lab.step.compose",
+    "estimate": "lab.planning.closed_form",
     "fit": "lab.planning.fit",
     "ladder": "lab.recipe.ladder",
     "loss": "lab.step.training_step",
     "max_context": "lab.planning.max_context",
-    "measure": "lab.memory.measure",
     "plan": "lab.planning.plan",
-    "plan_ladder": "lab.planning.plan",
     "profile": "lab.training.profile",
     "rehearse": "lab.rehearsing.rehearse",
     "run": "lab.training.run",
@@ -90,10 +64,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name == "data":
-        return import_module("lab.step.data")
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     if name in __all__:
         return import_module(f"lab.{name}")
     raise AttributeError(f"module 'lab' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.commands.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text, recipe_text
+from lab.commands.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import plan, plan_ladder
 from lab.recipe.recipe import Recipe
@@ -73,7 +73,7 @@ def test_fitting_recipes_are_ranked_and_the_pareto_front_marked(plans):
 
 
 def test_a_recipe_in_one_line():
-    assert recipe_text(Recipe()) == "plain"
+    assert Recipe().summary == "plain"
     tiled = Recipe(fsdp=True, checkpoint=True, mlp_tile=8, norm_tile=8, loss_tile=8)
-    assert recipe_text(tiled) == "fsdp checkpoint tiles=8"
-    assert recipe_text(Recipe(mlp_tile=8, loss_tile=16)) == "mlp_tile=8 loss_tile=16"
+    assert tiled.summary == "fsdp checkpoint tiles=8"
+    assert Recipe(mlp_tile=8, loss_tile=16).summary == "mlp_tile=8 loss_tile=16"

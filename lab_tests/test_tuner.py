@@ -27,7 +27,7 @@ from lab.show.tuner.choices import choices
 from lab.show.tuner.estimate import Refusal, StateEstimate, _parts, estimate_state
 from lab.show.tuner.scaled_down import MOST_TILES, scale_down
 from lab.show.tuner.state import TILES, State
-from lab.units import GiB, Ki, Mi, MiB
+from lab.units import GiB, Ki, Mi, MiB, parse_bytes, parse_tokens
 
 
 def small(recipe: str | Recipe = "upipe", **settings: Any) -> tuner_widget.Tuner:
@@ -242,7 +242,7 @@ def test_both_copied_texts_make_the_same_recipe(
         known = {"tokens", "ranks", "device_memory", "host_memory", "workspace"}
         given = {"workspace": True} | {n: v for n, v in given.items() if n not in UNSAID}
         knobs = {name: value for name, value in given.items() if name not in known}
-        made = resolve_recipe(recipe, model, given["ranks"], lab.units.parse_tokens(given["tokens"]), **knobs)
+        made = resolve_recipe(recipe, model, given["ranks"], parse_tokens(given["tokens"]), **knobs)
         assert made == tuner.recipe
         asked.append({name: given[name] for name in known} | {"model": model})
         raise LabError("asked")
@@ -257,7 +257,7 @@ def test_both_copied_texts_make_the_same_recipe(
     said, told = asked
     assert said == told
     memories = tuner.state.device_memory, tuner.state.host_memory
-    assert tuple(map(lab.units.parse_bytes, (said["device_memory"], said["host_memory"]))) == memories
+    assert tuple(map(parse_bytes, (said["device_memory"], said["host_memory"]))) == memories
     assert said["workspace"] is tuner.state.workspace
 
 

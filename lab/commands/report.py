@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lab.planning.hardware import outside_workspace
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import Plan
 from lab.planning.quick_plan import QuickPlan
-from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Rehearsal
 from lab.training.records import Run
 from lab.units import Mi, format_bytes, format_seconds
@@ -31,7 +29,7 @@ def plan_text(plan: Plan) -> str:
     peak, costs = plan.peak, plan.costs
     lines = [
         plan.title,
-        recipe_text(plan.recipe),
+        plan.recipe.summary,
         "",
         f"device peak   {format_bytes(plan.device_peak)} a rank"
         f"{_of(plan.device_peak, plan.machine.device_memory)}",
@@ -79,7 +77,7 @@ def quick_text(plan: QuickPlan) -> str:
     return "\n".join(
         (
             plan.job.title,
-            recipe_text(plan.job.recipe),
+            plan.job.recipe.summary,
             "",
             f"device peak   {format_bytes(plan.device_peak)} a rank"
             f"{_of(plan.device_peak, plan.machine.device_memory)}",
@@ -158,19 +156,13 @@ def _longest_bar(plans: Mapping[str, Plan]) -> int:
     return min(2 * max(memory or 0, min(peaks)), max(peaks))
 
 
-def plan_line(plan: Plan) -> str:
-    """Describe a plan in one line: its tokens, its device peak, and whether it fits."""
-    verdict = "fits" if plan.fits else f"too much for the {plan.limit}"
-    return f"{plan.tokens / Mi:.2f}M tokens, {format_bytes(plan.device_peak)} a device: {verdict}"
-
-
 def max_context_text(result: MaxContext) -> str:
     """Return the text of `lab max-context`: the longest context, and what stops the next longer one."""
     plan, next_plan = result.plan, result.next_plan
     return "\n".join(
         (
             plan.title,
-            recipe_text(plan.recipe),
+            plan.recipe.summary,
             "",
             f"longest context   {result.tokens / Mi:.2f}M tokens ({result.tokens:,})",
             f"a device holds    {format_bytes(plan.device_peak)}"
@@ -198,7 +190,7 @@ def fit_text(plans: Sequence[Plan]) -> str:
             f"+{plan.step_seconds / fastest.step_seconds - 1:.1%}",
             format_bytes(plan.device_peak),
             format_bytes(plan.host_peak_per_node),
-            recipe_text(plan.recipe),
+            plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
     return f"{_title(fastest)}\n{table_text(table)}\n{legend}"
@@ -215,7 +207,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     )
     lines = [
         rehearsal.job.title,
-        recipe_text(rehearsal.job.recipe),
+        rehearsal.job.recipe.summary,
         "",
         f"measured      as one rank of {rehearsal.job.ranks} on {rehearsal.machine}, "
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
@@ -260,7 +252,7 @@ def run_text(run: Run, plan: Plan) -> str:
     return "\n".join(
         [
             run.title,
-            recipe_text(plan.recipe),
+            plan.recipe.summary,
             "",
             *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
             f"device peak   {format_bytes(run.device_peak)} a rank, planned {format_bytes(planned)}",
@@ -281,17 +273,6 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
         "planned_device_peak": planned_peak(run, plan),
         "planned_host_peak": plan.host_peak,
     }
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """Return the knobs that are not at their default, in one line; three equal tiles are one entry."""
-    knobs = {f.name: getattr(recipe, f.name) for f in fields(recipe) if getattr(recipe, f.name) != f.default}
-    tiles = [name for name in ("mlp_tile", "norm_tile", "loss_tile") if name in knobs]
-    if len(tiles) == 3 and len({knobs[name] for name in tiles}) == 1:
-        knobs["tiles"] = knobs["mlp_tile"]
-        for name in tiles:
-            del knobs[name]
-    return " ".join(name if value is True else f"{name}={value}" for name, value in knobs.items()) or "plain"
 
 
 def _short(op: str) -> str:

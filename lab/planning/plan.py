@@ -29,7 +29,7 @@ from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
 from lab.torch_private import FakeTensorMode
-from lab.units import parse_tokens
+from lab.units import Mi, format_bytes, parse_tokens
 
 Step = tuple[Timeline, Costs]
 
@@ -62,6 +62,12 @@ class Plan:
     def title(self) -> str:
         """One line that names the step."""
         return self.job.title
+
+    @property
+    def summary(self) -> str:
+        """One line with its tokens, its device peak, and whether it fits."""
+        verdict = "fits" if self.fits else f"too much for the {self.limit}"
+        return f"{self.tokens / Mi:.2f}M tokens, {format_bytes(self.device_peak)} a device: {verdict}"
 
     @property
     def recipe(self) -> Recipe:

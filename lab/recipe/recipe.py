@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from lab.errors import RecipeError
@@ -118,6 +118,18 @@ class Recipe:
             )
         if self.head_chunk is not None:
             schedule(heads, kv_heads, self.ulysses, self.head_chunk)
+
+    @property
+    def summary(self) -> str:
+        """The knobs that are not at their default, in one line; three equal tiles are one entry."""
+        knobs = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        tiles = {name: knobs[name] for name in ("mlp_tile", "norm_tile", "loss_tile") if name in knobs}
+        if len(tiles) == 3 and len(set(tiles.values())) == 1:
+            knobs = {name: value for name, value in knobs.items() if name not in tiles}
+            knobs["tiles"] = tiles["mlp_tile"]
+        return (
+            " ".join(name if value is True else f"{name}={value}" for name, value in knobs.items()) or "plain"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values by field name."""

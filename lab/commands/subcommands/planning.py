@@ -149,13 +149,13 @@ def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, 
     """Find the longest context of MODEL that fits, and what stops a longer one."""
 
     def make() -> Answer:
-        from lab.commands.report import max_context_text, plan_line
+        from lab.commands.report import max_context_text
         from lab.planning.max_context import max_context
         from lab.recipe.recipe import parse_knobs
 
         with status(f"planning {model}") as say:
             longest = max_context(
-                model, recipe, watch=lambda tried: say(plan_line(tried)), **settings, **parse_knobs(knobs)
+                model, recipe, watch=lambda tried: say(tried.summary), **settings, **parse_knobs(knobs)
             )
         return longest.to_json(), max_context_text(longest)
 
@@ -171,11 +171,11 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
     """Find the fastest recipes that fit MODEL at this context, and the price in time of less memory."""
 
     def make() -> Answer:
-        from lab.commands.report import fit_text, plan_line
+        from lab.commands.report import fit_text
         from lab.planning.fit import fit
 
         with status(f"planning {model}") as say:
-            plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {plan_line(tried)}"), **settings)
+            plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried.summary}"), **settings)
         keys = ("recipe", "device_peak", "host_peak", "step_seconds")
         return [pick(keys, planned.to_json()) for planned in plans], fit_text(plans)
 
