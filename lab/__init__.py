@@ -1,5 +1,6 @@
 """The public names, each loaded when it is first used."""
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,33 +43,49 @@ __all__ = [
     "train_step",
 ]
 
-# `lab --help` must not wait seconds for torch: a name's module is imported when the name is first asked for.
-_MODULES = {
-    "Cluster": "cluster.ranks",
-    "LabError": "lab.errors",
-    "Recipe": "lab.recipe.recipe",
-    "apply_recipe": "lab.step.compose",
-    "estimate": "lab.planning.closed_form",
-    "fit": "lab.planning.fit",
-    "ladder": "lab.recipe.ladder",
-    "loss": "lab.step.training_step",
-    "max_context": "lab.planning.max_context",
-    "plan": "lab.planning.plan",
-    "profile": "lab.training.profile",
-    "rehearse": "lab.rehearsing.rehearse",
-    "run": "lab.training.run",
-    "shard_batch": "lab.step.batches",
-    "train": "lab.training.train",
-    "train_step": "lab.step.training_step",
-}
+
+def load_on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package: it imports the module of a name when the name is first used.
+
+    Without it, ``lab --help`` and a saved answer would wait seconds for the import of torch.
+
+    Args:
+        package: The name of the package.
+        modules: The module that defines each name; the name of a module itself stands for that module.
+    """
+
+    def load(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(modules[name])
+        return module if modules[name] == f"{package}.{name}" else getattr(module, name)
+
+    return load
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    if name in __all__:
-        return import_module(f"lab.{name}")
-    raise AttributeError(f"module 'lab' has no attribute {name!r}")
+__getattr__ = load_on_first_use(
+    __name__,
+    {
+        "Cluster": "cluster.ranks",
+        "LabError": "lab.errors",
+        "Recipe": "lab.recipe.recipe",
+        "apply_recipe": "lab.step.compose",
+        "estimate": "lab.planning.closed_form",
+        "fit": "lab.planning.fit",
+        "ladder": "lab.recipe.ladder",
+        "loss": "lab.step.training_step",
+        "max_context": "lab.planning.max_context",
+        "plan": "lab.planning.plan",
+        "profile": "lab.training.profile",
+        "rehearse": "lab.rehearsing.rehearse",
+        "run": "lab.training.run",
+        "shard_batch": "lab.step.batches",
+        "train": "lab.training.train",
+        "train_step": "lab.step.training_step",
+        "models": "lab.models",
+        "show": "lab.show",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lab.errors import ModelError, RecipeError
+from lab.shape import Shape
 from lab.torch_private import has_gradient_hooks, module_hooks
 from lab.units import check_counts
 
@@ -182,35 +183,6 @@ def _check_value(family: Family, name: str, value: object, works: tuple[object, 
                 f"{name}={shorten(repr(one), 60)} in the config of a {family.name} model: the lab computes "
                 f"it right only with {name}={works[0]!r}; set it, if the model was trained with that value"
             )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model. Formulas use the same letters.
-
-    Attributes:
-        L: The number of layers.
-        E: The hidden size.
-        H: The number of query heads.
-        K: The number of key/value heads.
-        D: The head_dim.
-        I: The inner width of the MLP.
-        V: The size of the vocabulary.
-        matrices: The number of matrices in an MLP, each of E*I weights: 3 if it is gated, else 2.
-        head_norms: Whether each head of q and k has a norm.
-        tied: Whether the head shares its weight with the embedding.
-    """
-
-    L: int
-    E: int
-    H: int
-    K: int
-    D: int
-    I: int  # noqa: E741
-    V: int
-    matrices: int
-    head_norms: bool
-    tied: bool
 
 
 def shape_of(config: PretrainedConfig) -> Shape:

@@ -37,9 +37,7 @@ def errors(recipes):
 @pytest.mark.slow
 def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
     cfg = config("qwen3")
-    rungs = {
-        name: resolve_recipe(name, cfg, 4, 22, config=cfg, compute_dtype=None) for name in (*RUNGS, "fast")
-    }
+    rungs = {name: resolve_recipe(name, cfg, 4, 22, compute_dtype=None) for name in (*RUNGS, "fast")}
     for rank in ranks4.apply(errors, {**rungs, "everything": EVERYTHING}):
         assert max(rank.values()) < 1e-9, rank
 

@@ -140,11 +140,11 @@ VALUES = [
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_no_value_of_a_knob_ends_in_a_traceback(name):
-    config = models.config_of("tiny")
+    shape = models.shape_of("tiny")
     refusals = []
     for setting in (f"{field}={value}" for field in BY_NAME for value in VALUES):
         try:
-            resolve_recipe(name, "tiny", 4, 64, config=config, **parse_knobs([setting]))
+            resolve_recipe(name, "tiny", 4, 64, shape=shape, **parse_knobs([setting]))
         except LabError as error:
             refusals.append(str(error))
     assert len(refusals) > len(BY_NAME)

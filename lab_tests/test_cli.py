@@ -185,6 +185,10 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     assert (quick["closed_form"], quick["fits"]) == (True, True)
     assert quick["device_peak"] == estimate("tiny", "upipe", tokens=1024, ranks=4).device_peak
     assert sum(quick["parts"].values()) == quick["device_peak"]
+    # Of a model whose shape is saved, what was never asked needs neither torch nor transformers.
+    assert saved_answer(
+        ["plan", "tiny", "--tokens", "3K", "--ranks", "2", "--recipe", "tiling", "--quick"]
+    ).startswith("tiny")
     rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
     assert all(rung.keys() == {"name", "device_peak", "host_peak", "fits"} for rung in rungs)

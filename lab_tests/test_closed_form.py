@@ -86,7 +86,7 @@ def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
     config, recipe = config_of(model), resolve_recipe(rung, model, ranks, tokens, **by_hand)
     size = {"tokens": tokens, "ranks": ranks, "rows": knobs.get("rows", 1)}
     planned = plan(config, recipe, workspace=False, **size)
-    estimated = estimate_job(config, Job(model, recipe, **size))
+    estimated = estimate_job(models.shape_of(config), Job(model, recipe, **size))
     assert estimated.host_peak == planned.host_peak
     ratio = estimated.device_peak / planned.device_peak
     where = f"{ratio:.4f} at {model}, {rung}, {size}, {knobs}: {estimated.moment}"
@@ -103,28 +103,26 @@ def test_the_points_are_of_every_model_and_name():
 def test_the_plain_models_state_is_16_bytes_a_parameter(model):
     with torch.device("meta"):
         parameters = sum(p.numel() for p in models.build(model).parameters())
-    found = estimate_job(PRESETS[model](), Job(model, Recipe(), 1, 1))
+    found = estimate_job(models.shape_of(model), Job(model, Recipe(), 1, 1))
     assert (found.moment, found.device_peak) == ("optimizer", 16 * parameters)
-    sharded = estimate_job(PRESETS[model](), Job(model, Recipe(fsdp=True), 1, 8)).moments["optimizer"]
+    sharded = estimate_job(models.shape_of(model), Job(model, Recipe(fsdp=True), 1, 8)).moments["optimizer"]
     assert sharded == {"model state": 16 * parameters // 8}
 
 
 def test_published_llama3_8b_on_8_ranks():
     recipe = ladder("llama3-8b", 8, 5 * Mi)["upipe"]
     job = Job("llama3-8b", recipe, 5 * Mi, 8)
-    found = estimate_job(PRESETS["llama3-8b"](), job)
+    found = estimate_job(models.shape_of("llama3-8b"), job)
     assert found.host_peak == 31 * 5 * GiB  # 31 block inputs, A = 1 GiB a Mi tokens: 1.21 TiB on 8 ranks
-    state = estimate_job(PRESETS["llama3-8b"](), job).moments["optimizer"]["model state"]
+    state = estimate_job(models.shape_of("llama3-8b"), job).moments["optimizer"]["model state"]
     assert round(state / GiB, 2) == 14.96
 
 
 def test_all_heads_at_once_cost_two_hidden_states_more_than_a_stage_of_each_rank():
     """4U + 4 U_kv + 4 U_kv for fp32 sums, in heads of A/32: 32 + 32 + 32 at U = C; 128 + 32 at U = H."""
-    recipe = ladder("llama3-8b", 8, 4 * Mi)["upipe"]
+    shape, recipe = models.shape_of("llama3-8b"), ladder("llama3-8b", 8, 4 * Mi)["upipe"]
     few, all_heads = (
-        estimate_job(
-            PRESETS["llama3-8b"](), Job("llama3-8b", replace(recipe, head_chunk=chunk), 4 * Mi, 8)
-        ).moments
+        estimate_job(shape, Job("llama3-8b", replace(recipe, head_chunk=chunk), 4 * Mi, 8)).moments
         for chunk in (8, 32)
     )
     name = "attention backward, layer 1"
@@ -137,10 +135,10 @@ def test_all_heads_at_once_cost_two_hidden_states_more_than_a_stage_of_each_rank
 def test_the_parts_add_up_to_the_peak():
     recipe = ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
     job = Job("qwen3-8b", recipe, 3 * Mi, 8)
-    found = estimate_job(PRESETS["qwen3-8b"](), job)
+    found = estimate_job(models.shape_of("qwen3-8b"), job)
     assert sum(found.parts.values()) == found.device_peak
     assert found.device_peak == max(
-        sum(parts.values()) for parts in estimate_job(PRESETS["qwen3-8b"](), job).moments.values()
+        sum(parts.values()) for parts in estimate_job(models.shape_of("qwen3-8b"), job).moments.values()
     )
 
 
@@ -148,10 +146,10 @@ def test_an_estimate_runs_no_operator_and_makes_no_module(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a module in a formula")
 
-    config, recipe = PRESETS["qwen3-8b"](), ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
+    shape, recipe = models.shape_of("qwen3-8b"), ladder("qwen3-8b", 8, 3 * Mi)["upipe"]
     monkeypatch.setattr(nn.Module, "__init__", refuse)
     with RefusingDispatch():
-        estimate_job(config, Job("qwen3-8b", recipe, 3 * Mi, 8))
+        estimate_job(shape, Job("qwen3-8b", recipe, 3 * Mi, 8))
 
 
 def test_the_closed_form_imports_nothing_of_the_plan():
@@ -160,10 +158,10 @@ def test_the_closed_form_imports_nothing_of_the_plan():
         n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")
     }
     assert of_lab == {
-        "lab.decoder",
-        "lab.models",
+        "lab",
         "lab.recipe.jobs",
         "lab.recipe.recipe",
+        "lab.shape",
         "lab.techniques.host_pieces",
         "lab.techniques.upipe.schedule",
     }

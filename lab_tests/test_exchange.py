@@ -5,12 +5,11 @@ import torch
 import torch.distributed as dist
 
 from lab.errors import RecipeError
+from lab.techniques.degrees import check_degree, degrees
 from lab.techniques.exchange import (
     AllToAll,
     Shift,
     all_to_all,
-    check_degree,
-    degrees,
     heads_from_sequence,
     sequence_from_heads,
     sum_over_ranks,

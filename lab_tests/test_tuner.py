@@ -16,7 +16,7 @@ import lab.show
 from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
-from lab.models import config_of
+from lab.models import config_of, shape_of
 from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import fixed_workspace
 from lab.recipe.jobs import Job
@@ -45,8 +45,7 @@ def estimate_of(tuner: tuner_widget.Tuner) -> StateEstimate:
 
 def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     tuner = lab.show.tuner("llama3-8b", "upipe", tokens="5M", ranks=8, head_chunk=16)
-    config = config_of("llama3-8b")
-    found = estimate_job(config, Job("llama3-8b", tuner.recipe, 5 * Mi, 8))
+    found = estimate_job(shape_of("llama3-8b"), Job("llama3-8b", tuner.recipe, 5 * Mi, 8))
     assert estimate_of(tuner).device == found.device_peak + fixed_workspace(8)
     assert estimate_of(tuner).host == 8 * found.host_peak > 0
     bar = tuner.panel.content["bars"][0]
@@ -61,7 +60,7 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
 def test_every_byte_of_every_moment_has_a_colour(rung: str) -> None:
     recipe = resolve_recipe(rung, "llama3.2-1b", 4, 64 * Ki)
     job = Job("llama3.2-1b", recipe, 64 * Ki, 4)
-    for moment, parts in estimate_job(config_of("llama3.2-1b"), job).moments.items():
+    for moment, parts in estimate_job(shape_of("llama3.2-1b"), job).moments.items():
         assert sum(part.size for part in _parts(moment, parts)) == sum(parts.values())
         held = {part.name: part.size for part in _parts(moment, parts)}
         assert held["Adam's two moments"] == 2 * held["fp32 parameters"] > 0
@@ -118,7 +117,7 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
         drawn.append(tuner.panel.content)
     assert all(before != after for before, after in pairwise(drawn))
     assert tuner.state == State(
-        model="llama3-70b", config=tuner.state.config, rung="tiling", tokens=Mi, ranks=16, by_hand={},
+        model="llama3-70b", shape=tuner.state.shape, rung="tiling", tokens=Mi, ranks=16, by_hand={},
         device_memory=141 * GiB, host_memory=2048 * GiB, workspace=True,
     )  # fmt: skip
     assert tuner.recipe == resolve_recipe("tiling", "llama3-70b", 16, Mi)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
-from lab.models import config_of
+from lab.models import shape_of
 from lab.planning.closed_form import estimate_job
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import RUNGS, resolve_recipe
@@ -71,7 +71,7 @@ class Point:
 def _measure(setting: Setting, cluster: Cluster, steps: int) -> Point:
     recipe = resolve_recipe(setting.rung, MODEL, setting.ranks, setting.tokens)
     result = run(MODEL, recipe, tokens=setting.tokens, steps=steps + 1, cluster=cluster)
-    formula = estimate_job(config_of(MODEL), Job(MODEL, recipe, setting.tokens, setting.ranks))
+    formula = estimate_job(shape_of(MODEL), Job(MODEL, recipe, setting.tokens, setting.ranks))
     return Point(setting, median(result.seconds[1:]), result.device_peak, formula.device_peak)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from lab.bench.table import Row, Say
-from lab.models import config_of
+from lab.models import shape_of
 from lab.planning import plan_cache
 from lab.planning.closed_form import estimate_job
 from lab.planning.plan import plan, plan_ladder
@@ -28,13 +28,13 @@ def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, r
 
     The cache of plans is empty before the first.
     """
-    recipe, config = resolve_recipe("upipe", model, ranks, tokens), config_of(model)
+    recipe, shape = resolve_recipe("upipe", model, ranks, tokens), shape_of(model)
     with tempfile.TemporaryDirectory() as empty, patch.object(plan_cache, "folder", lambda _: Path(empty)):
         ways: dict[str, Callable[[], object]] = {
             "plan upipe": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
             "plan upipe, from the cache": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
             "the other six rungs": lambda: plan_ladder(model, tokens=tokens, ranks=ranks),
-            "closed form": lambda: estimate_job(config, Job(model, recipe, tokens, ranks)),
+            "closed form": lambda: estimate_job(shape, Job(model, recipe, tokens, ranks)),
         }
         rows = [_measure(name, work, say) for name, work in ways.items()]
         command = ["-m", "lab", "plan", model, "--tokens", str(tokens), "--ranks", str(ranks)]

@@ -137,9 +137,9 @@ def _pinned(gpus: int) -> str:
     available = pinnable()
     text = f"{format_bytes(available)} of {format_bytes(psutil.virtual_memory().total)} can be pinned"
     try:
-        config = models.config_of(MODEL)
-        recipe = resolve_recipe(RECIPE, MODEL, gpus, Mi, config=config)
-        offloaded = estimate_job(config, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
+        shape = models.shape_of(MODEL)
+        recipe = resolve_recipe(RECIPE, MODEL, gpus, Mi, shape=shape)
+        offloaded = estimate_job(shape, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
     except LabError as error:
         return f"{text}; no {RECIPE} on {gpus} ranks: {error}"
     longest = format_tokens(available * Mi // offloaded // Ki * Ki)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lab.bench.table import table_text
 from lab.errors import LabError
-from lab.planning.fit import pareto_front
 from lab.planning.hardware import outside_workspace
-from lab.planning.max_context import MaxContext
-from lab.planning.plan import Plan
-from lab.planning.quick_plan import QuickPlan
-from lab.rehearsing.rehearsal import Rehearsal
-from lab.training.records import Run
 from lab.units import Mi, format_bytes, format_seconds
+
+# Imported for their types alone: they import torch, which the text of a quick plan does not need.
+if TYPE_CHECKING:
+    from lab.planning.max_context import MaxContext
+    from lab.planning.plan import Plan
+    from lab.planning.quick_plan import QuickPlan
+    from lab.rehearsing.rehearsal import Rehearsal
+    from lab.training.records import Run
 
 BAR = 32
 """The length of the longest bar, in characters."""
@@ -181,6 +183,8 @@ def fit_text(plans: Sequence[Plan]) -> str:
 
     An arrow marks a recipe that needs less device memory than every faster one.
     """
+    from lab.planning.fit import pareto_front
+
     fastest, down = plans[0], pareto_front(plans)
     table = Table("", "a step", "slower", "device peak", "host a node", "recipe", box=SIMPLE_HEAD)
     for number, plan in enumerate(plans, start=1):

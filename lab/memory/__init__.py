@@ -1,9 +1,33 @@
 """The memory of a training step: the meter counts bytes, and the timeline stores them over time."""
 
-from lab.memory.exchanges import Exchanges, memory_ranges
-from lab.memory.measure import measure
-from lab.memory.meter import Meter
-from lab.memory.spans import Spans
-from lab.memory.timeline import Timeline
+from typing import TYPE_CHECKING
 
-__all__ = ["Exchanges", "Meter", "Spans", "Timeline", "measure", "memory_ranges"]
+from lab import load_on_first_use
+
+if TYPE_CHECKING:
+    from lab.memory.exchanges import Exchanges, memory_ranges
+    from lab.memory.measurement import measure
+    from lab.memory.meter import Meter
+    from lab.memory.spans import Spans
+    from lab.memory.timeline import Timeline
+
+__all__ = [
+    "Exchanges",
+    "Meter",
+    "Spans",
+    "Timeline",
+    "measure",
+    "memory_ranges",
+]
+
+__getattr__ = load_on_first_use(
+    __name__,
+    {
+        "Exchanges": "lab.memory.exchanges",
+        "Meter": "lab.memory.meter",
+        "Spans": "lab.memory.spans",
+        "Timeline": "lab.memory.timeline",
+        "measure": "lab.memory.measurement",
+        "memory_ranges": "lab.memory.exchanges",
+    },
+)

@@ -27,11 +27,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lab import decoder
 from lab.decoder import SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
 from lab.models.first_values import fill
 from lab.models.presets import PRESETS
 from lab.models.weight_files import WeightFiles, allocate
+from lab.shape import Shape
+from lab.techniques.rope import check_rope
 from lab.torch_private import detect_fake_mode
 from lab.units import check_counts
 
@@ -203,6 +206,18 @@ def _folder(model: str | Path | Callable[[], object]) -> Path | None:
         f"unknown model {str(model)!r}{hint}: give one of {', '.join(PRESETS)}, "
         "or a directory that holds a config.json"
     )
+
+
+def shape_of(model: ModelLike) -> Shape:
+    """Return the sizes of a model that the lab computes right.
+
+    Raises:
+        ModelError: See ``config_of``.
+        RecipeError: The rope type has no exact angles.
+    """
+    config = config_of(model)
+    check_rope(config)
+    return decoder.shape_of(config)
 
 
 def _read(folder: Path) -> PretrainedConfig:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lab.decoder import shape_of
-from lab.models import ModelLike, config_of
+from lab import models
 from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
+from lab.shape import Shape
 from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.upipe.schedule import schedule
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
@@ -53,25 +50,31 @@ class Estimate:
 
 
 def estimate(
-    model: ModelLike, recipe: str | Recipe, *, tokens: int | str, ranks: int, rows: int = 1, **knobs: Any
+    model: models.ModelLike,
+    recipe: str | Recipe,
+    *,
+    tokens: int | str,
+    ranks: int,
+    rows: int = 1,
+    **knobs: Any,
 ) -> Estimate:
     """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
 
     Raises:
         LabError: a model, recipe or size that cannot work.
     """
-    config = config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
-    return estimate_job(config, job)
+    shape = models.shape_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    return estimate_job(shape, job)
 
 
-def estimate_job(config: PretrainedConfig, job: Job) -> Estimate:
-    """The peaks of one step of a job; ``config`` is that of its model.
+def estimate_job(shape: Shape, job: Job) -> Estimate:
+    """The peaks of one step of a job; ``shape`` is that of its model.
 
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
     """
-    z = _sizes(config, job)
+    z = _sizes(shape, job)
     return Estimate(_moments(z), _host(z))
 
 
@@ -137,10 +140,9 @@ class _Sizes:
     sent: int
 
 
-def _sizes(c: Any, job: Job) -> _Sizes:
+def _sizes(shape: Shape, job: Job) -> _Sizes:
     recipe, ranks = job.recipe, job.ranks
     degree, w = recipe.ulysses * recipe.ring, WIDTHS[recipe.compute_dtype]
-    shape = shape_of(c)
     L, E, H, K, D, V = shape.L, shape.E, shape.H, shape.K, shape.D, shape.V
     tied, head_norms = shape.tied, shape.head_norms
     padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)

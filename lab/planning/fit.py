@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import estimate_job
-from lab.planning.plan import Plan, config_of, plan_job
+from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.recipe import Recipe
+from lab.shape import Shape
 from lab.units import format_bytes, format_tokens
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 MARGIN = 1.1
 """A recipe whose closed-form estimate is further than this over the memory is not planned: the two agree to a
@@ -53,13 +50,13 @@ def fit(
         ranks_per_node=ranks_per_node,
         workspace=workspace,
     )
-    config = config_of(model)
-    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, config=config)
-    recipes = dict.fromkeys(candidates(base.recipe, config.num_attention_heads))
+    shape = shape_of(model)
+    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, shape=shape)
+    recipes = dict.fromkeys(candidates(base.recipe, shape.H))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
-    tried, plans = _promising(config, jobs, machine), []
+    tried, plans = _promising(shape, jobs, machine), []
     for number, job in enumerate(tried, start=1):
-        job.recipe.check(config, ranks)
+        job.recipe.check(shape, ranks)
         plans.append(plan_job(job, machine))
         if watch is not None:
             watch(number, len(tried), plans[-1])
@@ -69,11 +66,11 @@ def fit(
     return tuple(fitting)
 
 
-def _promising(config: PretrainedConfig, jobs: list[Job], machine: Machine) -> list[Job]:
+def _promising(shape: Shape, jobs: list[Job], machine: Machine) -> list[Job]:
     """The jobs that fit by the closed form, or nearly do; if there are none, the one of the least memory."""
     assert machine.device_memory is not None
     assert machine.host_memory is not None
-    estimates = [estimate_job(config, job) for job in jobs]
+    estimates = [estimate_job(shape, job) for job in jobs]
     of_node = min(jobs[0].ranks, machine.ranks_per_node)
     fitting = [
         job

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import Estimate, estimate_job
-from lab.planning.plan import Plan, config_of, plan_job
+from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.units import Ki, Mi, format_bytes, format_tokens
@@ -74,10 +74,10 @@ def max_context(
         ranks_per_node=ranks_per_node,
         workspace=workspace,
     )
-    config = config_of(model)
+    shape = shape_of(model)
 
     def job(tokens: int) -> Job:
-        return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+        return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
 
     def planned(tokens: int) -> Plan:
         tried = plan_job(job(tokens), machine)
@@ -86,7 +86,7 @@ def max_context(
         return tried
 
     def estimated(tokens: int) -> Estimate:
-        return estimate_job(config, job(tokens))
+        return estimate_job(shape, job(tokens))
 
     fits, beyond = _search(planned, estimated)
     assert beyond.limit is not None

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lab import models
-from lab.decoder import shape_of
+from lab import decoder, models
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.costs import Costs
 from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
@@ -26,6 +25,7 @@ from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
+from lab.shape import Shape
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
 from lab.torch_private import FakeTensorMode
@@ -201,8 +201,8 @@ def plan(
         ranks_per_node=ranks_per_node,
         workspace=workspace,
     )
-    config = config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    shape = shape_of(model)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
     return plan_job(job, machine)
 
 
@@ -242,21 +242,25 @@ def plan_ladder(
     """
     length, rows = parse_tokens(tokens), settings.pop("rows", 1)
     knobs = {name: settings.pop(name) for name in BY_NAME if name in settings}
-    machine, config = make_machine(**settings), config_of(model)
+    machine, shape = make_machine(**settings), shape_of(model)
     plans = {}
-    for rung, recipe in ladder(model, ranks, length, config=config, **knobs).items():
-        job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, config=config)
+    for rung, recipe in ladder(model, ranks, length, shape=shape, **knobs).items():
+        job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, shape=shape)
         plans[rung] = plan_job(replace(job, recipe_name=rung), machine)
         if watch is not None:
             watch(rung, plans[rung])
     return plans
 
 
-def config_of(model: models.ModelLike) -> PretrainedConfig:
-    """The model's config; of a callable, that of a model that it makes without a byte of its parameters."""
+def shape_of(model: models.ModelLike) -> Shape:
+    """The model's shape; of a callable, that of a model that it makes without a byte of its parameters.
+
+    Raises:
+        LabError: See ``lab.models.shape_of``.
+    """
     if callable(model) and not isinstance(model, PretrainedConfig):
-        return fake_model(model).config
-    return models.config_of(model)
+        return models.shape_of(fake_model(model).config)
+    return models.shape_of(model)
 
 
 def fake_model(model: models.ModelLike) -> PreTrainedModel:
@@ -267,7 +271,7 @@ def fake_model(model: models.ModelLike) -> PreTrainedModel:
 
 def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
     """What is to be known before this job runs on a GPU."""
-    recipe, shape = job.recipe, shape_of(model.config)
+    recipe, shape = job.recipe, decoder.shape_of(model.config)
     dtype = attention_dtype(recipe, model.dtype)
     if not runs_flash(dtype, shape.D):
         name = str(dtype).removeprefix("torch.")

@@ -37,7 +37,7 @@ def cached(
     A file that cannot be read is made anew. What ``make`` raises is not kept.
 
     Args:
-        kind: "plans" or "answers", the name of a folder.
+        kind: "plans", "answers" or "shapes", the name of a folder.
         facts: Plain values, everything that the result depends on. The sources of the lab and the versions
             of torch and transformers are added.
         make: Makes the result.
@@ -65,6 +65,17 @@ def folder(kind: str) -> Path | None:
     except ModuleNotFoundError:
         return None
     return user_cache_path("longcontext-lab") / kind
+
+
+def model_identity(model: str) -> list[object]:
+    """Return what a plan depends on: the model's name, or its path, its config and the names of its files."""
+    path = Path(model)
+    directory = path.parent if path.name == "config.json" else path
+    config = directory / "config.json"
+    if not config.is_file():
+        return [model]
+    files = sorted(file.name for file in directory.iterdir())
+    return [str(directory.absolute()), config.read_bytes().hex(), files]
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -1,15 +1,20 @@
-"""A quick plan: the closed form's answer to what ``lab.plan`` is asked. No step is planned."""
+"""A quick plan: the closed form's answer to what ``lab.plan`` is asked. No step is planned.
+
+This module imports neither torch nor transformers; a model whose shape is not saved does.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lab.models import ModelLike, config_of
+from lab import models
 from lab.planning.closed_form import Estimate, estimate_job
 from lab.planning.hardware import fixed_workspace, hardware
+from lab.planning.plan_cache import cached, model_identity
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.recipe import Recipe
+from lab.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class QuickPlan:
 
 
 def quick_plan(
-    model: ModelLike,
+    model: str,
     recipe: str | Recipe,
     *,
     tokens: int | str,
@@ -77,6 +82,9 @@ def quick_plan(
 ) -> QuickPlan:
     """Answer as ``lab.plan`` does, from the closed form alone.
 
+    The model is a name or a directory. Its shape is saved, so that the next quick plan of the same model
+    imports neither torch nor transformers.
+
     Raises:
         LabError: a model, recipe, size or device that cannot work.
     """
@@ -88,6 +96,12 @@ def quick_plan(
         ranks_per_node=ranks_per_node,
         workspace=workspace,
     )
-    config = config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
-    return QuickPlan(job, machine, estimate_job(config, job))
+    shape = cached(
+        "shapes",
+        {"model": model_identity(model)},
+        lambda: models.shape_of(model),
+        encode=asdict,
+        decode=lambda document: Shape(**document),
+    )
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    return QuickPlan(job, machine, estimate_job(shape, job))

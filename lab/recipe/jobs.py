@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.errors import LabError
-from lab.models import ModelLike
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
+from lab.shape import Shape
 from lab.units import check_counts, format_tokens, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from lab.models import ModelLike
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def make_job(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
-    config: PretrainedConfig | None = None,
+    shape: Shape | None = None,
     **knobs: Any,
 ) -> Job:
     """Read the sizes, make the recipe, and check it against the model and the ranks.
@@ -64,8 +64,7 @@ def make_job(
         tokens: A number, or a text such as "5M".
         ranks: The ranks of the process group.
         rows: The rows of the global batch.
-        config: The model's config, for a caller that has it: the config of a callable is that of a model
-            that is made for it.
+        shape: The model's shape, for a caller that has it: that of a callable is found by making a model.
         knobs: Fields of the recipe that are set by hand.
 
     Raises:
@@ -73,7 +72,7 @@ def make_job(
     """
     length = parse_tokens(tokens)
     check_counts({"ranks": ranks, "rows": rows})
-    chosen = resolve_recipe(recipe, model, ranks, length, config=config, **knobs)
+    chosen = resolve_recipe(recipe, model, ranks, length, shape=shape, **knobs)
     return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from lab import models
 from lab.errors import RecipeError
-from lab.models import ModelLike, config_of
 from lab.recipe.recipe import Recipe, check_fields
-from lab.techniques.exchange import degrees
+from lab.shape import Shape
+from lab.techniques.degrees import degrees
 from lab.units import Ki, check_counts
 
 TILE = 16 * Ki
@@ -28,25 +27,25 @@ RECIPE_NAMES = (*RUNGS, "fast")
 
 
 def ladder(
-    model: ModelLike, ranks: int, tokens: int, *, config: PretrainedConfig | None = None, **knobs: Any
+    model: models.ModelLike, ranks: int, tokens: int, *, shape: Shape | None = None, **knobs: Any
 ) -> dict[str, Recipe]:
     """The recipes ``RUNGS`` by name, for ``tokens`` tokens of context on ``ranks`` ranks.
 
     ulysses is the largest degree that divides the ranks and that the heads allow, head_chunk the Ulysses
     degree, each tile the smaller of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in
     bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs`` set by hand hold on
-    every rung that has the technique, and what derives from them follows. ``config`` is the model's, for a
+    every rung that has the technique, and what derives from them follows. ``shape`` is the model's, for a
     caller that has it.
 
     Raises:
         LabError: ranks or tokens that are no count.
         RecipeError: a knob no recipe has, a degree that is no count, or knobs that a rung forbids.
     """
-    return dict(_ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs))
+    return dict(_ladder(shape or models.shape_of(model), _compute_dtype(model), ranks, tokens, knobs))
 
 
 def _ladder(
-    config: PretrainedConfig, compute_dtype: str | None, ranks: int, tokens: int, knobs: dict[str, Any]
+    shape: Shape, compute_dtype: str | None, ranks: int, tokens: int, knobs: dict[str, Any]
 ) -> Iterator[tuple[str, Recipe]]:
     """Rung by rung: what a rung further up would refuse is no matter to those below it."""
     check_counts({"ranks": ranks, "tokens": tokens})
@@ -54,9 +53,7 @@ def _ladder(
     # What derives from the degrees is worked out before a recipe that checks them is made.
     check_counts({name: knobs[name] for name in ("ulysses", "ring") if name in knobs}, RecipeError)
     ring = knobs.get("ring", 1)
-    fits = [
-        c for c in degrees(config.num_attention_heads, config.num_key_value_heads) if ranks % (c * ring) == 0
-    ]
+    fits = [c for c in degrees(shape.H, shape.K) if ranks % (c * ring) == 0]
     ulysses = knobs.get("ulysses", max(fits, default=1))
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
@@ -87,11 +84,11 @@ def check_name(name: str) -> None:
 
 def recipe_by_name(
     name: str,
-    model: ModelLike,
+    model: models.ModelLike,
     ranks: int,
     tokens: int,
     *,
-    config: PretrainedConfig | None = None,
+    shape: Shape | None = None,
     **knobs: Any,
 ) -> Recipe:
     """The recipe of ``RECIPE_NAMES``, unchecked, with ``knobs`` by hand where it has the technique.
@@ -100,37 +97,37 @@ def recipe_by_name(
         RecipeError: an unknown name or knob.
     """
     check_name(name)
-    rungs = _ladder(config or config_of(model), _compute_dtype(model), ranks, tokens, knobs)
+    rungs = _ladder(shape or models.shape_of(model), _compute_dtype(model), ranks, tokens, knobs)
     if name in RUNGS:
         return next(recipe for rung, recipe in rungs if rung == name)
     return replace(dict(rungs)[RUNGS[-1]], **{knob: knobs.get(knob, value) for knob, value in FAST.items()})
 
 
-def _compute_dtype(model: ModelLike) -> str | None:
+def _compute_dtype(model: models.ModelLike) -> str | None:
     return None if model == "tiny" else "bfloat16"
 
 
 def resolve_recipe(
     recipe: str | Recipe,
-    model: ModelLike,
+    model: models.ModelLike,
     ranks: int,
     tokens: int,
     *,
-    config: PretrainedConfig | None = None,
+    shape: Shape | None = None,
     **knobs: Any,
 ) -> Recipe:
     """The recipe itself, or that of ``RECIPE_NAMES``, with ``knobs`` set by hand; checked against the model.
 
-    A knob set by hand is applied last, on whatever rung; a knob that derives from it follows. ``config`` is
+    A knob set by hand is applied last, on whatever rung; a knob that derives from it follows. ``shape`` is
     the model's, for a caller that has it: where the model is a callable, looking it up makes a model.
 
     Raises:
         RecipeError: an unknown name or knob, or a recipe that the model or the ranks forbid.
     """
-    config = config or config_of(model)
+    shape = shape or models.shape_of(model)
     if isinstance(recipe, str):
-        recipe = recipe_by_name(recipe, model, ranks, tokens, config=config, **knobs)
+        recipe = recipe_by_name(recipe, model, ranks, tokens, shape=shape, **knobs)
     check_fields(knobs)
     recipe = replace(recipe, **knobs)
-    recipe.check(config, ranks)
+    recipe.check(shape, ranks)
     return recipe

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from lab.errors import RecipeError
 from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload
+from lab.shape import Shape
+from lab.techniques.degrees import check_degree
+from lab.techniques.upipe.schedule import schedule
 from lab.units import parse_tokens
 
 if TYPE_CHECKING:
@@ -92,23 +95,24 @@ class Recipe:
                 "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1, or ulysses_backend='lab'"
             )
 
-    def check(self, config: PretrainedConfig, ranks: int) -> None:
-        """Refuse what this recipe cannot do right with a model of this config on ``ranks`` ranks.
+    def check(self, model: PretrainedConfig | Shape, ranks: int) -> None:
+        """Refuse what this recipe cannot do right with a model on ``ranks`` ranks.
+
+        Args:
+            model: The model's config, or the shape that ``lab.models.shape_of`` returned for it.
+            ranks: The ranks of the process group.
 
         Raises:
             ModelError: a family or a config that the lab does not compute right, see ``check_config``.
             RecipeError: degrees that the heads or the ranks forbid, a head_chunk that does not divide, a rope
                 type without exact angles. The message holds the rule and the values that would work.
         """
-        # Late, because they bring torch and transformers, and a recipe is only words until it is checked.
-        from lab.decoder import check_config
-        from lab.techniques.exchange import check_degree
-        from lab.techniques.rope import check_rope
-        from lab.techniques.upipe.schedule import schedule
+        # Imported late, because it imports torch and transformers.
+        if not isinstance(model, Shape):
+            from lab.models import shape_of
 
-        check_config(config)
-        check_rope(config)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+            model = shape_of(model)
+        heads, kv_heads = model.H, model.K
         check_degree(heads, kv_heads, self.ulysses)
         if ranks % (self.ulysses * self.ring):
             works = [d for d in range(1, ranks + 1) if ranks % d == 0]

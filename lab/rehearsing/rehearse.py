@@ -88,10 +88,11 @@ def rehearse(
     where, memory_asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
     limit = _limit(where, memory_asked)
     config = models.config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
+    shape = models.shape_of(config)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
     part = replace(job, model=first_layers(model, layers, config=config))
     settings = TrainSettings(1 + steps, text, tokenizer)
-    read_source(job, settings, config.vocab_size)
+    read_source(job, settings, shape.V)
     check_kernel(job.recipe, config, job.tokens, where, lambda: kernel_support(torch.device(where)))
     planned_for = make_machine(
         device=device, device_memory=limit, ranks_per_node=ranks_per_node, workspace=where == "cuda"
@@ -110,8 +111,8 @@ def rehearse(
         raise RehearsalOutOfMemory(str(measured), measured.moment, planned)
     return Rehearsal(
         **vars(measured),
-        layers=layers or config.num_hidden_layers,
-        of_layers=config.num_hidden_layers,
+        layers=layers or shape.L,
+        of_layers=shape.L,
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
         device_memory=limit,
         device_memory_asked=memory_asked,

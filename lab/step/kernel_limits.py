@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from transformers import PretrainedConfig
 
-from lab.decoder import Shape, shape_of
+from lab.decoder import shape_of
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
+from lab.shape import Shape
 from lab.techniques.attention.flash import HALF_DTYPES, MAX_HEAD_DIM, query_limit_refusal
 from lab.techniques.attention.kernels import KernelSupport, choose_kernel
 

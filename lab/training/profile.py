@@ -81,9 +81,10 @@ def profile(
         DivergedError: the loss of a step is not finite.
     """
     config = models.config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, config=config)
+    shape = models.shape_of(config)
+    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
     train_settings = TrainSettings(steps, **settings)
-    read_source(job, train_settings, config.vocab_size)
+    read_source(job, train_settings, shape.V)
     try:
         check_kernel_on_cluster(job, config, cluster)
         results = cluster.apply(_profile, job, train_settings, timeout=on_cluster(job, cluster))

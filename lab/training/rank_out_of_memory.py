@@ -6,7 +6,7 @@ from cluster.errors import RankError
 from lab.errors import LabError
 from lab.memory.out_of_memory import OutOfMemory
 from lab.planning.closed_form import estimate_job
-from lab.planning.plan import Plan, config_of, plan_job
+from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.ladder import RUNGS
 from lab.units import format_bytes
@@ -44,12 +44,12 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
     """
-    config = config_of(job.model)
+    shape = shape_of(job.model)
     rungs = {
-        rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, config=config)
+        rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, shape=shape)
         for rung in RUNGS
     }
-    likely = {rung: estimate_job(config, asked).device_peak for rung, asked in rungs.items()}
+    likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}
     leanest = min(likely, key=lambda rung: likely[rung])
     tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]
     machine = Machine(workspace=False, device_memory=limit)

@@ -68,8 +68,9 @@ def run(
     """
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
     config = models.config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, config=config)
-    read_source(job, settings, config.vocab_size)
+    shape = models.shape_of(config)
+    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
+    read_source(job, settings, shape.V)
 
     partial_run = PartialRun(job, settings)
     tell = watch or _nobody

@@ -91,8 +91,9 @@ def train(
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
     config = models.config_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, config=config, **knobs)
-    source = read_source(job, settings, config.vocab_size)
+    shape = models.shape_of(config)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    source = read_source(job, settings, shape.V)
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
         check_kernel(job.recipe, config, job.tokens, device.type, lambda: kernel_support(device))

@@ -53,10 +53,10 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
 
     To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
     """
-    from lab.planning.plan_cache import cached
+    from lab.planning.plan_cache import cached, model_identity
 
     context = click.get_current_context()
-    facts = {"command": context.info_name, **context.params, "model": _identity(context.params["model"])}
+    facts = {"command": context.info_name, **context.params, "model": model_identity(context.params["model"])}
     del facts["as_json"]
     values, text = (
         cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
@@ -67,17 +67,6 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
 def _answer(document: dict[str, Any]) -> Answer:
     values, text = document["answer"]
     return values, text
-
-
-def _identity(model: str) -> list[object]:
-    """What a plan of the model depends on: its name, or its path, its config and the names of its files."""
-    path = Path(model)
-    directory = path.parent if path.name == "config.json" else path
-    config = directory / "config.json"
-    if not config.is_file():
-        return [model]
-    files = sorted(file.name for file in directory.iterdir())
-    return [str(directory.absolute()), config.read_bytes().hex(), files]
 
 
 @click.command()
@@ -94,14 +83,18 @@ def plan(
     """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
 
     def make() -> Answer:
-        from lab.commands.report import plan_text, quick_text
-        from lab.planning.plan import plan
-        from lab.planning.quick_plan import quick_plan
         from lab.recipe.recipe import parse_knobs
 
         if quick:
+            from lab.commands.report import quick_text
+            from lab.planning.quick_plan import quick_plan
+
             answered = quick_plan(model, recipe, **settings, **parse_knobs(knobs))
             return answered.to_json(), quick_text(answered)
+
+        from lab.commands.report import plan_text
+        from lab.planning.plan import plan
+
         with status(f"planning {model}"):
             planned = plan(model, recipe, **settings, **parse_knobs(knobs))
         return planned.to_json(), plan_text(planned)

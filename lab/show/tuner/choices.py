@@ -19,7 +19,7 @@ def choices(state: State, name: str) -> list[Any]:
     # Powers of two, and the number halfway between two of them.
     steps = sorted(n for power in range(30) for n in (2**power, 3 * 2**power // 2) if n > 0)
     if name == "head_chunk":
-        heads = state.config.num_attention_heads
+        heads = state.shape.H
         values = [n for n in range(1, heads + 1) if n in steps or heads % n == 0]
     elif name in TILES:
         values = [2**power for power in range(6, 21)]

@@ -90,7 +90,7 @@ def estimate_state(state: State, changed: str = "") -> StateEstimate | Refusal:
         recipe = state.recipe
     except RecipeError as error:
         return Refusal(str(error), tuple(suggest(state, changed)))
-    step = estimate_job(state.config, Job(state.model, recipe, state.tokens, state.ranks))
+    step = estimate_job(state.shape, Job(state.model, recipe, state.tokens, state.ranks))
     outside = fixed_workspace(state.ranks) if state.workspace else 0
     device, host = step.device_peak + outside, step.host_peak * min(state.ranks, NODE)
     verdict = _verdict(state, device, host)
@@ -147,7 +147,7 @@ def _saves(state: State, peak: int) -> dict[str, int]:
         if without != fields:
             recipe = recipe_of(without, state)
             job = Job(state.model, recipe, state.tokens, state.ranks)
-            saves[name] = estimate_job(state.config, job).device_peak - peak
+            saves[name] = estimate_job(state.shape, job).device_peak - peak
     return saves
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.models import config_of
+from lab.models import shape_of
 from lab.show.tuner.choices import choices, is_legal
 from lab.show.tuner.state import TILES, State
 from lab.show.tuner.text import LABELS, value_text
@@ -62,8 +62,8 @@ def _local_tokens(state: State) -> int:
 def _head_chunk(state: State, small: State, chunk: int | None) -> int | None:
     if chunk is None:
         return None
-    heads = config_of("tiny").num_attention_heads
-    proportional = chunk * heads / state.config.num_attention_heads
+    heads = shape_of("tiny").H
+    proportional = chunk * heads / state.shape.H
     options = choices(small, "head_chunk")
     works = [n for n in options if n and is_legal(small.with_value("head_chunk", n))]
     return min(works, key=lambda n: abs(n - proportional), default=None)

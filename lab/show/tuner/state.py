@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.errors import LabError
-from lab.models import config_of
+from lab.models import shape_of
 from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RECIPE_NAMES, RUNGS, check_name, recipe_by_name
 from lab.recipe.recipe import Recipe, check_fields
+from lab.shape import Shape
 from lab.units import check_counts, parse_bytes, parse_tokens
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 ADJUSTABLE = tuple(knob.name for knob in KNOBS if knob.turned)
 """The knobs of a recipe that have a control. The others have the value of the rung."""
@@ -38,7 +36,7 @@ class State:
 
     Attributes:
         model: The name or the directory of the model.
-        config: The config of the model.
+        shape: The sizes of the model.
         rung: The named recipe.
         tokens: The tokens of one sequence.
         ranks: The number of ranks.
@@ -49,7 +47,7 @@ class State:
     """
 
     model: str
-    config: PretrainedConfig = field(repr=False, compare=False)
+    shape: Shape = field(repr=False, compare=False)
     rung: str
     tokens: int
     ranks: int
@@ -62,7 +60,7 @@ class State:
     def base(self) -> dict[str, Any]:
         """All fields of the rung's recipe, with the ``ulysses`` and ``ring`` that were set by hand."""
         degrees = {name: self.by_hand[name] for name in ("ulysses", "ring") if name in self.by_hand}
-        recipe = recipe_by_name(self.rung, self.model, self.ranks, self.tokens, config=self.config, **degrees)
+        recipe = recipe_by_name(self.rung, self.model, self.ranks, self.tokens, shape=self.shape, **degrees)
         return recipe.to_json() | degrees
 
     @property
@@ -94,7 +92,7 @@ class State:
                 itself.
         """
         if name == "model":
-            return replace(self, model=_as_text(value), config=config_of(value))
+            return replace(self, model=_as_text(value), shape=shape_of(value))
         if name == "rung":
             check_name(value)
             return replace(self, rung=value, by_hand={})
@@ -135,7 +133,7 @@ def start_state(
         check_name(recipe)
     state = State(
         model=_as_text(model),
-        config=config_of(model),
+        shape=shape_of(model),
         rung=recipe if isinstance(recipe, str) else RUNGS[-1],
         tokens=parse_tokens(tokens),
         ranks=ranks,
@@ -177,5 +175,5 @@ def recipe_of(fields: Mapping[str, Any], state: State) -> Recipe:
         RecipeError: The recipe is illegal for them.
     """
     recipe = Recipe(**fields)
-    recipe.check(state.config, state.ranks)
+    recipe.check(state.shape, state.ranks)
     return recipe

@@ -1,0 +1,32 @@
+"""Which Ulysses degrees the heads of a model allow: arithmetic on integers, without torch."""
+
+from lab.errors import RecipeError
+
+
+def degrees(heads: int, kv_heads: int) -> list[int]:
+    """Return every Ulysses degree C that the heads allow, in ascending order.
+
+    C divides the H query heads, and one of C and K divides the other, where K is ``kv_heads``.
+    """
+    return [
+        c
+        for c in range(1, heads + 1)
+        if heads % c == 0 and (kv_heads % c == 0 or c % kv_heads == 0) and heads % kv_heads == 0
+    ]
+
+
+def check_degree(heads: int, kv_heads: int, degree: int) -> None:
+    """Refuse a Ulysses degree that the heads do not allow.
+
+    Raises:
+        RecipeError: The degree is not one of ``degrees``; the message has the rule and the degrees that work.
+    """
+    if degree in degrees(heads, kv_heads):
+        return
+    rule = (
+        f"it does not divide the {heads} query heads"
+        if degree < 1 or heads % degree
+        else f"of it and the {kv_heads} key/value heads neither divides the other"
+    )
+    works = ", ".join(map(str, degrees(heads, kv_heads)))
+    raise RecipeError(f"ulysses={degree}: {rule}; these work: {works}")
