@@ -19,6 +19,7 @@ from lab.show.sources import source
 NAMES = [notebook.name for notebook in find_notebooks([])]
 SMALL = {
     "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "70", "ranks": "2"},
+    "07_profiling": {"tokens": "80", "ranks": "2"},
     "90_reproduce_paper": {
         "models": "['llama3-8b']",
         "methods": "['upipe', 'fpdt']",
@@ -40,8 +41,9 @@ SMALL = {
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 
 
-LONG = ("08_road_to_5m", "90_reproduce_paper")
-"""They plan Llama3-8B for minutes: `lab bench notebooks` executes them at the stored size."""
+LONG = ("07_profiling", "08_road_to_5m", "90_reproduce_paper")
+"""They take minutes at the stored size. `lab bench notebooks` executes them there: 08 and 90 plan Llama3-8B, and
+07 trains in bf16, in which most CPUs take 100 times as long for a matrix product as in fp32."""
 
 
 def of_eight_heads():
