@@ -42,7 +42,7 @@ SMALL = {
 
 
 LONG = ("07_profiling", "08_road_to_5m", "90_reproduce_paper")
-"""They take minutes at the stored size. `lab bench notebooks` executes them there: 08 and 90 plan Llama3-8B, and
+"""They take minutes at the stored size, where `lab bench notebooks` executes them. 08 and 90 plan Llama3-8B;
 07 trains in bf16, in which most CPUs take 100 times as long for a matrix product as in fp32."""
 
 
