@@ -264,7 +264,20 @@ def test_the_loss_is_that_of_the_text(tmp_path: Path) -> None:
 
 
 def test_no_timed_step_times_the_metered_one() -> None:
-    asked = "rehearse tiny --recipe plain --tokens 64 --ranks 1 --layers 1 --steps 0".split()
+    asked = [
+        "rehearse",
+        "tiny",
+        "--recipe",
+        "plain",
+        "--tokens",
+        "64",
+        "--ranks",
+        "1",
+        "--layers",
+        "1",
+        "--steps",
+        "0",
+    ]
     said: list[str] = []
     found = lab.rehearse("tiny", "plain", tokens=64, ranks=1, layers=1, steps=0, watch=said.append)
     assert said[-1] == "a step under the meter"
