@@ -65,12 +65,19 @@ def test_every_rung_of_a_pretrained_checkpoint_of_each_family(ranks4, tmp_path, 
     assert_exact(ranks4, {**rungs, "everything": (folder, EVERYTHING)})
 
 
-@pytest.mark.parametrize(("family", "heads", "kv_heads"), MODELS)
-def test_every_technique_alone_of_every_kind_of_model(ranks4, tmp_path, family, heads, kv_heads):
-    """Without FSDP the gradients are summed by hooks, which nothing inside a backward may wake twice."""
-    folder = saved(tmp_path, family, heads, kv_heads)
-    alone = {name: (folder, Recipe(**knobs)) for name, knobs in TECHNIQUES.items() if name != "deepspeed"}
-    assert_exact(ranks4, alone)
+ALONE = [name for name in TECHNIQUES if name not in ("deepspeed", "upipe", "all")]
+
+
+@pytest.mark.parametrize("place", range(len(MODELS)), ids=lambda place: "-".join(map(str, MODELS[place])))
+def test_every_technique_alone_of_every_kind_of_model(ranks4, tmp_path, place):
+    """Without FSDP the gradients are summed by hooks, which nothing inside a backward may wake twice.
+
+    The first model has every technique. Each other has UPipe, all techniques together, and two by turns, so
+    that each technique alone is in two models or more. ``lab bench parity`` measures all for every model.
+    """
+    folder = saved(tmp_path, *MODELS[place])
+    some = ALONE if place == 0 else [ALONE[(2 * place + more) % len(ALONE)] for more in (0, 1)]
+    assert_exact(ranks4, {name: (folder, Recipe(**TECHNIQUES[name])) for name in (*some, "upipe", "all")})
 
 
 def test_every_pair_of_techniques(ranks4, tmp_path):

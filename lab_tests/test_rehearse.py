@@ -35,7 +35,7 @@ TOKENS = 512
 
 def odd() -> PretrainedConfig:
     """All axes and quotients differ; four divides each, so that shards are equal."""
-    return small_config(num_hidden_layers=4, num_attention_heads=24, vocab_size=260)
+    return small_config(num_hidden_layers=3, vocab_size=260)
 
 
 @pytest.mark.slow
@@ -89,7 +89,8 @@ def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     # 2 of 4 layers, the loss and the embedding: between half and all.
     assert 1.2 < part.whole_seconds / part.step_seconds < 2
     assert part.tokens_per_second == pytest.approx(TOKENS / 4 / part.whole_seconds)
-    text = CliRunner().invoke(main, f"rehearse tiny --tokens {TOKENS} --ranks 4 --layers 2".split()).output
+    asked = f"rehearse tiny --recipe tiling --tokens {TOKENS} --ranks 4 --layers 2"
+    text = CliRunner().invoke(main, asked.split()).output
     assert "2 of 4 layers" in text
     assert "extrapolated  to 4 layers" in text
 
@@ -111,9 +112,9 @@ def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
 
 
 def test_layers_of_a_callable() -> None:
-    found = lab.rehearse(lambda: models.build(odd()), "fsdp", tokens=TOKENS, ranks=4, layers=3)
-    assert (found.layers, found.plan_over_measured) == (3, 1)
-    assert found.device_peak == lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=3).device_peak
+    found = lab.rehearse(lambda: models.build(odd()), "fsdp", tokens=TOKENS, ranks=4, layers=2)
+    assert (found.layers, found.plan_over_measured) == (2, 1)
+    assert found.device_peak == lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=2).device_peak
 
 
 def test_out_of_memory_says_how_far_it_got_and_leaves_the_process_usable() -> None:
@@ -215,9 +216,10 @@ def test_commands_on_a_gpu_use_segments_that_grow(name: str | None, monkeypatch:
         assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
-def test_the_bench_of_every_recipe() -> None:
-    tried = "bench rehearsals tiny --ranks 4 --tokens 256 --layers 1 --steps 1 --json --device-memory 40MiB"
-    result = CliRunner().invoke(main, tried.split())
+def test_the_bench_of_every_recipe(tmp_path: Path) -> None:
+    small_config(vocab_size=260).save_pretrained(tmp_path)
+    tried = "--ranks 4 --tokens 256 --layers 1 --steps 1 --json --device-memory 1900KiB"
+    result = CliRunner().invoke(main, ["bench", "rehearsals", str(tmp_path), *tried.split()])
     assert result.exit_code == 0, result.output
     rows = {row["recipe"]: row for row in json.loads(result.output)}
     assert list(rows) == [*RUNGS, "fast"]
@@ -230,14 +232,19 @@ def test_the_bench_of_every_recipe() -> None:
 
 def test_a_loss_that_is_not_finite_ends_a_rehearsal() -> None:
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
-        lab.rehearse(tiny_with_infinite_head, "fsdp", tokens=TOKENS, ranks=4)
+        lab.rehearse(tiny_with_infinite_head, "fsdp", tokens=64, ranks=4)
 
 
 @pytest.mark.parametrize("verb", ["rehearse", "bench rehearsals"])
-def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path) -> None:
-    """A text of five letters is repeated; a missing one is refused, and a folder without a tokenizer."""
+def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of five letters is repeated; a missing one is refused, and a folder without a tokenizer.
+
+    The bench has two recipes here; another test has them all.
+    """
+    monkeypatch.setattr("lab.bench.rehearsals.NAMES", ("plain", "fsdp"))
     (tmp_path / "text").write_text("abcde")
-    asked = f"{verb} tiny --tokens 64 --ranks 1 --layers 1 --steps 1 --json"
+    recipe = "--recipe plain" if verb == "rehearse" else ""
+    asked = f"{verb} tiny {recipe} --tokens 64 --ranks 1 --layers 1 --steps 1 --json"
 
     def said(*more: str) -> Any:
         return CliRunner().invoke(main, [*asked.split(), *more])
@@ -257,9 +264,22 @@ def test_the_loss_is_that_of_the_text(tmp_path: Path) -> None:
 
 
 def test_no_timed_step_times_the_metered_one() -> None:
-    asked = ["rehearse", "tiny", "--tokens", "64", "--ranks", "1", "--layers", "1", "--steps", "0"]
+    asked = [
+        "rehearse",
+        "tiny",
+        "--recipe",
+        "plain",
+        "--tokens",
+        "64",
+        "--ranks",
+        "1",
+        "--layers",
+        "1",
+        "--steps",
+        "0",
+    ]
     said: list[str] = []
-    found = lab.rehearse("tiny", tokens=64, ranks=1, layers=1, steps=0, watch=said.append)
+    found = lab.rehearse("tiny", "plain", tokens=64, ranks=1, layers=1, steps=0, watch=said.append)
     assert said[-1] == "a step under the meter"
     assert found.timed_steps == found.to_json()["timed_steps"] == 0
     assert list(found.seconds) == ["forward", "backward", "optimizer"]

@@ -37,10 +37,10 @@ def lab(tmp_path_factory):
 
 
 def test_the_lab_rehearses_and_plans(lab):
-    made = lab("rehearse tiny --tokens 1K --ranks 8 --layers 2 --json")
+    made = lab("rehearse tiny --tokens 128 --ranks 2 --layers 1 --set head_chunk=16 --json")
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["plan_over_measured"] == 1
-    planned = lab("plan tiny --tokens 1K --ranks 8 --json")
+    planned = lab("plan tiny --tokens 128 --ranks 2 --recipe tiling --json")
     assert planned.returncode == 0, planned.stderr
 
 

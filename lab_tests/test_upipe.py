@@ -43,6 +43,14 @@ def chunks(heads, ranks):
     return [u for u in range(ranks, heads + 1, ranks) if heads % u == 0]
 
 
+def chunks_of_case(case):
+    """All chunks of the case that meets every kind of schedule; the smallest, a middle one and the largest of
+    each other.
+    """
+    every = chunks(case[1], case[3])
+    return every if case == CASES[1] else sorted({every[0], every[len(every) // 2], every[-1]})
+
+
 def model_and_positions(cfg, ids, chunk, group, dtype, *, overlap=False):
     model = build(cfg, dtype)
     apply_rope(model)
@@ -59,7 +67,7 @@ def errors_of(cases, dtype, rounded=None, overlap=False):
         cfg, ids, group = config(family, heads, kv_heads), tokens(rows, length), groups[ranks]
         right = truth(cfg, ids, torch.float64 if rounded is None else torch.float32, rounded)
         plain = error(truth(cfg, ids, dtype)[1], right[1]) if rounded is not None else 0.0
-        for chunk in chunks(heads, ranks):
+        for chunk in chunks_of_case(case):
             model, positions = model_and_positions(cfg, ids, chunk, group, dtype, overlap=overlap)
             loss, gradient = worst_errors(cfg, ids, model, positions, group, right)
             found[*case, chunk] = (loss, gradient, plain)
@@ -85,7 +93,7 @@ def test_with_overlap_loss_and_gradients_are_the_plain_models(ranks4, part):
 
 
 def test_loss_and_gradients_in_single_precision(ranks4):
-    for case, (loss, gradient, _) in ranks4.apply(errors_of, CASES[1:3], torch.float32)[0].items():
+    for case, (loss, gradient, _) in ranks4.apply(errors_of, CASES[1:2], torch.float32)[0].items():
         assert loss < 5e-6, case
         assert gradient < 5e-6, case
 
@@ -274,7 +282,7 @@ def formula(cfg, chunk, ranks, local, dtype, overlap=False):
 
 # The last is so short that the weights' gradients outweigh every stage: there the peak does not move.
 BF16, FP64 = torch.bfloat16, torch.float64
-SHAPES = [(64, 16, 60, BF16), (64, 64, 250, FP64), (64, 4, 60, BF16), (48, 24, 90, BF16), (64, 8, 3, BF16)]
+SHAPES = [(64, 16, 60, BF16), (64, 64, 120, FP64), (64, 4, 60, BF16), (48, 24, 90, BF16), (64, 8, 3, BF16)]
 
 
 @pytest.mark.slow
