@@ -52,7 +52,7 @@ POINTS = [
     ("llama3-70b", "upipe", 64 * Ki, 8, {"head_chunk": 16}),
     ("llama3.2-1b", "upipe", 64 * Ki, 16, {}),
     ("llama3.2-3b", "upipe", 512 * Ki, 8, {"rows": 2, "layers": 2}),
-    ("qwen3-8b", "upipe", 64 * Ki, 16, {"layers": 2}),
+    ("qwen3-8b", "upipe", 3 * Mi, 16, {"layers": 2}),
     ("qwen3-32b", "upipe", 3 * Mi, 8, {"head_chunk": 32, "layers": 2}),
     ("llama3-8b", "upipe", 5 * Mi, 8, {"overlap": True, "layers": 2}),
     ("qwen3-32b", "upipe", 3 * Mi, 16, {"overlap": True, "head_chunk": 32, "layers": 2}),
