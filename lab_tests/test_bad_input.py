@@ -164,7 +164,10 @@ def names(folder):
 
 
 def test_a_loss_that_is_not_finite_ends_training_on_all_ranks(ranks4, train_settings, tmp_path):
-    train_settings |= {"cluster": ranks4, "compute_dtype": None, "learning_rate": TOO_FAR}
+    # Two stages, of six heads.
+    train_settings |= {
+        "cluster": ranks4, "compute_dtype": None, "head_chunk": 6, "learning_rate": TOO_FAR
+    }  # fmt: skip
     with pytest.raises(DivergedError) as error:
         lab.train(small_config(), "upipe", steps=4, **train_settings)
     run = train_settings["checkpoint"]
@@ -186,7 +189,8 @@ def test_the_command_says_in_one_line_that_the_loss_is_not_finite(train_settings
     models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
         "train", tmp_path / "model", "--tokens", TOKENS, "--text", digits, "--steps", 4, "--every", 1,
-        "--checkpoint", tmp_path / "run", "--ranks", 1, "--set", "compute_dtype=none", "--lr", TOO_FAR,
+        "--checkpoint", tmp_path / "run", "--ranks", 1, "--recipe", "fsdp", "--set", "compute_dtype=none",
+        "--lr", TOO_FAR,
     ]  # fmt: skip
     run = CliRunner().invoke(main, [str(word) for word in words])
     assert run.exit_code == 2, run.exception

@@ -25,7 +25,7 @@ from lab.units import format_bytes
 
 
 def two_candidates(base, heads):
-    return [base, replace(base, head_chunk=8)]
+    return [base, replace(base, head_chunk=32)]
 
 
 def test_help_is_instant_because_nothing_heavy_is_imported():
@@ -75,7 +75,8 @@ def test_a_port_in_use():
 
 
 def test_run_prints_losses_and_peaks_beside_the_plan():
-    command = "run tiny --tokens 64 --ranks 2 --steps 2 --set compute_dtype=none --json"
+    # Two stages: the ladder's head_chunk on two ranks makes sixteen.
+    command = "run tiny --tokens 64 --ranks 2 --steps 2 --set compute_dtype=none --set head_chunk=16 --json"
     said = CliRunner().invoke(main, command.split())
     assert said.exit_code == 0, said.output
     answer = json.loads(said.stdout)
@@ -86,7 +87,7 @@ def test_run_prints_losses_and_peaks_beside_the_plan():
 
 
 def test_the_text_of_a_run_leaves_out_what_cuda_takes_outside_torch():
-    planned = plan("tiny", "upipe", tokens=1024, ranks=4)
+    planned = plan("tiny", "fsdp", tokens=1024, ranks=4)
     steps = {"losses": (8.25, 7.5), "seconds": (2.0, 1.5), "timelines": (planned.timeline,)}
     on_cpu = run_text(Run("tiny", None, None, **steps), planned)
     assert "step 1        loss 8.2500, 2 s\nstep 2        loss 7.5000, 1.5 s\n" in on_cpu
@@ -148,31 +149,36 @@ def test_a_planning_command_refuses_in_one_line(words, said):
 
 
 WITHOUT_TORCH = """
-import sys
+import json, sys
+from click.testing import CliRunner
 from lab.commands.cli import main
-main(sys.argv[1:], standalone_mode=False)
+runs = [CliRunner().invoke(main, words.split()) for words in sys.argv[1:]]
 assert not {"torch", "transformers"} & set(sys.modules)
+print(json.dumps([(run.exit_code, run.stdout) for run in runs]))
 """
 
 
-def saved_answer(words):
-    """What another process prints, which asks the same and imports neither torch nor transformers."""
+def saved_answers(commands):
+    """What another process prints for each command; it imports neither torch nor transformers."""
     cache = platformdirs.user_cache_path("any").parent
     run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *words],
+        [sys.executable, "-c", WITHOUT_TORCH, *commands],
         env=os.environ | {"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    return run.stdout
+    answers = json.loads(run.stdout)
+    assert [code for code, _ in answers] == [0] * len(commands)
+    return [text for _, text in answers]
 
 
 @pytest.mark.slow
 def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
+    answers = {}
+
     def asked(words):
         run = CliRunner().invoke(main, [*words.split(), "--json"])
         assert run.exit_code == 0, run.stderr
-        assert saved_answer([*words.split(), "--json"]) == run.stdout
-        assert saved_answer(words.split()).startswith("tiny")
+        answers[words] = run.stdout
         return json.loads(run.stdout)
 
     made = asked("plan tiny --tokens 1K --ranks 4 --recipe checkpoint --set ulysses=2 --no-workspace")
@@ -186,10 +192,9 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     assert quick["device_peak"] == estimate("tiny", "upipe", tokens=1024, ranks=4).device_peak
     assert sum(quick["parts"].values()) == quick["device_peak"]
     # Of a model whose shape is saved, what was never asked needs neither torch nor transformers.
-    assert saved_answer(
-        ["plan", "tiny", "--tokens", "3K", "--ranks", "2", "--recipe", "tiling", "--quick"]
-    ).startswith("tiny")
-    rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB")
+    [another] = saved_answers(["plan tiny --tokens 3K --ranks 2 --recipe tiling --quick"])
+    assert another.startswith("tiny · tiling · 2 ranks")
+    rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB --set head_chunk=32")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
     assert all(rung.keys() == {"name", "device_peak", "host_peak", "fits"} for rung in rungs)
     small = "--ranks 4 --device-memory 64MiB --host-memory 1GiB --no-workspace"
@@ -199,3 +204,5 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     fitting = asked(f"fit tiny --tokens 1K {small}")
     assert len(fitting) == 2
     assert all(f.keys() == {"recipe", "device_peak", "host_peak", "step_seconds"} for f in fitting)
+    assert saved_answers([f"{words} --json" for words in answers]) == list(answers.values())
+    assert all(text.startswith("tiny") for text in saved_answers(answers))

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cluster.ranks import Cluster
 from lab.bench import draws as module
@@ -19,15 +19,21 @@ def clusters(ranks4):
 
 
 @pytest.mark.slow
+@seed(84)
 @settings(
-    max_examples=30,
-    derandomize=True,
+    max_examples=12,
+    phases=[Phase.generate],
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(draw=draws())
 def test_every_draw_is_right_or_refused(clusters, draw):
+    """The same twelve in each run; ``lab bench inputs --draws 1000`` examines as many as it is asked for.
+
+    The seed is one whose twelve have every family, FSDP, Ulysses with a ring and under UPipe, overlap, every
+    offload and every tile.
+    """
     assert examine(draw, clusters[draw.ranks]) in ("right", "refused")
 
 

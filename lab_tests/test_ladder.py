@@ -11,7 +11,7 @@ from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.slow
 
-TOKENS, LAYERS, HIDDEN = 2048, 5, 64
+TOKENS, LAYERS, HIDDEN = 2048, 3, 64
 LOCAL = TOKENS // 4
 
 
@@ -55,10 +55,10 @@ def held_by_buffers() -> int:
 
 def test_a_run_brings_back_what_happened_and_watch_sees_it_happen(ranks4):
     seen = []
-    run = lab.run("tiny", "upipe", tokens=512, steps=2, cluster=ranks4, watch=seen.append)
+    run = lab.run("tiny", "offload", tokens=512, steps=2, cluster=ranks4, watch=seen.append)
     assert len(run.losses) == len(run.seconds) == 2
     assert run.losses[1] < run.losses[0]
-    assert run.title == "tiny · upipe · 4 ranks · 512 tokens"
+    assert run.title == "tiny · offload · 4 ranks · 512 tokens"
     assert isinstance(seen[0], Started)
     assert seen[-1] is run
     for rank, timeline in enumerate(run.timelines):

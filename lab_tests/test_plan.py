@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lab
 from lab.errors import LabError
-from lab.planning.fake_step import fake_step
+from lab.planning.plan import fake_model, whole_step
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import ring_ranks
 from lab.techniques.upipe.schedule import schedule
@@ -71,7 +71,9 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
     assert note == "the workspace of attention is that of torch's kernel; kernel='cudnn' may take another"
     [note] = lab.plan(small(), "plain", tokens=32, ranks=1, compute_dtype=None).notes
     assert note.startswith("in float32 with head_dim=10 attention runs as matrix products on CUDA")
-    first, second = lab.plan("llama3-8b", "ulysses", tokens="5M", ranks=8).notes
+    one_layer = lab.models.config_of("llama3-8b")
+    one_layer.num_hidden_layers = 1
+    first, second = lab.plan(one_layer, "ulysses", tokens="5M", ranks=8).notes
     assert "kernel='auto'" in first
     assert second.startswith("4 heads of 5242880 tokens in one call of torch's attention kernel")
 
@@ -183,14 +185,16 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     model = small(num_hidden_layers=1, num_attention_heads=8, **more)
     ranks = recipe.ulysses * recipe.ring
     plan = lab.plan(model, recipe, tokens=480, ranks=ranks, rows=2, workspace=workspace)
-    steps = [fake_step(plan.job, plan.machine, 1, ring_rank=r)[0] for r in range(recipe.ring)]
+    # What the plan has walked is read from disk.
+    skeleton = fake_model(model)
+    steps = [whole_step(plan.job, plan.machine, skeleton, ring_rank=r)[0] for r in range(recipe.ring)]
     assert max(step.device_peak for step in steps) == plan.device_peak
     assert steps[plan.ring_rank].device_peak == plan.device_peak
     assert {step.host_peak for step in steps} == {plan.host_peak}
 
 
 def test_a_plan_checks_its_recipe_once_and_schedules_its_heads_once(monkeypatch):
-    """Two steps are walked, of five and six layers."""
+    """Two steps are walked, of both ring ranks."""
     recipes, check = [], Recipe.check
 
     def checked(recipe, config, ranks):
@@ -199,7 +203,8 @@ def test_a_plan_checks_its_recipe_once_and_schedules_its_heads_once(monkeypatch)
 
     monkeypatch.setattr(Recipe, "check", checked)
     schedule.cache_clear()
-    plan = lab.plan(small(num_hidden_layers=7), "upipe", tokens=72, ranks=2)
+    model = small(num_attention_heads=8, num_key_value_heads=4)
+    plan = lab.plan(model, "upipe", tokens=72, ranks=4, ulysses=2, ring=2, head_chunk=4)
     assert recipes == [plan.recipe]
     assert schedule.cache_info().misses == 1
 

@@ -268,7 +268,7 @@ UNSAID = ("rows", "ranks_per_node", "device")
 
 
 def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() -> None:
-    tuner = small()
+    tuner = small(head_chunk=32)
     tuner.plan_button.click()
     tuner.wait()
     assert tuner.planned is not None
@@ -282,7 +282,7 @@ def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() ->
 
 
 def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner, made, go = small(), threading.Event(), threading.Event()
+    tuner, made, go = small(head_chunk=32), threading.Event(), threading.Event()
     plan = tuner_widget.plan
 
     def slow(*args: Any, **settings: Any) -> Any:
@@ -306,7 +306,7 @@ def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert planned["name"].startswith("plan of an earlier setting")
     assert "Planned: " not in tuner.panel.content["note"]
     # Back where it was made for it holds again; another device has no part in a plan.
-    tuner.change("head_chunk", 4)
+    tuner.change("head_chunk", 32)
     tuner.change("device_memory", 32 * MiB)
     assert not tuner.panel.content["bars"][1]["stale"]
 
@@ -343,7 +343,9 @@ def test_what_is_scaled_down_keeps_its_proportions_and_is_said() -> None:
 
 @pytest.mark.slow
 def test_run_trains_a_small_step_of_the_same_recipe_and_leaves_a_picture(ranks4: Cluster) -> None:
-    tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4)
+    # Two tiles and two stages: of the ladder's there would be eight and four.
+    few: dict[str, Any] = {"head_chunk": 16, **dict.fromkeys(TILES, 64 * Ki)}
+    tuner = lab.show.tuner("llama3-8b", tokens="1M", ranks=8, cluster=ranks4, **few)
     tuner.run_button.click()
     assert tuner.run_button.disabled
     tuner.wait()

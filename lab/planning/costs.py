@@ -27,10 +27,12 @@ MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
 ALL_TO_ALL, ARRIVAL = "c10d.alltoall_base_", "lab.arrival"
 NOTHING = (
     "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
-    "aten._unsafe_view", "prim.device", "profiler._record_function_enter_new",
-    "profiler._record_function_exit", ARRIVAL,
+    "aten._unsafe_view", "profiler._record_function_enter_new", "profiler._record_function_exit",
 )  # fmt: skip
 """Operators that touch no element, though they are no views."""
+
+DEVICE = torch.ops.prim.device.default
+"""What torch's C++ runs to read the device of a fake tensor; half of the operators of a plan are this one."""
 
 FLASH = "aten._scaled_dot_product_flash_attention"
 
@@ -97,13 +99,16 @@ class CostCounter(Observer):
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and add what it costs."""
+        if func is DEVICE:
+            # The attribute is read without the dispatcher.
+            return args[0].device
         result = func(*args, **kwargs)
-        if not func.is_view:
-            name = str(func.overloadpacket)
+        name = str(func.overloadpacket)
+        if name == ARRIVAL:
+            self.total += self._waiting_until(self._arrivals.pop(_memory(args[0])))
+        elif not func.is_view and name not in NOTHING:
             cost = self._costs(name, args, result) * repetitions()
-            if name == ARRIVAL:
-                cost = self._waiting_until(self._arrivals.pop(_memory(args[0])))
-            elif name == ALL_TO_ALL and args[5:6] != (False,):
+            if name == ALL_TO_ALL and args[5:6] != (False,):
                 # Waited for later: the default, and defaults are left out of ``args``.
                 self._links_free = max(self.now(), self._links_free) + cost.link_seconds
                 self._arrivals[_memory(args[0])] = self._links_free
@@ -119,8 +124,6 @@ class CostCounter(Observer):
 
     def _costs(self, name: str, args: tuple[Any, ...], result: Any) -> Costs:
         hardware = self.hardware
-        if name in NOTHING:
-            return Costs()
         if name.startswith(("c10d.", "_c10d_functional.")):
             return self._collective(name, args, result)
         if name in ("lab.to_host", "lab.from_host"):

@@ -29,7 +29,7 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
     """
     counter = CostCounter(hardware(machine.device), machine.ranks_per_node)
     workspace = cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
-    meter = Meter(clock=counter.now, workspace=workspace)
+    meter = Meter(clock=counter.now, workspace=workspace, run=counter.observe)
     with (
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -50,6 +50,5 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
         update(model, optimizer, clip_norm=1.0)
         ids = torch.zeros(job.rows, job.tokens, dtype=torch.int64)
         batch = shard_batch(ids, job.recipe, mesh)
-        with counter:
-            train_step(model, optimizer, batch, meter=meter)
+        train_step(model, optimizer, batch, meter=meter)
     return meter.timeline(), counter.total
