@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from lab.errors import RecipeError
-from lab.techniques.degrees import check_degree, degrees
 from lab.techniques.exchange import (
     AllToAll,
     Shift,
@@ -14,6 +13,7 @@ from lab.techniques.exchange import (
     sequence_from_heads,
     sum_over_ranks,
 )
+from lab.techniques.ulysses_degrees import check_degree, degrees
 from lab_tests.support.reference import subgroup
 
 B, S, D = 2, 40, 10

@@ -18,6 +18,9 @@ from lab.show.sources import source
 
 NAMES = [notebook.name for notebook in find_notebooks([])]
 SMALL = {
+    "00_memory_wall": {"tokens": "256", "lengths": "[64, 128, 256]", "ranks": "2"},
+    "04_cpu_offload": {"tokens": "768", "ranks": "2"},
+    "05_sequence_tiling": {"tokens": "768", "ranks": "2"},
     "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "70", "ranks": "2"},
     "07_profiling": {"tokens": "80", "ranks": "2"},
     "90_reproduce_paper": {
@@ -41,9 +44,8 @@ SMALL = {
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 
 
-LONG = ("07_profiling", "08_road_to_5m", "90_reproduce_paper")
-"""They take minutes at the stored size, where `lab bench notebooks` executes them. 08 and 90 plan Llama3-8B;
-07 trains in bf16, in which most CPUs take 100 times as long for a matrix product as in fp32."""
+STORED = ("01_fsdp", "02_ulysses", "03_activation_checkpointing", "09_your_model")
+"""A sample at the stored size, at which the others take minutes; `lab bench notebooks` executes all of them."""
 
 
 def of_eight_heads():
@@ -77,7 +79,7 @@ def differences(session, stored, copy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LONG])
+@pytest.mark.parametrize("name", STORED)
 def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, tmp_path, request):
     """nbval alone would execute it, and papermill once more: here papermill executes and nbval compares."""
     [notebook] = find_notebooks([name])
@@ -111,6 +113,10 @@ def test_a_notebook_runs_at_another_size(name, tmp_path):
     assert execute([name], given, tmp_path) == []
     cells = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4).cells
     assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
+
+
+def test_each_notebook_is_executed():
+    assert {*STORED, *SMALL} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

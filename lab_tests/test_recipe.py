@@ -4,14 +4,16 @@ import dataclasses
 import json
 import re
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 import lab
-from lab import models
+from lab import memory, models, planning, step, techniques
 from lab.errors import LabError, RecipeError
 from lab.planning.fit import candidates
 from lab.recipe.knobs import BY_NAME, KNOBS
@@ -167,6 +169,14 @@ def test_public_names():
         assert getattr(lab, name) is not None
     with pytest.raises(AttributeError, match="module 'lab' has no attribute 'plam'"):
         lab.plam  # noqa: B018
+
+
+@pytest.mark.parametrize("package", [memory, models, planning, step, techniques])
+def test_no_public_name_of_a_package_is_that_of_a_module_in_it(package):
+    """Importing the module would put it in the place of the name."""
+    for name in package.__all__:
+        if not isinstance(getattr(package, name), ModuleType):
+            assert find_spec(f"{package.__name__}.{name}") is None, name
 
 
 def test_each_field_of_a_recipe_has_a_row_and_the_rows_neutral_value_is_its_default():

@@ -241,7 +241,7 @@ def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path, monkeypatch
 
     The bench has two recipes here; another test has them all.
     """
-    monkeypatch.setattr("lab.bench.rehearsals.NAMES", ("plain", "fsdp"))
+    monkeypatch.setattr("lab.bench.rehearsals.RECIPE_NAMES", ("plain", "fsdp"))
     (tmp_path / "text").write_text("abcde")
     recipe = "--recipe plain" if verb == "rehearse" else ""
     asked = f"{verb} tiny {recipe} --tokens 64 --ranks 1 --layers 1 --steps 1 --json"

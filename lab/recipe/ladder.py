@@ -10,7 +10,7 @@ from lab import models
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe, check_fields
 from lab.shape import Shape
-from lab.techniques.degrees import degrees
+from lab.techniques.ulysses_degrees import degrees
 from lab.units import Ki, check_counts
 
 TILE = 16 * Ki

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lab.errors import RecipeError
 from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload
 from lab.shape import Shape
-from lab.techniques.degrees import check_degree
+from lab.techniques.ulysses_degrees import check_degree
 from lab.techniques.upipe.schedule import schedule
 from lab.units import parse_tokens
 

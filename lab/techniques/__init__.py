@@ -7,7 +7,6 @@ from lab import load_on_first_use
 if TYPE_CHECKING:
     from lab.techniques.attention.naive import naive_attention
     from lab.techniques.checkpointing import apply_checkpointing
-    from lab.techniques.degrees import check_degree, degrees
     from lab.techniques.exchange import heads_from_sequence, sequence_from_heads
     from lab.techniques.loss import apply_loss, apply_tiled_loss
     from lab.techniques.offload import apply_offload
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from lab.techniques.sharding import apply_fsdp
     from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, run_in_tiles
     from lab.techniques.ulysses import apply_ulysses, ulysses_attention
+    from lab.techniques.ulysses_degrees import check_degree, degrees
     from lab.techniques.upipe.layer import apply_upipe
     from lab.techniques.upipe.passes import forward_pass
     from lab.techniques.upipe.schedule import schedule
@@ -54,8 +54,8 @@ __getattr__ = load_on_first_use(
         "apply_tiled_norms": "lab.techniques.tiling",
         "apply_ulysses": "lab.techniques.ulysses",
         "apply_upipe": "lab.techniques.upipe.layer",
-        "check_degree": "lab.techniques.degrees",
-        "degrees": "lab.techniques.degrees",
+        "check_degree": "lab.techniques.ulysses_degrees",
+        "degrees": "lab.techniques.ulysses_degrees",
         "forward_pass": "lab.techniques.upipe.passes",
         "heads_from_sequence": "lab.techniques.exchange",
         "naive_attention": "lab.techniques.attention.naive",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lab.decoder import decoder_of
 from lab.techniques.attention.flash import FLASH, Kernel, attention
 from lab.techniques.attention.hf_attention import apply_attention
-from lab.techniques.degrees import check_degree
 from lab.techniques.exchange import heads_from_sequence, sequence_from_heads, size_of
+from lab.techniques.ulysses_degrees import check_degree
 
 
 def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:

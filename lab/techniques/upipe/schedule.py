@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from lab.errors import RecipeError
-from lab.techniques.degrees import check_degree
+from lab.techniques.ulysses_degrees import check_degree
 
 
 @dataclass(frozen=True)
