@@ -45,7 +45,7 @@ SMALL = {
 
 
 STORED = ("01_fsdp", "02_ulysses", "03_activation_checkpointing", "09_your_model")
-"""A sample at the stored size, at which the others take minutes; `lab bench notebooks` executes all of them."""
+"""A sample at the stored size, where the others take minutes; `lab bench notebooks` executes all of them."""
 
 
 def of_eight_heads():
