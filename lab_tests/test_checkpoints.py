@@ -1,14 +1,20 @@
 """Checkpoints are written whole, refused for another model or run, and exported to the same logits."""
 
+import json
 import os
+import pickle
 import shutil
 import subprocess
 import threading
 import time
+import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
@@ -19,6 +25,7 @@ from lab.step.on_ranks import make_rank_state
 from lab.step.training_step import NoMeter, make_optimizer, train_step
 from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
+from lab.training.loss_file import LossFile
 from lab.training.manifest import Manifest, checkpoints_in, config_document
 from lab_tests.support.models import small_config
 from lab_tests.support.training import ROWS, TOKENS
@@ -132,29 +139,241 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
     assert len(train(recipe="tiling", **going_on).losses) == 1
 
 
+def flip(step):
+    """Change one bit in the middle of a file."""
+    path = step / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def link(step):
+    """Move a file out of the checkpoint, and leave a link to it."""
+    path, outside = step / "__0_0.distcp", step.parent.parent / "outside"
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+
+
+def edit(**fields):
+    def edited(step):
+        path = step / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return edited
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda step: (step / "__0_0.distcp").write_bytes(b"cut"), r"__0_0\.distcp has 3 of its \d+ bytes"),
         (lambda step: (step / ".metadata").unlink(), r"\.metadata has 0 of its \d+ bytes"),
         (lambda step: (step / "manifest.json").write_text('{"con'), r"its manifest\.json is missing"),
+        (flip, r"__0_0\.distcp has other bytes than were written"),
+        (link, r"__0_0\.distcp is a link"),
+        (lambda step: (step / "a.distcp").touch(), r"'a\.distcp' is not in its manifest\.json"),
+        (edit(files=None), r"its manifest\.json has files=None"),
+        (edit(files={}), r"'\.metadata' is not in its manifest\.json"),
+        (edit(step=3), r"its manifest\.json has step=3"),
+        (edit(rows="3"), r"its manifest\.json has rows='3'"),
+        (edit(config={"model_type": "own"}), r"its manifest\.json has model_type='own'"),
     ],
-    ids=["cut short", "a file missing", "manifest cut short"],
+    ids=[
+        "cut short", "a file missing", "manifest cut short", "one bit", "a link", "another file", "no files",
+        "no file", "step", "rows", "model type",
+    ],
 )  # fmt: skip
-def test_a_checkpoint_cut_short_is_refused_and_the_one_before_named(train, tmp_path, damage, said):
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(train, tmp_path, damage, said):
     first = train(steps=4, every=2)
     newest = tmp_path / "run" / "step-00000004"
     damage(newest)
     helps = "step-00000002 beside it is whole: remove step-00000004 to go on from there"
     for use in (lambda: train(steps=6, resume=True), lambda: export(tmp_path / "run", tmp_path / "out")):
-        with pytest.raises(CheckpointError, match=f"step-00000004 is cut short: {said}.*; {helps}$"):
+        with pytest.raises(CheckpointError, match=f"step-00000004 is damaged: {said}.*; {helps}$"):
             use()
     shutil.rmtree(newest)
     assert train(steps=4, resume=True).losses == first.losses[2:]
     (tmp_path / "run" / "step-00000002" / ".metadata").unlink()
     damage(newest)
-    with pytest.raises(CheckpointError, match=r"is cut short: .*; no other in its folder is whole$"):
+    with pytest.raises(CheckpointError, match=r"is damaged: .*; no other in its folder is whole$"):
         train(steps=6, resume=True)
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def rewrite(step, name, data):
+    """Write a file anew, and its checksum: whoever changes a file can change that, too."""
+    (step / name).write_bytes(data)
+    described = json.loads((step / "manifest.json").read_text())["files"]
+    edit(files=described | {name: [len(data), zlib.crc32(data)]})(step)
+
+
+def test_a_checkpoint_runs_no_code(train, tmp_path):
+    train()
+    step = tmp_path / "run" / "step-00000002"
+    rewrite(step, ".metadata", pickle.dumps(Touch(tmp_path / "hacked")))
+    assert len(train(steps=3, resume=True).losses) == 1
+    rewrite(tmp_path / "run" / "step-00000003", ".metadata", pickle.dumps(Touch(tmp_path / "hacked")))
+    export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "hacked").exists()
+    rewrite(tmp_path / "run" / "step-00000003", "__0_0.distcp", pickle.dumps(Touch(tmp_path / "hacked")))
+    with pytest.raises(CheckpointError):
+        export(tmp_path / "run", tmp_path / "other")
+    assert not (tmp_path / "hacked").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("o")) == ["out"]
+
+
+WEIGHT = "model.lm_head.weight"
+
+
+def changed(**fields):
+    """Change fields of the first chunk of a weight."""
+
+    def change(index):
+        index[WEIGHT]["chunks"][0] |= fields
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed(file="../outside"), r"is in '\.\./outside', which is no file in its folder"),
+        (changed(file="manifest.txt"), r"is in 'manifest\.txt', which is no file in its folder"),
+        (changed(file=["x"]), r"which is no file in its folder"),
+        (changed(at=10**9), r"lies behind the end of __0_0\.distcp"),
+        (changed(at=-1), r"which are no counts"),
+        (changed(length=True), r"which are no counts"),
+        (changed(sizes=[1, 1]), r"the chunks of model\.lm_head\.weight are not the whole tensor"),
+        (changed(offsets=[1, 0]), r"are not the whole tensor"),
+        (lambda index: index[WEIGHT].update(chunks=[]), r"are not the whole tensor"),
+        (lambda index: index[WEIGHT].update(size=[]), r"are not the whole tensor"),
+        (lambda index: index[WEIGHT].update(dtype="float8_e4m3fn"), r"is damaged: 'float8_e4m3fn'"),
+        (lambda index: index[WEIGHT].update(dtype="float64"), r"its parameters have 2 dtypes, not one"),
+        (lambda index: index.pop(WEIGHT), r"lm_head\.weight is missing, and \(\d+, 48\) in a model of"),
+        (lambda index: index.update(x=3), r"is damaged: 'int' object is not subscriptable"),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_an_index_that_is_not_exactly_the_tensors_is_refused(train, tmp_path, change, said):
+    train()
+    step = tmp_path / "run" / "step-00000002"
+    index = json.loads((step / "tensors.json").read_text())
+    change(index)
+    rewrite(step, "tensors.json", json.dumps(index).encode())
+    with pytest.raises(CheckpointError, match=said):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"vocab_size": "4096"}, "vocab_size"),
+        ({"vocab_size": 2**20}, r"is damaged: model\.\S+ is \(\d+, 48\), and \(1048576, 48\) in a model"),
+        ({"layer_types": ["full_attention"]}, "its config"),
+        ({"rope_parameters": {"rope_type": "own", "rope_theta": 1e4}}, "is damaged: no llama model"),
+        ({"model_type": ["llama"]}, r"has model_type=\['llama'\]"),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_a_config_that_was_edited_is_refused_before_a_model_is_made(train, tmp_path, config, said):
+    train()
+    step = tmp_path / "run" / "step-00000002"
+    edit(config=json.loads((step / "manifest.json").read_text())["config"] | config)(step)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        export(tmp_path / "run", tmp_path / "out")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_config_that_lacks_a_field_is_no_way_around_the_comparison(train, tmp_path):
+    train()
+    edit(config={"model_type": "llama"})(tmp_path / "run" / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"holds another model: .*hidden_size 4096 there and 48 here"):
+        train(steps=3, resume=True)
+
+
+def test_what_is_no_file_is_not_opened(train, tmp_path):
+    """A pipe that nobody writes into would be read for ever."""
+    train()
+    step = tmp_path / "run" / "step-00000002"
+    (step / "manifest.json").unlink()
+    os.mkfifo(step / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"is damaged: 'manifest\.json' is no file"):
+        export(tmp_path / "run", tmp_path / "out")
+
+
+def test_losses_that_are_a_link_or_of_something_else_are_not_changed(train, tmp_path):
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    run.mkdir()
+    secret.write_text("no newline")
+    (run / "losses.jsonl").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"losses\.jsonl cannot be written: "):
+        train()
+    (run / "losses.jsonl").unlink()
+    secret.rename(run / "losses.jsonl")
+    with pytest.raises(CheckpointError, match=r"losses\.jsonl is no file of losses: its last line is none"):
+        train()
+    assert (run / "losses.jsonl").read_text() == "no newline"
+
+
+def test_folders_of_others_stay(train, tmp_path):
+    mine = tmp_path / "run" / "mydata.part" / "thesis"
+    mine.mkdir(parents=True)
+    (tmp_path / "run" / "step-00000007.part").symlink_to(mine)
+    train()
+    assert mine.is_dir()
+    assert not (tmp_path / "run" / "step-00000007.part").exists()
+
+
+@pytest.mark.parametrize("place", ["step-00000002/model", "step-00000003"])
+def test_an_export_into_the_place_of_a_checkpoint_is_refused(train, tmp_path, place):
+    train()
+    with pytest.raises(CheckpointError, match="has the place of a checkpoint: give a folder outside of"):
+        export(tmp_path / "run", tmp_path / "run" / place)
+
+
+def test_an_index_that_is_no_json_is_refused(train, tmp_path):
+    train()
+    step = tmp_path / "run" / "step-00000002"
+    for text, said in (("[" * 10**5, "recursion"), ("{", "property name"), ("[]", "no attribute 'items'")):
+        rewrite(step, "tensors.json", text.encode())
+        for use in (lambda: train(steps=3, resume=True), lambda: export(tmp_path / "run", tmp_path / "out")):
+            with pytest.raises(CheckpointError, match=rf"tensors\.json is damaged: .*{said}"):
+                use()
+
+
+def test_what_an_export_that_was_killed_left_is_not_in_the_next(train, tmp_path):
+    train()
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "model.safetensors.index.json").write_text("{}")
+    export(tmp_path / "run", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors"
+    ]  # fmt: skip
+
+
+def test_two_trainings_in_one_folder(train, tmp_path):
+    """The second is refused at its beginning, and what the first is writing stays."""
+    run = tmp_path / "run"
+    run.mkdir()
+    first = LossFile(run)
+    first.lock()
+    (run / "step-00000001.part").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"another training writes into .*run: give another folder, or wait"
+    ):
+        train()
+    assert (run / "step-00000001.part").is_dir()
+    first.close()
+    assert len(train().losses) == 2
 
 
 def test_what_was_never_whole_is_removed_and_never_gone_on_from(train, tmp_path):
@@ -270,10 +489,6 @@ def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch
 
 def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):
     """As where each node has a disk of its own."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-    from torch.distributed.checkpoint.storage import WriteResult
-
     from lab.training.checkpoints import _Writer
 
     facts = Manifest({}, "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 2, step=1)

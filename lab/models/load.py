@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,7 +37,7 @@ from lab.models.weight_files import WeightFiles, allocate
 from lab.shape import Shape
 from lab.techniques.rope import check_rope
 from lab.torch_private import detect_fake_mode
-from lab.units import check_counts
+from lab.units import abbreviate, check_counts
 
 ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedModel]
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
@@ -194,16 +195,17 @@ def _folder(model: str | Path | Callable[[], object]) -> Path | None:
             f"a model of type {type(model).__name__}: give a name, a directory, a config, or a callable"
         )
     folder = Path(model)
-    if folder.name == "config.json" and folder.is_file():
+    # os.path, because a Path raises where a name is too long for a file.
+    if folder.name == "config.json" and isfile(folder):
         return folder.parent
-    if (folder / "config.json").is_file():
+    if isfile(folder / "config.json"):
         return folder
-    if folder.is_dir():
+    if isdir(folder):
         raise ModelError(f"{folder} holds no config.json: give a directory in the Hugging Face layout")
     close = get_close_matches(str(model), PRESETS, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ModelError(
-        f"unknown model {str(model)!r}{hint}: give one of {', '.join(PRESETS)}, "
+        f"unknown model {abbreviate(repr(str(model)))}{hint}: give one of {', '.join(PRESETS)}, "
         "or a directory that holds a config.json"
     )
 
@@ -228,7 +230,7 @@ def _read(folder: Path) -> PretrainedConfig:
     path = folder / "config.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
     kind = document.get("model_type") if isinstance(document, dict) else None
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

@@ -7,6 +7,7 @@ it by a thread, and it is freed when the thread ends. With one save in flight at
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -14,26 +15,38 @@ import warnings
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import CONFIG_MAPPING
+from transformers import PretrainedConfig
 
 from lab import models
-from lab.errors import CheckpointError
-from lab.training.manifest import PART, Manifest, checkpoints_in, name_of, newest, remove_all_but
+from lab.errors import CheckpointError, ModelError
+from lab.torch_private import FakeTensorMode
+from lab.training.checkpoint_reader import CheckpointReader, write_index
+from lab.training.manifest import (
+    PART,
+    Manifest,
+    checkpoints_in,
+    in_checkpoint,
+    name_of,
+    newest,
+    remove_all_but,
+)
 from lab.units import format_bytes
 
 WRITING = timedelta(hours=2)
@@ -150,6 +163,7 @@ class _Writer(FileSystemWriter):
                         f"{one.storage_data.relative_path}, written by another rank, is not seen by rank 0: "
                         "the folder must be one that all ranks share"
                     )
+        write_index(self._part, metadata)
         self._manifest.complete(self._part)
         _sync_folder(self._part)
         self._part.rename(self._whole)
@@ -163,21 +177,24 @@ def export(folder: Path, out: Path) -> Path:
     Runs in one process and holds the whole model; the optimizer's state is not read.
 
     Raises:
-        CheckpointError: no checkpoint, one that is cut short, an ``out`` that has something in it or that
+        CheckpointError: no checkpoint, one that is damaged, an ``out`` that has something in it or that
             cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = out.absolute()
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise CheckpointError(f"{out} is there already: give a folder that is new or empty")
+    if in_checkpoint(out, folder):
+        raise CheckpointError(f"{out} has the place of a checkpoint: give a folder outside of {folder}")
     checkpoint, manifest = newest(folder)
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    model = models.build(CONFIG_MAPPING[manifest.config["model_type"]].from_dict(manifest.config))
-    weights = _weights(model)
-    first = stored.get(f"model.{next(iter(weights))}")
-    if isinstance(first, TensorStorageMetadata):
-        model.to(dtype=first.properties.dtype)  # type: ignore[call-arg]
+    reader = CheckpointReader(checkpoint)
+    config, weights = _outline(manifest, checkpoint)
+    reader.check_sizes(weights)
+    model = models.build(config)
+    model.to(dtype=reader.dtype())  # type: ignore[call-arg]
     _load(checkpoint, {"model": _weights(model)}, None)
     model.config.use_cache = True
-    part = out.with_name(out.name + PART)
+    # A name of its own: a folder that an export which was killed has left is not written into.
+    part = out.with_name(f"{out.name}-{uuid4()}{PART}")
     try:
         models.save(model, part)
         if out.exists():
@@ -189,13 +206,32 @@ def export(folder: Path, out: Path) -> Path:
     return checkpoint
 
 
+def _outline(manifest: Manifest, checkpoint: Path) -> tuple[PretrainedConfig, dict[str, Tensor]]:
+    """Return the config in a manifest, and the parameters of its model by name, as fake tensors.
+
+    Raises:
+        CheckpointError: The config would be refused in a model's directory, too.
+    """
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(manifest.config), encoding="utf-8")
+        try:
+            config = models.config_of(folder)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return config, _weights(models.build(config, weights=False))
+        except ModelError as error:
+            said = str(error).replace(folder, "its config")
+            raise CheckpointError(f"{checkpoint} is damaged: {said}") from error
+
+
 def _load(checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Read into the tensors of ``state``, with the ranks of a group or in one process."""
     try:
         with warnings.catch_warnings():
             # That it reads in one process, which is what is asked for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            reader = FileSystemReader(checkpoint)
+            reader = CheckpointReader(checkpoint)
+            # Torch would answer a file that is refused with a traceback in the log, and with another reason.
+            reader.read_metadata()
             load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint} cannot be read into this model: {_cause(error)}") from error

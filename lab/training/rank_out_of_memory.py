@@ -62,7 +62,7 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
 
 
 MARGIN = 1.05
-"""The closed form and the plan agree to less."""
+"""The closed form is within 5% of the plan."""
 
 
 def _remedy(rung: str | None, planned: Plan | None) -> str:

@@ -22,8 +22,8 @@ from lab.step.on_ranks import read_source
 from lab.techniques.attention.kernels import kernel_support
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
 from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
-from lab.training.train_loop import CheckpointSettings, StepRecord, train_on_this_rank
-from lab.units import check_counts
+from lab.training.train_loop import CheckpointSettings, StepRecord, from_first_rank, train_on_this_rank
+from lab.units import check_counts, parse_path
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
@@ -108,12 +108,13 @@ def train(
         recipe=job.recipe.to_json(),
         ranks=ranks,
     )
-    folder = Path(checkpoint).expanduser().absolute()
-    start, done = None, 0
-    if resume:
-        start, done = _start(folder, manifest, steps)
-    else:
-        _check_unused(folder)
+    folder = parse_path(checkpoint).absolute()
+
+    def open_folder() -> tuple[Path | None, int]:
+        return _start(folder, manifest, steps) if resume else _check_unused(folder)
+
+    # A checkpoint is read from the first byte to the last: by one process, not by every rank.
+    start, done = from_first_rank(open_folder) if cluster is None else open_folder()
     saving = CheckpointSettings(folder, every, keep, replace(manifest, step=done), start)
     if cluster is None:
         if timeout is None and torch.cuda.is_available():
@@ -141,8 +142,12 @@ def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
     return start, earlier.step
 
 
-def _check_unused(folder: Path) -> None:
-    """Refuse a folder whose checkpoints would be overwritten; make it where there is none."""
+def _check_unused(folder: Path) -> tuple[None, int]:
+    """Refuse a folder whose checkpoints would be overwritten; make it where there is none.
+
+    Returns:
+        No checkpoint to go on from, and no steps.
+    """
     checkpoints = checkpoints_in(folder)
     if checkpoints:
         raise CheckpointError(
@@ -153,6 +158,7 @@ def _check_unused(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
+    return None, 0
 
 
 def _watched(

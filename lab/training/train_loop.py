@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from lab.step.training_step import NoMeter, train_step
 from lab.training.checkpoints import Checkpointer
 from lab.training.loss_file import LossFile
 from lab.training.manifest import Manifest, checkpoints_in, sweep
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,30 @@ def train_on_this_rank(
     watch: Callable[[StepRecord], None] | None = None,
 ) -> tuple[StepRecord, ...]:
     """Runs on every rank."""
-    from cluster.live import publish
-
-    leads, first = dist.get_rank() == 0, saving.manifest.step
     losses = LossFile(saving.folder)
 
     def begin() -> None:
+        losses.lock()
         sweep(saving.folder)
-        losses.cut(first)
+        losses.cut(saving.manifest.step)
 
-    _first_rank_does(begin)
+    try:
+        from_first_rank(begin)
+        return _train(job, settings, saving, watch, losses)
+    finally:
+        losses.close()
+
+
+def _train(
+    job: Job,
+    settings: TrainSettings,
+    saving: CheckpointSettings,
+    watch: Callable[[StepRecord], None] | None,
+    losses: LossFile,
+) -> tuple[StepRecord, ...]:
+    from cluster.live import publish
+
+    leads, first = dist.get_rank() == 0, saving.manifest.step
     state = make_rank_state(job, settings)
     checkpoints = Checkpointer(saving.folder, keep=saving.keep)
     if saving.start is not None:
@@ -123,7 +139,7 @@ def train_on_this_rank(
             # A finite loss may still have a gradient, and so an update, that is not.
             if _most(not checkpoints.is_finite(state.model, state.optimizer), state.device):
                 raise _diverged(settings, saving, checkpoints, step, loss)
-            _first_rank_does(losses.sync)
+            from_first_rank(losses.sync)
             checkpoints.save(state.model, state.optimizer, replace(saving.manifest, step=step))
     checkpoints.close()
     return tuple(records)
@@ -144,17 +160,23 @@ def _diverged(
     return diverged(settings, step, loss, kept)
 
 
-def _first_rank_does(work: Callable[[], None]) -> None:
-    """Do something on disk that rank 0 does for all; what it is refused every rank is."""
-    refusal: list[str | None] = [None]
+def from_first_rank(work: Callable[[], T]) -> T:
+    """Do something on disk that rank 0 does for all ranks, and return its result on every rank.
+
+    Raises:
+        CheckpointError: ``work`` raised it on rank 0. Every rank raises it.
+    """
+    answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            work()
+            answer[0] = work()
         except CheckpointError as error:
-            refusal = [str(error)]
-    dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise CheckpointError(refusal[0])
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    result, refusal = answer
+    if refusal is not None:
+        raise CheckpointError(refusal)
+    return cast(T, result)
 
 
 def _most(value: int, device: torch.device) -> int:
