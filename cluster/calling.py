@@ -75,7 +75,7 @@ class Caller:
             The call, with an answer of every rank.
 
         Raises:
-            RankError: A rank failed, or all ranks hang.
+            RankError: A rank failed, or no rank makes progress.
             ClusterError: The call took longer than `answer_timeout`, or the controller is gone.
             Stopped: `interrupt` ended the call.
         """

@@ -37,19 +37,30 @@ class AnswerMessage:
     result: Any
 
 
+@dataclass(frozen=True)
+class OutputMessage:
+    """A sign that a rank has printed something."""
+
+
+Message = RecordMessage | AnswerMessage | OutputMessage
+
+
 class RankClient(ipyparallel.Client):  # type: ignore[misc]
     """A client whose thread for input and output does nothing but fill `inbox`."""
 
-    inbox: SimpleQueue[RecordMessage | AnswerMessage]
+    inbox: SimpleQueue[Message]
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the futures of a message, and listen for records before the message is sent."""
+        """Make the futures of a message, and listen for records and output before the message is sent."""
         futures = super().create_message_futures(*args, **kwargs)
         futures[0].iopub_callbacks.append(self._on_iopub)
         return futures
 
     def _on_iopub(self, message: dict[str, Any]) -> None:
-        if message["header"]["msg_type"] == "data_message":
+        kind = message["header"]["msg_type"]
+        if kind == "stream":
+            self.inbox.put(OutputMessage())
+        elif kind == "data_message":
             data, _ = deserialize_object(message["buffers"])
             if DATA_KEY in data:
                 self.inbox.put(RecordMessage(data[DATA_KEY]))

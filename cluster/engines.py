@@ -14,7 +14,7 @@ from traitlets.config import Config
 
 from cluster import registry
 from cluster.background import BackgroundLoop
-from cluster.client import AnswerMessage, RankClient, RecordMessage
+from cluster.client import Message, RankClient
 from cluster.errors import ClusterError, name_ranks
 from cluster.launchers import LAUNCHERS, ControllerLauncher
 from cluster.logs import last_error
@@ -68,8 +68,9 @@ class Engines:
         self.ranks = ranks
         self.profile = profile
         self.timeout = timeout
-        self.inbox: SimpleQueue[RecordMessage | AnswerMessage] = SimpleQueue()
+        self.inbox: SimpleQueue[Message] = SimpleQueue()
         self.directory = new_directory(profile.log_folder())
+        registry.claim(self.directory)
         self._processes: set[psutil.Process] = set()
         self._client: RankClient | None = None
         self._background = BackgroundLoop()

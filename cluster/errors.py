@@ -11,6 +11,9 @@ from cluster.stacks import StackReport
 # The kind of a failure that is not an exception: the rank's process is gone.
 PROCESS_DIED = "ProcessDied"
 
+# The kind of a failure that is not an exception: no rank has made progress.
+STUCK = "Stuck"
+
 # The beginning of gloo's message where the peers do not join a collective in time.
 HANG = "Timed out waiting"
 
@@ -111,13 +114,19 @@ class RankError(RuntimeError):
         if HANG in cause.message:
             parts = [f"{name_ranks((cause.rank, *others))} hang: a collective did not end in its time"]
             parts.append("\n".join(_merge_lines({cause.rank: f"in {cause.position}"} | others)))
-            parts += [f"{ranks}\n{stack}".rstrip() for ranks, stack in _group_by_text(self.stacks)]
+            parts += self._printed_stacks()
+        elif cause.kind == STUCK:
+            parts = [f"rank {cause.rank} waits in {cause.position}: {cause.message}"]
+            parts += ["\n".join(_merge_lines(others)), *self._printed_stacks()]
         else:
             parts = [f"rank {cause.rank} failed first: {cause.headline}", cause.traceback.rstrip()]
             parts.append("\n".join(_merge_lines(others)))
-        if waiting or cause.kind == PROCESS_DIED:
+        if waiting or cause.kind in (PROCESS_DIED, STUCK):
             parts.append(f"{'the next call' if restarts else 'cluster.recover()'} restarts the ranks")
         super().__init__("\n\n".join(part for part in parts if part))
+
+    def _printed_stacks(self) -> list[str]:
+        return [f"{ranks}\n{stack}".rstrip() for ranks, stack in _group_by_text(self.stacks)]
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this method. The text has the rank's own traceback; that of this process adds nothing.

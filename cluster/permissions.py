@@ -1,5 +1,6 @@
 """Files that only their owner may read: connection files, keys, and the directory of a cluster."""
 
+import os
 import shutil
 import stat
 import tempfile
@@ -66,10 +67,24 @@ def readable_by_others(paths: list[Path]) -> Iterator[Path]:
             yield path
 
 
+def cluster_directories() -> list[Path]:
+    """Return the directories of clusters on this machine that belong to this user."""
+    folders = [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *Path.home().glob(f"{PREFIX}*")]
+    return [folder for folder in folders if is_cluster_directory(folder)]
+
+
+def is_cluster_directory(path: Path) -> bool:
+    """Return whether a path is a directory of this user, not a link, whose name is that of a cluster's."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return path.name.startswith(PREFIX) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
 def connection_files() -> list[Path]:
     """Return the connection files of this machine's clusters and of ipyparallel's own profiles."""
-    folders = [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *Path.home().glob(f"{PREFIX}*")]
-    folders += Path.home().glob(".ipython/profile_*")
+    folders = [*cluster_directories(), *Path.home().glob(".ipython/profile_*")]
     return [file for folder in folders for file in folder.glob("security/*.json")]
 
 

@@ -49,9 +49,9 @@ class Cluster:
             ranks: The number of ranks.
             profile: The name of a profile. It says where the ranks run, see `cluster.profiles`.
             timeout: How long one collective may take, in seconds. A collective whose peers do not join it
-                fails after this time. A call is given up when none of its ranks has moved for a little
-                longer. The default is 60 s with gloo. It is 600 s with NCCL, whose collectives are enqueued
-                long before they run.
+                fails after this time. A call is given up when none of its ranks has made progress for 1.25
+                times as long, see `cluster.hangs.HangWatch`. The default is 60 s with gloo. It is 600 s with
+                NCCL, whose collectives are enqueued long before they run.
             start_timeout: How long the start and each restart may take, in seconds.
             **overrides: Values for fields of the profile.
 
@@ -164,7 +164,8 @@ class Cluster:
             on_record: Called as `on_record(rank, record)` in this thread, for each record that a rank
                 publishes. The last record arrives before this method returns.
             timeout: The timeout of this call's collectives, in seconds, also in process groups that the call
-                makes. None stands for the timeout of the cluster.
+                makes. A function that waits longer than this without any progress needs a longer timeout.
+                None stands for the timeout of the cluster.
             answer_timeout: The timeout of the whole call, in seconds. None sets no limit.
             **kwargs: Its keyword arguments.
 
@@ -172,8 +173,8 @@ class Cluster:
             The results of the ranks, in the order of the ranks.
 
         Raises:
-            RankError: A rank failed. The error names the rank that failed first, at most two seconds after it
-                failed.
+            RankError: A rank failed, or no rank makes progress. The error names the rank that failed first,
+                at most two seconds after it failed.
             Stopped: `interrupt` ended the call.
             ClusterError: The cluster is broken, is busy with another call, or did not answer in time, or a
                 timeout is no number of seconds from 0.01 to 30 days.
@@ -239,9 +240,11 @@ class Cluster:
 
     def _join(self) -> None:
         """Join the ranks in a process group, and wait until their records arrive."""
-        _, caller = self._started()
-        opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.start_timeout), {}))
-        limits = self.timeout, self.start_timeout
+        engines, caller = self._started()
+        folder = self.profile.store_folder(engines.directory)
+        opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.start_timeout, folder), {}))
+        # The collectives of a call may have seconds only. A rank that starts may wait longer for a peer.
+        limits = self.start_timeout, self.start_timeout
         store = cloudpickle.loads(caller.run({0: opening}, None, *limits).answers[0])
         joining = {
             rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, self.start_timeout), {}))

@@ -14,10 +14,14 @@ import platformdirs
 import psutil
 
 from cluster.errors import ClusterError
+from cluster.permissions import cluster_directories, is_cluster_directory
 from cluster.processes import end
 from cluster.watchdog import CREATED_TOLERANCE_SECONDS, is_alive
 
 PATIENCE_SECONDS = 1.0
+
+# The file in a cluster's directory that names the process that made it.
+OWNER = "owner.json"
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,19 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
         raise ClusterError(f"{folder()} cannot be written: {error.strerror}") from error
 
 
+def claim(directory: Path) -> None:
+    """Write into a cluster's directory that this process owns it, before its cluster has an entry.
+
+    Raises:
+        ClusterError: The file cannot be written.
+    """
+    owner = {"host": socket.gethostname(), **asdict(ProcessId.of(psutil.Process()))}
+    try:
+        (directory / OWNER).write_text(json.dumps(owner))
+    except OSError as error:
+        raise ClusterError(f"{directory} cannot be written: {error.strerror}") from error
+
+
 def forget(directory: Path) -> None:
     """Remove the entry of the cluster with this directory."""
     _path(directory.name).unlink(missing_ok=True)
@@ -132,20 +149,25 @@ def entries() -> list[Entry]:
     return sorted(_read(), key=lambda entry: entry.started)
 
 
-def clean() -> list[tuple[Entry, int]]:
-    """End the processes of clusters whose owner is gone, and of no other cluster.
+def clean() -> list[tuple[str, int]]:
+    """End the processes of clusters whose owner is gone, and of no other cluster; remove their directories.
 
     Returns:
-        The entry of each such cluster, and how many of its processes still ran.
+        The name of each such cluster, and how many of its processes still ran.
     """
     cleaned = []
     for entry in entries():
         if entry.orphaned:
             processes = entry.running()
             end(processes, PATIENCE_SECONDS)
-            shutil.rmtree(entry.directory, ignore_errors=True)
+            # An entry is a file that anything may have written: it removes no other directory.
+            if is_cluster_directory(Path(entry.directory)):
+                shutil.rmtree(entry.directory, ignore_errors=True)
             _path(entry.name).unlink(missing_ok=True)
-            cleaned.append((entry, len(processes)))
+            cleaned.append((entry.name, len(processes)))
+    for directory in _abandoned():
+        shutil.rmtree(directory, ignore_errors=True)
+        cleaned.append((directory.name, 0))
     return cleaned
 
 
@@ -163,6 +185,16 @@ def status_text() -> str:
     return "\n".join(lines) or "no cluster is running"
 
 
+def _abandoned() -> Iterator[Path]:
+    """Yield the directories of clusters whose owner was killed before it wrote an entry."""
+    for directory in cluster_directories():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            values = json.loads((directory / OWNER).read_text())
+            here = values.pop("host") == socket.gethostname()
+            if here and not _path(directory.name).exists() and ProcessId(**values).process() is None:
+                yield directory
+
+
 def _path(name: str) -> Path:
     return folder() / f"{name}.json"
 
@@ -177,6 +209,10 @@ def _read() -> Iterator[Entry]:
                 tuple(ProcessId(**one) for one in values.pop("processes")),
             )
             entry = Entry(owner=owner, processes=processes, **values)
+            # Numbers of another kind raise an error here, and not where they are used.
+            _since(entry.started)
+            for one in (owner, *processes):
+                one.process()
             if entry.host == socket.gethostname():
                 yield entry
 

@@ -10,8 +10,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
+from uuid import uuid4
 
 import cloudpickle
 import torch
@@ -26,6 +28,9 @@ from cluster.timeouts import set_timeout
 
 PACKAGE = os.path.dirname(__file__)
 SAME_INTERRUPT_SECONDS = 0.2
+
+# A file, or the address and the port of a TCP store.
+Rendezvous = str | tuple[str, int]
 
 # The rendezvous is served for as long as something refers to it.
 _store: Any = None
@@ -181,17 +186,22 @@ def _describe(error: BaseException, rank: int, when: float) -> Failure:
     return Failure(rank, type(error).__name__, str(error), text, when, position, pickled)
 
 
-def open_store(ranks: int, timeout: float) -> tuple[str, int]:
+def open_store(ranks: int, timeout: float, folder: Path | None) -> Rendezvous:
     """Open the rendezvous of the process group on this rank.
 
     Args:
         ranks: How many ranks will meet.
         timeout: How long one rank may wait for the others, in seconds.
+        folder: A folder that only this user can read, where all ranks are on this host. None otherwise.
 
     Returns:
-        The address and the port of the rendezvous. The system chooses the port.
+        A new file in the folder, which no other user can read or write. Without a folder, the address and the
+        port of a TCP store, whose keys every process that reaches them can read and set. The system chooses
+        the port.
     """
     global _store
+    if folder is not None:
+        return str(folder / f"store-{uuid4()}")
     address = own_address()
     listening = socket.create_server((address, 0))
     port = int(listening.getsockname()[1])
@@ -209,7 +219,7 @@ def open_store(ranks: int, timeout: float) -> tuple[str, int]:
     return address, port
 
 
-def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) -> str:
+def join(rank: int, ranks: int, store: Rendezvous, start_timeout: float) -> str:
     """Join the default process group. This process leaves every earlier group.
 
     The rendezvous takes at most half of `start_timeout`, so that an error of it arrives in time. Each call
@@ -218,7 +228,7 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
     Args:
         rank: The rank of this process.
         ranks: The number of ranks.
-        store: The address and the port of the rendezvous.
+        store: The rendezvous, as `open_store` returned it.
         start_timeout: The timeout of the cluster's start, in seconds.
 
     Returns:
@@ -231,7 +241,9 @@ def join(rank: int, ranks: int, store: tuple[str, int], start_timeout: float) ->
     patience = timedelta(seconds=start_timeout / 2)
     leave()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if rank != 0:
+    if isinstance(store, str):
+        _store = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
+    elif rank != 0:
         _store = dist.TCPStore(  # type: ignore[attr-defined]
             *store, ranks, is_master=False, timeout=patience
         )

@@ -2,8 +2,8 @@
 
 import signal
 import sys
+import sysconfig
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from pathlib import PurePath
 from traceback import FrameSummary
 
 from cluster.live import publish
+from cluster.work import NO_WORK, Work, work_so_far
 
 # The signal that asks a rank for a report. The engine's nanny sends it, so that it reaches every host.
 ASK = signal.SIGUSR1
@@ -21,6 +22,9 @@ WRAPPERS = {"wrapper", "_wrapper", "wait", "wait_tensor", "__call__"}
 # The frames up to the last one of these files are the engine's. The frames after it are the caller's.
 CALLERS = ("cluster/remote.py", "cluster/magic.py")
 
+# A frame whose file's name contains one of these is not of the caller's own code.
+LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
+
 
 @dataclass(frozen=True)
 class StackReport:
@@ -28,20 +32,26 @@ class StackReport:
 
     Attributes:
         collective: The name of the collective that it is in, empty where it is in none.
-        line: The line of the caller's own code, empty where there is none.
+        function: The innermost function of the caller's own code, empty where there is none.
+        place: The file and the line in that function.
         stack: The printed stack.
-        busy: The processor time that the main thread has taken so far, in seconds.
+        work: What the rank has done so far.
     """
 
     collective: str
-    line: str
+    function: str
+    place: str
     stack: str
-    busy: float = 0.0
+    work: Work = NO_WORK
 
     @property
     def position(self) -> str:
         """The collective and the line, as one line of text."""
-        return ", at ".join(part for part in (self.collective, self.line) if part) or "between two calls"
+        if self.collective and self.function:
+            return f"{self.collective}, at {self.place} in {self.function}"
+        return self.collective or (
+            f"{self.function} ({self.place})" if self.function else "between two calls"
+        )
 
 
 def listen() -> None:
@@ -64,20 +74,36 @@ def report(frames: Sequence[FrameSummary]) -> StackReport:
     engine = [n for n, frame in enumerate(frames) if frame.filename.endswith(CALLERS)]
     own = frames[engine[-1] + 1 :] if engine else frames
     collectives = [f.name for f in own if "torch/distributed/" in f.filename and f.name not in WRAPPERS]
-    lines = [f for f in own if "site-packages" not in f.filename and not f.filename.startswith("<frozen")]
-    line = f"{PurePath(lines[-1].filename).name}:{lines[-1].lineno} in {lines[-1].name}" if lines else ""
+    lines = [f for f in own if not any(library in f.filename for library in LIBRARIES)]
+    if not collectives:
+        lines = lines or list(own[-1:])
+    function, place = "", ""
+    if lines:
+        function, place = lines[-1].name, f"{PurePath(lines[-1].filename).name}:{lines[-1].lineno}"
     stack = "".join(traceback.format_list(list(own)))
-    return StackReport(collectives[-1] if collectives else "", line, stack)
+    return StackReport(collectives[-1] if collectives else "", function, place, stack)
 
 
 def _answer() -> None:
     main = threading.main_thread().ident or 0
-    clock = time.pthread_getcpuclockid(main)
     while True:
         signal.sigwait({ASK})
-        frame = sys._current_frames().get(main)
-        if frame is not None:
-            answer = report(traceback.extract_stack(frame))
-            publish(replace(answer, busy=time.clock_gettime(clock)))
-        # A frame keeps its local variables alive: memory, and process groups that others wait to see closed.
-        del frame
+        publish(replace(report(stack_of(main)), work=work_so_far()))
+
+
+def stack_of(thread: int) -> list[FrameSummary]:
+    """Return the stack of a thread of this process, outermost frame first.
+
+    A frame keeps its local variables alive: memory that is measured to the byte, and process groups that
+    others wait to see closed. So this function holds the frames no longer than it takes to read the numbers
+    of their lines. The lines themselves are read from their files when the stack is printed.
+    """
+    calls = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        calls.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return [
+        FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
+        for code, line in reversed(calls)
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 from ipyparallel.error import RemoteError
 
-from cluster.client import AnswerMessage, RecordMessage
+from cluster.client import AnswerMessage, Message, OutputMessage
 from cluster.errors import PROCESS_DIED, Failure
 from cluster.live import Stamp
 from cluster.stacks import StackReport
@@ -34,6 +34,7 @@ class Call:
         leaving: The failures of ranks that have not left their process group yet, by rank.
         ended: The ranks whose records have all arrived.
         stacks: The last stack report of each rank that sent one.
+        heard: When a rank last sent something other than a stack report, by `time.monotonic`.
     """
 
     def __init__(self, call_id: str, ranks: Sequence[int], on_record: OnRecord | None) -> None:
@@ -45,6 +46,7 @@ class Call:
         self.leaving: dict[int, Failure] = {}
         self.ended: set[int] = set()
         self.stacks: dict[int, StackReport] = {}
+        self.heard = time.monotonic()
 
     @property
     def waiting(self) -> list[int]:
@@ -64,7 +66,7 @@ class Call:
 
     def wait(
         self,
-        inbox: SimpleQueue[RecordMessage | AnswerMessage],
+        inbox: SimpleQueue[Message],
         done: Callable[[], bool],
         seconds: float | None = None,
         check: Callable[[], None] = lambda: None,
@@ -96,7 +98,10 @@ class Call:
             self._take(message)
         return True
 
-    def _take(self, message: RecordMessage | AnswerMessage) -> None:
+    def _take(self, message: Message) -> None:
+        if isinstance(message, OutputMessage):
+            self.heard = time.monotonic()
+            return
         if isinstance(message, AnswerMessage):
             if message.call_id == self.id:
                 self._take_answer(message)
@@ -112,11 +117,14 @@ class Call:
             self.leaving[stamp.rank] = record
         elif isinstance(record, StackReport):
             self.stacks[stamp.rank] = record
-        elif self.on_record is not None:
-            self.on_record(stamp.rank, record)
+        else:
+            self.heard = time.monotonic()
+            if self.on_record is not None:
+                self.on_record(stamp.rank, record)
 
     def _take_answer(self, message: AnswerMessage) -> None:
         rank = message.rank
+        self.heard = time.monotonic()
         try:
             answer = message.result.get(timeout=0)
         except RemoteError as error:

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import platformdirs
@@ -42,6 +43,21 @@ def _one_thread() -> None:
 def ranks4() -> Iterator[Cluster]:
     with Cluster(ranks=4) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def impatient_ranks() -> Iterator[Cluster]:
+    with Cluster(ranks=2, timeout=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def impatient(impatient_ranks: Cluster, request: pytest.FixtureRequest) -> Cluster:
+    """The same ranks, whole after the test before, with its module imported, which takes seconds."""
+    if impatient_ranks.broken:
+        impatient_ranks.recover()
+    impatient_ranks.apply(import_module, request.module.__name__)
+    return impatient_ranks
 
 
 @pytest.fixture(scope="module")

@@ -99,10 +99,9 @@ def test_an_address_or_a_port_that_cannot_be_had_is_refused() -> None:
     assert find_profile("mpi", address=LOOPBACK, ports=ports).controller_address() == LOOPBACK
 
 
-def test_off_loopback_is_encrypted_and_loopback_is_not() -> None:
-    for name, profile in PROFILES.items():
-        encrypted = "--IPController.enable_curve=True" in profile.controller_arguments()
-        assert encrypted == (name not in ("local", "node8"))
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_controller_encrypts_also_on_loopback(name: str) -> None:
+    assert "--IPController.enable_curve=True" in PROFILES[name].controller_arguments()
 
 
 def test_no_room_for_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from cluster.errors import ClusterError
@@ -115,9 +116,20 @@ class Profile(ABC):
         return LOOPBACK
 
     def controller_arguments(self) -> list[str]:
-        """Return further arguments of the controller."""
-        # Loopback is not encrypted: whoever can read its traffic can read the memory of this process too.
-        return []
+        """Return further arguments of the controller: encryption by CURVE.
+
+        On loopback, too: every user of this machine can connect to it, and without the key subscribe to what
+        the ranks print and send.
+        """
+        return ["--IPController.enable_curve=True"]
+
+    def store_folder(self, directory: Path) -> Path | None:
+        """Return the folder for the rendezvous of the ranks, None for a TCP port.
+
+        Args:
+            directory: The private directory of the cluster, which only this host has.
+        """
+        return directory
 
     def log_folder(self) -> str | None:
         """Return the folder for the cluster's directory, None for the system's folder for temporary files."""
@@ -154,8 +166,12 @@ class RemoteProfile(Profile):
 
     def controller_arguments(self) -> list[str]:
         """Return further arguments of the controller: encryption by CURVE, and the ports."""
-        curve = ["--IPController.enable_curve=True"]
-        return [*curve, f"--IPController.engine_ports={self.ports}"] if self.ports else curve
+        ports = [f"--IPController.engine_ports={self.ports}"] if self.ports else []
+        return [*super().controller_arguments(), *ports]
+
+    def store_folder(self, directory: Path) -> Path | None:
+        """Return None: the ranks are on other hosts, which do not see the directory."""
+        return None
 
     def ranks_on_first_host(self, ranks: int) -> int:
         """Return how many of `ranks` share rank 0's host."""
@@ -182,10 +198,12 @@ class RemoteProfile(Profile):
 
 
 def check_rank_count(ranks: int) -> None:
-    """Check that `ranks` is a whole number, at least 1.
+    """Check that `ranks` is a whole number from 1 to 2^31 - 1, as MPI and Slurm count.
 
     Raises:
         ClusterError: It is not.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ClusterError(f"ranks={ranks!r}: a whole number of ranks is needed, at least 1")
+    if ranks >= 2**31:
+        raise ClusterError(f"ranks={str(ranks)[:20]}...: 2147483647 is the largest number of ranks")

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import expanduser  # unlike Path.expanduser, it raises no error for an unknown user
 from pathlib import Path
 
 from cluster.errors import ClusterError
@@ -127,4 +128,4 @@ class Slurm(RemoteProfile):
 
     def log_folder(self) -> str:
         """Return the folder, which every node must see."""
-        return str(Path(self.folder).expanduser())
+        return expanduser(self.folder)

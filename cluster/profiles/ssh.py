@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os.path import expanduser  # unlike Path.expanduser, it raises no error for an unknown user
 from pathlib import Path
 
 from cluster.errors import ClusterError
@@ -72,7 +73,7 @@ class Ssh(RemoteProfile):
                 f"ranks={ranks}: hosts={self.hosts!r} have {slots} slots; hosts=('node1*{ranks}',) would work"
             )
         if self.key is not None:
-            check_key(Path(self.key).expanduser())
+            check_key(Path(expanduser(self.key)))
 
     def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
         """Return what a rank has to know at its start, with its placement."""
@@ -96,7 +97,7 @@ class Ssh(RemoteProfile):
             *("ssh", "-T", "-x"),
             # Nobody can type a password. Without a valid key, ssh must fail at once.
             *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-            *(["-i", str(Path(self.key).expanduser()), "-o", "IdentitiesOnly=yes"] if self.key else []),
+            *(["-i", expanduser(self.key), "-o", "IdentitiesOnly=yes"] if self.key else []),
             *(["-p", port] if port else []),
             *self.options,
             host,

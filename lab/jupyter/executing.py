@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,6 +19,7 @@ from rich.markup import escape
 from traitlets.config import Config
 
 from lab.errors import NotebookError
+from lab.units import abbreviate
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 
@@ -139,11 +141,16 @@ def execute(names: list[str], parameters: dict[str, str], out: Path | None = Non
         The names of the notebooks that failed.
 
     Raises:
-        NotebookError: A notebook or a parameter does not exist, or ``out`` is the folder of a notebook.
+        NotebookError: A notebook or a parameter does not exist, a notebook cannot be read, or ``out`` is the
+            folder of a notebook or cannot be made.
     """
     console = Console(stderr=True, highlight=False)
     work = [(notebook, parse_parameters(notebook, parameters)) for notebook in find_notebooks(names)]
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotebookError(f"--out {folder} cannot be made: {error.strerror}") from error
     for notebook, _ in work:
         if folder.resolve() == notebook.path.resolve().parent:
             raise NotebookError(f"--out {folder} is where {notebook.path.name} is: name another folder")
@@ -162,20 +169,30 @@ def execute(names: list[str], parameters: dict[str, str], out: Path | None = Non
 
 
 def _find_other(name: str, known: dict[str, Path]) -> Path:
-    if Path(name).is_file():
+    # A Path raises where a name is too long for a file.
+    if os.path.isfile(name):
         return Path(name)
     close = get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise NotebookError(f"unknown notebook {name!r}{hint}: the lab has {', '.join(known)}")
+    raise NotebookError(f"unknown notebook {abbreviate(repr(name))}{hint}: the lab has {', '.join(known)}")
 
 
 def _read(path: Path) -> Notebook:
-    cells = nbformat.read(path, as_version=4).cells
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except (OSError, UnicodeError) as error:
+        raise NotebookError(f"{path.name} cannot be read: {error}") from error
+    except Exception as error:  # nbformat raises errors of many kinds
+        raise NotebookError(f"{path.name} is no notebook of format 4: {_first_line(error)}") from error
     tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     if not tagged:
         raise NotebookError(f"{path.name} has no cell tagged 'parameters'")
     defaults = {}
-    for statement in ast.parse(tagged[0].source).body:
+    try:
+        statements = ast.parse(tagged[0].source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NotebookError(f"{path.name}: its parameters are no Python: {_first_line(error)}") from error
+    for statement in statements:
         try:
             [target], value = statement.targets, statement.value
             defaults[target.id] = ast.literal_eval(value)
@@ -200,6 +217,11 @@ def _as_type_of(default: Any, text: str, where: str) -> Any:
             f"{where} = {text!r} is not {_type_name(default)}: give a value like {default!r}, its default"
         )
     return value
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its beginning."""
+    return abbreviate(str(error).strip().partition("\n")[0], 200) or type(error).__name__
 
 
 def _type_name(value: Any) -> str:
