@@ -305,6 +305,23 @@ def completed_work() -> dist.Work:
     return work
 
 
+# ---- distributed checkpoints -------------------------------------------------------------------------------
+
+
+def storage_info(file: str, at: int, length: int) -> Any:
+    """Return torch's record of where a chunk of a tensor lies in a checkpoint.
+
+    Args:
+        file: The name of the file.
+        at: The first byte in it.
+        length: The number of bytes.
+    """
+    # Imported late: few commands read checkpoints.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, at, length)
+
+
 # ---- CUDA's allocator --------------------------------------------------------------------------------------
 
 

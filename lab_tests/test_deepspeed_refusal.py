@@ -10,16 +10,21 @@ from lab.errors import RecipeError
 from lab.techniques import deepspeed
 
 
-def test_the_compilers_pages_are_left_out(monkeypatch):
+def test_the_compilers_pages_are_left_out(monkeypatch, tmp_path):
     def fails(**_):
         raise RuntimeError("Error building extension 'comm': [1/3] c++ -MMD\nc++: not found\n[2/3] c++")
 
     stub = ModuleType("deepspeed")
-    stub.comm = SimpleNamespace(is_initialized=lambda: False, init_distributed=fails)
+    stub.comm = SimpleNamespace(is_initialized=lambda: False)
+    accelerator = ModuleType("accelerator")
+    builder = SimpleNamespace(load=fails)
+    accelerator.get_accelerator = lambda: SimpleNamespace(create_op_builder=lambda _: builder)
     held = ModuleType("ulysses_sp")
     held.UlyssesSPAttentionHF = object
     monkeypatch.setitem(sys.modules, "deepspeed", stub)
     monkeypatch.setitem(sys.modules, "deepspeed.comm", stub.comm)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", accelerator)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.sequence_parallel.ulysses_sp", held)
     monkeypatch.setattr(deepspeed.dist, "get_backend", lambda: "gloo")
     with pytest.raises(RecipeError) as refused:

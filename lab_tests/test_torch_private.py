@@ -5,11 +5,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -504,6 +506,17 @@ def test_a_group_in_python_is_found_by_its_name(mesh: DeviceMesh) -> None:
     assert isinstance(dist.group.WORLD, Loopback)
     gathered = functional.all_gather_single(torch.arange(3), 0, dist.group.WORLD.group_name)
     assert gathered.tolist() == [0, 1, 2] * RANKS
+
+
+# ---- distributed checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_where_a_chunk_lies_is_what_torch_writes(tmp_path: Path) -> None:
+    dcp.save({"steps": torch.tensor(7)}, checkpoint_id=tmp_path, no_dist=True)
+    (written,) = dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()
+    made = torch_private.storage_info(written.relative_path, written.offset, written.length)
+    assert (type(made), made) == (type(written), written)
 
 
 # ---- CUDA's allocator --------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,6 +134,7 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
             ) from error
         try:
             if not deepspeed.comm.is_initialized():
+                _build_operator()
                 deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         except (RuntimeError, OSError, ImportError) as error:
             # The first colon is followed by pages of compiler output.
@@ -140,6 +145,57 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
             ) from error
     attention_class: type[nn.Module] = UlyssesSPAttentionHF
     return attention_class
+
+
+def _build_operator() -> None:
+    """Compile and load DeepSpeed's communication operator, so that ``init_distributed`` finds it loaded.
+
+    On a GPU there is none.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        with build_folder():
+            builder.load(verbose=False)
+
+
+@contextmanager
+def build_folder() -> Iterator[Path]:
+    """Let torch compile extensions in a folder of the lab, in one process of this machine at a time.
+
+    torch marks a folder in which it compiles with a file. Every other process waits until the file is gone,
+    without a limit, and a process that ends meanwhile leaves it. Here the right to compile is an ``flock``,
+    which ends with its process. The process that has it removes torch's file, because nobody else compiles.
+    """
+    variable = "TORCH_EXTENSIONS_DIR"
+    before = os.environ.get(variable)
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = _cache(before) / f"python-{python} torch-{torch.__version__} deepspeed-{version('deepspeed')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "flock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in folder.glob("*/lock"):
+            stale.unlink()
+        os.environ[variable] = str(folder)
+        try:
+            yield folder
+        finally:
+            if before is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = before
+
+
+def _cache(extensions: str | None) -> Path:
+    """Return where to compile: below the folder that the user has set for it, or in the user's cache."""
+    if extensions:
+        return Path(extensions) / "longcontext-lab"
+    try:
+        from platformdirs import user_cache_path
+    except ModuleNotFoundError:
+        return Path.home() / ".cache" / "longcontext-lab" / "extensions"
+    return user_cache_path("longcontext-lab") / "extensions"
 
 
 @contextmanager

@@ -101,7 +101,11 @@ def inverse_frequencies(
     """
     rope_type = parameters.get("rope_type", "default")
     try:
-        return _frequencies(rope_type, parameters, head_dim, max_positions)
+        frequencies, factor = _frequencies(rope_type, parameters, head_dim, max_positions)
+        # A negative base has complex powers, and comparing them raises TypeError.
+        if not all(0 < number < math.inf for number in (factor, *frequencies)):
+            raise ValueError("a frequency is not above 0, or not finite")
+        return frequencies, factor
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise

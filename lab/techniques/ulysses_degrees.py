@@ -15,6 +15,14 @@ def degrees(heads: int, kv_heads: int) -> list[int]:
     ]
 
 
+def degree_pairs(heads: int, kv_heads: int, ranks: int) -> list[tuple[int, int]]:
+    """Return every pair of a Ulysses and a ring degree whose product is ``ranks``.
+
+    The pair with the largest Ulysses degree is the first.
+    """
+    return [(c, ranks // c) for c in reversed(degrees(heads, kv_heads)) if ranks % c == 0]
+
+
 def check_degree(heads: int, kv_heads: int, degree: int) -> None:
     """Refuse a Ulysses degree that the heads do not allow.
 
