@@ -33,6 +33,9 @@ SIZES = (
 )  # fmt: skip
 """The fields of a config that are counts. Every model has them."""
 
+LARGEST_SIZE = 2**24
+"""The largest of these fields. Products of them must fit into 64 bits."""
+
 _USED = {
     *SIZES, "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "tie_word_embeddings",
@@ -75,6 +78,9 @@ class Family:
         only: Fields with the only values that the lab computes right. Other values are refused.
         gated: Whether the MLP is ``down(act(gate(x)) * up(x))``. Otherwise it is ``down(act(up(x)))``.
         head_norms: Whether each head of q and k has a norm before the rotary embedding.
+        layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
+        qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
+        scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The field that divides the logits; None if there is none.
     """
 
@@ -84,6 +90,9 @@ class Family:
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     gated: bool = True
     head_norms: bool = False
+    layer_norms: bool = False
+    qkv_biases: bool = False
+    scaled_residual: bool = False
     logits_divisor: str | None = None
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
@@ -108,11 +117,12 @@ FAMILIES: dict[str, Family] = {
         "Granite",
         used=_BIASES
         | {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"},
+        scaled_residual=True,
         logits_divisor="logits_scaling",
     ),
     "llama": Family("Llama", used=_BIASES, only={"pretraining_tp": (1,)}),
     "mistral": Family("Mistral", only={"sliding_window": (None,)}),
-    "qwen2": Family("Qwen2", harmless=_WINDOWS, only=_NO_WINDOW),
+    "qwen2": Family("Qwen2", harmless=_WINDOWS, only=_NO_WINDOW, qkv_biases=True),
     "qwen3": Family(
         "Qwen3", used=frozenset({"attention_bias"}), harmless=_WINDOWS, only=_NO_WINDOW, head_norms=True
     ),
@@ -121,6 +131,7 @@ FAMILIES: dict[str, Family] = {
         used=frozenset({"norm_epsilon", "use_bias"}),
         only={"embedding_dropout": (0.0,), "residual_dropout": (0.0,), "sliding_window": (None,)},
         gated=False,
+        layer_norms=True,
     ),
 }
 """The supported families by their ``model_type``."""
@@ -137,7 +148,15 @@ def check_config(config: PretrainedConfig) -> Family:
     # A class outside transformers may use the name of a family.
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
-    check_counts({name: getattr(config, name, None) for name in SIZES}, ModelError)
+    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in SIZES}
+    check_counts(sizes, ModelError)
+    check_counts({"head_dim": getattr(config, "head_dim", None)}, ModelError, or_none=True)
+    sizes["head_dim"] = head_dim_of(config)
+    for name, size in sizes.items():
+        if size > LARGEST_SIZE:
+            raise ModelError(f"{name}={size}: the lab takes sizes up to {LARGEST_SIZE}")
+    if sizes["head_dim"] % 2:
+        raise ModelError(f"head_dim={sizes['head_dim']}: rotary positions turn pairs; give an even number")
     if config.num_attention_heads % config.num_key_value_heads:
         raise ModelError(
             f"num_attention_heads={config.num_attention_heads} is not a multiple of "
@@ -188,16 +207,28 @@ def _check_value(family: Family, name: str, value: object, works: tuple[object, 
 def shape_of(config: PretrainedConfig) -> Shape:
     """Return the sizes of a config that ``check_config`` accepts."""
     c, family = config, FAMILIES[config.model_type]
+    E, H, K, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c)
+    matrices = 3 if family.gated else 2
+    # The field of Starcoder2 stands for all biases.
+    everywhere = getattr(c, "use_bias", False)
+    attention_bias = bool(getattr(c, "attention_bias", everywhere))
+    mlp_bias = bool(getattr(c, "mlp_bias", everywhere))
     return Shape(
         L=c.num_hidden_layers,
-        E=c.hidden_size,
-        H=c.num_attention_heads,
-        K=c.num_key_value_heads,
-        D=head_dim_of(c),
+        E=E,
+        H=H,
+        K=K,
+        D=D,
         I=c.intermediate_size,
         V=c.vocab_size,
-        matrices=3 if family.gated else 2,
+        matrices=matrices,
         head_norms=family.head_norms,
+        layer_norms=family.layer_norms,
+        attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + attention_bias * E,
+        mlp_biases=mlp_bias * ((matrices - 1) * c.intermediate_size + E),
+        relu_squared=c.hidden_act == "relu2",
+        scaled_residual=family.scaled_residual,
+        divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,
         tied=c.tie_word_embeddings,
     )
 

@@ -17,6 +17,13 @@ class Shape:
         V: The size of the vocabulary.
         matrices: The number of matrices in an MLP, each of E*I weights: 3 if it is gated, else 2.
         head_norms: Whether each head of q and k has a norm.
+        layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
+            they are RMSNorm, with a scale.
+        attention_biases: The number of biases of a layer's attention.
+        mlp_biases: The number of biases of a layer's MLP.
+        relu_squared: Whether the activation of the MLP is ReLU squared.
+        scaled_residual: Whether what a layer's attention and MLP return is multiplied before it is added.
+        divided_logits: Whether the head's output is divided by a number.
         tied: Whether the head shares its weight with the embedding.
     """
 
@@ -29,4 +36,10 @@ class Shape:
     V: int
     matrices: int
     head_norms: bool
+    layer_norms: bool
+    attention_biases: int
+    mlp_biases: int
+    relu_squared: bool
+    scaled_residual: bool
+    divided_logits: bool
     tied: bool

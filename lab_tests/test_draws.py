@@ -1,14 +1,25 @@
 """Random models, recipes and lengths on 1, 2 and 4 ranks: right, or refused with what works."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from cluster.ranks import Cluster
 from lab.bench import draws as module
-from lab.bench.draws import RANKS, Draw, draws, examine, follow_suggestions, suggestion
+from lab.bench.draws import (
+    RANKS,
+    Draw,
+    draws,
+    examine,
+    examine_closed_form,
+    follow_suggestions,
+    suggestion,
+)
+from lab.planning.closed_form import Estimate
 from lab.recipe.recipe import Recipe
 
 
@@ -55,6 +66,42 @@ def test_a_wrong_plan_or_a_wrong_gradient_is_found(ranks4, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(module.TOLERANCES, None, 1e-30)
     assert examine(draw, ranks4).startswith("WRONG: a gradient or the loss is off by ")
+
+
+@pytest.mark.slow
+@seed(84)
+@settings(max_examples=16, phases=[Phase.generate], deadline=None, database=None)
+@given(draw=draws())
+def test_the_closed_form_is_near_the_plan_of_every_draw(draw):
+    """The same sixteen in each run, of every family; of two layers at most, to save time."""
+    recipe, _ = follow_suggestions(draw)
+    assert examine_closed_form(replace(draw, layers=min(draw.layers, 2)), recipe) is None
+
+
+@pytest.mark.parametrize(
+    ("peaks", "wrong"),
+    [
+        ((100_000, 50_000), None),
+        ((104_900, 52_400), None),
+        ((105_100, 50_000), "WRONG: closed form, device peak estimated 105100, planned 100000"),
+        ((94_900, 50_000), "WRONG: closed form, device peak estimated 94900, planned 100000"),
+        ((100_000, 47_400), "WRONG: closed form, host peak estimated 47400, planned 50000"),
+    ],
+)
+def test_an_estimate_that_is_not_near_the_plan_is_found(monkeypatch, peaks, wrong):
+    monkeypatch.setattr(
+        module, "plan", lambda *_, **__: SimpleNamespace(device_peak=100_000, host_peak=50_000)
+    )
+    monkeypatch.setattr(module, "estimate", lambda *_, **__: Estimate({"all": {"all": peaks[0]}}, peaks[1]))
+    assert examine_closed_form(make_draw(), Recipe()) == wrong
+
+
+def test_of_a_tiny_step_the_estimate_may_be_off_by_a_kibibyte(monkeypatch):
+    monkeypatch.setattr(module, "plan", lambda *_, **__: SimpleNamespace(device_peak=2000, host_peak=0))
+    for estimated, wrong in ((2000 - 1024, False), (2000 + 1025, True)):
+        made = Estimate({"all": {"all": estimated}}, 0)
+        monkeypatch.setattr(module, "estimate", lambda *_, made=made, **__: made)
+        assert (examine_closed_form(make_draw(), Recipe()) is not None) == wrong
 
 
 @pytest.mark.parametrize(

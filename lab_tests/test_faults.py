@@ -3,8 +3,10 @@
 import importlib
 import json
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -219,6 +221,7 @@ def test_an_interrupted_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -247,8 +250,7 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         assert any("cluster-theirs" in line and "gone, 1 of 2" in line for line in lines)
         assert lines[-1] == "lab cluster clean ends the clusters whose owner is gone"
 
-        ((entry, ended),) = registry.clean()
-        assert (entry.name, ended) == ("cluster-theirs", 1)
+        assert registry.clean() == [("cluster-theirs", 1)]
         assert orphan.wait(5) != 0
         assert bystander.poll() is None
         assert not theirs.exists()
@@ -260,6 +262,47 @@ def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
         for process in (gone, orphan, bystander):
             process.kill()
             process.wait()
+
+
+def test_clean_removes_what_an_owner_left_that_was_killed_before_it_was_registered(state: Path) -> None:
+    """Its directory has keys, and nothing else names it."""
+    gone = sleeper()
+    abandoned, ours, elsewhere, other = (state / f"cluster-{name}" for name in ("a", "ours", "host", "b"))
+    for directory in (abandoned, ours, elsewhere, other):
+        directory.mkdir()
+        registry.claim(directory)
+    owner = {"host": socket.gethostname(), **vars(registry.ProcessId.of(psutil.Process(gone.pid)))}
+    (abandoned / registry.OWNER).write_text(json.dumps(owner))
+    (elsewhere / registry.OWNER).write_text(json.dumps(owner | {"host": "another"}))
+    (other / registry.OWNER).unlink()
+    assert registry.clean() == []
+    gone.kill()
+    gone.wait()
+    assert registry.clean() == [("cluster-a", 0)]
+    assert sorted(path.name for path in state.glob("cluster-*")) == [
+        "cluster-b",
+        "cluster-host",
+        "cluster-ours",
+    ]
+
+
+def test_an_entry_that_was_written_by_hand_removes_no_directory_of_others(state: Path) -> None:
+    gone, precious, link = sleeper(), state / "precious", state / "cluster-link"
+    precious.mkdir()
+    link.symlink_to(precious)
+    for name, directory in (("cluster-a", precious), ("cluster-b", link), ("cluster-c", state / "c")):
+        registry.record("local", 1, set(), state / name)
+        path = registry.folder() / f"{name}.json"
+        owner = vars(registry.ProcessId.of(psutil.Process(gone.pid)))
+        facts = json.loads(path.read_text()) | {"directory": str(directory), "owner": owner}
+        # The last one has no time, so it is damaged, and no entry.
+        path.write_text(json.dumps(facts | ({"started": "noon"} if name == "cluster-c" else {})))
+    gone.kill()
+    gone.wait()
+    assert len(registry.entries()) == 2
+    registry.clean()
+    assert precious.is_dir()
+    assert link.is_symlink()
 
 
 @pytest.mark.slow
@@ -290,7 +333,9 @@ def test_the_commands_report_and_end_what_has_no_owner(state: Path) -> None:
         path.write_text(json.dumps(facts))
         gone.kill()
         gone.wait()
-        assert CliRunner().invoke(main, ["cluster", "clean"]).output == "cluster-a: 1 processes ended\n"
+        assert CliRunner().invoke(main, ["cluster", "clean"]).output == (
+            "cluster-a: 1 processes ended, its directory removed\n"
+        )
         assert orphan.wait(5) != 0
     finally:
         for process in (orphan, gone):

@@ -4,6 +4,7 @@ import pytest
 
 from lab.errors import LabError
 from lab.models import config_of
+from lab.planning.fit import fit
 from lab.planning.max_context import RESOLUTION, max_context
 from lab.planning.plan import plan
 from lab.recipe.ladder import TILE
@@ -51,6 +52,13 @@ def test_a_ladders_name_gives_each_length_its_own_tiles():
     tried = []
     max_context(MODEL, "tiling", device_memory="64MiB", watch=tried.append, **SMALL)
     assert {p.recipe.loss_tile for p in tried} == {min(TILE, p.tokens // 4 // 4) for p in tried}
+
+
+def test_no_memory_is_refused():
+    for name in ("device_memory", "host_memory"):
+        for verb in (max_context, fit):
+            with pytest.raises(LabError, match=f"{name}=None: give the memory that there is"):
+                verb(MODEL, ranks=4, **{name: None}, **{"tokens": 64} if verb is fit else {})
 
 
 def test_what_never_fits_and_what_always_does():

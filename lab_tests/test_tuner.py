@@ -128,7 +128,8 @@ def test_what_derives_follows_and_what_was_set_by_hand_stays() -> None:
     tuner.knobs.by_name["mlp_tile"].value = 1024
     tuner.knobs.by_name["ranks"].value = 16
     assert tuner.recipe == resolve_recipe("upipe", "llama3-8b", 16, Mi, mlp_tile=1024)
-    assert tuner.knobs.by_name["head_chunk"].value == tuner.recipe.head_chunk == 16
+    assert tuner.knobs.by_name["head_chunk"].value == tuner.recipe.head_chunk == 8
+    assert tuner.recipe.ring == 2
     tuner.knobs.by_name["rung"].value = "checkpoint"
     assert tuner.recipe == resolve_recipe("checkpoint", "llama3-8b", 16, Mi)
     assert [tuner.knobs.by_name[name].value for name in ("head_chunk", *TILES)] == [0, 0, 0, 0]

@@ -1,8 +1,9 @@
 """Random models, recipes and lengths, drawn by Hypothesis.
 
 A draw is right if the loss and all gradients are those of transformers' own model in one process, and if the
-planned peaks, on the device and on the host, are the highest peaks that a rank measures. If a recipe is
-refused, the suggestions of the errors must lead to a recipe that is right.
+planned peaks, on the device and on the host, are the highest peaks that a rank measures, and if the closed
+form is near the plan. If a recipe is refused, the suggestions of the errors must lead to a recipe that is
+right.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lab.bench import reference
 from lab.bench.parity import whole_gradients
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.planning.closed_form import estimate
 from lab.planning.plan import plan
 from lab.recipe.recipe import Recipe, parse_knobs
 from lab.step.batches import shard_batch
@@ -38,6 +40,10 @@ RANKS = (1, 2, 4)
 TOLERANCES = {None: 1e-9, "float64": 1e-9, "float32": 1e-3, "bfloat16": None}
 """The largest relative error of the loss and of a gradient, by compute dtype, with fp64 parameters. In bf16
 only the bytes are checked."""
+
+NEAR, NEAR_FP64, NEAR_BYTES = 0.05, 0.1, 1024
+"""How far the closed form may be from the plan: a part of the plan's peak (another if it is
+computed in fp64), or bytes, if that is more."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,25 @@ def examine(draw: Draw, cluster: Cluster) -> str:
     ):
         if max(peaks) != expected:
             return f"WRONG: {name} peak planned {expected}, measured {peaks}"
-    return "refused" if refused else "right"
+    return examine_closed_form(draw, recipe) or ("refused" if refused else "right")
+
+
+def examine_closed_form(draw: Draw, recipe: Recipe) -> str | None:
+    """Return "WRONG: closed form ..." if an estimated peak is not near the planned one, else None.
+
+    The closed form is for fp32 parameters, so this plan is, too.
+    """
+    settings: dict[str, Any] = {"tokens": draw.tokens, "ranks": draw.ranks, "rows": draw.rows}
+    planned = plan(draw.config(), recipe, workspace=False, **settings)
+    estimated = estimate(draw.config(), recipe, **settings)
+    part = NEAR_FP64 if recipe.compute_dtype == "float64" else NEAR
+    for name, expected, found in (
+        ("device", planned.device_peak, estimated.device_peak),
+        ("host", planned.host_peak, estimated.host_peak),
+    ):
+        if abs(found - expected) > max(part * expected, NEAR_BYTES):
+            return f"WRONG: closed form, {name} peak estimated {found}, planned {expected}"
+    return None
 
 
 def measure_on_rank(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:

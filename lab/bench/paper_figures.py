@@ -144,7 +144,7 @@ def _ours(what: str, method: str, ranks: int) -> tuple[str | None, dict[str, Any
     if method in _MISSING:
         return None, {}, _MISSING[method]
     if method == "baseline" or method.startswith("tiled loss"):
-        knobs = {"ulysses": 1}
+        knobs = {"ulysses": 1, "ring": 1}
         for part in method.split(" + ") if method != "baseline" else ():
             knobs |= _ALST_PARTS[part]
         return "checkpoint", knobs, _NO_OPTIMIZER_OFFLOAD

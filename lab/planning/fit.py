@@ -10,15 +10,19 @@ from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import estimate_job
 from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
+from lab.techniques.ulysses_degrees import degree_pairs
 from lab.units import format_bytes, format_tokens
 
 MARGIN = 1.1
-"""A recipe whose closed-form estimate is further than this over the memory is not planned: the two agree to a
-twentieth."""
+"""A recipe whose closed-form estimate is further than this over the memory is not planned: the estimate is
+within 5% of the plan."""
+
+NEARLY = 1.05
+"""Other degrees are worth a plan if by the closed form they need less memory by more than this factor."""
 
 
 def fit(
@@ -36,13 +40,18 @@ def fit(
 ) -> tuple[Plan, ...]:
     """Plan every recipe that may fit, and return those that do, the fastest first.
 
-    All shard by FSDP and over the largest Ulysses degree; they differ in head chunk, tiles, checkpointing and
-    offload. ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``.
-    ``watch`` is called with each plan, its number, and how many there will be.
+    All shard by FSDP, and the sequence over all ranks; they differ in degrees, head chunk, tiles,
+    checkpointing and offload. Of recipes that differ in degrees alone, two are planned: that with the
+    ladder's degrees, and the one that needs the least memory by the closed form. A head chunk smaller than
+    the ladder's Ulysses degree takes more time, and is planned only if no larger one may fit.
+
+    ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``. ``watch`` is called
+    with each plan, its number, and how many there will be.
 
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
     """
+    check_given(device_memory=device_memory, host_memory=host_memory)
     machine = make_machine(
         device=device,
         device_memory=device_memory,
@@ -52,9 +61,9 @@ def fit(
     )
     shape = shape_of(model)
     base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, shape=shape)
-    recipes = dict.fromkeys(candidates(base.recipe, shape.H))
+    recipes = dict.fromkeys(candidates(base.recipe, shape, ranks))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
-    tried, plans = _promising(shape, jobs, machine), []
+    tried, plans = _promising(shape, base.recipe, jobs, machine), []
     for number, job in enumerate(tried, start=1):
         job.recipe.check(shape, ranks)
         plans.append(plan_job(job, machine))
@@ -66,25 +75,44 @@ def fit(
     return tuple(fitting)
 
 
-def _promising(shape: Shape, jobs: list[Job], machine: Machine) -> list[Job]:
+def _promising(shape: Shape, base: Recipe, jobs: list[Job], machine: Machine) -> list[Job]:
     """The jobs that fit by the closed form, or nearly do; if there are none, the one of the least memory."""
     assert machine.device_memory is not None
     assert machine.host_memory is not None
-    estimates = [estimate_job(shape, job) for job in jobs]
+    estimates = {job.recipe: estimate_job(shape, job) for job in jobs}
+    peaks = {recipe: needs.device_peak for recipe, needs in estimates.items()}
     of_node = min(jobs[0].ranks, machine.ranks_per_node)
     fitting = [
         job
-        for job, needs in zip(jobs, estimates, strict=True)
-        if needs.device_peak <= machine.device_memory * MARGIN
-        and needs.host_peak * of_node <= machine.host_memory * MARGIN
+        for job in jobs
+        if peaks[job.recipe] <= machine.device_memory * MARGIN
+        and estimates[job.recipe].host_peak * of_node <= machine.host_memory * MARGIN
     ]
-    leanest = min(range(len(jobs)), key=lambda index: estimates[index].device_peak)
-    return fitting or [jobs[leanest]]
+    large = [job for job in fitting if (job.recipe.head_chunk or base.ulysses) >= base.ulysses]
+    if not fitting:
+        return [min(jobs, key=lambda job: peaks[job.recipe])]
+    return _two_of_each(large or fitting, base, peaks)
 
 
-def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
-    """Every head chunk, without checkpointing and with each offload; the loss tiled, or all, or nothing."""
-    chunks = [u for u in range(base.ulysses, heads + 1, base.ulysses) if heads % u == 0]
+def _two_of_each(jobs: list[Job], base: Recipe, peaks: dict[Recipe, int]) -> list[Job]:
+    """Of jobs that differ in degrees alone, the one with the degrees of ``base``, and the leanest."""
+    alike: dict[Recipe, list[Job]] = {}
+    for job in jobs:
+        alike.setdefault(replace(job.recipe, ulysses=1, ring=1), []).append(job)
+    chosen: list[Job] = []
+    for group in alike.values():
+        usual = [job for job in group if job.recipe.ulysses == base.ulysses]
+        leanest = min(group, key=lambda job: peaks[job.recipe])
+        if not usual or peaks[leanest.recipe] < peaks[usual[0].recipe] / NEARLY:
+            usual.append(leanest)
+        chosen += usual
+    return chosen
+
+
+def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
+    """Every pair of degrees and head chunk, without checkpointing and with each offload; the loss tiled, or
+    all, or nothing.
+    """
     offloads = BY_NAME["offload"].choices
     keeps = [(False, offloads[0]), *((True, offload) for offload in offloads)]
     tiles = (
@@ -92,16 +120,20 @@ def candidates(base: Recipe, heads: int) -> Iterator[Recipe]:
         (None, None, base.loss_tile),
         (base.mlp_tile, base.norm_tile, base.loss_tile),
     )
-    for chunk, (checkpoint, offload), (mlp, norm, loss) in product([None, *chunks], keeps, tiles):
-        yield replace(
-            base,
-            head_chunk=chunk,
-            checkpoint=checkpoint,
-            offload=offload,
-            mlp_tile=mlp,
-            norm_tile=norm,
-            loss_tile=loss,
-        )
+    for ulysses, ring in degree_pairs(shape.H, shape.K, ranks):
+        chunks = [u for u in range(ulysses, shape.H + 1, ulysses) if shape.H % u == 0]
+        for chunk, (checkpoint, offload), (mlp, norm, loss) in product([None, *chunks], keeps, tiles):
+            yield replace(
+                base,
+                ulysses=ulysses,
+                ring=ring,
+                head_chunk=chunk,
+                checkpoint=checkpoint,
+                offload=offload,
+                mlp_tile=mlp,
+                norm_tile=norm,
+                loss_tile=loss,
+            )
 
 
 def pareto_front(plans: Sequence[Plan]) -> list[Plan]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import Estimate, estimate_job
 from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, make_job, make_machine
+from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.recipe import Recipe
+from lab.techniques.ulysses_degrees import degree_pairs
 from lab.units import Ki, Mi, format_bytes, format_tokens
 
 RESOLUTION = 128
@@ -19,6 +20,12 @@ RESOLUTION = 128
 
 LONGEST = 1024 * Mi
 """Where the search ends: beyond a billion tokens nothing is stopped by memory that this lab knows of."""
+
+Degrees: TypeAlias = Mapping[str, int]
+"""A Ulysses and a ring degree, by the names of their knobs; or none, for those of the recipe."""
+
+DEGREES = {"ulysses", "ring", "head_chunk", "ulysses_backend"}
+"""The knobs that decide on the degrees, or that are legal with few of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +68,17 @@ def max_context(
 ) -> MaxContext:
     """Search for the longest context that fits ``device_memory`` a rank and ``host_memory`` a node.
 
-    A ladder's name gives each length its own recipe, for tiles derive from it. The rest are the settings of
-    ``lab.plan``; ``watch`` is called with each plan.
+    A ladder's name gives each length its own recipe, for tiles derive from it. It is searched with the
+    Ulysses degree and the ring degree of the longest context by the closed form. Of pairs that are equal to
+    within the resolution, the ladder's is taken, or else that of the largest Ulysses degree. Knobs by hand
+    hold: with ``ulysses``, ``ring``, ``head_chunk`` or ``ulysses_backend`` among them nothing is compared.
+
+    The rest are the settings of ``lab.plan``; ``watch`` is called with each plan.
 
     Raises:
         LabError: as ``lab.plan``; or nothing fits, and what holds the memory; or nothing stops it.
     """
+    check_given(device_memory=device_memory, host_memory=host_memory)
     machine = make_machine(
         device=device,
         device_memory=device_memory,
@@ -76,21 +88,42 @@ def max_context(
     )
     shape = shape_of(model)
 
-    def job(tokens: int) -> Job:
-        return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    def job(tokens: int, degrees: Degrees) -> Job:
+        settings = {**knobs, **degrees}
+        return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **settings)
+
+    def longest(degrees: Degrees) -> int:
+        return _longest(lambda tokens: estimate_job(shape, job(tokens, degrees)), machine, ranks)
+
+    degrees: Degrees = {}
+    usual = job(Ki, degrees).recipe
+    if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
+        degrees = _best_degrees(usual, degree_pairs(shape.H, shape.K, ranks), longest)
 
     def planned(tokens: int) -> Plan:
-        tried = plan_job(job(tokens), machine)
+        tried = plan_job(job(tokens, degrees), machine)
         if watch is not None:
             watch(tried)
         return tried
 
     def estimated(tokens: int) -> Estimate:
-        return estimate_job(shape, job(tokens))
+        return estimate_job(shape, job(tokens, degrees))
 
     fits, beyond = _search(planned, estimated)
     assert beyond.limit is not None
     return MaxContext(fits.tokens, beyond.limit, fits, beyond)
+
+
+def _best_degrees(
+    usual: Recipe, pairs: Iterable[tuple[int, int]], longest: Callable[[Degrees], int]
+) -> Degrees:
+    """The degrees of the longest context; the usual ones, or else those of the first pair, if it is nearly as
+    long with them.
+    """
+    tokens = {pair: longest({"ulysses": pair[0], "ring": pair[1]}) for pair in pairs}
+    enough = max(tokens.values()) * (1 - 1 / RESOLUTION)
+    ulysses, ring = next(p for p in [(usual.ulysses, usual.ring), *tokens] if tokens[p] >= enough)
+    return {"ulysses": ulysses, "ring": ring}
 
 
 def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]) -> tuple[Plan, Plan]:
@@ -126,8 +159,12 @@ def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]
 def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:
     """The most tokens that fit by the closed form, as far off as it is at this plan."""
     off = near.device_peak - estimated(near.tokens).device_peak
-    machine = near.machine
-    of_node = min(near.ranks, machine.ranks_per_node)
+    return _longest(estimated, near.machine, near.ranks, off)
+
+
+def _longest(estimated: Callable[[int], Estimate], machine: Machine, ranks: int, off: int = 0) -> int:
+    """The most tokens whose estimate fits, with ``off`` bytes more on the device."""
+    of_node = min(ranks, machine.ranks_per_node)
     assert machine.device_memory is not None
     assert machine.host_memory is not None
     low, high = 1, LONGEST // Ki

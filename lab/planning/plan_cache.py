@@ -72,7 +72,8 @@ def model_identity(model: str) -> list[object]:
     path = Path(model)
     directory = path.parent if path.name == "config.json" else path
     config = directory / "config.json"
-    if not config.is_file():
+    # A Path raises where a name is too long for a file.
+    if not os.path.isfile(config):
         return [model]
     files = sorted(file.name for file in directory.iterdir())
     return [str(directory.absolute()), config.read_bytes().hex(), files]

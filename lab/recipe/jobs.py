@@ -12,10 +12,14 @@ from lab.errors import LabError
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
-from lab.units import check_counts, format_tokens, parse_bytes, parse_tokens
+from lab.units import LARGEST, check_counts, format_tokens, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from lab.models import ModelLike
+
+
+MAX_RANKS = 65536
+"""The most ranks of a job. A plan makes the groups of all ranks: of a million it would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ def make_job(
     """
     length = parse_tokens(tokens)
     check_counts({"ranks": ranks, "rows": rows})
+    if ranks > MAX_RANKS:
+        raise LabError(f"ranks={ranks}: the lab plans and runs up to {MAX_RANKS} ranks")
     chosen = resolve_recipe(recipe, model, ranks, length, shape=shape, **knobs)
     return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
 
@@ -116,6 +122,17 @@ def make_machine(
     return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace)
 
 
+def check_given(**memories: int | str | None) -> None:
+    """Refuse memories that are not given, for a question that has no answer without them.
+
+    Raises:
+        LabError: One is None; the message names it.
+    """
+    for name, memory in memories.items():
+        if memory is None:
+            raise LabError(f"{name}=None: give the memory that there is, such as 80GiB")
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """How a job is trained.
@@ -126,10 +143,11 @@ class TrainSettings:
         tokenizer: A local directory; None for bytes as tokens.
         learning_rate: The learning rate of AdamW.
         clip_norm: Gradients are scaled so that their global norm is at most this.
-        seed: The seed of the first values of the parameters, where the model has no weights.
+        seed: The seed of the first values of the parameters, where the model has no weights: 0 to 2^63-1.
 
     Raises:
-        LabError: numbers with which an update would make parameters NaN, or go the wrong way.
+        LabError: numbers with which an update would make parameters NaN, or go the wrong way, or a seed that
+            torch does not take.
     """
 
     steps: int
@@ -141,6 +159,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_counts({"steps": self.steps})
+        if type(self.seed) is not int or not 0 <= self.seed <= LARGEST:
+            raise LabError(f"seed={self.seed!r}: it takes a whole number from 0 to {LARGEST}")
         if not (_is_number(self.learning_rate) and 0 <= self.learning_rate < math.inf):
             raise LabError(
                 f"learning_rate={self.learning_rate!r}: it takes a finite number, 0 or more, for instance "

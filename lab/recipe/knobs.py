@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lab.errors import RecipeError
-from lab.units import check_counts
+from lab.units import abbreviate, check_counts
 
 Backend = Literal["lab", "deepspeed"]
 Offload = Literal["none", "inputs", "attention"]
@@ -59,7 +59,7 @@ class Knob:
             check_counts({self.name: value}, RecipeError, or_none=None in self.choices)
             return
         allowed = " or ".join(repr(choice) for choice in self.choices)
-        raise RecipeError(f"{self.name}={value!r}: it takes {allowed}")
+        raise RecipeError(f"{self.name}={abbreviate(repr(value))}: it takes {allowed}")
 
 
 YES_OR_NO: dict[str, Any] = {"choices": (True, False), "values": "`true`, `false`"}
@@ -95,6 +95,7 @@ KNOBS: tuple[Knob, ...] = (
         neutral=1,
         count=True,
         values="C: it divides the query heads, and it divides the key/value heads or is a multiple of them",
+        searched=True,
         sets="the ranks that exchange sequence for heads in attention",
     ),
     Knob(
@@ -103,6 +104,7 @@ KNOBS: tuple[Knob, ...] = (
         neutral=1,
         count=True,
         values="R: C x R divides the ranks",
+        searched=True,
         sets="zigzag ring attention, alone or with Ulysses; a sequence is sharded over C x R ranks",
     ),
     Knob(

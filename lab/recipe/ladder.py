@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +31,10 @@ def ladder(
 ) -> dict[str, Recipe]:
     """The recipes ``RUNGS`` by name, for ``tokens`` tokens of context on ``ranks`` ranks.
 
-    ulysses is the largest degree that divides the ranks and that the heads allow, head_chunk the Ulysses
-    degree, each tile the smaller of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in
-    bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs`` set by hand hold on
-    every rung that has the technique, and what derives from them follows. ``shape`` is the model's, for a
-    caller that has it.
+    ulysses and ring are those of ``sequence_degrees``, head_chunk the Ulysses degree, each tile the smaller
+    of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in bf16 from fp32 parameters: 16
+    bytes a parameter of state on every rung. ``knobs`` set by hand hold on every rung that has the technique,
+    and what derives from them follows. ``shape`` is the model's, for a caller that has it.
 
     Raises:
         LabError: ranks or tokens that are no count.
@@ -52,9 +51,7 @@ def _ladder(
     check_fields(knobs)
     # What derives from the degrees is worked out before a recipe that checks them is made.
     check_counts({name: knobs[name] for name in ("ulysses", "ring") if name in knobs}, RecipeError)
-    ring = knobs.get("ring", 1)
-    fits = [c for c in degrees(shape.H, shape.K) if ranks % (c * ring) == 0]
-    ulysses = knobs.get("ulysses", max(fits, default=1))
+    ulysses, ring = sequence_degrees(shape, ranks, knobs)
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
     steps: dict[str, dict[str, Any]] = {
@@ -70,6 +67,27 @@ def _ladder(
     for name, added in steps.items():
         recipe = replace(recipe, **{**added, **{k: v for k, v in knobs.items() if k in added}})
         yield name, recipe
+
+
+def sequence_degrees(shape: Shape, ranks: int, knobs: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the Ulysses degree and the ring degree of the ladder.
+
+    ulysses is the largest degree that divides the ranks and the key/value heads, so that no key or value is
+    sent to two ranks. ring takes the remaining ranks, so that all ranks share one sequence. A degree in
+    ``knobs`` holds, and the other follows from it. DeepSpeed's exchange has no ring: with it, ulysses is the
+    largest degree that divides the ranks and that the heads allow.
+
+    For the ladder's recipes with UPipe a smaller ulysses can need less memory, because head_chunk follows it.
+    ``lab.fit`` and ``lab.max_context`` compare the pairs, and so does ``lab bench degrees``.
+    """
+    deepspeed = knobs.get("ulysses_backend") == "deepspeed"
+    ring = knobs.get("ring", 1)
+    legal = [c for c in degrees(shape.H, shape.K) if ranks % (c * ring) == 0]
+    shared = [c for c in legal if deepspeed or shape.K % c == 0]
+    ulysses = knobs.get("ulysses", max(shared, default=1))
+    if "ring" not in knobs and not deepspeed:
+        ring = ranks // ulysses if ranks % ulysses == 0 else 1
+    return ulysses, ring
 
 
 def check_name(name: str) -> None:
@@ -127,6 +145,8 @@ def resolve_recipe(
     shape = shape or models.shape_of(model)
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe, model, ranks, tokens, shape=shape, **knobs)
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe={recipe!r}: give one of {', '.join(RECIPE_NAMES)}, or a Recipe")
     check_fields(knobs)
     recipe = replace(recipe, **knobs)
     recipe.check(shape, ranks)

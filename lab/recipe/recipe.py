@@ -180,6 +180,6 @@ def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
             knobs[name] = words[value.lower()]
         else:
             # A plain number is judged by the knob's own rule, whose message names the knob.
-            number = int(value) if re.fullmatch(r"\d+", value) else value
-            knobs[name] = parse_tokens(value) if re.fullmatch(r"\d+[KM]", value) else number
+            number = int(value) if re.fullmatch(r"[0-9]{1,400}", value) else value
+            knobs[name] = parse_tokens(value) if re.fullmatch(r"[0-9]+[KM]", value) else number
     return knobs
