@@ -6,6 +6,7 @@ The units are binary, as in the papers: ``5M`` is 5 x 2**20 = 5,242,880 tokens.
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 
 from lab.errors import LabError
 
@@ -14,7 +15,7 @@ KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
 _TOKENS = {"": 1, "K": Ki, "M": Mi}
 _BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
-_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
 def parse_tokens(text: str | int) -> int:
@@ -35,10 +36,34 @@ def parse_bytes(text: str | int) -> int:
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
 
 
+def parse_path(value: str | Path, error: type[LabError] = LabError) -> Path:
+    """Return the path that a text means, in which ``~`` stands for a home directory.
+
+    Raises:
+        LabError: It is empty, holds a NUL character, or names the home directory of no user. The error is of
+            the class ``error``.
+    """
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise error(f"{abbreviate(repr(value))} is not a path: give one such as runs/first")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise error(f"{abbreviate(repr(str(value)))}: there is no such home directory") from None
+
+
+def abbreviate(text: str, length: int = 200) -> str:
+    """Return a text for a message: of one that is longer than ``length``, the beginning and its length."""
+    return text if len(text) <= length else f"{text[: length // 2]}... ({len(text)} characters)"
+
+
+LARGEST = 2**63 - 1
+"""The largest size: torch counts in 64 bits."""
+
+
 def check_counts(
     counts: Mapping[str, object], error: type[LabError] = LabError, *, or_none: bool = False
 ) -> None:
-    """Refuse values that are not counts: whole numbers of 1 or more.
+    """Refuse values that are not counts: whole numbers of 1 or more that fit into 64 bits.
 
     Args:
         counts: The values by their names, which the message contains.
@@ -51,15 +76,17 @@ def check_counts(
     for name, count in counts.items():
         if (type(count) is not int or count < 1) and not (or_none and count is None):
             works = "1 or more, or None" if or_none else "1 or more"
-            raise error(f"{name}={count!r}: it takes a whole number, {works}")
+            raise error(f"{name}={abbreviate(repr(count))}: it takes a whole number, {works}")
+        if count is not None and count > LARGEST:
+            raise error(f"{name}={abbreviate(str(count))}: it takes a whole number up to {LARGEST}")
 
 
 def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> int:
     match = _NUMBER.fullmatch(str(text).strip())
     factor = units.get(match[2].upper()) if match else None
     value = Fraction(match[1]) * factor if match and factor else Fraction(0)
-    if value < 1 or value.denominator != 1:
-        raise LabError(f"{text!r} is not {what}: write {examples}")
+    if not 1 <= value <= LARGEST or value.denominator != 1:
+        raise LabError(f"{abbreviate(repr(text))} is not {what}: write {examples}")
     return int(value)
 
 

@@ -24,7 +24,7 @@ from lab.training.records import Run
 from lab.units import format_bytes
 
 
-def two_candidates(base, heads):
+def two_candidates(base, shape, ranks):
     return [base, replace(base, head_chunk=32)]
 
 
@@ -59,7 +59,8 @@ def test_the_table_of_commands_in_the_readme_has_every_command():
 def test_doctor_names_what_is_there_and_what_would_be_used():
     said = CliRunner().invoke(main, ["doctor"])
     assert said.exit_code == 0
-    for line in ("python", "cores", "memory", "gpu", "attention", "torch", "ipyparallel", "flash-attn"):
+    lines = ("python", "cores", "memory", "gpu", "attention", "torch", "ipyparallel", "flash-attn")
+    for line in (*lines, "shared machine others can connect to the sockets of gloo and NCCL,"):
         assert f"\n{line} " in f"\n{said.stdout}"
     assert "MISSING" not in said.stdout
 

@@ -101,4 +101,4 @@ def test_an_empty_text_option_is_refused():
     words = ["rehearse", "tiny", "--tokens", "40", "--ranks", "1", "--machine", "cpu", "--text"]
     run = CliRunner().invoke(main, [*words, ""])
     assert run.exit_code == 2
-    assert run.stderr.startswith("lab: text='': give the path")
+    assert run.stderr == "lab: Invalid value for '--text': '' is not a path: give one such as runs/first.\n"

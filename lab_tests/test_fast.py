@@ -8,7 +8,7 @@ from click.testing import CliRunner
 import lab
 from lab.commands.cli import main
 from lab.errors import RecipeError
-from lab.models import config_of
+from lab.models import config_of, shape_of
 from lab.planning.fit import candidates
 from lab.planning.hardware import hardware
 from lab.recipe.ladder import RECIPE_NAMES, RUNGS, ladder, recipe_by_name, resolve_recipe
@@ -65,7 +65,7 @@ def test_where_attention_takes_most_of_the_time_fast_takes_less():
 
 def test_fit_tries_fast():
     base = resolve_recipe("tiling", "tiny", 4, 4096)
-    tried = list(candidates(base, 32))
+    tried = list(candidates(base, shape_of("tiny"), 4))
     assert len(set(tried)) == len(tried)
     assert resolve_recipe("fast", "tiny", 4, 4096) in tried
 

@@ -57,8 +57,8 @@ def test_the_names_of_methods_are_read_as_what_they_stand_for():
     # The same word in the figure of the memory is the technique alone.
     assert {r.rung for r in rows(what="attention activations", method="ulysses")} == {"ulysses"}
     loss, both = (rows(what="step", method=m)[0] for m in ("tiled loss", "tiled loss + ulysses + offload"))
-    assert loss.knobs == {"ulysses": 1, "loss_tile": 16 * Ki}
-    assert both.knobs == {"ulysses": 8, "loss_tile": 16 * Ki, "offload": "inputs"}
+    assert loss.knobs == {"ulysses": 1, "ring": 1, "loss_tile": 16 * Ki}
+    assert both.knobs == {"ulysses": 8, "ring": 1, "loss_tile": 16 * Ki, "offload": "inputs"}
     assert "optimizer offload" in both.differs
 
 

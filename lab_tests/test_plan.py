@@ -22,7 +22,7 @@ small = partial(small_config, num_attention_heads=24, vocab_size=104)
 @pytest.fixture(scope="module")
 def offload_plan():
     """One layer's input on the host of each of 16 ranks."""
-    return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2)
+    return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2, ring=1)
 
 
 def test_without_a_limit_nothing_is_said(offload_plan):

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 import lab
 from lab import memory, models, planning, step, techniques
 from lab.errors import LabError, RecipeError
+from lab.models import shape_of
 from lab.planning.fit import candidates
 from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RUNGS, ladder, resolve_recipe
@@ -47,7 +48,8 @@ def test_what_derives_from_a_knob_set_by_hand_follows_it():
     rungs = ladder("tiny", 8, 4096, ulysses=2)
     assert rungs["fsdp"].ulysses == 1
     assert rungs["upipe"].head_chunk == 2
-    assert rungs["tiling"].mlp_tile == 4096 // 2 // 4
+    assert rungs["tiling"].ring == 4
+    assert rungs["tiling"].mlp_tile == 4096 // 8 // 4
     assert resolve_recipe("upipe", "tiny", 8, 4096, ring=2).ulysses == 4
     assert resolve_recipe("tiling", "tiny", 8, 4096, ring=8, ulysses=1).loss_tile == 128
     assert resolve_recipe("plain", "tiny", 8, 4096, ring=2).ring == 2
@@ -154,6 +156,8 @@ def test_what_a_model_or_the_ranks_forbid_is_refused_before_launch(config, knobs
 def test_an_unknown_name_of_a_recipe_is_refused():
     with pytest.raises(RecipeError, match="unknown recipe 'fdsp': give one of plain, fsdp"):
         resolve_recipe("fdsp", "tiny", 1, 64)
+    with pytest.raises(RecipeError, match=r"recipe=3: give one of plain, fsdp, .*, or a Recipe"):
+        resolve_recipe(3, "tiny", 1, 64)
     with pytest.raises(RecipeError, match="a recipe has no field 'tile'"):
         resolve_recipe("tiling", "tiny", 1, 64, tile=3)
 
@@ -199,7 +203,7 @@ def test_the_rung_of_a_row_is_the_one_that_introduces_the_knob():
 
 def test_fit_varies_the_knobs_that_are_searched_and_no_other():
     base = ladder("tiny", 2, 4096)["upipe"]
-    recipes = [recipe.to_json() for recipe in candidates(base, 32)]
+    recipes = [recipe.to_json() for recipe in candidates(base, shape_of("tiny"), 2)]
     varied = {name for name in BY_NAME if len({recipe[name] for recipe in recipes}) > 1}
     assert varied == {knob.name for knob in KNOBS if knob.searched}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,10 +14,38 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from lab.errors import LabError
 from lab.recipe.knobs import BY_NAME
+from lab.units import abbreviate, parse_path
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def integer(value: int | str) -> int:
+    """Read a whole number in ASCII digits. Python reads those of any script, and as many as there are."""
+    return int(_matching(value, r"[+-]?[0-9]{1,19}", "a whole number"))
+
+
+def number(value: float | str) -> float:
+    """Read a number in ASCII digits."""
+    digits = r"([0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(e[+-]?[0-9]{1,4})?"
+    return float(_matching(value, rf"[+-]?({digits}|inf)|nan", "a number"))
+
+
+def _matching(value: float | str, pattern: str, what: str) -> float | str:
+    if isinstance(value, str) and not re.fullmatch(pattern, value, re.IGNORECASE):
+        raise click.BadParameter(f"{abbreviate(repr(value))} is not {what}.")
+    return value
+
+
+def path(value: str | Path) -> Path:
+    """Read a path, in which ``~`` stands for a home directory."""
+    try:
+        return parse_path(value)
+    except LabError as error:
+        raise click.BadParameter(f"{error}.") from None
+
 
 TOKENS = click.option("--tokens", required=True, help="The length of the context: 8192, 128K, 5M (5 x 2^20).")
 RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, or fast. [upipe]")
@@ -27,10 +56,8 @@ SET = click.option(
     metavar="KNOB=VALUE",
     help=f"Set a knob of the recipe: {', '.join(BY_NAME)}.",
 )
-TEXT = click.option("--text", type=click.Path(), help="A file or folder of text. [Python's library]")
-TOKENIZER = click.option(
-    "--tokenizer", type=click.Path(path_type=Path), help="The tokenizer's directory. [bytes are tokens]"
-)
+TEXT = click.option("--text", type=path, help="A file or folder of text. [Python's library]")
+TOKENIZER = click.option("--tokenizer", type=path, help="The tokenizer's directory. [bytes are tokens]")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -40,7 +67,6 @@ def one_line_errors(command: Callable[P, T]) -> Callable[P, T]:
     @wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         from cluster.errors import ClusterError, RankError
-        from lab.errors import LabError
 
         try:
             return command(*args, **kwargs)
@@ -52,6 +78,12 @@ def one_line_errors(command: Callable[P, T]) -> Callable[P, T]:
             if not isinstance(error.cause, LabError):
                 raise
             click.echo(f"lab: {error.cause}", err=True)
+            sys.exit(2)
+        except OSError as error:
+            # A path of the user's that the system does not take; other errors of the system name no file.
+            if error.filename is None:
+                raise
+            click.echo(f"lab: {abbreviate(str(error.filename))}: {error.strerror}", err=True)
             sys.exit(2)
         except ModuleNotFoundError as error:
             # The lab runs from its sources, and one of its dependencies is not installed.

@@ -135,12 +135,16 @@ def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
         raise LabError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def check_folder(path: Path) -> None:
-    """Check that the folder of a file exists, before the work for the file is done.
+def check_figure(path: Path) -> None:
+    """Check that a path names a PNG file that can be written, before the work for the file is done.
 
     Raises:
-        LabError: The folder does not exist.
+        LabError: The name does not end in .png, or the folder does not exist.
     """
+    if path.suffix.lower() != ".png":
+        raise LabError(
+            f"{path} cannot be written: the figure is a PNG file, so give a name that ends in .png"
+        )
     if not path.absolute().parent.is_dir():
         raise LabError(f"{path} cannot be written: there is no folder {path.parent}")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.errors import DataError
+from lab.units import parse_path
 
 
 def read_text(path: str | Path | None = None) -> str:
@@ -25,7 +26,7 @@ def read_text(path: str | Path | None = None) -> str:
         return _standard_library()
     if not isinstance(path, str | Path) or not str(path):
         raise DataError(f"text={path!r}: give the path of a text file or of a folder of text files")
-    root = Path(path).expanduser()
+    root = parse_path(path, DataError)
     if not root.exists():
         raise DataError(f"no text at {str(path)!r}: give a text file or a folder of text files")
     if root.is_file():
@@ -52,11 +53,10 @@ def encode(text: str, *, tokenizer: str | Path | None = None, vocab_size: int = 
         from transformers import AutoTokenizer
 
         try:
-            tokens = torch.tensor(
-                AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)(text)["input_ids"]
-            )
-        except (OSError, ValueError) as error:
+            tokenize = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+        except Exception as error:  # a file that is not as expected ends in errors of many classes
             raise DataError(f"no tokenizer in {str(tokenizer)!r}: give a directory that holds one") from error
+        tokens = torch.tensor(tokenize(text)["input_ids"])
     if len(tokens) and int(tokens.max()) >= vocab_size:
         raise DataError(
             f"the text has token {int(tokens.max())}, the model's vocabulary ends at {vocab_size - 1}: "

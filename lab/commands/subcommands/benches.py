@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lab.commands.base import JSON, TEXT, TOKENIZER, grow_segments, one_line_errors, status
+from lab.commands.base import (
+    JSON,
+    RECIPE,
+    TEXT,
+    TOKENIZER,
+    grow_segments,
+    integer,
+    number,
+    one_line_errors,
+    path,
+    status,
+)
 
 if TYPE_CHECKING:
     from lab.bench.table import Row, Say
@@ -23,9 +34,7 @@ def bench() -> None:
     grow_segments()
 
 
-OUT = click.option(
-    "--out", type=click.Path(path_type=Path), help="Also append each row to this file, as JSON."
-)
+OUT = click.option("--out", type=path, help="Also append each row to this file, as JSON.")
 
 
 def _note(message: str) -> None:
@@ -110,6 +119,20 @@ def growth(tokens: int, doublings: int, steps: int, as_json: bool) -> None:
 
 
 @bench.command()
+@click.argument("models", nargs=-1)
+@RECIPE
+@click.option("--tokens", default="3M", show_default=True, help="The length of the sequence.")
+@JSON
+@one_line_errors
+def degrees(models: tuple[str, ...], recipe: str, tokens: str, as_json: bool) -> None:
+    """Plan each legal pair of degrees of MODELS (all presets) on 8, 16 and 32 ranks, beside the ladder's."""
+    from lab.bench.degrees import compare_degrees
+    from lab.units import parse_tokens
+
+    _print_rows("degrees", partial(compare_degrees, models, recipe, parse_tokens(tokens)), as_json)
+
+
+@bench.command()
 @click.option(
     "--times", type=click.IntRange(1), default=10, show_default=True, help="How often each fault is caused."
 )
@@ -155,7 +178,7 @@ def notebooks(names: tuple[str, ...], times: int, as_json: bool) -> None:
 @click.option(
     "--draws", type=click.IntRange(0), default=0, help="Also try so many random models and recipes. [0]"
 )
-@click.option("--seed", type=int, default=0, help="Seed of the draws. [0]")
+@click.option("--seed", type=integer, default=0, help="Seed of the draws. [0]")
 @click.option("--replay", metavar="JSON", help="Check only this draw; a failed draw prints its JSON.")
 @JSON
 @one_line_errors
@@ -177,8 +200,8 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
 
 
 @bench.command()
-@click.option("--minutes", type=float, required=True, help="Nothing starts that would take longer.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the results.")
+@click.option("--minutes", type=number, required=True, help="Nothing starts that would take longer.")
+@click.option("--out", type=path, required=True, help="The folder of the results.")
 @click.option(
     "--machine", type=click.Choice(["cuda", "cpu"]), help="cpu runs the same list with tiny. [cuda]"
 )
@@ -199,9 +222,13 @@ def gpu(minutes: float, out: Path, machine: str | None, as_json: bool) -> None:
     "--ranks", type=click.IntRange(1), required=True, help="GPUs in all; this machine is one of them."
 )
 @click.option("--tokens", "contexts", multiple=True, required=True, help="A context, 128K; may be repeated.")
-@click.option("--layers", type=int, help="Only the first so many layers. [all]")
+@click.option("--layers", type=integer, help="Only the first so many layers. [all]")
 @click.option(
-    "--steps", type=int, default=5, show_default=True, help="Timed steps of each; 0 times the metered step."
+    "--steps",
+    type=integer,
+    default=5,
+    show_default=True,
+    help="Timed steps of each; 0 times the metered step.",
 )
 @click.option("--device-memory", help="Act as a GPU of this memory: 80GiB.")
 @TEXT

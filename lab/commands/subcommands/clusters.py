@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lab.commands.base import one_line_errors
+from lab.commands.base import integer, one_line_errors
 
 
 @click.group()
@@ -22,15 +22,17 @@ def profiles() -> None:
 
 @cluster.command()
 @click.argument("name")
-@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--ranks", type=integer, default=2, show_default=True)
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field.")
 @one_line_errors
 def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
     """Show the fields of profile NAME, rank 0's environment and what would start, with reasons."""
     from cluster.profiles import find_profile
+    from cluster.profiles.base import check_rank_count
     from cluster.profiles.parsing import parse_fields
     from cluster.profiles.showing import describe
 
+    check_rank_count(ranks)
     click.echo(describe(find_profile(name, **parse_fields(name, settings)), ranks))
 
 
@@ -46,12 +48,12 @@ def status() -> None:
 @cluster.command()
 @one_line_errors
 def clean() -> None:
-    """End the processes of clusters whose owner is gone, by the process ids that they recorded."""
+    """End the processes of clusters whose owner is gone, and remove their directories with keys and logs."""
     from cluster.registry import clean
 
     cleaned = clean()
-    for entry, ended in cleaned:
-        click.echo(f"{entry.name}: {ended} processes ended")
+    for name, ended in cleaned:
+        click.echo(f"{name}: {ended} processes ended, its directory removed")
     if not cleaned:
         click.echo("nothing to clean")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lab.commands.base import one_line_errors
+from lab.commands.base import one_line_errors, path
 
 
 @click.command("open")
@@ -29,7 +29,7 @@ def open_(no_browser: bool, port: int, ip: str) -> None:
 @click.command()
 @click.argument("notebooks", nargs=-1)
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where the executed copies go. [runs/<date>]")
+@click.option("--out", type=path, help="Where the executed copies go. [runs/<date>]")
 @one_line_errors
 def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out: Path | None) -> None:
     """Execute NOTEBOOKS (all of them when none is named) into copies, with their own ranks."""

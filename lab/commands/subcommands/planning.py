@@ -8,7 +8,20 @@ from typing import Any
 
 import click
 
-from lab.commands.base import JSON, RECIPE, SET, TOKENS, P, T, one_line_errors, pick, print_answer, status
+from lab.commands.base import (
+    JSON,
+    RECIPE,
+    SET,
+    TOKENS,
+    P,
+    T,
+    integer,
+    one_line_errors,
+    path,
+    pick,
+    print_answer,
+    status,
+)
 
 
 def _planning_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -16,9 +29,9 @@ def _planning_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
             click.argument("model"),
-            click.option("--ranks", type=int, required=True, help="GPUs in all."),
-            click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]"),
-            click.option("--ranks-per-node", type=int, default=8, help="GPUs that share a host. [8]"),
+            click.option("--ranks", type=integer, required=True, help="GPUs in all."),
+            click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]"),
+            click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
             click.option("--device", default="h100", help="The GPU of the time estimate. [h100]"),
             click.option(
                 "--no-workspace",
@@ -107,18 +120,18 @@ def plan(
 @TOKENS
 @SET
 @_memory_options(None, None)
-@click.option("--figure", type=click.Path(path_type=Path), help="Also draw it into this PNG file.")
+@click.option("--figure", type=path, help="Also draw it into this PNG file.")
 @one_line_errors
 def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
     """Plan one training step of MODEL for each rung of the ladder."""
 
     def make() -> Answer:
-        from lab.commands.report import check_folder, draw_ladder, ladder_text
+        from lab.commands.report import check_figure, draw_ladder, ladder_text
         from lab.planning.plan import plan_ladder
         from lab.recipe.recipe import parse_knobs
 
         if figure is not None:
-            check_folder(figure)
+            check_figure(figure)
         with status(f"planning {model}") as say:
             plans = plan_ladder(
                 model, watch=lambda rung, _: say(f"planned {rung}"), **settings, **parse_knobs(knobs)

@@ -14,6 +14,7 @@ from lab.commands.base import (
     TOKENIZER,
     TOKENS,
     grow_segments,
+    integer,
     one_line_errors,
     print_answer,
     status,
@@ -23,20 +24,20 @@ from lab.commands.base import (
 @click.command()
 @click.argument("model")
 @TOKENS
-@click.option("--ranks", type=int, required=True, help="GPUs in all; this machine is one of them.")
+@click.option("--ranks", type=integer, required=True, help="GPUs in all; this machine is one of them.")
 @RECIPE
 @SET
-@click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @TEXT
 @TOKENIZER
-@click.option("--layers", type=int, help="Only the first so many layers. [all]")
+@click.option("--layers", type=integer, help="Only the first so many layers. [all]")
 @click.option(
-    "--steps", type=int, default=1, help="Timed steps after the metered step; 0 times that one. [1]"
+    "--steps", type=integer, default=1, help="Timed steps after the metered step; 0 times that one. [1]"
 )
 @click.option("--device-memory", help="Act as a GPU of this memory: 80GiB.")
 @click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="Where it runs. [a GPU, if there is one]")
 @click.option("--device", default="h100", help="The GPU whose links are assumed. [h100]")
-@click.option("--ranks-per-node", type=int, default=8, help="GPUs that share links. [8]")
+@click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share links. [8]")
 @JSON
 @one_line_errors
 def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:

@@ -19,7 +19,10 @@ from lab.commands.base import (
     TEXT,
     TOKENIZER,
     TOKENS,
+    integer,
+    number,
     one_line_errors,
+    path,
     print_answer,
     status,
 )
@@ -40,15 +43,17 @@ An error that all ranks have is printed once: by rank 0, after which torchrun en
 @TOKENS
 @RECIPE
 @SET
-@click.option("--steps", type=int, default=3, help="Training steps. [3]")
-@click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@click.option("--steps", type=integer, default=3, help="Training steps. [3]")
+@click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @TEXT
 @TOKENIZER
-@click.option("--lr", "learning_rate", type=float, default=1e-3, help="Learning rate. [0.001]")
-@click.option("--clip-norm", type=float, default=1.0, help="The largest norm of the gradient. [1]")
-@click.option("--seed", type=int, default=0, help="The seed of weights that the model does not bring. [0]")
+@click.option("--lr", "learning_rate", type=number, default=1e-3, help="Learning rate. [0.001]")
+@click.option("--clip-norm", type=number, default=1.0, help="The largest norm of the gradient. [1]")
+@click.option(
+    "--seed", type=integer, default=0, help="The seed of weights that the model does not bring. [0]"
+)
 @click.option("--device-memory", help="A rank that needs more is out of memory: 80GiB.")
-@click.option("--ranks", type=int, default=4, help="Ranks to start. [4]")
+@click.option("--ranks", type=integer, default=4, help="Ranks to start. [4]")
 @click.option("--profile", default="local", help="Where ranks run; see lab cluster profiles. [local]")
 @click.option(
     "--profile-set", "fields", multiple=True, metavar="FIELD=VALUE", help="Override a field of the profile."
@@ -71,17 +76,25 @@ def run(
 
     refuse_notebook(model)
     from cluster.ranks import Cluster
+    from lab import models
     from lab.commands.report import run_json, run_text
     from lab.planning.plan import plan_job
-    from lab.recipe.jobs import Machine, make_job
+    from lab.recipe.jobs import Machine, TrainSettings, make_job
     from lab.recipe.recipe import parse_knobs
+    from lab.step.on_ranks import read_source
     from lab.training.records import Progress
     from lab.training.run import run
+    from lab.units import parse_bytes
 
     cluster = Cluster(ranks, profile, **parse_fields(profile, fields))
     job = make_job(
         model, recipe, tokens=settings.pop("tokens"), ranks=ranks, rows=settings["rows"], **parse_knobs(knobs)
     )
+    # What the ranks would refuse is refused before they are started.
+    told = {name: value for name, value in settings.items() if name not in ("rows", "device_memory")}
+    read_source(job, TrainSettings(**told), models.shape_of(model).V)
+    if settings["device_memory"] is not None:
+        parse_bytes(settings["device_memory"])
     with status(f"starting {ranks} ranks") as say:
 
         def watch(message: object) -> None:
@@ -101,24 +114,26 @@ def run(
 @TOKENS
 @RECIPE
 @SET
-@click.option("--steps", type=int, required=True, help="Steps in all, including those before a resume.")
-@click.option("--rows", type=int, default=1, help="Sequences in a batch. [1]")
+@click.option("--steps", type=integer, required=True, help="Steps in all, including those before a resume.")
+@click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @TEXT
 @TOKENIZER
-@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Folder for checkpoints.")
-@click.option("--every", type=int, default=100, help="Steps between two checkpoints. [100]")
-@click.option("--keep", type=int, default=2, help="How many of the newest checkpoints to keep. [2]")
+@click.option("--checkpoint", type=path, required=True, help="Folder for checkpoints.")
+@click.option("--every", type=integer, default=100, help="Steps between two checkpoints. [100]")
+@click.option("--keep", type=integer, default=2, help="How many of the newest checkpoints to keep. [2]")
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint.")
-@click.option("--lr", "learning_rate", type=float, default=1e-3, help="Learning rate. [0.001]")
-@click.option("--clip-norm", type=float, default=1.0, help="The largest norm of the gradient. [1]")
-@click.option("--seed", type=int, default=0, help="The seed of weights that the model does not bring. [0]")
-@click.option("--ranks", type=int, help="Ranks to start; torchrun starts its own. [4]")
+@click.option("--lr", "learning_rate", type=number, default=1e-3, help="Learning rate. [0.001]")
+@click.option("--clip-norm", type=number, default=1.0, help="The largest norm of the gradient. [1]")
+@click.option(
+    "--seed", type=integer, default=0, help="The seed of weights that the model does not bring. [0]"
+)
+@click.option("--ranks", type=integer, help="Ranks to start; torchrun starts its own. [4]")
 @click.option("--profile", default="local", help="Where ranks run; see lab cluster profiles. [local]")
 @click.option(
     "--profile-set", "fields", multiple=True, metavar="FIELD=VALUE", help="Override a field of the profile."
 )
-@click.option("--start-timeout", type=float, default=60.0, help="Seconds for the ranks to start. [60]")
-@click.option("--timeout", type=float, help="Seconds for a collective. [gloo 60; NCCL 600 or 3 layers]")
+@click.option("--start-timeout", type=number, default=60.0, help="Seconds for the ranks to start. [60]")
+@click.option("--timeout", type=number, help="Seconds for a collective. [gloo 60; NCCL 600 or 3 layers]")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
 @one_line_errors
 def train(
@@ -144,8 +159,8 @@ def train(
 
 
 @click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("checkpoint", type=path)
+@click.argument("out", type=path)
 @one_line_errors
 def export(checkpoint: Path, out: Path) -> None:
     """Write the newest checkpoint in the folder CHECKPOINT as a Hugging Face directory OUT."""

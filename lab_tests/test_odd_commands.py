@@ -1,0 +1,158 @@
+"""Odd command lines: each answers with one line and exit code 2, before anything is started."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lab.commands.cli import main
+
+HUGE = "9" * 400
+BEYOND = str(2**63)
+MANY = 1_000_000
+ARABIC, FULL_WIDTH = "\u0661\u0662", "\uff11\uff12"
+SIZES = [
+    HUGE,
+    f"{HUGE}M",
+    BEYOND,
+    f"{BEYOND}K",
+    "1e400",
+    "nan",
+    "inf",
+    "-5",
+    "0",
+    "1.5",
+    "",
+    ARABIC,
+    FULL_WIDTH,
+    "1_000",
+]
+COUNTS = [HUGE, BEYOND, "-1", "0", "1.5", "nan", "", ARABIC, FULL_WIDTH, "0x10"]
+BYTES = [HUGE, f"{HUGE}GiB", "nanGiB", "infGiB", "-1GiB", "0", "", "80 GB GB", f"{ARABIC}GiB"]
+NUMBERS = ["nan", "inf", "-1", "0", HUGE, "", ARABIC, "one"]
+LONG = "a" * 300
+DEEP = "a/" * 3000
+
+MODELS = ["", ".", "/dev/null", LONG, DEEP, "\0", "a\nb"]
+
+PLAN = "plan tiny --ranks 4 --tokens 1K"
+RUN = "run tiny --ranks 2 --tokens 64 --steps 1"
+TRAIN = "train tiny --ranks 2 --tokens 64 --steps 1 --checkpoint new"
+REHEARSE = "rehearse tiny --ranks 4 --tokens 64 --machine cpu"
+
+
+def with_value(words: str, option: str, values: list[str]) -> list[str]:
+    """The command line with each of the values; click takes the last one of an option that is given twice."""
+    return [f"{words} {option}={shlex.quote(value)}" for value in values]
+
+
+COMMANDS = [
+    "export ~nobody-has-this-name/x new",
+    *with_value(TRAIN, "--checkpoint", ["", "~nobody-has-this-name/x", "\0"]),
+    *with_value(TRAIN, "--text", ["", "~nobody-has-this-name/x", "\0"]),
+    "cluster show slurm --set 'account=a\nb'",
+    *with_value("cluster show slurm --set", "nodes", ["two", "", "0", "-1", "\u00b2"]),
+    *with_value(PLAN, "--tokens", SIZES),
+    *with_value(PLAN, "--ranks", [*COUNTS, str(MANY)]),
+    *with_value(PLAN, "--rows", COUNTS),
+    *with_value(PLAN, "--ranks-per-node", COUNTS),
+    *with_value(PLAN, "--device-memory", BYTES),
+    *with_value(PLAN, "--host-memory", BYTES),
+    *with_value(PLAN, "--device", ["", "k80", LONG]),
+    *with_value(PLAN, "--recipe", ["", "plane", LONG, "'plain '"]),
+    *with_value(PLAN, "--set", [
+        "", "=", "=3", "mlp_tile", "mlp_tile=", "mlp_tile==3", f"mlp_tile={HUGE}", f"mlp_tile={BEYOND}",
+        "mlp_tile=nan", f"ulysses={HUGE}", f"ring={BEYOND}", "head_chunk=-4", f"{LONG}=1", "fsdp=yes",
+        "offload=None",
+    ]),
+    *(f"plan {shlex.quote(model)} --tokens 1K --ranks 4" for model in MODELS),
+    f"plan tiny --ranks {MANY} --tokens 1K --quick",
+    f"ladder tiny --ranks {MANY} --tokens 1K",
+    f"max-context tiny --ranks {MANY} --device-memory 1GiB",
+    f"max-context tiny --ranks 4 --device-memory {HUGE}GiB",
+    f"fit tiny --ranks {MANY} --tokens 1K --device-memory 1GiB",
+    f"fit tiny --ranks 4 --tokens {HUGE} --device-memory 1GiB",
+    "ladder tiny --ranks 4 --tokens 1K --figure x.xyz",
+    "ladder tiny --ranks 4 --tokens 1K --figure folder",
+    "ladder tiny --ranks 4 --tokens 1K --figure file/x.png",
+    f"rehearse tiny --ranks {MANY} --tokens 64 --machine cpu",
+    *with_value(REHEARSE, "--layers", [HUGE, "0", "5", "-1", ARABIC]),
+    *with_value(REHEARSE, "--steps", [HUGE, BEYOND, "-1", ARABIC]),
+    *with_value(REHEARSE, "--device-memory", ["nan", "0", HUGE]),
+    *with_value(RUN, "--tokens", [HUGE, "0", "1", "nan"]),
+    *with_value(RUN, "--ranks", [*COUNTS, str(MANY)]),
+    *with_value(RUN, "--steps", COUNTS),
+    *with_value(RUN, "--device-memory", ["nan", "0"]),
+    *with_value(RUN, "--seed", [HUGE, BEYOND, "-1", "1.5"]),
+    *with_value(RUN, "--text", ["/nowhere", "empty", LONG]),
+    *with_value(RUN, "--tokenizer", ["/nowhere", "folder", "broken_tokenizer"]),
+    *with_value(RUN, "--profile", ["", "nowhere"]),
+    "run 00_memory_wall --ranks 2 --tokens 64",
+    *with_value(TRAIN, "--timeout", [*NUMBERS, "1e-9"]),
+    *with_value(TRAIN, "--start-timeout", [*NUMBERS, "1e-9"]),
+    *with_value(TRAIN, "--every", COUNTS),
+    *with_value(TRAIN, "--keep", COUNTS),
+    *with_value(TRAIN, "--seed", [HUGE, BEYOND, "-1"]),
+    *with_value(TRAIN, "--lr", ["nan", "inf", "-1", HUGE]),
+    *with_value(TRAIN, "--clip-norm", ["nan", "-1", "0", HUGE]),
+    *with_value(TRAIN, "--checkpoint", ["file", "file/below", LONG]),
+    "export nowhere out",
+    "export file out",
+    "export folder file",
+    *(f"execute {name}" for name in ["not_json.ipynb", "future.ipynb", "syntax.ipynb", "folder", LONG]),
+    *with_value("execute 00_memory_wall", "--out", ["file", "file/below", LONG]),
+    "execute 00_memory_wall -p nothing 3",
+    "execute 00_memory_wall -p tokens '3('",
+    "bench notebooks not_json.ipynb",
+    *with_value("bench gpu --out new", "--minutes", ["nan", "inf", "-1", "0", HUGE]),
+    *with_value("open", "--port", ["0", "65536", HUGE, ARABIC + "x"]),
+    "plot tiny",
+    f"{PLAN} --set mlp_tile={HUGE * 13}",
+    "cluster show local --set name=x",
+    *with_value("cluster show local", "--ranks", ["99999999999999999999", ARABIC, "0"]),
+]  # fmt: skip
+
+
+def notebook(source: str, **document: object) -> str:
+    cell = {
+        "cell_type": "code", "id": "a", "execution_count": None, "metadata": {"tags": ["parameters"]},
+        "outputs": [], "source": source,
+    }  # fmt: skip
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell], **document})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the command lines name."""
+    place = tmp_path_factory.mktemp("odd")
+    (place / "folder").mkdir()
+    (place / "file").write_text("x")
+    (place / "empty").touch()
+    (place / "broken_tokenizer").mkdir()
+    (place / "broken_tokenizer" / "tokenizer.json").write_text("{}")
+    (place / "broken_tokenizer" / "tokenizer_config.json").write_text("{}")
+    (place / "not_json.ipynb").write_text("hello")
+    (place / "future.ipynb").write_text(notebook("a = 1", nbformat=9))
+    (place / "syntax.ipynb").write_text(notebook("a = = 3"))
+    return place
+
+
+def short(words: str) -> str:
+    return words.replace(HUGE, "HUGE").replace(LONG, "LONG").replace(DEEP, "DEEP")
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: ascii(short(words)))
+def test_an_odd_command_line_answers_with_one_line(
+    words: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    before = sorted(place.iterdir())
+    run = CliRunner().invoke(main, shlex.split(words))
+    assert run.exit_code == 2, run.exception
+    assert run.stdout == ""
+    assert run.stderr.startswith("lab: ")
+    assert run.stderr.count("\n") == 1, run.stderr
+    assert len(run.stderr) < 700
+    assert sorted(place.iterdir()) == before

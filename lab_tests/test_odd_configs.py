@@ -1,0 +1,104 @@
+"""Odd configs: each is refused in one line, or planned; none ends in an exception of Python or of torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lab.commands.cli import main
+
+GOOD: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 67,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "head_dim",
+)  # fmt: skip
+VALUES = [0, -1, 1.5, True, "8", [], {}, 2**31, 2**63, 10**30]
+"""Values of a size. The number 1 and null are legal for some of them."""
+
+THREE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+WRONG = [0, -1, float("nan"), float("inf"), "8", None, [], 1e400, 10**400]
+
+
+def ropes() -> list[dict[str, Any]]:
+    """Each number of each rope type, with each wrong value, and missing."""
+    found: list[dict[str, Any]] = []
+    for rope in (PLAIN, LINEAR, THREE, YARN):
+        for name in rope:
+            if name == "rope_type":
+                continue
+            found += [{**rope, name: value} for value in WRONG]
+    found += [{**THREE, "low_freq_factor": 4.0}, {**THREE, "low_freq_factor": 8.0}, {"rope_type": "own"}, {}]
+    found += [{**YARN, "beta_fast": value} for value in (0, -1, 1, "a")]
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    *({**GOOD, name: value} for name in SIZES for value in VALUES),
+    *({**GOOD, "head_dim": value} for value in (1, 7)),
+    *({**GOOD, "rope_parameters": rope} for rope in ropes()),
+    *({**GOOD, "rope_parameters": rope} for rope in (None, 3, "yarn", [])),
+    *({**GOOD, "rms_norm_eps": value} for value in ("a", None, [], -1, float("nan"))),
+    *({**GOOD, "hidden_act": value} for value in ("", "none", None, 3, [])),
+    *({**GOOD, "tie_word_embeddings": value} for value in ("yes", None, 2)),
+    *({**GOOD, "max_position_embeddings": value} for value in (0, -1, "a", None, 10**30)),
+    *({**GOOD, "model_type": value} for value in ("", None, 3, [], "own", "gpt2", "../llama")),
+    *({**GOOD, "layer_types": value} for value in ([], "full_attention", ["own", "own"], 3)),
+    *({**GOOD, "dtype": value} for value in ("own", 3, [], "int8")),
+    *({**GOOD, "attention_bias": value} for value in ("yes", 3, None)),
+    *({name: value for name, value in GOOD.items() if name != missing} for missing in SIZES),
+]
+
+
+def answer(folder: Path) -> str:
+    """What the command says of a model in a folder: a quick plan, or the line that refuses it."""
+    words = ["plan", str(folder), "--tokens", "64", "--ranks", "2", "--recipe", "ulysses", "--quick"]
+    run = CliRunner().invoke(main, words)
+    assert run.exit_code in (0, 2), run.exception
+    if run.exit_code == 2:
+        assert run.stderr.startswith("lab: ")
+        assert run.stderr.count("\n") == 1, run.stderr
+    return run.stderr
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_an_odd_config_is_refused_in_one_line_or_planned(number: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CASES[number]))
+    answer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "cannot be read as JSON"),
+        (json.dumps(GOOD)[:-1], "cannot be read as JSON"),
+        ("", "cannot be read as JSON"),
+        ("null", "has model_type=None"),
+        ("[]", "has model_type=None"),
+        ("\udcff", "cannot be read as JSON"),
+        (json.dumps({**GOOD, "rope_parameters": {**PLAIN, "rope_theta": 0}}), "no angle can be computed"),
+        (json.dumps({**GOOD, "rope_parameters": {**PLAIN, "rope_theta": -1}}), "no angle can be computed"),
+        (json.dumps({**GOOD, "rope_parameters": {**LINEAR, "factor": 0}}), "no angle can be computed"),
+        (json.dumps({**GOOD, "rope_parameters": {**THREE, "low_freq_factor": 4.0}}), "no angle can"),
+        (json.dumps({**GOOD, "head_dim": 1}), "head_dim=1: rotary positions turn pairs"),
+        (json.dumps({**GOOD, "head_dim": 2**31}), "head_dim=2147483648: the lab takes sizes up to 16777216"),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_a_broken_config_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert said in answer(tmp_path)
+
+
+def test_the_config_that_the_cases_change_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD))
+    assert answer(tmp_path) == ""
