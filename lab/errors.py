@@ -27,6 +27,10 @@ class CheckpointError(LabError):
     """A checkpoint that is missing, incomplete, of another run, or that could not be written."""
 
 
+class ResultError(LabError):
+    """A question to a timeline, a plan or a run that it cannot answer."""
+
+
 class DivergedError(LabError):
     """Training that ended because the loss, a parameter or the optimizer's state is not finite.
 

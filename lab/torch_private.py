@@ -102,6 +102,19 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+ACCUMULATES = 2**64 - 1
+"""The number of a node that accumulates a gradient; see ``running_sequence_number``."""
+
+
+def running_graph_task() -> int:
+    """Return the number of the backward pass that this thread runs, the innermost; -1 outside backward.
+
+    A pass that is begun inside another has a higher number.
+    """
+    number: int = _C._current_graph_task_id()
+    return number
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now has ended; a pass that fails does not call it."""
     # mypy knows no such attribute.

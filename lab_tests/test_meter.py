@@ -10,9 +10,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lab import models
+from lab.memory.categories import CATEGORIES
 from lab.memory.meter import Meter
 from lab.memory.resizes import report_resizes
-from lab.memory.timeline import CATEGORIES
 from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
 

@@ -17,7 +17,8 @@ from PIL import Image
 
 import lab.show
 from lab.errors import LabError
-from lab.memory.timeline import CATEGORIES, Timeline, TimelineBuilder
+from lab.memory.categories import CATEGORIES
+from lab.memory.timeline import Timeline, TimelineBuilder
 from lab.show import palette, panels
 from lab.show.live import messages, thinning
 from lab.show.live import timeline as live_timeline

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from lab.memory.timeline import CATEGORIES, Op, Timeline, TimelineBuilder
+from lab.memory.categories import CATEGORIES
+from lab.memory.timeline import Op, Timeline, TimelineBuilder
 
 
 @pytest.fixture

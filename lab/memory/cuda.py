@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from lab.errors import LabError
-from lab.memory.meter import ACTIVATIONS, OTHER, Meter
-from lab.memory.timeline import Timeline, TimelineBuilder
+from lab.memory.categories import OTHER
+from lab.memory.meter import Meter
+from lab.memory.timeline import Timeline
 from lab.torch_private import memory_events, start_memory_history, stop_memory_history
 from lab.units import format_bytes
 
@@ -145,7 +146,9 @@ def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline,
     So an event belongs to the meter's first row at or after it, and to the last row if none follows. That
     row gives the event its operator, its module and its categories. Bytes unknown to the meter are *other*.
     Where the meter counts more bytes than the allocator (bytes that are freed already, or not allocated yet),
-    *activations* are reduced by the difference.
+    the difference is taken from *temporary buffers*, and what they lack from the categories before them.
+
+    The storages are the meter's, at the rows at which it held them.
 
     Args:
         events: The allocator's events.
@@ -153,30 +156,19 @@ def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline,
         meter: The meter's timeline of the same step, with a row for every operator.
         start: When the meter's clock was at zero, in seconds since the epoch.
     """
-    rows = TimelineBuilder()
-    for event in events:
-        # Freed bytes are no longer allocated, although another stream may still read them.
-        change = {"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event["size"]
-        if not change:
-            continue
-        allocated += change
-        seconds = event["time_us"] / 1e6 - start
-        row = min(int(np.searchsorted(meter.seconds, seconds, side="left")), len(meter) - 1)
-        at, split = meter.moment(row), meter.device[row].copy()
-        split[OTHER] = allocated - split[:OTHER].sum()
-        if split[OTHER] < 0:
-            split[ACTIVATIONS] += split[OTHER]
-            split[OTHER] = 0
-        rows.add(
-            seconds,
-            split.tolist(),
-            at.host,
-            phase=at.phase,
-            module=at.module,
-            op=meter.ops[meter.op[row]],
-            step=at.step,
-        )
-    return rows.since(0)
+    # Freed bytes are no longer allocated, although another stream may still read them.
+    signs = {"alloc": 1, "free_requested": -1}
+    changes = [(event["time_us"], signs.get(event["action"], 0) * event["size"]) for event in events]
+    times, sizes = np.array([change for change in changes if change[1]], dtype=np.int64).reshape(-1, 2).T
+    seconds = times / 1e6 - start
+    rows = np.minimum(np.searchsorted(meter.seconds, seconds, side="left"), len(meter) - 1)
+    device = meter.device[rows]
+    device[:, OTHER] = allocated + sizes.cumsum() - device[:, :OTHER].sum(axis=1)
+    for category in reversed(range(OTHER)):
+        excess = np.minimum(device[:, category], np.maximum(-device[:, OTHER], 0))
+        device[:, category] -= excess
+        device[:, OTHER] += excess
+    return replace(meter.take(rows), seconds=seconds, device=device, storages=meter.storages.at_rows(rows))
 
 
 def outside_torch() -> int:

@@ -16,40 +16,80 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
 
+from lab.memory.categories import CATEGORIES, HOST, OTHER
 from lab.memory.module_paths import ModulePaths
 from lab.memory.observer import Observer
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import report_resizes
-from lab.memory.timeline import CATEGORIES, Moment, Op, Timeline, TimelineBuilder
+from lab.memory.storages import Entry, Rows, TensorKind, storages_of
+from lab.memory.timeline import Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
-from lab.torch_private import FakeTensor, detect_fake_mode, local_part, storage_id
+from lab.torch_private import (
+    ACCUMULATES,
+    FakeTensor,
+    detect_fake_mode,
+    local_part,
+    running_graph_task,
+    running_sequence_number,
+    storage_id,
+)
 
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = range(len(CATEGORIES))
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, RECOMPUTED, ACTIVATION_GRADIENTS, TEMPORARY = range(OTHER)
 
-HOST = len(CATEGORIES)
-"""The category of host memory, after those of the device: the results of ``lab::to_host``.
-
-On CPU nothing else tells memory of the host from memory of the device.
-"""
+_SHARDING_OPERATORS = {
+    "c10d._allgather_base_": PARAMETERS,
+    "fsdp.chunk_cat": GRADIENTS,
+    "c10d._reduce_scatter_base_": GRADIENTS,
+}
+"""FSDP's operators, and the category of the tensors that they take: parts of many parameters or gradients."""
 
 NO_OP = Op("-")
 """The operator of the rows that mark the start and the end of a phase."""
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a counted storage, which calls the meter when the storage dies."""
+    """A weak reference to a counted storage, which calls the meter when the storage dies.
 
-    __slots__ = ("category", "key", "size")
+    Since the row ``first`` it has had its ``size``. ``shape`` and ``dtype`` are those of the first tensor
+    that was seen on it, and ``name`` is that of its parameter.
+    """
+
+    __slots__ = ("category", "dtype", "first", "key", "name", "shape", "size")
 
     key: int
     size: int
     category: int
+    first: int
+    shape: torch.Size
+    dtype: torch.dtype
+    name: str
+
+
+_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str]
+"""Of a block: the first row, the row after the last, the size, the category, shape, dtype and name."""
+
+
+class _Scope:
+    """A module whose forward runs, or an autograd node whose backward runs, and the blocks made in it.
+
+    A module has no ``node``. That of a node is the number of its backward pass, and its own.
+    """
+
+    __slots__ = ("blocks", "node", "survivors")
+
+    def __init__(self, node: tuple[int, int] | None, survivors: int) -> None:
+        self.node = node
+        self.survivors = survivors
+        """The category of the blocks that outlive it."""
+        self.blocks: list[_Block] = []
 
 
 class Meter(Observer):
@@ -93,15 +133,17 @@ class Meter(Observer):
         self._run = run
         self._workspace = workspace
         self._live: dict[int, _Block] = {}
+        # What was held from a row to another, for every block that was freed or resized.
+        self._entries: list[_Entry] = []
         self._bytes = [0] * (len(CATEGORIES) + 1)
         self._bytes[OTHER] = self._workspace.fixed
         self._changed = True
         self._phase = "setup"
         self._paths = ModulePaths()
-        # The new blocks of each module that runs its forward, the innermost last.
-        self._new_blocks: list[list[_Block]] = []
+        # What runs, the innermost last.
+        self._scopes: list[_Scope] = []
         self._swept_module = ""
-        self._awaiting_gradient: list[nn.Parameter] = []
+        self._awaiting_gradient: list[tuple[str, nn.Parameter]] = []
 
     # ---- what a step calls -------------------------------------------------------------------------------
 
@@ -114,11 +156,13 @@ class Meter(Observer):
         self._step += 1
         self._paths = ModulePaths()
         self._fake_mode = detect_fake_mode()
-        self._mark(model.parameters(), PARAMETERS)
-        self._mark(model.buffers(), PARAMETERS)
-        self._mark((p.grad for p in model.parameters() if p.grad is not None), GRADIENTS)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._mark(model.named_parameters(), PARAMETERS)
+        self._mark(model.named_buffers(), PARAMETERS)
+        self._mark(((name, p.grad) for name, p in model.named_parameters() if p.grad is not None), GRADIENTS)
         if optimizer is not None:
-            self._mark((v for s in optimizer.state.values() for v in s.values()), OPTIMIZER)
+            state = optimizer.state.items()
+            self._mark(((names.get(p, ""), v) for p, values in state for v in values.values()), OPTIMIZER)
         self._model = model
         hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]
         with report_resizes(self._on_resize), self:
@@ -127,7 +171,7 @@ class Meter(Observer):
             finally:
                 for hook in hooks:
                     hook.remove()
-                self._new_blocks.clear()
+                self._scopes.clear()
                 self._send()
 
     @contextmanager
@@ -135,30 +179,48 @@ class Meter(Observer):
         """Name the phase of the step that runs in this context: forward, backward or optimizer."""
         outer, self._phase = self._phase, name
         self._swept_module = ""
-        self._awaiting_gradient = [p for p in self._model.parameters() if p.requires_grad]
+        self._awaiting_gradient = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         self._add_row(NO_OP, "")
         yield
+        self._leave_nodes()
         self._sweep_gradients()
         self._add_row(NO_OP, "")
         self._phase = outer
 
     def timeline(self) -> Timeline:
-        """Return the rows of all steps so far."""
-        return self.rows.since(0)
+        """Return the rows of all steps so far, and their storages.
+
+        A storage has one category in all rows: that which it has now.
+        """
+        rows = self.rows.since(0)
+        held_still = (self._entry(block) for block in self._live.values() if self._in_rows(block))
+        storages = storages_of(
+            (
+                Entry(first, end, size, category, _kind(shape, dtype, name))
+                for first, end, size, category, shape, dtype, name in (*self._entries, *held_still)
+            ),
+            Rows(rows.seconds, rows.op, rows.module, rows.phase, rows.step),
+        )
+        held = storages.bytes_of(len(rows), HOST + 1)[:, :HOST]
+        held[:, OTHER] = rows.device[:, OTHER]
+        return replace(rows, device=held, storages=storages)
 
     # ---- counting ----------------------------------------------------------------------------------------
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the storages of the operator's inputs, run it, and count those of its outputs."""
-        for value in args:
-            self._count(value, OTHER)
         name = _name(func)
+        self._follow_nodes(args)
+        for value in args:
+            self._count(value, TEMPORARY)
         try:
             result = self._run(func, args, kwargs)
         except torch.OutOfMemoryError as error:
             self._add_row(Op(name, _shapes(args)), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
-        self._count(result, HOST if name == "lab.to_host" else OTHER)
+        self._count(result, HOST if name == "lab.to_host" else TEMPORARY)
+        if name in _SHARDING_OPERATORS:
+            self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
         inside = self._workspace.kernel(name, args)
         if self._changed or inside or self._every_operator:
             module = self._paths.current()
@@ -186,11 +248,13 @@ class Meter(Observer):
         block = _Block(storage, self._on_death)
         block.key, block.category = key, category
         block.size = self._workspace.allocation(storage.nbytes())
+        block.first = len(self.rows)
+        block.shape, block.dtype, block.name = tensor.shape, tensor.dtype, ""
         self._live[block.key] = block
         self._bytes[category] += block.size
         self._changed = True
-        if self._new_blocks:
-            self._new_blocks[-1].append(block)
+        if self._scopes:
+            self._scopes[-1].blocks.append(block)
         return block
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
@@ -202,55 +266,112 @@ class Meter(Observer):
 
     def _on_death(self, block: _Block) -> None:
         del self._live[block.key]
-        self._bytes[block.category] -= block.size
-        block.size = 0
-        self._changed = True
+        self._resize(block, 0)
 
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
         block = self._live.get(storage_id(storage))
         if block is not None:
-            self._bytes[block.category] -= block.size
-            block.size = self._workspace.allocation(storage.nbytes())
-            self._bytes[block.category] += block.size
-            self._changed = True
+            self._resize(block, self._workspace.allocation(storage.nbytes()))
 
-    def _mark(self, tensors: Iterable[torch.Tensor], category: int) -> None:
-        for tensor in tensors:
+    def _resize(self, block: _Block, size: int) -> None:
+        if self._in_rows(block):
+            self._entries.append(self._entry(block))
+        self._bytes[block.category] += size - block.size
+        block.size, block.first = size, len(self.rows)
+        self._changed = True
+
+    def _in_rows(self, block: _Block) -> bool:
+        """Return whether a row has counted the block at its present size."""
+        return block.size > 0 and block.first < len(self.rows)
+
+    def _entry(self, block: _Block) -> _Entry:
+        end = len(self.rows)
+        return block.first, end, block.size, block.category, block.shape, block.dtype, block.name
+
+    def _mark(self, tensors: Iterable[tuple[str, torch.Tensor]], category: int) -> None:
+        """Give the storages of tensors, which come with the names of their parameters, a category."""
+        for name, tensor in tensors:
             block = self._count_tensor(local_part(tensor), category)
             if block is not None:
                 self._move(block, category)
+                block.name = _name_of_all(block.name, name)
+
+    def _classify(self, value: Any, category: int) -> None:
+        """Give the tensors among an operator's arguments a category, if they are not of the model's state."""
+        if isinstance(value, torch.Tensor):
+            block = self._live.get(storage_id(value.untyped_storage()))
+            if block is not None and block.category >= ACTIVATIONS:
+                self._move(block, category)
+        elif isinstance(value, tuple | list):
+            for item in value:
+                self._classify(item, category)
 
     def _move(self, block: _Block, category: int) -> None:
         self._bytes[block.category] -= block.size
         self._bytes[category] += block.size
         block.category = category
 
-    # ---- categories: what outlives its module is activations, gradients belong to parameters --------------
+    # ---- categories: what outlives the module or the node that made it, and whose it is ---------------
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
+            self._follow_nodes(())
             # FSDP has gathered this module's parameters before. Those of its children are marked too, because
             # a technique may use their weights without calling them.
-            self._mark(module.parameters(), PARAMETERS)
+            self._mark(module.named_parameters(path), PARAMETERS)
             self._paths.enter(path)
-            self._new_blocks.append([])
+            recomputed = any(scope.node for scope in self._scopes)
+            self._scopes.append(_Scope(None, RECOMPUTED if recomputed else ACTIVATIONS))
 
         def leave(*_: Any) -> None:
-            for block in self._new_blocks.pop():
-                if block.size and block.category == OTHER:
-                    self._move(block, ACTIVATIONS)
+            while self._close_scope().node is not None:
+                pass
             self._paths.leave()
 
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
 
+    def _follow_nodes(self, args: tuple[Any, ...]) -> None:
+        """Note which autograd node runs, if one does; ``args`` are those of the operator that it runs."""
+        task = running_graph_task()
+        number = None if task < 0 else running_sequence_number()
+        if number is None:
+            self._leave_nodes()
+            return
+        if number == ACCUMULATES:
+            # What it accumulates is the gradient of a parameter, or of FSDP's copy of one.
+            self._classify(args, GRADIENTS)
+        node = (task, number)
+        # Nodes of a pass that was begun inside this node have ended, and so have others of this pass.
+        while (inner := self._running_node()) is not None and inner != node and inner[0] >= task:
+            self._close_scope()
+        # In a module whose forward is computed again, the node that does it is further out.
+        if inner != node and not any(scope.node == node for scope in self._scopes):
+            self._scopes.append(_Scope(node, ACTIVATION_GRADIENTS))
+
+    def _running_node(self) -> tuple[int, int] | None:
+        """Return the innermost scope's node, if that is one."""
+        return self._scopes[-1].node if self._scopes else None
+
+    def _leave_nodes(self) -> None:
+        while self._running_node() is not None:
+            self._close_scope()
+
+    def _close_scope(self) -> _Scope:
+        """Leave the innermost module or node: what is new in it and held still outlives it."""
+        scope = self._scopes.pop()
+        for block in scope.blocks:
+            if block.size and block.category == TEMPORARY:
+                self._move(block, scope.survivors)
+        return scope
+
     def _sweep_gradients(self) -> None:
         waiting = []
-        for parameter in self._awaiting_gradient:
+        for name, parameter in self._awaiting_gradient:
             if parameter.grad is None:
-                waiting.append(parameter)
+                waiting.append((name, parameter))
             else:
-                self._mark((parameter.grad,), GRADIENTS)
+                self._mark([(name, parameter.grad)], GRADIENTS)
         self._awaiting_gradient = waiting
 
     # ---- rows --------------------------------------------------------------------------------------------
@@ -273,6 +394,19 @@ class Meter(Observer):
             grown = self.rows.since(self._sent)
             self._sent, self._sent_at = len(self.rows), time.perf_counter()
             self._on_growth(grown)
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype, name: str) -> TensorKind:
+    return TensorKind(tuple(shape), str(dtype).removeprefix("torch."), name)
+
+
+@cache
+def _name_of_all(first: str, second: str) -> str:
+    """Return one name for what two names mean: ``"model.layers.3.*"`` of two parameters of a layer."""
+    if not first or first == second or (first.endswith("*") and second.startswith(first[:-1])):
+        return first or second
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return f"{''.join(a for a, _ in same).rpartition('.')[0]}.*".removeprefix(".")
 
 
 @cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lab.errors import LabError
-from lab.memory.timeline import CATEGORIES, Moment
+from lab.memory.categories import CATEGORIES
+from lab.memory.timeline import Moment
 from lab.units import format_bytes
 
 

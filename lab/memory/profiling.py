@@ -22,9 +22,10 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
-from lab.memory.meter import ACTIVATIONS, OTHER, Meter
-from lab.memory.timeline import CATEGORIES, Moment, Timeline
-from lab.torch_private import memory_snapshot, start_memory_history, stop_memory_history, storage_id
+from lab.memory.categories import CATEGORIES, OTHER
+from lab.memory.meter import ACTIVATIONS, Meter
+from lab.memory.timeline import Moment, Timeline
+from lab.torch_private import memory_snapshot, start_memory_history, stop_memory_history
 
 MARK = "lab"
 """The start of the names of the meter's marks in a trace: ``lab|forward|model.layers.0.mlp|aten.silu``."""
@@ -134,12 +135,11 @@ def name_of(call: Call, by: Literal["op", "module", "phase"]) -> str:
 
 
 class ProfilingMeter(Meter):
-    """A meter that marks each operator in the profiler's trace, and remembers where each storage was made."""
+    """A meter that marks each operator in the profiler's trace."""
 
     def __init__(self) -> None:
         # The clock of the profiler, so that rows and calls have one axis of time.
         super().__init__(clock=lambda: time.time_ns() / 1e9)
-        self._first_row: dict[int, int] = {}
         self._waits = torch.cuda.is_available()
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,23 +152,13 @@ class ProfilingMeter(Meter):
                 torch.cuda.synchronize()
         return result
 
-    def _count_tensor(self, tensor: torch.Tensor, category: int) -> Any:
-        # Looked up before the storage is counted, because counting may free other storages.
-        known = storage_id(tensor.untyped_storage()) in self._live
-        block = super()._count_tensor(tensor, category)
-        if block is not None and not known:
-            self._first_row[block.key] = len(self.rows)  # the row that this operator will add
-        return block
-
     def leftovers(self) -> tuple[Leftover, ...]:
         """Return the storages that are held now and are not the model's state, the largest first."""
         gc.collect()
         rows = self.timeline()
-        blocks = [b for b in self._live.values() if b.size and b.category in (ACTIVATIONS, OTHER)]
+        blocks = [b for b in self._live.values() if b.size and ACTIVATIONS <= b.category < OTHER]
         blocks.sort(key=lambda block: -block.size)
-        return tuple(
-            Leftover(b.size, CATEGORIES[b.category], rows.moment(self._first_row[b.key])) for b in blocks
-        )
+        return tuple(Leftover(b.size, CATEGORIES[b.category], rows.moment(b.first)) for b in blocks)
 
     @contextmanager
     def profile_step(self) -> Iterator[list[Profile]]:

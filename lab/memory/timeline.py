@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-"""What device bytes are for, in the order in which figures stack them.
-
-*activations* are tensors that outlive the module in whose forward they were made.
-"""
+from lab.errors import ResultError
+from lab.memory.categories import CATEGORIES
+from lab.memory.holders import Holders, Memory, of_moment
+from lab.memory.storages import NO_STORAGES, Storages
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class Timeline:
         phases: The names of phases.
         modules: The paths of modules.
         ops: The operators.
+        storages: The storages whose bytes the rows add up; none for rows that are sent while a run goes on.
     """
 
     seconds: npt.NDArray[np.float64]
@@ -82,6 +82,7 @@ class Timeline:
     phases: tuple[str, ...]
     modules: tuple[str, ...]
     ops: tuple[Op, ...]
+    storages: Storages = NO_STORAGES
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -125,6 +126,109 @@ class Timeline:
         """Return the last row at or before this time."""
         return self.moment(max(int(np.searchsorted(self.seconds, seconds, side="right")) - 1, 0))
 
+    def row_at(self, seconds: float) -> int:
+        """Return the index of the last row at or before this time.
+
+        Raises:
+            ResultError: The time is outside the timeline.
+        """
+        start, end = (float(self.seconds[0]), float(self.seconds[-1])) if len(self) else (0.0, 0.0)
+        if not (len(self) and start <= seconds <= end):
+            raise ResultError(
+                f"at={seconds!r} is outside this timeline, which goes from {start:.6g} to {end:.6g} seconds"
+            )
+        return int(np.searchsorted(self.seconds, seconds, side="right")) - 1
+
+    def holders(self, at: float | str = "peak", *, memory: Memory = "device") -> Holders:
+        """Return every tensor that is held at an instant.
+
+        Args:
+            at: Seconds; or ``"peak"``, the row at which this memory holds the most; or the name of a phase,
+                whose last row is meant, in the last step that has it.
+            memory: Which memory: the device's or the host's.
+
+        Raises:
+            ResultError: There is no such instant, or the timeline has no storages.
+        """
+        return of_moment(self, self._row(at, memory), memory)
+
+    def end_of(self, phase: str, step: int | None = None) -> Moment:
+        """Return the last row of a phase, in the last step that has it or in a given step.
+
+        Raises:
+            ResultError: There is no such phase.
+        """
+        rows = self._where(phase=phase, step=step)
+        return self.moment(int(rows[-1]))
+
+    def highest(self, *, module: str | None = None, phase: str | None = None) -> Moment:
+        """Return the row at which the device holds the most bytes while a module or a phase runs.
+
+        Args:
+            module: The path of a module, for instance ``"model.layers.1.mlp"``; those inside it count too.
+            phase: The name of a phase.
+
+        Raises:
+            ResultError: No row is of that module and phase.
+        """
+        rows = self._where(module=module, phase=phase)
+        return self.moment(int(rows[self.total[rows].argmax()]))
+
+    def kept(self, module: str, *, memory: Memory = "device") -> Holders:
+        """Return what a module's forward keeps for backward: its tensors at the end of the last forward.
+
+        Args:
+            module: The path of a module, for instance ``"model.layers.1"``; those inside it count too.
+            memory: Which memory: the device's or the host's.
+
+        Raises:
+            ResultError: The module has no row in a forward phase, or the timeline has no storages.
+        """
+        rows = self._where(module=module, phase="forward")
+        step = int(self.step[rows[-1]])
+        end = int(self._where(phase="forward", step=step)[-1])
+        return of_moment(self, end, memory).made_by(module=module, phase="forward", step=step)
+
+    def grown(self, step: int, *, memory: Memory = "device") -> Holders:
+        """Return what a step adds to the next: the tensors made in it that are held at its end.
+
+        Args:
+            step: The training step, counted from 0.
+            memory: Which memory: the device's or the host's.
+
+        Raises:
+            ResultError: There is no such step, or the timeline has no storages.
+        """
+        return of_moment(self, int(self._where(step=step)[-1]), memory).made_by(step=step)
+
+    def _row(self, at: float | str, memory: Memory) -> int:
+        if isinstance(at, str) and at == "peak" and len(self):
+            return int((self.total if memory == "device" else self.host).argmax())
+        return int(self._where(phase=at)[-1]) if isinstance(at, str) else self.row_at(at)
+
+    def _where(
+        self, *, module: str | None = None, phase: str | None = None, step: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Return the rows of a module, a phase and a step; of the last step if none is given with a phase."""
+        matches = np.ones(len(self), dtype=bool)
+        if module is not None:
+            inside = [path == module or path.startswith(f"{module}.") for path in self.modules]
+            matches &= np.array(inside, dtype=bool)[self.module]
+        if phase is not None:
+            matches &= np.array([name == phase for name in self.phases], dtype=bool)[self.phase]
+        if step is not None:
+            matches &= self.step == step
+        rows = np.flatnonzero(matches)
+        if not len(rows):
+            asked = {"module": module, "phase": phase, "step": step}
+            said = " and ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+            steps = np.unique(self.step).tolist()
+            raise ResultError(
+                f"no row is of {said}; there are the phases {', '.join(self.phases)} and the steps "
+                f"{', '.join(map(str, steps))}"
+            )
+        return rows
+
     def spans(self) -> Iterator[tuple[str, int, float, float]]:
         """Yield ``(phase, step, start, end)`` of each phase, in order; start and end are in seconds."""
         if not len(self):
@@ -148,8 +252,12 @@ class Timeline:
         return _from_columns(columns, last.phases, last.modules, last.ops)
 
     def rows(self, keep: npt.ArrayLike) -> Timeline:
-        """Return a timeline of these rows alone, which are given as indices or as a mask."""
-        index = np.asarray(keep)
+        """Return a timeline of these rows alone, which are given as increasing indices or as a mask."""
+        index = np.arange(len(self))[np.asarray(keep)]
+        return replace(self.take(index), storages=self.storages.at_rows(index))
+
+    def take(self, index: npt.NDArray[np.int64]) -> Timeline:
+        """Return a timeline of the rows at these indices, in any order, without storages."""
         return _from_columns(
             [getattr(self, name)[index] for name in _COLUMNS], self.phases, self.modules, self.ops
         )
@@ -161,14 +269,24 @@ class Timeline:
             "phases": list(self.phases),
             "modules": list(self.modules),
             "ops": [asdict(op) for op in self.ops],
+            "storages": self.storages.to_json(),
         }
 
     @classmethod
     def from_json(cls, document: dict[str, Any] | str) -> Timeline:
-        """Return the timeline of what ``to_json`` returned, given as a dict or as JSON text."""
+        """Return the timeline of what ``to_json`` returned, given as a dict or as JSON text.
+
+        Raises:
+            ResultError: The document is that of an earlier version, whose categories were others.
+        """
         d = json.loads(document) if isinstance(document, str) else document
+        if "storages" not in d:
+            raise ResultError(
+                "this timeline is of an earlier version of the lab, without storages: record it again"
+            )
         columns = [d[name] for name in _COLUMNS]
-        return _from_columns(columns, d["phases"], d["modules"], (Op(**op) for op in d["ops"]))
+        timeline = _from_columns(columns, d["phases"], d["modules"], (Op(**op) for op in d["ops"]))
+        return replace(timeline, storages=Storages.from_json(d["storages"]))
 
 
 _COLUMNS = ("seconds", "device", "host", "phase", "module", "op", "step")

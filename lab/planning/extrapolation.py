@@ -16,7 +16,10 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from lab.memory.timeline import CATEGORIES, Timeline
+from lab.memory.categories import CATEGORIES, HOST, OTHER
+from lab.memory.storages import Rows, storages_of
+from lab.memory.timeline import Timeline
+from lab.planning.extrapolated_storages import Part, extrapolated_entries
 
 SHALLOW, DEEP = 5, 6
 """The depths that are walked."""
@@ -28,13 +31,21 @@ _LAYER = re.compile(r"\bmodel\.layers\.(\d+)")
 
 
 def extrapolate(shallow: Timeline, deep: Timeline, layers: int) -> Timeline | None:
-    """Return the timeline of ``layers`` layers, more than 6; None if the two differ in a row's operator."""
+    """Return the timeline of ``layers`` layers, more than 6.
+
+    The storages are extrapolated apart, and must add up to the bytes of every row.
+
+    Returns:
+        None if the two differ in a row's operator, or where the storages do not add up.
+    """
     extra = layers - DEEP
     shallow_parts, values, shallow_values = _parts(shallow), _values(deep), _values(shallow)
     rows: list[npt.NDArray[np.int64]] = []
     columns: list[npt.NDArray[np.float64]] = []
     shifts: list[int] = []
-    for (phase, layer, which), part in _parts(deep).items():
+    target: dict[Part, slice] = {}
+    deep_parts, length = _parts(deep), 0
+    for (phase, layer, which), part in deep_parts.items():
         # The same rows of the shallower step, with one layer fewer after them, or one layer fewer before.
         fewer_after = shallow_parts.get((phase, layer - (layer > MIDDLE), which))
         fewer_before = shallow_parts.get((phase, layer - (layer >= MIDDLE), which))
@@ -47,14 +58,22 @@ def extrapolate(shallow: Timeline, deep: Timeline, layers: int) -> Timeline | No
             rows.append(np.arange(part.start, part.stop))
             columns.append(values[part] + copy * before + (extra - copy) * after)
             shifts.append(copy)
-    return _assembled(deep, rows, columns, shifts)
+            begin, length = length, length + part.stop - part.start
+            target[phase, layer + copy, which] = slice(begin, length)
+    whole = _assembled(deep, rows, columns, shifts)
+    try:
+        entries = extrapolated_entries(
+            (shallow.storages, shallow_parts), (deep.storages, deep_parts), target, MIDDLE, extra
+        )
+        storages = storages_of(entries, Rows(whole.seconds, whole.op, whole.module, whole.phase, whole.step))
+    except LookupError:
+        return None
+    held = storages.bytes_of(len(whole), HOST + 1)
+    adds_up = (held[:, :OTHER] == whole.device[:, :OTHER]).all() and (held[:, HOST] == whole.host).all()
+    return replace(whole, storages=storages) if adds_up else None
 
 
-_Parts = dict[tuple[str, int, int], slice]
-"""Rows by phase, layer (-1 for none), and how many such parts came before."""
-
-
-def _parts(timeline: Timeline) -> _Parts:
+def _parts(timeline: Timeline) -> dict[Part, slice]:
     of_module = [int(m[1]) if (m := _LAYER.search(path)) else -1 for path in timeline.modules]
     layer = np.array(of_module)[timeline.module]
     for phase in range(len(timeline.phases)):
@@ -63,7 +82,7 @@ def _parts(timeline: Timeline) -> _Parts:
         for row in range(inside[0], inside[-1]) if len(inside) else ():
             if layer[row + 1] < 0:
                 layer[row + 1] = layer[row]
-    parts: _Parts = {}
+    parts: dict[Part, slice] = {}
     for (phase, of), group in groupby(range(len(timeline)), lambda r: (timeline.phase[r], layer[r])):
         rows = list(group)
         name = timeline.phases[phase]
@@ -98,7 +117,7 @@ def _assembled(
 
     columns = np.concatenate(values)
     return replace(
-        deep.rows(np.concatenate(rows)),
+        deep.take(np.concatenate(rows)),
         seconds=columns[:, 0].cumsum(),
         device=columns[:, 1 : 1 + len(CATEGORIES)].astype(np.int64),
         host=columns[:, -1].astype(np.int64),

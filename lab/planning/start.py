@@ -6,7 +6,8 @@ from math import prod
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lab.memory.timeline import CATEGORIES, Moment
+from lab.memory.categories import CATEGORIES
+from lab.memory.timeline import Moment
 from lab.memory.workspace import NO_WORKSPACE
 from lab.models.first_values import piece_elements
 from lab.planning.hardware import cuda_workspace
@@ -46,13 +47,18 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
         largest = -(-largest // job.ranks) if job.recipe.fsdp else largest
         piece = piece_elements("cuda" if machine.workspace else "cpu")
         moments.append(("first values", parameters + buffers, 0, _SCRATCH * min(piece, largest)))
-    op, of_parameters, of_optimizer, other = max(moments, key=lambda moment: sum(moment[1:]))
-    other += workspace.fixed
+    op, of_parameters, of_optimizer, temporary = max(moments, key=lambda moment: sum(moment[1:]))
     return Moment(
         seconds=0.0,
-        device=of_parameters + of_optimizer + other,
+        device=of_parameters + of_optimizer + temporary + workspace.fixed,
         host=0,
-        by_category=dict(zip(CATEGORIES, (of_parameters, 0, of_optimizer, 0, other), strict=True)),
+        by_category=dict.fromkeys(CATEGORIES, 0)
+        | {
+            "parameters": of_parameters,
+            "optimizer": of_optimizer,
+            "temporary buffers": temporary,
+            "other": workspace.fixed,
+        },
         op=op,
         shapes="",
         module="",

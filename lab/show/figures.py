@@ -13,7 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lab.errors import LabError
-from lab.memory.timeline import CATEGORIES, Moment, Timeline
+from lab.memory.categories import CATEGORIES
+from lab.memory.timeline import Moment, Timeline
 from lab.show.palette import COLOURS
 from lab.show.panels import Over, draw_host, draw_phases, draw_planned, draw_stack, make_panel, row_positions
 from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure

@@ -1,6 +1,6 @@
 """The colours of all pictures: those of Okabe and Ito, which colour-blind readers can tell apart."""
 
-from lab.memory.timeline import CATEGORIES
+from lab.memory.categories import CATEGORIES
 
 COLOURS = {
     "parameters": "#0072B2",

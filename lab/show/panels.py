@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 
-from lab.memory.timeline import CATEGORIES, Timeline
+from lab.memory.categories import CATEGORIES
+from lab.memory.timeline import Timeline
 from lab.show.live.thinning import Positions, widen_peaks
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, PHASE_TINTS, TEXT
 from lab.show.picture import OVERLAY

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from lab.errors import LabError
+from lab.memory.categories import CATEGORIES
 from lab.memory.profiling import Profile, Total, name_of
-from lab.memory.timeline import CATEGORIES
 from lab.show.figures import peak_text
 from lab.show.palette import COLOURS, TEXT
 from lab.show.panels import draw_phases, draw_stack, make_panel

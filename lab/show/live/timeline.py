@@ -12,7 +12,7 @@ import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
-from lab.memory.timeline import CATEGORIES
+from lab.memory.categories import CATEGORIES
 from lab.show.figures import timeline
 from lab.show.live.messages import Names, browser_message
 from lab.show.page import join_files

@@ -1,0 +1,239 @@
+"""Who holds the bytes at an instant: every tensor, with the operator and the module that made it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from lab.errors import ResultError
+from lab.memory.categories import CATEGORIES, HOST
+from lab.units import format_bytes
+
+if TYPE_CHECKING:
+    from lab.memory.timeline import Moment, Timeline
+
+Memory = Literal["device", "host"]
+
+LAYER = re.compile(r"(?<=layers\.)\d+")
+"""The number of a layer in the path of a module or of a parameter."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A tensor that is held at an instant, or several that are alike.
+
+    Attributes:
+        bytes: The bytes of all of them together.
+        count: How many tensors there are.
+        category: What they are for; one of ``CATEGORIES``, or ``"host"``.
+        shape: The shape of the first tensor seen on the storage.
+        dtype: Its dtype.
+        name: The parameter that it is, or whose gradient or optimizer state it is; else empty.
+        op: The operator that made it.
+        module: The path of the module that ran the operator.
+        phase: The phase of the step in which it was made.
+        step: The training step in which it was made, counted from 0.
+        made: When it was made, in seconds on the timeline's clock; of several, the first.
+        freed: When it is freed; of several, the last. None if it is held at the end.
+        units: Its bytes in units of A, the bytes of one hidden state on the rank; None where no job is known.
+        knob: The knob of the recipe that would remove it or shrink it; empty if none would.
+    """
+
+    bytes: int
+    count: int
+    category: str
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+    op: str
+    module: str
+    phase: str
+    step: int
+    made: float
+    freed: float | None
+    units: float | None = None
+    knob: str = ""
+
+    @property
+    def tensor(self) -> str:
+        """The dtype and the shape: ``"bfloat16 1x655360x4096"``."""
+        return f"{self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}"
+
+    @property
+    def place(self) -> str:
+        """The parameter's name, or else the module."""
+        return self.name or self.module or "-"
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """What is held at one instant.
+
+    Attributes:
+        moment: The instant.
+        memory: Which memory is meant: the device's or the host's.
+        items: The tensors, the largest first.
+        total: The bytes of this memory at that instant, or those of the tensors that were asked for.
+    """
+
+    moment: Moment
+    memory: Memory
+    items: tuple[Holder, ...]
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self.items)
+
+    @property
+    def unheld(self) -> int:
+        """Bytes that no tensor holds: kernels' workspaces, and what an allocator holds besides the tensors.
+
+        On CUDA it is negative where the allocator has freed a tensor, or not yet allocated it, and the meter
+        counts it.
+        """
+        return self.total - sum(item.bytes for item in self.items)
+
+    def made_by(
+        self, *, module: str | None = None, phase: str | None = None, step: int | None = None
+    ) -> Holders:
+        """Return those made by a module (or one inside it), in a phase or in a step."""
+        items = tuple(
+            item
+            for item in self.items
+            if (module is None or item.module == module or item.module.startswith(f"{module}."))
+            and (phase is None or item.phase == phase)
+            and (step is None or item.step == step)
+        )
+        return replace(self, items=items, total=sum(item.bytes for item in items))
+
+    def grouped(self) -> Holders:
+        """Return them with those of different layers that are alike as one item each."""
+        groups: dict[Holder, list[Holder]] = {}
+        for item in self.items:
+            alike = replace(
+                item,
+                bytes=item.bytes // item.count,
+                count=1,
+                name=LAYER.sub("*", item.name),
+                module=LAYER.sub("*", item.module),
+                made=0.0,
+                freed=None,
+                units=None,
+            )
+            groups.setdefault(alike, []).append(item)
+        items = [_together(alike, members) for alike, members in groups.items()]
+        return replace(self, items=tuple(sorted(items, key=lambda item: -item.bytes)))
+
+    def with_knobs(self, unit: int, knob: Callable[[Holder], str]) -> Holders:
+        """Return them with their bytes in units of ``unit`` bytes, and with the knob of each."""
+        items = tuple(replace(item, units=item.bytes / unit, knob=knob(item)) for item in self.items)
+        return replace(self, items=items)
+
+    def table(self, rows: int = 12) -> str:
+        """Return the largest as lines of text, those of different layers that are alike in one line."""
+        grouped = self.grouped()
+        shown, rest = grouped.items[:rows], grouped.items[rows:]
+        lines = [_line("bytes", "A", "", "category", "tensor", "made by", "where", "less with")]
+        lines += [
+            _line(
+                format_bytes(item.bytes),
+                "" if item.units is None else f"{item.units:.2f}",
+                f"{item.count} x" if item.count > 1 else "",
+                item.category,
+                item.tensor,
+                item.op.removeprefix("aten."),
+                item.place,
+                item.knob,
+            )
+            for item in shown
+        ]
+        if rest:
+            held, tensors = sum(item.bytes for item in rest), sum(item.count for item in rest)
+            lines.append(_line(format_bytes(held), "", f"{tensors} x", "the other tensors", "", "", "", ""))
+        if self.unheld:
+            lines.append(_line(format_bytes(self.unheld), "", "", "other", "held by no tensor", "", "", ""))
+        lines.append(_line(format_bytes(self.total), "", "", "in all", "", "", "", ""))
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "memory": self.memory,
+            "seconds": self.moment.seconds,
+            "phase": self.moment.phase,
+            "op": self.moment.op,
+            "total": self.total,
+            "unheld": self.unheld,
+            "holders": [asdict(item) for item in self.items],
+        }
+
+
+def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
+    """Return what is held at a row of a timeline.
+
+    Raises:
+        ResultError: The timeline has no storages.
+    """
+    storages, moment = timeline.storages, timeline.moment(row)
+    if not len(storages):
+        raise ResultError(
+            "this timeline has no storages: those of a run that was stopped, and rows that are sent while it "
+            "goes on, have none; a run to its end, a plan or a rehearsal has them"
+        )
+    held = storages.held_at(row)
+    held = held[(storages.category[held] == HOST) == (memory == "host")]
+    held = held[np.argsort(-storages.size[held], kind="stable")]
+    names = (*CATEGORIES, "host")
+    items = []
+    for index in held.tolist():
+        kind, freed = storages.kinds[storages.kind[index]], float(storages.freed[index])
+        items.append(
+            Holder(
+                bytes=int(storages.size[index]),
+                count=1,
+                category=names[storages.category[index]],
+                shape=kind.shape,
+                dtype=kind.dtype,
+                name=kind.name,
+                op=timeline.ops[storages.op[index]].name,
+                module=timeline.modules[storages.module[index]],
+                phase=timeline.phases[storages.phase[index]],
+                step=int(storages.step[index]),
+                made=float(storages.made[index]),
+                freed=None if np.isinf(freed) else freed,
+            )
+        )
+    total = moment.device if memory == "device" else moment.host
+    return Holders(moment, memory, tuple(items), total)
+
+
+def _together(alike: Holder, members: list[Holder]) -> Holder:
+    """Return one item for members that are alike but for their layers."""
+    if len(members) == 1:
+        return members[0]
+    freed = [member.freed for member in members]
+    units = [member.units for member in members if member.units is not None]
+    return replace(
+        alike,
+        bytes=sum(member.bytes for member in members),
+        count=sum(member.count for member in members),
+        made=min(member.made for member in members),
+        freed=None if None in freed else max(time for time in freed if time is not None),
+        units=sum(units) if units else None,
+    )
+
+
+def _line(
+    size: str, units: str, count: str, category: str, tensor: str, op: str, place: str, knob: str
+) -> str:
+    return f"{size:>11} {units:>6} {count:>6}  {category:<24} {tensor:<30} {op:<28} {place:<34} {knob}"

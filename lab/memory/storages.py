@@ -1,0 +1,157 @@
+"""The storages whose bytes a timeline adds up: which tensor holds bytes, from when to when."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+class TensorKind(NamedTuple):
+    """What is said of a storage: the first tensor that was seen on it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype, ``"float32"``.
+        name: The name of the parameter that it is, or whose gradient or optimizer state it is; else empty.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Storages:
+    """The storages of one rank: m entries, one for each stretch of rows in which a storage has one size.
+
+    The sum of the sizes of a category's entries that are held at a row is the timeline's value there, but for
+    the category *other*, whose bytes no tensor holds.
+
+    Attributes:
+        first: The first row at which the storage is held [m].
+        end: The first row at which it is no longer held; the number of rows if it is never freed [m].
+        size: Bytes [m].
+        category: Indices into ``CATEGORIES``; ``HOST`` for host memory [m].
+        kind: Indices into ``kinds`` [m].
+        op: Indices into the timeline's ``ops``: the operator that made it [m].
+        module: Indices into the timeline's ``modules``: the module that ran that operator [m].
+        phase: Indices into the timeline's ``phases`` [m].
+        step: Training steps, counted from 0 [m].
+        made: Seconds on the timeline's clock [m].
+        freed: The same; infinite if it is never freed [m].
+        kinds: The tensors.
+    """
+
+    first: Integers
+    end: Integers
+    size: Integers
+    category: Integers
+    kind: Integers
+    op: Integers
+    module: Integers
+    phase: Integers
+    step: Integers
+    made: npt.NDArray[np.float64]
+    freed: npt.NDArray[np.float64]
+    kinds: tuple[TensorKind, ...]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def held_at(self, row: int) -> Integers:
+        """Return the indices of the entries that are held at a row."""
+        return np.flatnonzero((self.first <= row) & (row < self.end))
+
+    def bytes_of(self, rows: int, categories: int) -> Integers:
+        """Return the bytes that are held at each of ``rows`` rows, by category [rows, categories]."""
+        changes = np.zeros((rows + 1, categories), dtype=np.int64)
+        np.add.at(changes, (self.first, self.category), self.size)
+        np.subtract.at(changes, (self.end, self.category), self.size)
+        return np.asarray(changes.cumsum(axis=0)[:rows])
+
+    def select(self, index: npt.ArrayLike) -> Storages:
+        """Return these entries alone, which are given as indices or as a mask."""
+        chosen = np.asarray(index)
+        return Storages(**{name: getattr(self, name)[chosen] for name in _COLUMNS}, kinds=self.kinds)
+
+    def at_rows(self, kept: Integers) -> Storages:
+        """Return the entries for a timeline that has only these rows, which are given in order."""
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        columns["first"] = np.searchsorted(kept, self.first)
+        columns["end"] = np.searchsorted(kept, self.end)
+        return Storages(**columns, kinds=self.kinds).select(columns["first"] < columns["end"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values: the arrays as a compressed ``npz`` in base64, and the kinds as lists."""
+        file = io.BytesIO()
+        # numpy's stubs take any further keyword for the flag that allows pickles.
+        np.savez_compressed(file, **{name: getattr(self, name) for name in _COLUMNS})
+        return {
+            "columns": base64.b64encode(file.getvalue()).decode(),
+            "kinds": [[list(kind.shape), kind.dtype, kind.name] for kind in self.kinds],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Storages:
+        """Return the storages of what ``to_json`` returned."""
+        with np.load(io.BytesIO(base64.b64decode(document["columns"])), allow_pickle=False) as columns:
+            kinds = tuple(TensorKind(tuple(shape), dtype, name) for shape, dtype, name in document["kinds"])
+            return cls(**{name: columns[name] for name in _COLUMNS}, kinds=kinds)
+
+
+_COLUMNS = tuple(field.name for field in fields(Storages) if field.name != "kinds")
+
+NO_STORAGES = Storages(
+    **{name: np.zeros(0, np.float64 if name in ("made", "freed") else np.int64) for name in _COLUMNS},
+    kinds=(),
+)
+"""Those of a timeline that recorded none."""
+
+
+class Entry(NamedTuple):
+    """A storage of one size, in the rows ``first`` to ``end - 1``."""
+
+    first: int
+    end: int
+    size: int
+    category: int
+    kind: TensorKind
+
+
+class Rows(NamedTuple):
+    """The columns of a timeline that say of each row what made it [n]."""
+
+    seconds: npt.NDArray[np.float64]
+    op: Integers
+    module: Integers
+    phase: Integers
+    step: Integers
+
+
+def storages_of(entries: Iterable[Entry], rows: Rows) -> Storages:
+    """Return the storages of these entries; the row at which one is first held says what made it."""
+    kinds: dict[TensorKind, int] = {}
+    table = [(e.first, e.end, e.size, e.category, kinds.setdefault(e.kind, len(kinds))) for e in entries]
+    first, end, size, category, kind = np.array(table, dtype=np.int64).reshape(-1, 5).T
+    return Storages(
+        first=first,
+        end=end,
+        size=size,
+        category=category,
+        kind=kind,
+        op=rows.op[first],
+        module=rows.module[first],
+        phase=rows.phase[first],
+        step=rows.step[first],
+        made=rows.seconds[first],
+        freed=np.append(rows.seconds, np.inf)[end],
+        kinds=tuple(kinds),
+    )
