@@ -107,6 +107,13 @@ def format_bytes(size: int | float) -> str:
     return f"{size:.0f} B"
 
 
+def format_operator(name: str) -> str:
+    """Return the name of an operator without its namespace and its device."""
+    return name.removeprefix("aten.").replace(
+        "_scaled_dot_product_flash_attention_for_cpu", "flash_attention"
+    )
+
+
 def format_seconds(seconds: float) -> str:
     """Return seconds as text with three digits, or as hours and minutes: ``250 ms``, ``1 h 52 min``."""
     if seconds < 1e-3:

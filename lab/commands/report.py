@@ -12,10 +12,11 @@ from rich.table import Table
 from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.hardware import outside_workspace
-from lab.units import Mi, format_bytes, format_seconds
+from lab.units import Mi, format_bytes, format_operator, format_seconds
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
 if TYPE_CHECKING:
+    from lab.memory.holders import Holders
     from lab.planning.max_context import MaxContext
     from lab.planning.plan import Plan
     from lab.planning.quick_plan import QuickPlan
@@ -37,12 +38,13 @@ def plan_text(plan: Plan) -> str:
         f"{_of(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
         f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
-        f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
+        f"at the peak   {peak.phase}: {format_operator(peak.op)} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
     lines += [
-        f"  {category:<12}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
+        f"  {category:<26}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
         for category, held in peak.by_category.items()
+        if held
     ]
     tokens = plan.job.rows * plan.tokens / plan.step_seconds / plan.ranks
     lines += [
@@ -109,7 +111,7 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
             format_bytes(plan.device_peak) + {None: "", True: "  fits", False: "  ✗"}[plan.fits],
             bar,
             format_bytes(plan.host_peak) if plan.host_peak else "-",
-            f"{plan.peak.phase}: {_short(plan.peak.op)}",
+            f"{plan.peak.phase}: {format_operator(plan.peak.op)}",
         )
     return f"{_title(first)}\n{table_text(table)}"
 
@@ -176,7 +178,7 @@ def max_context_text(result: MaxContext) -> str:
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
             f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"stopped by        {result.limit} memory at {next_plan.tokens / Mi:.2f}M tokens",
-            f"at its peak       {next_plan.peak.phase}: {_short(next_plan.peak.op)} in "
+            f"at its peak       {next_plan.peak.phase}: {format_operator(next_plan.peak.op)} in "
             f"{next_plan.peak.module or '-'}",
         )
     )
@@ -221,7 +223,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
         f"device peak   {format_bytes(rehearsal.device_peak)}{allocator}",
         f"host peak     {format_bytes(rehearsal.host_peak)}",
-        f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
+        f"at the peak   {peak.phase}: {format_operator(peak.op)} {peak.shapes}".rstrip(),
         f"planned       {rehearsal.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(rehearsal.step_seconds)}"
         f"{'' if rehearsal.timed_steps else ', the first one, with pinning and the meter'}: "
@@ -283,9 +285,11 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _short(op: str) -> str:
-    """Return the name of an operator without its namespace and its device."""
-    return op.removeprefix("aten.").replace("_scaled_dot_product_flash_attention_for_cpu", "flash_attention")
+def holders_text(plan: Plan, holders: Holders, rows: int) -> str:
+    """Return the text of `lab plan --holders`: the tensors that the step holds at its peak."""
+    where = "the step's peak, which is below that of the start" if plan.peak.phase == "start" else "the peak"
+    legend = "A = one hidden state of the rank, b x s x E elements; alike tensors of several layers in a line"
+    return f"held at {where}\n{holders.table(rows)}\n{legend}"
 
 
 def _of(needed: int, memory: int | None) -> str:

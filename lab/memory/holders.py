@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES, HOST
-from lab.units import format_bytes
+from lab.units import format_bytes, format_operator
 
 if TYPE_CHECKING:
     from lab.memory.timeline import Moment, Timeline
@@ -140,15 +140,15 @@ class Holders:
         """Return the largest as lines of text, those of different layers that are alike in one line."""
         grouped = self.grouped()
         shown, rest = grouped.items[:rows], grouped.items[rows:]
-        lines = [_line("bytes", "A", "", "category", "tensor", "made by", "where", "less with")]
+        lines = [("bytes", "A", "", "category", "tensor", "made by", "where", "less with")]
         lines += [
-            _line(
+            (
                 format_bytes(item.bytes),
                 "" if item.units is None else f"{item.units:.2f}",
                 f"{item.count} x" if item.count > 1 else "",
                 item.category,
                 item.tensor,
-                item.op.removeprefix("aten."),
+                format_operator(item.op),
                 item.place,
                 item.knob,
             )
@@ -156,11 +156,12 @@ class Holders:
         ]
         if rest:
             held, tensors = sum(item.bytes for item in rest), sum(item.count for item in rest)
-            lines.append(_line(format_bytes(held), "", f"{tensors} x", "the other tensors", "", "", "", ""))
+            lines.append((format_bytes(held), "", f"{tensors} x", "the other tensors", "", "", "", ""))
         if self.unheld:
-            lines.append(_line(format_bytes(self.unheld), "", "", "other", "held by no tensor", "", "", ""))
-        lines.append(_line(format_bytes(self.total), "", "", "in all", "", "", "", ""))
-        return "\n".join(line.rstrip() for line in lines)
+            lines.append((format_bytes(self.unheld), "", "", "other", "held by no tensor", "", "", ""))
+        lines.append((format_bytes(self.total), "", "", "in all", "", "", "", ""))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(_aligned(line, widths) for line in lines)
 
     def __repr__(self) -> str:
         return self.table()
@@ -233,7 +234,8 @@ def _together(alike: Holder, members: list[Holder]) -> Holder:
     )
 
 
-def _line(
-    size: str, units: str, count: str, category: str, tensor: str, op: str, place: str, knob: str
-) -> str:
-    return f"{size:>11} {units:>6} {count:>6}  {category:<24} {tensor:<30} {op:<28} {place:<34} {knob}"
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return the cells of a line, the first three of which are numbers."""
+    numbers = (cell.rjust(width) for cell, width in zip(cells[:3], widths[:3], strict=True))
+    texts = (cell.ljust(width) for cell, width in zip(cells[3:], widths[3:], strict=True))
+    return "  ".join((*numbers, *texts)).rstrip()

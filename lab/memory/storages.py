@@ -110,7 +110,7 @@ class Storages:
 _COLUMNS = tuple(field.name for field in fields(Storages) if field.name != "kinds")
 
 NO_STORAGES = Storages(
-    **{name: np.zeros(0, np.float64 if name in ("made", "freed") else np.int64) for name in _COLUMNS},
+    **{name: np.zeros(0, np.float64 if name in ("made", "freed") else np.int64) for name in _COLUMNS},  # type: ignore[arg-type]
     kinds=(),
 )
 """Those of a timeline that recorded none."""

@@ -173,11 +173,10 @@ class _Sizes:
 
 def _sizes(shape: Shape, job: Job) -> _Sizes:
     recipe, ranks = job.recipe, job.ranks
-    degree, w = recipe.ulysses * recipe.ring, WIDTHS[recipe.compute_dtype]
+    w = WIDTHS[recipe.compute_dtype]
     L, E, H, K, D, V = shape.L, shape.E, shape.H, shape.K, shape.D, shape.V
     tied, head_norms = shape.tied, shape.head_norms
-    padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
-    b, s = -(-job.rows * degree // ranks), -(-job.tokens // padded) * padded // degree
+    b, s = local_sizes(job)
     n = ranks if recipe.fsdp else 1
     (layer, root), (layer_shard, root_shard) = _weights(shape, 1), _weights(shape, n)
     token, f, copied = w * b * s, max(w, 4), recipe.fsdp or recipe.compute_dtype is not None
@@ -191,6 +190,14 @@ def _sizes(shape: Shape, job: Job) -> _Sizes:
         matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
         shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
     )  # fmt: skip
+
+
+def local_sizes(job: Job) -> tuple[int, int]:
+    """Return b and s, the rows of a rank's batch and the tokens of each that are on the rank."""
+    recipe = job.recipe
+    degree = recipe.ulysses * recipe.ring
+    padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
+    return -(-job.rows * degree // job.ranks), -(-job.tokens // padded) * padded // degree
 
 
 def _weights(shape: Shape, n: int) -> tuple[int, int]:

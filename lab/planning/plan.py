@@ -14,12 +14,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import decoder, models
+from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.costs import Costs
 from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
 from lab.planning.fake_step import fake_step
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
+from lab.planning.shrinking import holders_of_job
 from lab.planning.start import start_of
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
@@ -108,6 +110,19 @@ class Plan:
     def peak(self) -> Moment:
         """The instant of the device peak: its op names what to do next; of phase "start" if it is there."""
         return self.start if self.start.device > self.timeline.device_peak else self.timeline.peak
+
+    def holders(self, at: float | str = "peak", *, memory: Memory = "device") -> Holders:
+        """Return every tensor of the step that is held at an instant, and the knob that would shrink it.
+
+        Args:
+            at: Seconds; or ``"peak"``, where this memory holds the most in the step; or a phase's end. The
+                start of the training has no tensors here: ``start`` has its bytes.
+            memory: Which memory: the device's or the host's.
+
+        Raises:
+            ResultError: There is no such instant.
+        """
+        return holders_of_job(self.timeline, self.job, at, memory)
 
     @property
     def limit(self) -> Literal["device", "host"] | None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.errors import LabError
+from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.hardware import outside_workspace
 from lab.planning.plan import Plan
+from lab.planning.shrinking import holders_of_job
 from lab.recipe.jobs import Job
 from lab.units import format_bytes
 
@@ -93,6 +95,13 @@ class Rehearsal(Measured):
         """The same with the time added in which the plan waits for the links, by the hardware table."""
         seconds = self.whole_seconds + self.whole.costs.link_seconds
         return self.job.rows * self.job.tokens / self.job.ranks / seconds
+
+    def holders(self, at: float | str = "peak", *, memory: Memory = "device") -> Holders:
+        """Return every tensor that is held at an instant, as ``Plan.holders`` does.
+
+        On CUDA the bytes that no tensor holds are what the allocator holds besides the tensors.
+        """
+        return holders_of_job(self.timeline, self.job, at, memory)
 
     def _planned(self, plan: Plan) -> int:
         """Of the peak of a planned step what was measured too: on CUDA not what is outside torch."""

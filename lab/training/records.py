@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lab.errors import ResultError
+from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Timeline
+from lab.planning.shrinking import holders_of_job
 from lab.recipe.jobs import Job, TrainSettings
 
 
@@ -61,6 +64,26 @@ class Run:
     def host_peak(self) -> int:
         """The most host bytes any rank held."""
         return max(timeline.host_peak for timeline in self.timelines)
+
+    def holders(
+        self, at: float | str = "peak", *, rank: int | None = None, memory: Memory = "device"
+    ) -> Holders:
+        """Return every tensor that a rank holds at an instant, and the knob that would shrink it.
+
+        Args:
+            at: Seconds; or ``"peak"``, where this memory holds the most; or a phase's end, in the last step.
+            rank: The rank; None for that which holds the most.
+            memory: Which memory: the device's or the host's.
+
+        Raises:
+            ResultError: There is no such rank or instant, or the run was stopped and recorded no tensors.
+        """
+        if rank is None:
+            peaks = [getattr(timeline, f"{memory}_peak") for timeline in self.timelines]
+            rank = peaks.index(max(peaks))
+        if not 0 <= rank < len(self.timelines):
+            raise ResultError(f"rank={rank}: this run has the ranks 0 to {len(self.timelines) - 1}")
+        return holders_of_job(self.timelines[rank], self.job, at, memory)
 
 
 Watch: TypeAlias = Callable[[Started | Progress | Run], None]

@@ -22,6 +22,8 @@ from lab.commands.base import (
     print_answer,
     status,
 )
+from lab.errors import LabError
+from lab.units import check_counts
 
 
 def _planning_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -89,15 +91,33 @@ def _answer(document: dict[str, Any]) -> Answer:
 @SET
 @_memory_options(None, None)
 @click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
+@click.option(
+    "--holders",
+    type=integer,
+    is_flag=False,
+    flag_value="12",
+    metavar="[N]",
+    help="Also list the N largest tensors that the step holds at its peak (12 without N).",
+)
 @one_line_errors
 def plan(
-    model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, quick: bool, **settings: Any
+    model: str,
+    recipe: str,
+    knobs: tuple[str, ...],
+    as_json: bool,
+    quick: bool,
+    holders: int | None,
+    **settings: Any,
 ) -> None:
     """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
 
     def make() -> Answer:
         from lab.recipe.recipe import parse_knobs
 
+        if holders is not None:
+            check_counts({"holders": holders})
+            if quick:
+                raise LabError("--holders with --quick: the closed form has no tensors; leave one out")
         if quick:
             from lab.commands.report import quick_text
             from lab.planning.quick_plan import quick_plan
@@ -105,12 +125,16 @@ def plan(
             answered = quick_plan(model, recipe, **settings, **parse_knobs(knobs))
             return answered.to_json(), quick_text(answered)
 
-        from lab.commands.report import plan_text
+        from lab.commands.report import holders_text, plan_text
         from lab.planning.plan import plan
 
         with status(f"planning {model}"):
             planned = plan(model, recipe, **settings, **parse_knobs(knobs))
-        return planned.to_json(), plan_text(planned)
+        if holders is None:
+            return planned.to_json(), plan_text(planned)
+        held = planned.holders()
+        values = planned.to_json() | {"holders": held.to_json()["holders"][:holders]}
+        return values, f"{plan_text(planned)}\n\n{holders_text(planned, held, holders)}"
 
     print_cached_answer(as_json, make)
 
