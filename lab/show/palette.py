@@ -7,11 +7,13 @@ COLOURS = {
     "gradients": "#E69F00",
     "optimizer": "#009E73",
     "activations": "#D55E00",
+    "recomputed activations": "#F0E442",
+    "gradients of activations": "#882255",
+    "temporary buffers": "#56B4E9",
     "other": "#999999",
     "host": "#CC79A7",
-    "workspace": "#56B4E9",
 }
-"""The colour of each category of bytes: those of a timeline, then host memory and kernels' workspaces."""
+"""The colour of each category of bytes: those of a timeline, then host memory."""
 
 CATEGORY_COLOURS = tuple(COLOURS[category] for category in CATEGORIES)
 """The colours of a timeline's categories, in the order in which they are stacked."""

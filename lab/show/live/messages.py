@@ -34,7 +34,7 @@ class Names:
 def browser_message(progress: Progress, names: Names) -> tuple[dict[str, Any], bytes]:
     """Turn a message of a rank into one for the browser: its content, and its rows as float32.
 
-    A row is: seconds, the bytes of the five categories, the bytes on the host, the numbers of its phase,
+    A row is: seconds, the bytes of each category, the bytes on the host, the numbers of its phase,
     module and operator, and its step. The script reads them by position.
     """
     rows = progress.timeline

@@ -1,6 +1,7 @@
-// The rows of each rank, and functions of them. In a message, a row is: seconds, the bytes of five categories,
-// the bytes on the host, the numbers of its phase, module and operator, and its step.
-const WIDTH = 11;
+// The rows of each rank, and functions of them. In a message, a row is: seconds, the bytes of each category, the
+// bytes on the host, the numbers of its phase, module and operator, and its step.
+const CATEGORIES = 8;
+const WIDTH = CATEGORIES + 6;
 const MOST_ROWS = 3000; // of a rank; more rows are reduced to a third of this number
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 
@@ -37,8 +38,9 @@ function receive(store, message, buffer) {
   const rank = store.ranks[message.rank];
   const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
   for (let start = 0; start < numbers.length; start += WIDTH) {
-    const [seconds, , , , , , host, phase, module, op, step] = numbers.subarray(start, start + WIDTH);
-    const sizes = numbers.subarray(start + 1, start + 6);
+    const sizes = numbers.subarray(start + 1, start + 1 + CATEGORIES);
+    const seconds = numbers[start];
+    const [host, phase, module, op, step] = numbers.subarray(start + 1 + CATEGORIES, start + WIDTH);
     const row = { seconds, sizes, total: sizes.reduce((a, b) => a + b), host, phase, module, op, step };
     if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
     rank.rows.push(row);

@@ -21,7 +21,7 @@ CATEGORY_OF = {
     "parameters": "parameters", "gradients": "gradients", "gradients in flight": "gradients",
     "head and embedding": "gradients", "inputs": "activations", "residual": "activations",
     "norms": "activations", "attention": "activations", "mlp": "activations", "loss": "activations",
-    "tokens": "other", "workspace": "workspace",
+    "tokens": "activations", "workspace": "other",
 }  # fmt: skip
 """The category of each part of the closed form, but for "model state", which is split into three."""
 
