@@ -48,6 +48,9 @@ def test_each_category_has_its_colour_everywhere() -> None:
         "gradients": "#E69F00",
         "optimizer": "#009E73",
         "activations": "#D55E00",
+        "recomputed activations": "#F0E442",
+        "gradients of activations": "#882255",
+        "temporary buffers": "#56B4E9",
         "other": "#999999",
     }
 
@@ -58,7 +61,7 @@ def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
     assert 5_000 < len(picture.png) < 200_000
     areas = [count_pixels(picture, colour) for colour in palette.CATEGORY_COLOURS]
     # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
-    assert areas[3] > areas[0] > areas[1] > areas[2] > areas[4] > 500
+    assert areas[3] > areas[0] > areas[1] > areas[2] > areas[7] > 500
     assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm in layers.3)."
     assert pyplot.get_fignums() == []
 
@@ -212,9 +215,9 @@ def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
 def decode(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
     """As the script reads it: seconds, total, host, phase, module, op, step of each row."""
     names.update(enumerate(content["names"], content["known"]))
-    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 11).astype(float)
+    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 14).astype(float)
     return [
-        (row[0], row[1:6].sum(), row[6], *(names[int(n)] for n in row[7:10]), int(row[10])) for row in table
+        (row[0], row[1:9].sum(), row[9], *(names[int(n)] for n in row[10:13]), int(row[13])) for row in table
     ]
 
 
@@ -245,7 +248,7 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
 def test_a_message_is_small_and_holds_the_peak() -> None:
     timeline = timeline_builder(rows=4000).since()
     content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
-    assert len(buffer) <= 2 * messages.INTERVALS * 11 * 4
+    assert len(buffer) <= 2 * messages.INTERVALS * 14 * 4
     assert len(json.dumps(content)) < 1000
     assert max(row[1] for row in decode(content, buffer, {})) == PEAK
 

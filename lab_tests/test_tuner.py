@@ -53,7 +53,7 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     assert tuner.panel.content["limit"] == 80 * GiB
     without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
     assert estimate_of(without).device == found.device_peak
-    assert "workspace" not in estimate_of(without).by_category
+    assert "other" not in estimate_of(without).by_category
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -206,7 +206,7 @@ def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
                 shape=kind.shape,
                 dtype=kind.dtype,
                 name=kind.name,
-                op=timeline.ops[storages.op[index]].name,
+                op=kind.op,
                 module=timeline.modules[storages.module[index]],
                 phase=timeline.phases[storages.phase[index]],
                 step=int(storages.step[index]),

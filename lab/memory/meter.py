@@ -59,10 +59,10 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a counted storage, which calls the meter when the storage dies.
 
     Since the row ``first`` it has had its ``size``. ``shape`` and ``dtype`` are those of the first tensor
-    that was seen on it, and ``name`` is that of its parameter.
+    that was seen on it, ``op`` is the operator that made it, and ``name`` is that of its parameter.
     """
 
-    __slots__ = ("category", "dtype", "first", "key", "name", "shape", "size")
+    __slots__ = ("category", "dtype", "first", "key", "name", "op", "shape", "size")
 
     key: int
     size: int
@@ -70,11 +70,12 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     first: int
     shape: torch.Size
     dtype: torch.dtype
+    op: str
     name: str
 
 
-_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str]
-"""Of a block: the first row, the row after the last, the size, the category, shape, dtype and name."""
+_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, str]
+"""Of a block: first row, row after the last, size, category, shape, dtype, operator, parameter's name."""
 
 
 class _Scope:
@@ -138,6 +139,7 @@ class Meter(Observer):
         self._bytes = [0] * (len(CATEGORIES) + 1)
         self._bytes[OTHER] = self._workspace.fixed
         self._changed = True
+        self._op = NO_OP.name
         self._phase = "setup"
         self._paths = ModulePaths()
         # What runs, the innermost last.
@@ -155,6 +157,7 @@ class Meter(Observer):
         """
         self._step += 1
         self._paths = ModulePaths()
+        self._op = NO_OP.name
         self._fake_mode = detect_fake_mode()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._mark(model.named_parameters(), PARAMETERS)
@@ -196,10 +199,10 @@ class Meter(Observer):
         held_still = (self._entry(block) for block in self._live.values() if self._in_rows(block))
         storages = storages_of(
             (
-                Entry(first, end, size, category, _kind(shape, dtype, name))
-                for first, end, size, category, shape, dtype, name in (*self._entries, *held_still)
+                Entry(first, end, size, category, _kind(shape, dtype, op, name))
+                for first, end, size, category, shape, dtype, op, name in (*self._entries, *held_still)
             ),
-            Rows(rows.seconds, rows.op, rows.module, rows.phase, rows.step),
+            Rows(rows.seconds, rows.module, rows.phase, rows.step),
         )
         held = storages.bytes_of(len(rows), HOST + 1)[:, :HOST]
         held[:, OTHER] = rows.device[:, OTHER]
@@ -209,8 +212,8 @@ class Meter(Observer):
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the storages of the operator's inputs, run it, and count those of its outputs."""
-        name = _name(func)
-        self._follow_nodes(args)
+        name = self._op = _name(func)
+        self._follow_nodes(name, args)
         for value in args:
             self._count(value, TEMPORARY)
         try:
@@ -249,7 +252,7 @@ class Meter(Observer):
         block.key, block.category = key, category
         block.size = self._workspace.allocation(storage.nbytes())
         block.first = len(self.rows)
-        block.shape, block.dtype, block.name = tensor.shape, tensor.dtype, ""
+        block.shape, block.dtype, block.op, block.name = tensor.shape, tensor.dtype, self._op, ""
         self._live[block.key] = block
         self._bytes[category] += block.size
         self._changed = True
@@ -286,7 +289,7 @@ class Meter(Observer):
 
     def _entry(self, block: _Block) -> _Entry:
         end = len(self.rows)
-        return block.first, end, block.size, block.category, block.shape, block.dtype, block.name
+        return block.first, end, block.size, block.category, block.shape, block.dtype, block.op, block.name
 
     def _mark(self, tensors: Iterable[tuple[str, torch.Tensor]], category: int) -> None:
         """Give the storages of tensors, which come with the names of their parameters, a category."""
@@ -315,7 +318,7 @@ class Meter(Observer):
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
-            self._follow_nodes(())
+            self._follow_nodes("", ())
             # FSDP has gathered this module's parameters before. Those of its children are marked too, because
             # a technique may use their weights without calling them.
             self._mark(module.named_parameters(path), PARAMETERS)
@@ -331,14 +334,14 @@ class Meter(Observer):
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
 
-    def _follow_nodes(self, args: tuple[Any, ...]) -> None:
-        """Note which autograd node runs, if one does; ``args`` are those of the operator that it runs."""
+    def _follow_nodes(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note which autograd node runs, if one does, and the operator that it runs."""
         task = running_graph_task()
         number = None if task < 0 else running_sequence_number()
         if number is None:
             self._leave_nodes()
             return
-        if number == ACCUMULATES:
+        if number == ACCUMULATES and name == "aten.detach":
             # What it accumulates is the gradient of a parameter, or of FSDP's copy of one.
             self._classify(args, GRADIENTS)
         node = (task, number)
@@ -360,6 +363,11 @@ class Meter(Observer):
     def _close_scope(self) -> _Scope:
         """Leave the innermost module or node: what is new in it and held still outlives it."""
         scope = self._scopes.pop()
+        outer = self._running_node()
+        if scope.node is not None and outer is not None and outer[0] < scope.node[0]:
+            # A technique differentiates inside its own backward, and what that makes is the technique's.
+            self._scopes[-1].blocks += scope.blocks
+            return scope
         for block in scope.blocks:
             if block.size and block.category == TEMPORARY:
                 self._move(block, scope.survivors)
@@ -396,8 +404,8 @@ class Meter(Observer):
             self._on_growth(grown)
 
 
-def _kind(shape: torch.Size, dtype: torch.dtype, name: str) -> TensorKind:
-    return TensorKind(tuple(shape), str(dtype).removeprefix("torch."), name)
+def _kind(shape: torch.Size, dtype: torch.dtype, op: str, name: str) -> TensorKind:
+    return TensorKind(tuple(shape), str(dtype).removeprefix("torch."), op, name)
 
 
 @cache
