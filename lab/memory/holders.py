@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -103,11 +104,11 @@ class Holders:
     def made_by(
         self, *, module: str | None = None, phase: str | None = None, step: int | None = None
     ) -> Holders:
-        """Return those made by a module (or one inside it), in a phase or in a step."""
+        """Return those made by a module, as in ``Timeline.highest``, in a phase or in a step."""
         items = tuple(
             item
             for item in self.items
-            if (module is None or item.module == module or item.module.startswith(f"{module}."))
+            if (module is None or is_inside(item.module, module))
             and (phase is None or item.phase == phase)
             and (step is None or item.step == step)
         )
@@ -177,6 +178,11 @@ class Holders:
             "unheld": self.unheld,
             "holders": [asdict(item) for item in self.items],
         }
+
+
+def is_inside(path: str, module: str) -> bool:
+    """Return whether a path is that of a module or lies in it; a star in ``module`` stands for any text."""
+    return fnmatchcase(path, module) or fnmatchcase(path, f"{module}.*")
 
 
 def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES
-from lab.memory.holders import Holders, Memory, of_moment
+from lab.memory.holders import Holders, Memory, is_inside, of_moment
 from lab.memory.storages import NO_STORAGES, Storages
 
 
@@ -165,7 +165,8 @@ class Timeline:
         """Return the row at which the device holds the most bytes while a module or a phase runs.
 
         Args:
-            module: The path of a module, for instance ``"model.layers.1.mlp"``; those inside it count too.
+            module: The path of a module, for instance ``"model.layers.1.mlp"``; those inside it count too. A
+                star stands for any text: ``"*.mlp"`` is the MLP of every layer.
             phase: The name of a phase.
 
         Raises:
@@ -212,7 +213,7 @@ class Timeline:
         """Return the rows of a module, a phase and a step; of the last step if none is given with a phase."""
         matches = np.ones(len(self), dtype=bool)
         if module is not None:
-            inside = [path == module or path.startswith(f"{module}.") for path in self.modules]
+            inside = [is_inside(path, module) for path in self.modules]
             matches &= np.array(inside, dtype=bool)[self.module]
         if phase is not None:
             matches &= np.array([name == phase for name in self.phases], dtype=bool)[self.phase]
