@@ -77,7 +77,6 @@ def quick_text(plan: QuickPlan) -> str:
     """The closed form's answer: the two peaks, and what is held at the device peak."""
     estimate = plan.estimate
     verdict = {None: "no memory was given", True: "it fits", False: "it does not fit"}[plan.fits]
-    held = estimate.parts | ({"workspace": plan.device_peak - estimate.device_peak})
     return "\n".join(
         (
             plan.job.title,
@@ -90,9 +89,9 @@ def quick_text(plan: QuickPlan) -> str:
             f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"at the peak   {estimate.moment}",
             *(
-                f"  {part:<20}{format_bytes(size):>10}  {_bar(size, plan.device_peak)}".rstrip()
-                for part, size in held.items()
-                if size
+                f"  {category:<26}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
+                for category, held in plan.by_category.items()
+                if held
             ),
             f"verdict       {verdict}, by the closed form; lab plan without --quick plans the step itself",
         )

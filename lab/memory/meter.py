@@ -84,13 +84,15 @@ class _Scope:
     A module has no ``node``. That of a node is the number of its backward pass, and its own.
     """
 
-    __slots__ = ("blocks", "node", "survivors")
+    __slots__ = ("blocks", "node", "recomputed", "survivors")
 
     def __init__(self, node: tuple[int, int] | None, survivors: int) -> None:
         self.node = node
         self.survivors = survivors
         """The category of the blocks that outlive it."""
         self.blocks: list[_Block] = []
+        self.recomputed: list[_Block] = []
+        """Those that a node makes while gradients are on: it runs a forward again, outside of all modules."""
 
 
 class Meter(Observer):
@@ -224,6 +226,9 @@ class Meter(Observer):
         self._count(result, HOST if name == "lab.to_host" else TEMPORARY)
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
+        elif name == "lab.from_host":
+            # Backward copies it back, but it is what forward kept. The pieces on the host stay host memory.
+            self._classify(args[1:], ACTIVATIONS)
         inside = self._workspace.kernel(name, args)
         if self._changed or inside or self._every_operator:
             module = self._paths.current()
@@ -257,7 +262,9 @@ class Meter(Observer):
         self._bytes[category] += block.size
         self._changed = True
         if self._scopes:
-            self._scopes[-1].blocks.append(block)
+            scope = self._scopes[-1]
+            forward_again = scope.node is not None and torch.is_grad_enabled()
+            (scope.recomputed if forward_again else scope.blocks).append(block)
         return block
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
@@ -303,7 +310,7 @@ class Meter(Observer):
         """Give the tensors among an operator's arguments a category, if they are not of the model's state."""
         if isinstance(value, torch.Tensor):
             block = self._live.get(storage_id(value.untyped_storage()))
-            if block is not None and block.category >= ACTIVATIONS:
+            if block is not None and ACTIVATIONS <= block.category < OTHER:
                 self._move(block, category)
         elif isinstance(value, tuple | list):
             for item in value:
@@ -367,10 +374,12 @@ class Meter(Observer):
         if scope.node is not None and outer is not None and outer[0] < scope.node[0]:
             # A technique differentiates inside its own backward, and what that makes is the technique's.
             self._scopes[-1].blocks += scope.blocks
+            self._scopes[-1].recomputed += scope.recomputed
             return scope
-        for block in scope.blocks:
-            if block.size and block.category == TEMPORARY:
-                self._move(block, scope.survivors)
+        for blocks, category in ((scope.blocks, scope.survivors), (scope.recomputed, RECOMPUTED)):
+            for block in blocks:
+                if block.size and block.category == TEMPORARY:
+                    self._move(block, category)
         return scope
 
     def _sweep_gradients(self) -> None:
