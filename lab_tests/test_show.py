@@ -48,10 +48,10 @@ def test_each_category_has_its_colour_everywhere() -> None:
         "gradients": "#E69F00",
         "optimizer": "#009E73",
         "activations": "#D55E00",
-        "recomputed activations": "#F0E442",
+        "recomputed activations": "#DDCC88",
         "gradients of activations": "#882255",
         "temporary buffers": "#56B4E9",
-        "other": "#999999",
+        "other": "#AAAAAA",
     }
 
 

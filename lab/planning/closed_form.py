@@ -142,6 +142,12 @@ def _plus(*several: Held) -> Held:
     return {name: sum(held.get(name, 0) for held in several) for name in names}
 
 
+def _nested(held: Held) -> Held:
+    """What a technique holds while it differentiates inside its own backward: gradients are freed there."""
+    freed = held.get(GRADIENTS, 0) + held.get(ACTIVATION_GRADIENTS, 0)
+    return _plus({name: size for name, size in held.items() if "gradients" not in name}, {TEMPORARY: freed})
+
+
 def _total(parts: Parts) -> Held:
     return _plus(*parts.values())
 
@@ -409,7 +415,9 @@ def _norm(z: _Sizes, kept: str) -> Held:
         inside = {kept: z.w * elements, ACTIVATION_GRADIENTS: (2 - tiled) * z.w * elements}
     else:
         inside = _wide_norm(z, TEMPORARY if tiled else kept, elements)
-    return _plus(inside, {kept: z.A * tiled, ACTIVATION_GRADIENTS: 2 * z.A * tiled})
+    if not tiled:
+        return inside
+    return _plus(_nested(inside), {kept: z.A, ACTIVATION_GRADIENTS: 2 * z.A})
 
 
 def _wide_norm(z: _Sizes, kept: str, elements: int) -> Held:
@@ -448,6 +456,8 @@ def _mlp(z: _Sizes) -> Parts:
         late = {ACTIVATION_GRADIENTS: one + 2 * x}
     highest = _highest(early, _plus(late, {GRADIENTS: z.w * z.mlp}))
     weights = {GRADIENTS: highest.pop(GRADIENTS)}
+    if tile:
+        highest, weights = _nested(highest), _nested(weights)
     whole = {ACTIVATION_GRADIENTS: (z.A + dout) * bool(tile)}
     sums = _sums(z, z.mlp * bool(tile))
     return {"mlp": _plus(whole, highest), "gradients in flight": _plus(sums, weights)}
@@ -503,7 +513,7 @@ def _upipe(z: _Sizes) -> Held:
     if z.head_norms:
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.
         stage = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
-        inside = _plus(_wide_norm(z, RECOMPUTED, u // z.w), {RECOMPUTED: u * (z.w != 4)})
+        inside = _plus(_nested(_wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
         peaks.append(_plus(stage, inside))
     return _plus(_attention_keeps(z), {GRADIENTS: z.w * z.E * z.H * z.D}, _highest(*peaks))
 
@@ -518,8 +528,8 @@ def _loss(z: _Sizes) -> Held:
         return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
     tile = z.w * min(z.recipe.loss_tile, z.b * z.s)
     kept = {TEMPORARY if z.divided_logits else RECOMPUTED: tile * z.V}
-    gradients = {ACTIVATION_GRADIENTS: z.A + tile * (z.V * z.divided_logits + z.E)}
-    return _plus(kept, gradients, {GRADIENTS: z.w * z.table}, _sums(z, z.table))
+    of_tile = {ACTIVATION_GRADIENTS: tile * (z.V * z.divided_logits + z.E), GRADIENTS: z.w * z.table}
+    return _plus(kept, _nested(of_tile), {ACTIVATION_GRADIENTS: z.A}, _sums(z, z.table))
 
 
 def _sums(z: _Sizes, weights: int) -> Held:
