@@ -29,7 +29,7 @@ from lab.memory.module_paths import ModulePaths
 from lab.memory.observer import Observer
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import report_resizes
-from lab.memory.storages import Entry, Rows, TensorKind, storages_of
+from lab.memory.storages import Entry, Move, Rows, TensorKind, storages_of
 from lab.memory.timeline import Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
 from lab.torch_private import (
@@ -51,6 +51,22 @@ _SHARDING_OPERATORS = {
 }
 """FSDP's operators, and the category of the tensors that they take: parts of many parameters or gradients."""
 
+_RESULT = -1
+
+TRANSFERS = {
+    "c10d._allgather_base_": (0, 1),
+    "c10d._reduce_scatter_base_": (0, 1),
+    "c10d.allreduce_": (0, 0),
+    "c10d.alltoall_base_": (0, 1),
+    "lab.from_host": (1, 0),
+    "lab.to_host": (_RESULT, 0),
+}
+"""The operators that move bytes between ranks, or between device and host.
+
+By each, the argument that it writes and the one that it reads. A call has a row of its own, and the storages
+know it as one of their ``moves``.
+"""
+
 NO_OP = Op("-")
 """The operator of the rows that mark the start and the end of a phase."""
 
@@ -62,7 +78,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     that was seen on it, and ``name`` is that of its parameter.
     """
 
-    __slots__ = ("category", "dtype", "first", "key", "name", "shape", "size")
+    __slots__ = ("category", "dtype", "first", "key", "moves", "name", "shape", "size")
 
     key: int
     size: int
@@ -71,10 +87,11 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     shape: torch.Size
     dtype: torch.dtype
     name: str
+    moves: tuple[Move, ...]
 
 
-_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str]
-"""Of a block: the first row, the row after the last, the size, the category, shape, dtype and name."""
+_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, tuple[Move, ...]]
+"""Of a block: the first row, the row after the last, the size, the category, shape, dtype, name and moves."""
 
 
 class _Scope:
@@ -196,8 +213,8 @@ class Meter(Observer):
         held_still = (self._entry(block) for block in self._live.values() if self._in_rows(block))
         storages = storages_of(
             (
-                Entry(first, end, size, category, _kind(shape, dtype, name))
-                for first, end, size, category, shape, dtype, name in (*self._entries, *held_still)
+                Entry(first, end, size, category, _kind(shape, dtype, name), moves)
+                for first, end, size, category, shape, dtype, name, moves in (*self._entries, *held_still)
             ),
             Rows(rows.seconds, rows.op, rows.module, rows.phase, rows.step),
         )
@@ -222,7 +239,11 @@ class Meter(Observer):
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
         inside = self._workspace.kernel(name, args)
-        if self._changed or inside or self._every_operator:
+        if name in TRANSFERS:
+            written, read = TRANSFERS[name]
+            self._note_moves(result if written == _RESULT else args[written], written=True)
+            self._note_moves(args[read], written=False)
+        if self._changed or inside or self._every_operator or name in TRANSFERS:
             module = self._paths.current()
             if module != self._swept_module:
                 self._sweep_gradients()
@@ -249,7 +270,7 @@ class Meter(Observer):
         block.key, block.category = key, category
         block.size = self._workspace.allocation(storage.nbytes())
         block.first = len(self.rows)
-        block.shape, block.dtype, block.name = tensor.shape, tensor.dtype, ""
+        block.shape, block.dtype, block.name, block.moves = tensor.shape, tensor.dtype, "", ()
         self._live[block.key] = block
         self._bytes[category] += block.size
         self._changed = True
@@ -277,7 +298,7 @@ class Meter(Observer):
         if self._in_rows(block):
             self._entries.append(self._entry(block))
         self._bytes[block.category] += size - block.size
-        block.size, block.first = size, len(self.rows)
+        block.size, block.first, block.moves = size, len(self.rows), ()
         self._changed = True
 
     def _in_rows(self, block: _Block) -> bool:
@@ -286,7 +307,18 @@ class Meter(Observer):
 
     def _entry(self, block: _Block) -> _Entry:
         end = len(self.rows)
-        return block.first, end, block.size, block.category, block.shape, block.dtype, block.name
+        what = block.shape, block.dtype, block.name, block.moves
+        return block.first, end, block.size, block.category, *what
+
+    def _note_moves(self, value: Any, *, written: bool) -> None:
+        """Note that the operator whose row is next moves bytes from or to these tensors."""
+        if isinstance(value, torch.Tensor):
+            block = self._live.get(storage_id(value.untyped_storage()))
+            if block is not None:
+                block.moves = (*block.moves, Move(len(self.rows), written))
+        elif isinstance(value, tuple | list):
+            for item in value:
+                self._note_moves(item, written=written)
 
     def _mark(self, tensors: Iterable[tuple[str, torch.Tensor]], category: int) -> None:
         """Give the storages of tensors, which come with the names of their parameters, a category."""
