@@ -99,6 +99,7 @@ def _answer(document: dict[str, Any]) -> Answer:
     metavar="[N]",
     help="Also list the N largest tensors that the step holds at its peak (12 without N).",
 )
+@click.option("--animation", type=path, help="Also draw one layer, moving, into this GIF file.")
 @one_line_errors
 def plan(
     model: str,
@@ -107,6 +108,7 @@ def plan(
     as_json: bool,
     quick: bool,
     holders: int | None,
+    animation: Path | None,
     **settings: Any,
 ) -> None:
     """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
@@ -118,6 +120,12 @@ def plan(
             check_counts({"holders": holders})
             if quick:
                 raise LabError("--holders with --quick: the closed form has no tensors; leave one out")
+        if animation is not None:
+            from lab.show.one_layer.gif import check_animation
+
+            if quick:
+                raise LabError("--animation with --quick: the closed form has no tensors; leave one out")
+            check_animation(animation)
         if quick:
             from lab.commands.report import quick_text
             from lab.planning.quick_plan import quick_plan
@@ -128,15 +136,21 @@ def plan(
         from lab.commands.report import holders_text, plan_text
         from lab.planning.plan import plan
 
-        with status(f"planning {model}"):
+        with status(f"planning {model}") as say:
             planned = plan(model, recipe, **settings, **parse_knobs(knobs))
+            if animation is not None:
+                from lab.show.one_layer.frames import layer_frames
+                from lab.show.one_layer.gif import RANKS, write_gif
+
+                frames = layer_frames(planned, None, RANKS)
+                write_gif(frames, animation, lambda n, of: say(f"drawing frame {n} of {of}"))
         if holders is None:
             return planned.to_json(), plan_text(planned)
         held = planned.holders()
         values = planned.to_json() | {"holders": held.to_json()["holders"][:holders]}
         return values, f"{plan_text(planned)}\n\n{holders_text(planned, held, holders)}"
 
-    print_cached_answer(as_json, make)
+    print_cached_answer(as_json, make, saved=animation is None)
 
 
 @click.command()

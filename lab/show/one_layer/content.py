@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab.memory.categories import CATEGORIES
+from lab.memory.categories import CATEGORIES, OTHER
 from lab.show.one_layer.frames import Box, Frame, Lane, LayerFrames
 from lab.show.one_layer.travels import flights
 from lab.show.palette import COLOURS
@@ -67,7 +67,8 @@ def _frame(frame: Frame, unit: int) -> dict[str, Any]:
         "small": [frame.small_count, _rounded(frame.small / unit)],
         "outside": _rounded(frame.outside / unit),
         "hostOutside": _rounded((frame.host_outside + frame.host_small) / unit),
-        "held": [_rounded(size / unit) for size in frame.by_category],
+        # What no tensor holds is not of a layer: on a GPU it can be more than all else.
+        "held": [_rounded(size / unit) for size in frame.by_category[:OTHER]],
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from lab.memory.categories import CATEGORIES
+from lab.memory.categories import OTHER
 from lab.show.one_layer.frames import Box, LayerFrames
 from lab.show.one_layer.travels import Flight, Part, flights
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, TEXT
@@ -105,16 +105,26 @@ def _draw_box(
     axes.add_patch(patch)
     room = width * points
     size = 6.5
-    if not empty and room > len(box.name) * size * 0.56:
+    lines = _fitting(box.name, room / (size * 0.56))
+    if not empty and lines:
         axes.text(
             left + width / 2,
             top + 0.52,
-            box.name,
+            lines,
+            linespacing=0.95,
             ha="center",
             va="center",
             fontsize=size,
             color=text_colour(colour),
         )
+
+
+def _fitting(name: str, characters: float) -> str:
+    """Return a name in one or two lines of so many characters; nothing if it does not fit."""
+    for lines in (name, name.replace(" ", "\n", 1), "\n".join(name.rsplit(" ", 1))):
+        if max(map(len, lines.split("\n"))) < characters:
+            return lines
+    return ""
 
 
 def _draw_flight(axes: Axes, plane: Plane, flight: Flight, progress: float) -> None:
@@ -140,10 +150,11 @@ def _draw_flight(axes: Axes, plane: Plane, flight: Flight, progress: float) -> N
 
 def draw_curve(axes: Axes, layer: LayerFrames, lane: int, frame: int | None) -> None:
     """Draw a rank's device bytes over the frames, by category, with a line at a frame."""
-    values = np.array([one.by_category for one in layer.lanes[lane].frames]) / layer.unit
+    # What no tensor holds is left out, as in the player.
+    values = np.array([one.by_category[:OTHER] for one in layer.lanes[lane].frames]) / layer.unit
     numbers = np.arange(len(values) + 1)
     steps = np.vstack((values, values[-1:]))
-    axes.stackplot(numbers, steps.T, colors=CATEGORY_COLOURS, labels=CATEGORIES, step="post", linewidth=0)
+    axes.stackplot(numbers, steps.T, colors=CATEGORY_COLOURS[:OTHER], step="post", linewidth=0)
     axes.set_xlim(0, len(values))
     axes.set_ylim(0, values.sum(axis=1).max() * 1.05)
     axes.axvline(layer.backward, color="black", linewidth=0.6, linestyle=":")

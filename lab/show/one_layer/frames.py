@@ -20,10 +20,10 @@ from lab.show.one_layer.packing import Interval, Slot, pack
 from lab.show.one_layer.windows import Window, members_of, window_of
 from lab.units import format_operator
 
-MOST_FRAMES = 240
+MOST_FRAMES = 160
 """The most frames of one layer: where there are more, more tensors are too small to have a box."""
 
-_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
+_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0, 2.0)
 """The parts of A below which a tensor has no box: the first that gives few enough frames."""
 
 _STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
@@ -290,7 +290,8 @@ class _View:
         return sorted(made - (filled - moved) | moved | kernels | ends)
 
     def _operator(self, row: int) -> str:
-        return self.timeline.ops[self.timeline.op[row]].name
+        name: str = self.timeline.ops[self.timeline.op[row]].name
+        return name
 
     def _is_next(self, row: int, later: int, rows: set[int]) -> bool:
         """Return whether no other of these rows is between two rows."""
@@ -376,7 +377,10 @@ class _View:
         made = _listed([track.names[n] for n in sorted(new)])
         parts = []
         if is_attention(op):
-            parts.append(f"{op} computes {made or 'attention'}{again}")
+            gives = "the gradients of q, k and v" if "backward" in op else "attention"
+            parts.append(f"{op} computes {made or gives}{again}")
+        elif made == "parameters":
+            parts.append("the parameters are copied out of what was gathered")
         elif new:
             allocated = "empty" in op or "zeros" in op
             parts.append(f"{made} allocated{again}" if allocated else f"{op} computes {made}{again}")

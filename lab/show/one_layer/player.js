@@ -48,7 +48,7 @@ class Player {
       made.addEventListener("click", act);
       return made;
     };
-    button("⏮", "To the first frame (Home)", () => this.go(0));
+    button("|◂", "To the first frame (Home)", () => this.go(0));
     button("◂", "One frame back (left arrow)", () => this.go(this.number - 1));
     this.playButton = button("▶ Play", "Play or pause (space)", () => this.toggle());
     button("▸", "One frame on (right arrow)", () => this.go(this.number + 1));

@@ -52,7 +52,8 @@ class LayerPlayer:
         # A stored notebook without a kernel shows the picture.
         widget: dict[str, Any] = {}
         if is_in_browser():
-            widget = _Widget(content=player_content(self.frames))._repr_mimebundle_(**kwargs)[0]
+            bundle = _Widget(content=player_content(self.frames))._repr_mimebundle_(**kwargs)
+            widget = bundle[0] if bundle else {}
         return {
             **widget,
             "image/png": b64encode(self.picture.png).decode(),

@@ -95,7 +95,7 @@ function drawRoom(pen, plan, lane, frame, ink) {
   pen.fillText(`rank ${lane}`, 0, top + 8);
   pen.font = pen.font.replace("bold ", "");
   const held = frame.held.reduce((sum, size) => sum + size, 0);
-  const lines = [`holds ${inA(held)}`, `elsewhere ${inA(frame.outside)}`];
+  const lines = [`layer ${inA(held - frame.outside)}`, `all else ${inA(frame.outside)}`];
   lines.forEach((line, n) => {
     if (22 + 14 * n < plan.laneHeight) pen.fillText(line, 0, top + 22 + 14 * n);
   });
@@ -136,12 +136,22 @@ function drawFreed(pen, plan, lane, box, ink) {
   pen.globalAlpha = 1;
 }
 
+// A name in one line, or in two smaller ones, or not at all.
 function label(pen, text, left, top, width, colour) {
-  if (pen.measureText(text).width > width - 6) return;
-  pen.fillStyle = colour;
-  pen.textAlign = "center";
-  pen.fillText(text, left + width / 2, top + SHELF / 2);
-  pen.textAlign = "left";
+  const font = pen.font;
+  const [first, last] = [text.indexOf(" "), text.lastIndexOf(" ")];
+  const splits = first < 0 ? [] : [first, last].map((at) => [text.slice(0, at), text.slice(at + 1)]);
+  for (const lines of [[text], ...splits]) {
+    pen.font = lines.length > 1 ? font.replace("11px", "9px") : font;
+    if (lines.some((line) => pen.measureText(line).width > width - 4)) continue;
+    pen.fillStyle = colour;
+    pen.textAlign = "center";
+    const offset = lines.length > 1 ? -5 : 0;
+    lines.forEach((line, n) => pen.fillText(line, left + width / 2, top + SHELF / 2 + offset + 10 * n));
+    pen.textAlign = "left";
+    break;
+  }
+  pen.font = font;
 }
 
 function drawFlight(pen, plan, [source, target], progress, ink, paper) {
@@ -158,10 +168,10 @@ function drawFlight(pen, plan, [source, target], progress, ink, paper) {
   pen.lineTo(to[0] + to[2] / 2, to[1] + SHELF / 2);
   pen.stroke();
   const colour = plan.content.categories[box[2]][1];
-  fill(pen, colour, 1, x, y + 6, Math.max(width, 3), SHELF - 12);
+  fill(pen, colour, 1, x, y + 6, Math.max(width, 5), SHELF - 12);
   pen.strokeStyle = ink;
   pen.lineWidth = 1.5;
-  pen.strokeRect(x, y + 6, Math.max(width, 3), SHELF - 12);
+  pen.strokeRect(x, y + 6, Math.max(width, 5), SHELF - 12);
 }
 
 // The device bytes of the first rank by category over the frames, with a line at a frame.
@@ -170,7 +180,7 @@ function drawCurve(pen, plan, number, ink) {
   const frames = content.ranks[content.lanes[0]].frames;
   const totals = frames.map((frame) => frame.held.reduce((sum, size) => sum + size, 0));
   const top = Math.max(...totals);
-  const [width, step] = [plan.right - LABELS, (plan.right - LABELS) / frames.length];
+  const step = (plan.right - LABELS) / frames.length;
   const bottom = plan.curveTop + CURVE;
   frames.forEach((frame, n) => {
     let y = bottom;
@@ -188,5 +198,4 @@ function drawCurve(pen, plan, number, ink) {
   pen.fillText("backward", back + 4, plan.curveTop + 4);
   fill(pen, ink, 0.6, back, plan.curveTop, 1, CURVE);
   fill(pen, ink, 1, LABELS + (number + 0.5) * step - 1, plan.curveTop, 2, CURVE);
-  return width;
 }

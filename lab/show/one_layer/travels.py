@@ -48,8 +48,8 @@ def flights(layer: LayerFrames, frame: int) -> Iterator[Flight]:
             sources = (other.sources or other.targets) if other is not None else ()
             if not sources or not targets or not _meet(layer, travel.kind, here, there):
                 continue
-            source, target = _parts(layer, travel.kind, here, there)
-            yield Flight(Part(here, sources[0], *source), Part(there, targets[0], *target))
+            sent, received = _parts(layer, travel.kind, here, there)
+            yield Flight(Part(here, sources[0], *sent), Part(there, targets[0], *received))
 
 
 def _meet(layer: LayerFrames, kind: Moving, here: int, there: int) -> bool:
