@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
 import lab
+from lab.commands.cli import main
 from lab.errors import LabError, ResultError
 from lab.memory.categories import OTHER
 from lab.memory.storages import NO_STORAGES, Storages
@@ -75,7 +78,7 @@ def test_a_box_keeps_a_place_that_no_other_box_has(recipe):
             (box.category == "host", box.slot.shelf, box.slot.left, box.bytes / layer.unit)
             for box in map(lane.boxes.__getitem__, frame.boxes)
         )
-        for (*one, left, size), (*other, next_left, _) in zip(places, places[1:], strict=False):
+        for (*one, left, size), (*other, next_left, _) in pairwise(places):
             assert one != other or left + size <= next_left + 1e-6
         for host, _, left, size in places:
             assert left + size <= (layer.host_width if host else layer.width) + 1e-6
@@ -251,3 +254,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
         check_animation(tmp_path / "layer.png")
     with pytest.raises(LabError, match=r"there is no folder .*/none$"):
         check_animation(tmp_path / "none" / "layer.gif")
+    command = "plan tiny --tokens 1K --ranks 2 --animation layer.gif --quick"
+    said = CliRunner().invoke(main, command.split())
+    assert (said.exit_code, said.output.count("\n")) == (2, 1)
+    assert said.output.startswith("lab: --animation with --quick: the closed form has no tensors")

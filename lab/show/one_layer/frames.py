@@ -301,15 +301,15 @@ class _View:
         """The rows of this timeline at which the same operators ran as at these rows of another rank's."""
         if other is self:
             return rows
-        ours = dict(zip(self._keys(), self.window.rows, strict=True))
+        ours = dict(zip(self.keys(), self.window.rows, strict=True))
         found: list[int] = []
-        keys = dict(zip(other.window.rows, other._keys(), strict=True))
+        keys = dict(zip(other.window.rows, other.keys(), strict=True))
         for row in rows:
             # Where a rank has no such row, it holds what it held before.
             found.append(ours.get(keys[row], found[-1] if found else self.window.forward.start))
         return [max(pair) for pair in pairwise([0, *found])]
 
-    def _keys(self) -> list[tuple[int, str, int]]:
+    def keys(self) -> list[tuple[int, str, int]]:
         """A key for each row: the phase, the operator, and how many such operators came before."""
         counts: dict[tuple[int, str], int] = defaultdict(int)
         keys = []
