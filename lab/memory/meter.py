@@ -29,7 +29,7 @@ from lab.memory.module_paths import ModulePaths
 from lab.memory.observer import Observer
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import report_resizes
-from lab.memory.storages import Entry, Rows, TensorKind, storages_of
+from lab.memory.storages import Entry, Move, Rows, TensorKind, storages_of
 from lab.memory.timeline import Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
 from lab.torch_private import (
@@ -51,6 +51,22 @@ _SHARDING_OPERATORS = {
 }
 """FSDP's operators, and the category of the tensors that they take: parts of many parameters or gradients."""
 
+_RESULT = -1
+
+TRANSFERS = {
+    "c10d._allgather_base_": (0, 1),
+    "c10d._reduce_scatter_base_": (0, 1),
+    "c10d.allreduce_": (0, 0),
+    "c10d.alltoall_base_": (0, 1),
+    "lab.from_host": (1, 0),
+    "lab.to_host": (_RESULT, 0),
+}
+"""The operators that move bytes between ranks, or between device and host.
+
+By each, the argument that it writes and the one that it reads. A call has a row of its own, and the storages
+know it as one of their ``moves``.
+"""
+
 NO_OP = Op("-")
 """The operator of the rows that mark the start and the end of a phase."""
 
@@ -62,7 +78,7 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     that was seen on it, ``op`` is the operator that made it, and ``name`` is that of its parameter.
     """
 
-    __slots__ = ("category", "dtype", "first", "key", "name", "op", "shape", "size")
+    __slots__ = ("category", "dtype", "first", "key", "moves", "name", "op", "shape", "size")
 
     key: int
     size: int
@@ -72,10 +88,11 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     dtype: torch.dtype
     op: str
     name: str
+    moves: tuple[Move, ...]
 
 
-_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, str]
-"""Of a block: first row, row after the last, size, category, shape, dtype, operator, parameter's name."""
+_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, str, tuple[Move, ...]]
+"""Of a block: first row, row after the last, size, category, shape, dtype, operator, name and moves."""
 
 
 class _Scope:
@@ -201,8 +218,8 @@ class Meter(Observer):
         held_still = (self._entry(block) for block in self._live.values() if self._in_rows(block))
         storages = storages_of(
             (
-                Entry(first, end, size, category, _kind(shape, dtype, op, name))
-                for first, end, size, category, shape, dtype, op, name in (*self._entries, *held_still)
+                Entry(first, end, size, category, _kind(shape, dtype, op, name), moves)
+                for first, end, size, category, shape, dtype, op, name, moves in (*self._entries, *held_still)
             ),
             Rows(rows.seconds, rows.module, rows.phase, rows.step),
         )
@@ -230,7 +247,11 @@ class Meter(Observer):
             # Backward copies it back, but it is what forward kept. The pieces on the host stay host memory.
             self._classify(args[1:], ACTIVATIONS)
         inside = self._workspace.kernel(name, args)
-        if self._changed or inside or self._every_operator:
+        if name in TRANSFERS:
+            written, read = TRANSFERS[name]
+            self._note_moves(result if written == _RESULT else args[written], written=True)
+            self._note_moves(args[read], written=False)
+        if self._changed or inside or self._every_operator or name in TRANSFERS:
             module = self._paths.current()
             if module != self._swept_module:
                 self._sweep_gradients()
@@ -258,6 +279,7 @@ class Meter(Observer):
         block.size = self._workspace.allocation(storage.nbytes())
         block.first = len(self.rows)
         block.shape, block.dtype, block.op, block.name = tensor.shape, tensor.dtype, self._op, ""
+        block.moves = ()
         self._live[block.key] = block
         self._bytes[category] += block.size
         self._changed = True
@@ -287,7 +309,7 @@ class Meter(Observer):
         if self._in_rows(block):
             self._entries.append(self._entry(block))
         self._bytes[block.category] += size - block.size
-        block.size, block.first = size, len(self.rows)
+        block.size, block.first, block.moves = size, len(self.rows), ()
         self._changed = True
 
     def _in_rows(self, block: _Block) -> bool:
@@ -296,7 +318,18 @@ class Meter(Observer):
 
     def _entry(self, block: _Block) -> _Entry:
         end = len(self.rows)
-        return block.first, end, block.size, block.category, block.shape, block.dtype, block.op, block.name
+        what = block.shape, block.dtype, block.op, block.name, block.moves
+        return block.first, end, block.size, block.category, *what
+
+    def _note_moves(self, value: Any, *, written: bool) -> None:
+        """Note that the operator whose row is next moves bytes from or to these tensors."""
+        if isinstance(value, torch.Tensor):
+            block = self._live.get(storage_id(value.untyped_storage()))
+            if block is not None:
+                block.moves = (*block.moves, Move(len(self.rows), written))
+        elif isinstance(value, tuple | list):
+            for item in value:
+                self._note_moves(item, written=written)
 
     def _mark(self, tensors: Iterable[tuple[str, torch.Tensor]], category: int) -> None:
         """Give the storages of tensors, which come with the names of their parameters, a category."""

@@ -30,6 +30,18 @@ class TensorKind(NamedTuple):
     name: str
 
 
+class Move(NamedTuple):
+    """A row at which a collective, or a copy from or to the host, moves bytes of a storage.
+
+    Attributes:
+        row: The row of the operator.
+        written: Whether the operator writes the storage; otherwise it reads it.
+    """
+
+    row: int
+    written: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Storages:
     """The storages of one rank: m entries, one for each stretch of rows in which a storage has one size.
@@ -49,6 +61,8 @@ class Storages:
         made: Seconds on the timeline's clock [m].
         freed: The same; infinite if it is never freed [m].
         kinds: The tensors.
+        moves: Of each move of an entry: the entry, the row, and 1 if the row's operator writes the storage,
+            0 if it reads it [k, 3].
     """
 
     first: Integers
@@ -62,6 +76,7 @@ class Storages:
     made: npt.NDArray[np.float64]
     freed: npt.NDArray[np.float64]
     kinds: tuple[TensorKind, ...]
+    moves: Integers
 
     def __len__(self) -> int:
         return len(self.first)
@@ -79,21 +94,28 @@ class Storages:
 
     def select(self, index: npt.ArrayLike) -> Storages:
         """Return these entries alone, which are given as indices or as a mask."""
-        chosen = np.asarray(index)
-        return Storages(**{name: getattr(self, name)[chosen] for name in _COLUMNS}, kinds=self.kinds)
+        chosen = np.arange(len(self))[np.asarray(index)]
+        place = np.full(len(self), -1)
+        place[chosen] = np.arange(len(chosen))
+        moves = self.moves.copy()
+        moves[:, 0] = place[moves[:, 0]]
+        columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
+        return Storages(**columns, kinds=self.kinds, moves=moves[moves[:, 0] >= 0])
 
     def at_rows(self, kept: Integers) -> Storages:
         """Return the entries for a timeline that has only these rows, which are given in order."""
         columns = {name: getattr(self, name) for name in _COLUMNS}
         columns["first"] = np.searchsorted(kept, self.first)
         columns["end"] = np.searchsorted(kept, self.end)
-        return Storages(**columns, kinds=self.kinds).select(columns["first"] < columns["end"])
+        moves = self.moves[np.isin(self.moves[:, 1], kept)]
+        moves[:, 1] = np.searchsorted(kept, moves[:, 1])
+        return Storages(**columns, kinds=self.kinds, moves=moves).select(columns["first"] < columns["end"])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: the arrays as a compressed ``npz`` in base64, and the kinds as lists."""
         file = io.BytesIO()
         # numpy's stubs take any further keyword for the flag that allows pickles.
-        np.savez_compressed(file, **{name: getattr(self, name) for name in _COLUMNS})
+        np.savez_compressed(file, **{name: getattr(self, name) for name in (*_COLUMNS, "moves")})
         return {
             "columns": base64.b64encode(file.getvalue()).decode(),
             "kinds": [[list(kind.shape), *kind[1:]] for kind in self.kinds],
@@ -104,14 +126,15 @@ class Storages:
         """Return the storages of what ``to_json`` returned."""
         with np.load(io.BytesIO(base64.b64decode(document["columns"])), allow_pickle=False) as columns:
             kinds = tuple(TensorKind(tuple(shape), *texts) for shape, *texts in document["kinds"])
-            return cls(**{name: columns[name] for name in _COLUMNS}, kinds=kinds)
+            return cls(**{name: columns[name] for name in (*_COLUMNS, "moves")}, kinds=kinds)
 
 
-_COLUMNS = tuple(field.name for field in fields(Storages) if field.name != "kinds")
+_COLUMNS = tuple(field.name for field in fields(Storages) if field.name not in ("kinds", "moves"))
 
 NO_STORAGES = Storages(
     **{name: np.zeros(0, np.float64 if name in ("made", "freed") else np.int64) for name in _COLUMNS},  # type: ignore[arg-type]
     kinds=(),
+    moves=np.zeros((0, 3), np.int64),
 )
 """Those of a timeline that recorded none."""
 
@@ -124,6 +147,7 @@ class Entry(NamedTuple):
     size: int
     category: int
     kind: TensorKind
+    moves: tuple[Move, ...] = ()
 
 
 class Rows(NamedTuple):
@@ -138,7 +162,10 @@ class Rows(NamedTuple):
 def storages_of(entries: Iterable[Entry], rows: Rows) -> Storages:
     """Return the storages of these entries; the row at which one is first held says what made it."""
     kinds: dict[TensorKind, int] = {}
-    table = [(e.first, e.end, e.size, e.category, kinds.setdefault(e.kind, len(kinds))) for e in entries]
+    table, moves = [], []
+    for number, e in enumerate(entries):
+        table.append((e.first, e.end, e.size, e.category, kinds.setdefault(e.kind, len(kinds))))
+        moves += [(number, *move) for move in e.moves]
     first, end, size, category, kind = np.array(table, dtype=np.int64).reshape(-1, 5).T
     return Storages(
         first=first,
@@ -152,4 +179,5 @@ def storages_of(entries: Iterable[Entry], rows: Rows) -> Storages:
         made=rows.seconds[first],
         freed=np.append(rows.seconds, np.inf)[end],
         kinds=tuple(kinds),
+        moves=np.array(moves, dtype=np.int64).reshape(-1, 3),
     )

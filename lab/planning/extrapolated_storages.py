@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lab.memory.holders import LAYER
-from lab.memory.storages import Entry, Storages, TensorKind
+from lab.memory.storages import Entry, Move, Storages, TensorKind
 
 Part = tuple[str, int, int]
 """The phase, the layer (-1 for none), and how many such parts came before."""
@@ -72,7 +72,7 @@ def extrapolated_entries(
         phase, layer, which = place.part
         return Place((phase, layer + by, which), place.offset)
 
-    for made, freed, entry in _entries(*deep):
+    for made, freed, entry, transfers in _entries(*deep):
         layer = _layer(made) if _layer(made) >= 0 else _layer(freed)
         if layer < 0:
             continue
@@ -80,11 +80,14 @@ def extrapolated_entries(
         for shift in shifts:
             kind = entry.kind._replace(name=_renamed(entry.kind.name, shift))
             first, last = row_of(moved(made, shift)), row_of(moved(freed, shift))
-            yield Entry(first, last, entry.size, entry.category, kind)
+            moves = tuple(Move(row_of(moved(at, shift)), written) for at, written in transfers)
+            yield Entry(first, last, entry.size, entry.category, kind, moves)
 
 
-def _entries(storages: Storages, parts: Parts) -> Iterator[tuple[Place, Place, Entry]]:
-    """Yield each entry with the places at which it is made and freed."""
+def _entries(
+    storages: Storages, parts: Parts
+) -> Iterator[tuple[Place, Place, Entry, list[tuple[Place, bool]]]]:
+    """Yield each entry with the places at which it is made and freed, and those of its moves."""
     names = list(parts)
     starts = [part.start for part in parts.values()]
     rows = max(part.stop for part in parts.values())
@@ -96,14 +99,21 @@ def _entries(storages: Storages, parts: Parts) -> Iterator[tuple[Place, Place, E
         return Place(names[index], row - starts[index])
 
     columns = (storages.first, storages.end, storages.size, storages.category, storages.kind)
-    for first, end, size, category, kind in np.stack(columns, axis=1).tolist():
-        yield place(first), place(end), Entry(first, end, size, category, storages.kinds[kind])
+    moves: dict[int, list[tuple[Place, bool]]] = defaultdict(list)
+    for index, row, written in storages.moves.tolist():
+        moves[index].append((place(row), bool(written)))
+    for index, (first, end, size, category, kind) in enumerate(np.stack(columns, axis=1).tolist()):
+        entry = Entry(first, end, size, category, storages.kinds[kind])
+        yield place(first), place(end), entry, moves[index]
 
 
 def _outside(storages: Storages, parts: Parts) -> dict[tuple[Place, Place], list[Entry]]:
-    """The entries that are neither made nor freed in a layer, by the places at which they are."""
+    """The entries that are neither made nor freed in a layer, by the places at which they are.
+
+    Their moves are left out: no layer has them.
+    """
     outside: dict[tuple[Place, Place], list[Entry]] = defaultdict(list)
-    for made, freed, entry in _entries(storages, parts):
+    for made, freed, entry, _ in _entries(storages, parts):
         if _layer(made) < 0 and _layer(freed) < 0:
             outside[made, freed].append(entry)
     return outside

@@ -31,12 +31,21 @@ def holders_of_job(timeline: Timeline, job: Job, at: float | str, memory: Memory
     Raises:
         ResultError: There is no such instant, or the timeline has no storages.
     """
-    found = timeline.holders(at, memory=memory)
+    found, unit = timeline.holders(at, memory=memory), hidden_state_bytes(timeline, job)
+    _, s = local_sizes(job)
+    return found.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
+
+
+def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
+    """Return A, the bytes of one hidden state of the rank: b x s x E elements as computed with.
+
+    Raises:
+        ResultError: The timeline has no storages.
+    """
     b, s = local_sizes(job)
     embedding = _embedding(timeline)
-    width = getattr(torch, job.recipe.compute_dtype or embedding.dtype).itemsize
-    unit = b * s * embedding.shape[-1] * width
-    return found.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
+    width: int = getattr(torch, job.recipe.compute_dtype or embedding.dtype).itemsize
+    return b * s * embedding.shape[-1] * width
 
 
 def knob_for(holder: Holder, recipe: Recipe, s: int) -> str:

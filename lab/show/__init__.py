@@ -10,6 +10,7 @@ from lab.show.head_schedule import schedule
 from lab.show.lanes import lanes
 from lab.show.live.timeline import live
 from lab.show.memory_vs_speed import memory_vs_speed
+from lab.show.one_layer.player import layer
 from lab.show.picture import Picture
 from lab.show.profiles import profile
 from lab.show.sources import source
@@ -23,6 +24,7 @@ __all__ = [
     "explore",
     "guess",
     "lanes",
+    "layer",
     "live",
     "memory_vs_speed",
     "profile",

@@ -103,6 +103,7 @@ def _answer(document: dict[str, Any]) -> Answer:
 @click.option(
     "--memory-snapshot", type=path, metavar="FILE", help="Write it for PyTorch's memory viewer, too."
 )
+@click.option("--animation", type=path, help="Also draw one layer, moving, into this GIF file.")
 @one_line_errors
 def plan(
     model: str,
@@ -113,10 +114,11 @@ def plan(
     holders: int | None,
     chrome_trace: Path | None,
     memory_snapshot: Path | None,
+    animation: Path | None,
     **settings: Any,
 ) -> None:
     """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
-    files = chrome_trace is not None or memory_snapshot is not None
+    files = any(file is not None for file in (animation, chrome_trace, memory_snapshot))
 
     def make() -> Answer:
         from lab.recipe.recipe import parse_knobs
@@ -125,6 +127,10 @@ def plan(
             check_counts({"holders": holders})
         if quick and (holders is not None or files):
             raise LabError("--quick answers from the closed form, which has no tensors to list or to write")
+        if animation is not None:
+            from lab.show.one_layer.gif import check_animation
+
+            check_animation(animation)
         if quick:
             from lab.commands.report import quick_text
             from lab.planning.quick_plan import quick_plan
@@ -136,8 +142,14 @@ def plan(
         from lab.memory.export import write_chrome_trace, write_memory_snapshot
         from lab.planning.plan import plan
 
-        with status(f"planning {model}"):
+        with status(f"planning {model}") as say:
             planned = plan(model, recipe, **settings, **parse_knobs(knobs))
+            if animation is not None:
+                from lab.show.one_layer.frames import layer_frames
+                from lab.show.one_layer.gif import RANKS, write_gif
+
+                frames = layer_frames(planned, None, RANKS)
+                write_gif(frames, animation, lambda n, of: say(f"drawing frame {n} of {of}"))
         if chrome_trace is not None:
             write_chrome_trace([planned.timeline], chrome_trace)
         if memory_snapshot is not None:

@@ -64,7 +64,7 @@ class LiveTimeline:
         if isinstance(message, Run):
             self._finish(timeline(message))
             return
-        if self._view is None and (self._display or _is_in_browser()):
+        if self._view is None and (self._display or is_in_browser()):
             self._view = _View(self._height, self._stop, self._display or _CellOutput())
         if self._view is not None:
             self._view.draw(message)
@@ -143,7 +143,7 @@ class _CellOutput:
         self._where |= {"update": True} if self._where else {}
 
 
-def _is_in_browser() -> bool:
+def is_in_browser() -> bool:
     """Return whether a page in a browser runs this cell: a page sends the cell's id, papermill does not."""
     parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)()
     return "cellId" in parent.get("metadata", {})

@@ -1,0 +1,77 @@
+"""Where bytes are while they move between ranks, or between the device and the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lab.show.one_layer.frames import LayerFrames
+from lab.show.one_layer.names import Moving
+
+
+class Part(NamedTuple):
+    """A part of a box.
+
+    Attributes:
+        lane: The index of the rank's lane.
+        box: The index of the box in it.
+        start: Where the part begins, as a fraction of the box.
+        length: How long it is, as a fraction of the box.
+    """
+
+    lane: int
+    box: int
+    start: float
+    length: float
+
+
+class Flight(NamedTuple):
+    """A part of a box that becomes a part of another."""
+
+    source: Part
+    target: Part
+
+
+def flights(layer: LayerFrames, frame: int) -> Iterator[Flight]:
+    """Yield what moves between the boxes of the lanes in a frame."""
+    travels = [lane.frames[frame].travel for lane in layer.lanes]
+    for there, travel in enumerate(travels):
+        if travel is None:
+            continue
+        if travel.kind in (Moving.TO_HOST, Moving.FROM_HOST):
+            if travel.sources and travel.targets:
+                for target in travel.targets:
+                    yield Flight(Part(there, travel.sources[0], 0.0, 1.0), Part(there, target, 0.0, 1.0))
+            continue
+        targets = travel.targets or travel.sources
+        for here, other in enumerate(travels):
+            sources = (other.sources or other.targets) if other is not None else ()
+            if not sources or not targets or not _meet(layer, travel.kind, here, there):
+                continue
+            sent, received = _parts(layer, travel.kind, here, there)
+            yield Flight(Part(here, sources[0], *sent), Part(there, targets[0], *received))
+
+
+def _meet(layer: LayerFrames, kind: Moving, here: int, there: int) -> bool:
+    """Return whether a rank sends to another in such a collective."""
+    degree, block = layer.ulysses, layer.ulysses * layer.ring
+    if kind is Moving.ALL_TO_ALL:
+        return here != there and here // degree == there // degree
+    if kind is Moving.RING:
+        return here != there and here // block == there // block and (here + degree - there) % block == 0
+    return here != there
+
+
+def _parts(
+    layer: LayerFrames, kind: Moving, here: int, there: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return which part is sent by one rank, and which is received by another: start and length of each."""
+    if kind is Moving.ALL_TO_ALL:
+        each = 1 / layer.ulysses
+        return ((there % layer.ulysses) * each, each), ((here % layer.ulysses) * each, each)
+    each = 1 / layer.ranks
+    if kind is Moving.ALL_GATHER:
+        return (here * each, each), (here * each, each)
+    if kind is Moving.REDUCE_SCATTER:
+        return (there * each, each), (0.0, 1.0)
+    return (0.0, 1.0), (0.0, 1.0)
