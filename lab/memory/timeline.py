@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lab.units import format_bytes
+
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
 """What device bytes are for, in the order in which figures stack them.
 
@@ -54,6 +56,18 @@ class Moment:
     phase: str
     step: int
 
+    def __str__(self) -> str:
+        """Return the phase, the operator with the first three shapes, and the module."""
+        shapes = self.shapes.split()
+        words = [f"{self.phase}:", self.operator, *shapes[:3], *["..."] * (len(shapes) > 3)]
+        return " ".join([*words, *(["in", self.module] if self.module else [])])
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator without its namespace and its device."""
+        name = self.op.removeprefix("aten.")
+        return name.replace("_scaled_dot_product_flash_attention_for_cpu", "flash_attention")
+
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
@@ -85,6 +99,10 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.seconds)
+
+    def __repr__(self) -> str:
+        peak = f", device peak {format_bytes(self.device_peak)} ({self.peak})" if len(self) else ""
+        return f"Timeline of {len(self):,} rows{peak}"
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
