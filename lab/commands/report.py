@@ -12,7 +12,7 @@ from rich.table import Table
 from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.hardware import outside_workspace
-from lab.units import Mi, format_bytes, format_seconds
+from lab.units import Mi, format_bytes, format_seconds, format_share
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def plan_text(plan: Plan) -> str:
         plan.recipe.summary,
         "",
         f"device peak   {format_bytes(plan.device_peak)} a rank"
-        f"{_of(plan.device_peak, plan.machine.device_memory)}",
+        f"{format_share(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
-        f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
-        f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
+        f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+        f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
     lines += [
@@ -82,10 +82,10 @@ def quick_text(plan: QuickPlan) -> str:
             plan.job.recipe.summary,
             "",
             f"device peak   {format_bytes(plan.device_peak)} a rank"
-            f"{_of(plan.device_peak, plan.machine.device_memory)}",
+            f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"host peak     {format_bytes(estimate.host_peak)} a rank, "
             f"{format_bytes(plan.host_peak_per_node)} a node"
-            f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
+            f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"at the peak   {estimate.moment}",
             *(
                 f"  {part:<20}{format_bytes(size):>10}  {_bar(size, plan.device_peak)}".rstrip()
@@ -109,9 +109,9 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
             format_bytes(plan.device_peak) + {None: "", True: "  fits", False: "  ✗"}[plan.fits],
             bar,
             format_bytes(plan.host_peak) if plan.host_peak else "-",
-            f"{plan.peak.phase}: {_short(plan.peak.op)}",
+            f"{plan.peak.phase}: {plan.peak.operator}",
         )
-    return f"{_title(first)}\n{table_text(table)}"
+    return f"{first.job.subject}\n{table_text(table)}"
 
 
 def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
@@ -125,7 +125,7 @@ def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
     first = next(iter(plans.values()))
     picture = stack(
         {name: plan.peak for name, plan in plans.items()},
-        title=_title(first),
+        title=first.job.subject,
         limit=first.machine.device_memory,
         longest=_longest_bar(plans),
     )
@@ -149,12 +149,6 @@ def check_figure(path: Path) -> None:
         raise LabError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def _title(plan: Plan) -> str:
-    """Return the title of a plan without its recipe."""
-    model, _, *where = plan.title.split(" · ")
-    return " · ".join((model, *where))
-
-
 def _longest_bar(plans: Mapping[str, Plan]) -> int:
     """Return the bytes at which bars are cut: twice the device memory, or twice the smallest peak."""
     peaks = [plan.device_peak for plan in plans.values()]
@@ -172,11 +166,11 @@ def max_context_text(result: MaxContext) -> str:
             "",
             f"longest context   {result.tokens / Mi:.2f}M tokens ({result.tokens:,})",
             f"a device holds    {format_bytes(plan.device_peak)}"
-            f"{_of(plan.device_peak, plan.machine.device_memory)}",
+            f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
-            f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
+            f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"stopped by        {result.limit} memory at {next_plan.tokens / Mi:.2f}M tokens",
-            f"at its peak       {next_plan.peak.phase}: {_short(next_plan.peak.op)} in "
+            f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
             f"{next_plan.peak.module or '-'}",
         )
     )
@@ -201,7 +195,7 @@ def fit_text(plans: Sequence[Plan]) -> str:
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
-    return f"{_title(fastest)}\n{table_text(table)}\n{legend}"
+    return f"{fastest.job.subject}\n{table_text(table)}\n{legend}"
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:
@@ -221,7 +215,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
         f"device peak   {format_bytes(rehearsal.device_peak)}{allocator}",
         f"host peak     {format_bytes(rehearsal.host_peak)}",
-        f"at the peak   {peak.phase}: {_short(peak.op)} {peak.shapes}".rstrip(),
+        f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
         f"planned       {rehearsal.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(rehearsal.step_seconds)}"
         f"{'' if rehearsal.timed_steps else ', the first one, with pinning and the meter'}: "
@@ -281,15 +275,6 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
         "planned_device_peak": planned_peak(run, plan),
         "planned_host_peak": plan.host_peak,
     }
-
-
-def _short(op: str) -> str:
-    """Return the name of an operator without its namespace and its device."""
-    return op.removeprefix("aten.").replace("_scaled_dot_product_flash_attention_for_cpu", "flash_attention")
-
-
-def _of(needed: int, memory: int | None) -> str:
-    return "" if memory is None else f" of {format_bytes(memory)} ({needed / memory:.0%})"
 
 
 def _verdict(plan: Plan) -> str:
