@@ -14,6 +14,7 @@ from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES
 from lab.memory.holders import Holders, Memory, is_inside, of_moment
 from lab.memory.storages import NO_STORAGES, Storages
+from lab.units import format_bytes, format_operator
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,17 @@ class Moment:
     phase: str
     step: int
 
+    def __str__(self) -> str:
+        """Return the phase, the operator with the first three shapes, and the module."""
+        shapes = self.shapes.split()
+        words = [f"{self.phase}:", self.operator, *shapes[:3], *["..."] * (len(shapes) > 3)]
+        return " ".join([*words, *(["in", self.module] if self.module else [])])
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator without its namespace and its device."""
+        return format_operator(self.op)
+
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
@@ -86,6 +98,10 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.seconds)
+
+    def __repr__(self) -> str:
+        peak = f", device peak {format_bytes(self.device_peak)} ({self.peak})" if len(self) else ""
+        return f"Timeline of {len(self):,} rows{peak}"
 
     @property
     def total(self) -> npt.NDArray[np.int64]:

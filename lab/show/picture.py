@@ -98,7 +98,8 @@ def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names:
     if title:
         # The layout reserves space for the legend; the title is on the same line.
         position = {"y": 1 - 0.06 / figure.get_figheight()} if marks else {}
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, **position)
+        # The name of a model may have dollar signs, which are no formula.
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, parse_math=False, **position)
     if marks:
         figure.legend(
             marks,
