@@ -15,9 +15,24 @@ from lab.recipe.jobs import Job, TrainSettings
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """The first message: ``stop`` ends the run, from any thread, and ``lab.run`` returns what it measured."""
+    """The first message: a cluster is asked to run a job.
+
+    Until the first ``Progress`` its ranks import what they need and make the model, which takes seconds.
+
+    Attributes:
+        stop: Ends the run, from any thread; ``lab.run`` returns what it measured.
+        ranks: The number of ranks.
+    """
 
     stop: Callable[[], None]
+    ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """The last message of a run that ended before its ranks had measured anything; ``how`` says why."""
+
+    how: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,5 +101,5 @@ class Run:
         return holders_of_job(self.timelines[rank], self.job, at, memory)
 
 
-Watch: TypeAlias = Callable[[Started | Progress | Run], None]
+Watch: TypeAlias = Callable[[Started | Progress | Run | Ended], None]
 """Called when a run starts, with each message of each rank while it goes on, and with the run at its end."""
