@@ -33,8 +33,9 @@ class HoldersPanel {
     this.size = add(label, "input");
     this.size.placeholder = "4 GiB";
     this.size.size = 9;
+    this.size.dataset.lmSuppressShortcuts = "true"; // JupyterLab would take Enter for a cell
     const submit = add(this.form, "button");
-    submit.textContent = "at the peak";
+    submit.textContent = "Find knobs";
     submit.title = "Find the cheapest set of knobs that makes the peak smaller by so much";
     this.freed = add(this.form, "output");
     this.form.addEventListener("submit", (event) => {
@@ -89,9 +90,8 @@ class HoldersPanel {
       box.addEventListener("pointerleave", () => this.point(item, false));
       box.addEventListener("click", () => item.line?.scrollIntoView({ block: "nearest" }));
       if (width < 44 || height < 17) continue;
-      add(box, "div").textContent = item.place;
-      if (height > 32) add(box, "div").textContent = formatSigned(item.bytes);
-      if (height > 48) add(box, "div").textContent = item.tensor;
+      const lines = [shortPlace(item.place), formatSigned(item.bytes), item.tensor].filter(Boolean);
+      for (const text of lines.slice(0, Math.floor((height - 3) / 15))) add(box, "div").textContent = text;
     }
   }
 
@@ -99,13 +99,14 @@ class HoldersPanel {
     this.table.replaceChildren();
     this.table.parentElement.hidden = !this.answer;
     if (!this.answer) return;
+    const unit = "bytes in units of A, those of one hidden state on the rank";
     const header = add(add(this.table, "thead"), "tr");
     for (const [key, title] of COLUMNS) {
       const cell = add(header, "th", NUMBERS.has(key) ? "lab-holders-number" : "");
       const sorted = this.order.key === key;
       cell.setAttribute("aria-sort", sorted ? (this.order.down ? "descending" : "ascending") : "none");
       const arrow = sorted ? (this.order.down ? " ↓" : " ↑") : "";
-      button(cell, `${title}${arrow}`, `Sort by ${title}`, () => {
+      button(cell, `${title}${arrow}`, `Sort by ${key === "units" ? unit : title}`, () => {
         this.order = { key, down: sorted ? !this.order.down : NUMBERS.has(key) };
         this.drawTable();
         this.table.querySelector(`th[aria-sort$="ending"] button`)?.focus();
@@ -140,21 +141,26 @@ const COLUMNS = [
   ["tensor", "tensor"],
   ["op", "made by"],
   ["place", "where"],
-  ["made", "in", (item) => item.phase],
-  ["freed", "held", heldText],
   ["knob", "less with"],
+  ["made", "made in", (item) => item.phase],
+  ["freed", "held", heldText],
 ];
 const NUMBERS = new Set(["bytes", "units", "count"]);
 
 function heldText({ made, freed }) {
   if (made === null) return "";
-  return `${made.toFixed(3)} s to ${freed === null ? "the end" : `${freed.toFixed(3)} s`}`;
+  return `${formatSeconds(made)} to ${freed === null ? "the end" : formatSeconds(freed)}`;
 }
 
 function sortedBy(items, { key, down }) {
   const value = (item) => item[key] ?? (NUMBERS.has(key) ? 0 : Infinity);
   const compare = (a, b) => (typeof a === "string" && typeof b === "string" ? a.localeCompare(b) : a - b);
   return [...items].sort((a, b) => (down ? -1 : 1) * compare(value(a), value(b)) || 0);
+}
+
+// A box has space for the end of a path; a tensor made outside of all modules has none.
+function shortPlace(place) {
+  return place === "-" ? "" : place.replace(/^model\.(layers\.[\d*]+\.(?=\w))?/, "");
 }
 
 function describe(item) {

@@ -17,6 +17,7 @@ function arrange(store, width, height, hidden) {
   const panels = visible.map(({ rank, number }, n) => ({
     rank,
     number,
+    ended: store.recorded,
     name: rank.name ?? `rank ${number}`,
     x: Math.round(left + (n % columns) * (across + gap)),
     y: Math.round(Math.floor(n / columns) * (down + LANE_GAP) + title),
@@ -27,9 +28,8 @@ function arrange(store, width, height, hidden) {
     lowest: n + columns >= count,
   }));
   const last = largest(store, (row) => row.seconds) || 1;
-  const unit = store.over === "seconds" ? " s" : "";
   // While ranks run the axis ends at a round number, so that it changes seldom.
-  const scale = { seconds: store.recorded ? last : roundUp(last), unit, bytes: highestPeak(store) || 1, host };
+  const scale = { seconds: store.recorded ? last : roundUp(last), over: store.over, bytes: highestPeak(store) || 1, host };
   return { panels, scale };
 }
 
@@ -82,9 +82,10 @@ function drawTitle(pen, panel) {
   const after = panel.name && pen.measureText(`${panel.name}  `).width;
   pen.font = pen.font.replace(/^600 /, "");
   if (!rank.peak) return;
-  const now = `now ${formatBytes(rank.rows.at(-1).total)}`;
   const peak = `peak ${formatBytes(rank.peak.total)}`;
-  const host = panel.lane ? `host ${formatBytes(rank.rows.at(-1).host)}` : "";
+  const now = panel.ended ? "" : `now ${formatBytes(rank.rows.at(-1).total)}`;
+  const held = panel.ended ? rank.rows.reduce((top, row) => Math.max(top, row.host), 0) : rank.rows.at(-1).host;
+  const host = panel.lane ? `host ${formatBytes(held)}` : "";
   const texts = [[now, peak, host], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
   const fits = texts.find((text) => after + pen.measureText(text).width <= width) ?? "";
   write(pen, 0.75, "left", fits, x + after, y - 10);
@@ -128,12 +129,14 @@ function drawPlanned(pen, panel, scale, up) {
   pen.restore();
 }
 
-function drawSecondTicks(pen, panel, { seconds, unit }) {
+function drawSecondTicks(pen, panel, { seconds, over }) {
   const bottom = panel.y + panel.height + (panel.lane && panel.lane + LANE_GAP);
-  ticks(seconds, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
-    const text = n === all.length - 1 ? `${+tick.toFixed(3)}${unit}` : `${+tick.toFixed(3)}`;
-    const align = n === 0 ? "left" : tick > 0.95 * seconds ? "right" : "center"; // so that it does not reach the next panel
-    write(pen, 0.7, align, text, panel.x + (tick / seconds) * panel.width, bottom + 11);
+  const [name, size] = over === "seconds" ? timeUnitFor(seconds) : [over, 1];
+  ticks(seconds / size, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
+    const text = n === all.length - 1 ? `${+tick.toFixed(3)} ${name}` : `${+tick.toFixed(3)}`;
+    const part = (tick * size) / seconds;
+    const align = n === 0 ? "left" : part > 0.93 ? "right" : "center"; // so that it does not reach the next panel
+    write(pen, 0.7, align, text, panel.x + part * panel.width, bottom + 11);
   });
 }
 

@@ -16,6 +16,17 @@ function formatBytes(bytes) {
   return `${value.toFixed(value < 10 ? 2 : 1)} ${name}`;
 }
 
+const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
+
+function timeUnitFor(top) {
+  return TIMES.find(([, size]) => top >= size) ?? TIMES[2];
+}
+
+function formatSeconds(seconds) {
+  const [name, size] = timeUnitFor(seconds);
+  return seconds === 0 ? "0 s" : `${(seconds / size).toPrecision(seconds / size >= 1000 ? 4 : 3)} ${name}`;
+}
+
 function ticks(top, count) {
   const raw = top / count;
   const power = 10 ** Math.floor(Math.log10(raw));

@@ -29,7 +29,8 @@ class View {
     this.pointer = null;
     this.canvas.addEventListener("pointermove", (event) => this.point([event.offsetX, event.offsetY]));
     this.canvas.addEventListener("pointerleave", () => this.point(null));
-    this.canvas.addEventListener("click", (event) => this.click([event.offsetX, event.offsetY]));
+    // A click has whole pixels; the pointer has parts of them, and the row that was read out is meant.
+    this.canvas.addEventListener("click", (event) => this.click(this.pointer ?? [event.offsetX, event.offsetY]));
     this.root.addEventListener("keydown", (event) => this.press(event));
     this.root.addEventListener("transitionend", () => this.schedule());
     this.resized = new ResizeObserver(() => this.schedule());
@@ -94,11 +95,12 @@ class View {
     if (!this.store.recorded) return;
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     const typing = event.target.tagName === "INPUT";
+    // The notebook would move the focus to its cell, or run it.
+    if (!event.ctrlKey && !event.metaKey && event.target !== this.canvas) event.stopPropagation();
     if (event.key === "Escape" && this.store.selected) this.shut();
     else if (by && !typing) this.move(by);
     else if (event.key === "Enter" && event.target === this.canvas && !this.store.selected) this.move(0);
     else return;
-    // The notebook has keys of its own.
     event.preventDefault();
     event.stopPropagation();
   }
@@ -187,7 +189,7 @@ class View {
     const name = (number) => names[number] ?? "";
     this.readout.replaceChildren();
     const title = [under.name, `step ${row.step + 1}`].filter(Boolean).join(" · ");
-    line(this.readout, title, over === "seconds" ? `${row.seconds.toFixed(3)} s` : "", "lab-live-total");
+    line(this.readout, title, over === "seconds" ? formatSeconds(row.seconds) : "", "lab-live-total");
     for (const text of [`${name(row.phase)}: ${name(row.op)}`, name(row.module)]) {
       if (text) add(this.readout, "div").textContent = text;
     }
