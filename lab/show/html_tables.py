@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from lab.memory.timeline import CATEGORIES, Moment
+from lab.memory.categories import CATEGORIES
 from lab.show.palette import COLOURS
 from lab.units import format_bytes
 

@@ -16,9 +16,24 @@ from lab.units import format_bytes, format_lines
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """The first message: ``stop`` ends the run, from any thread, and ``lab.run`` returns what it measured."""
+    """The first message: a cluster is asked to run a job.
+
+    Until the first ``Progress`` its ranks import what they need and make the model, which takes seconds.
+
+    Attributes:
+        stop: Ends the run, from any thread; ``lab.run`` returns what it measured.
+        ranks: The number of ranks.
+    """
 
     stop: Callable[[], None]
+    ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """The last message of a run that ended before its ranks had measured anything; ``how`` says why."""
+
+    how: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,5 +126,5 @@ def _ends(texts: list[str]) -> str:
     return " ".join(texts if len(texts) <= 8 else [*texts[:2], "...", *texts[-2:]])
 
 
-Watch: TypeAlias = Callable[[Started | Progress | Run], None]
+Watch: TypeAlias = Callable[[Started | Progress | Run | Ended], None]
 """Called when a run starts, with each message of each rank while it goes on, and with the run at its end."""
