@@ -1,4 +1,4 @@
-"""A click on a timeline in a real JupyterLab: the treemap and the table, the keys, a size, and what is stored."""
+"""A click on a timeline in a real JupyterLab: the treemap, the table, the keys, a size, what is stored."""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ CATEGORY_COLOURS = tuple(COLOURS[category] for category in CATEGORIES)
 TEXT = "#767676"
 """The colour of text and axes in static pictures: a grey that is readable on white and on black."""
 
-SERIES_COLOURS = ("#992299", "#66BB22", "#555555", "#EE44FF", "#226611", "#AA99AA", "#778866")
+SERIES_COLOURS = ("#992299", "#226611", "#555555", "#EE44FF", "#66BB22", "#AA99AA", "#778866")
 """Colours for series that are not categories of bytes, in the order of use: seven, as the ladder's rungs."""
 
 Dashes = str | tuple[int, tuple[int, ...]]
