@@ -22,7 +22,7 @@ from lab.show.one_layer.frames import Frame, Lane, LayerFrames, layer_frames
 from lab.show.one_layer.gif import check_animation, write_gif
 from lab.show.one_layer.names import Moving
 from lab.show.one_layer.packing import Interval, pack
-from lab.show.one_layer.travels import flights
+from lab.show.one_layer.travels import arrivals, flights
 from lab.techniques.upipe.schedule import schedule
 
 RECIPES = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "upipe")
@@ -117,6 +117,13 @@ def test_ulysses_exchanges_q_k_v_and_the_result_between_boxes_of_different_ranks
     boxes = layer.lanes[0].boxes
     assert boxes[moving[0].source.box].bytes == boxes[moving[0].target.box].bytes == layer.unit
     assert layer.captions[first].text == "all-to-all: every rank gets all tokens of its own heads"
+
+
+def test_a_gather_fills_a_box_and_an_all_reduce_does_not():
+    for recipe, kind, filled in (("fsdp", Moving.ALL_GATHER, 3), ("plain", Moving.ALL_REDUCE, 0)):
+        layer = frames_of(recipe)
+        first = next(n for n, f in enumerate(layer.lanes[0].frames) if f.travel and f.travel.kind is kind)
+        assert len(arrivals(layer, first)) == filled
 
 
 def test_checkpointing_computes_the_forward_again_in_backward_alone():

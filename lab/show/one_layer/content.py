@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.memory.categories import CATEGORIES, OTHER
 from lab.show.one_layer.frames import Box, Frame, Lane, LayerFrames
-from lab.show.one_layer.travels import flights
+from lab.show.one_layer.travels import arrivals, flights
 from lab.show.palette import COLOURS
 from lab.units import format_bytes
 
@@ -51,6 +51,11 @@ def player_content(layer: LayerFrames) -> dict[str, Any]:
             ]
             for number in range(len(layer))
             if (moving := list(flights(layer, number)))
+        },
+        "arrivals": {
+            number: [list(place) for place in sorted(filled)]
+            for number in range(len(layer))
+            if (filled := arrivals(layer, number))
         },
     }
 

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 
 from lab.memory.categories import OTHER
 from lab.show.one_layer.frames import Box, LayerFrames
-from lab.show.one_layer.travels import Flight, Part, flights
+from lab.show.one_layer.travels import Flight, Part, arrivals, flights
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, TEXT
 
 GAP = 0.35
@@ -63,7 +63,7 @@ def draw_lanes(axes: Axes, plane: Plane, frame: int, progress: float, inches: fl
     axes.set_ylim(plane.bottom - GAP, 0)
     axes.axis("off")
     points = inches * 72 / plane.right
-    arriving = {(flight.target.lane, flight.target.box) for flight in moving if progress < 1}
+    arriving = arrivals(layer, frame) if progress < 1 else set()
     for number in plane.lanes:
         lane = layer.lanes[number]
         _draw_room(axes, plane, number)
@@ -71,9 +71,7 @@ def draw_lanes(axes: Axes, plane: Plane, frame: int, progress: float, inches: fl
             box = lane.boxes[index]
             left, top, width = plane.place(Part(number, index, 0.0, 1.0))
             new = box.first == frame and frame > 0
-            _draw_box(
-                axes, box, (left, top, width), points, empty=new and (number, index) in arriving, new=new
-            )
+            _draw_box(axes, box, (left, top, width), points, empty=(number, index) in arriving, new=new)
     for flight in moving:
         if flight.source.lane in plane.lanes and 0 < progress < 1:
             _draw_flight(axes, plane, flight, progress)

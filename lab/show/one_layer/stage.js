@@ -51,7 +51,7 @@ function drawStage(pen, plan, number, progress, paper) {
   const { content } = plan;
   const ink = pen.fillStyle;
   const moving = content.flights[number] ?? [];
-  const arriving = new Set(progress < 1 ? moving.map(([, [lane, box]]) => `${lane} ${box}`) : []);
+  const arriving = new Set(progress < 1 ? (content.arrivals[number] ?? []).map(String) : []);
   drawHead(pen, plan, ink);
   content.lanes.forEach((_, lane) => {
     const frame = plan.frameOf(lane, number);
@@ -64,7 +64,7 @@ function drawStage(pen, plan, number, progress, paper) {
     }
     for (const n of frame.boxes) {
       const isNew = boxes[n][4] === number && number > 0;
-      drawBox(pen, plan, lane, boxes[n], { isNew, empty: isNew && arriving.has(`${lane} ${n}`), ink, paper });
+      drawBox(pen, plan, lane, boxes[n], { isNew, empty: arriving.has(`${lane},${n}`), ink, paper });
     }
   });
   if (progress < 1) for (const flight of moving) drawFlight(pen, plan, flight, progress, ink, paper);

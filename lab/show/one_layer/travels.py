@@ -52,6 +52,27 @@ def flights(layer: LayerFrames, frame: int) -> Iterator[Flight]:
             yield Flight(Part(here, sources[0], *sent), Part(there, targets[0], *received))
 
 
+def arrivals(layer: LayerFrames, frame: int) -> set[tuple[int, int]]:
+    """Return the lanes and boxes that hold nothing before this frame, in which a first move fills them."""
+    return {
+        (flight.target.lane, flight.target.box)
+        for flight in flights(layer, frame)
+        if _first_fill(layer, flight.target) == frame
+    }
+
+
+def _first_fill(layer: LayerFrames, part: Part) -> int | None:
+    """Return the first frame that moves bytes into a box; None if it held what is moved before."""
+    for number, frame in enumerate(layer.lanes[part.lane].frames):
+        travel = frame.travel
+        if travel is None or part.box not in (*travel.sources, *travel.targets):
+            continue
+        # A gather reads the rank's own shard in the memory that it fills.
+        fills = part.box not in travel.sources or travel.kind is Moving.ALL_GATHER
+        return number if fills else None
+    return None
+
+
 def _meet(layer: LayerFrames, kind: Moving, here: int, there: int) -> bool:
     """Return whether a rank sends to another in such a collective."""
     degree, block = layer.ulysses, layer.ulysses * layer.ring
