@@ -15,8 +15,9 @@ from matplotlib import pyplot
 from nbclient import NotebookClient
 from PIL import Image
 
+import lab
 import lab.show
-from lab.errors import LabError
+from lab.errors import LabError, ResultError
 from lab.memory.categories import CATEGORIES
 from lab.memory.timeline import Timeline, TimelineBuilder
 from lab.show import palette, panels
@@ -380,3 +381,14 @@ lab.show.timeline(finished_run(1))
         assert output.data["text/plain"].startswith("Memory timeline of tiny · fsdp: ")
         assert output.metadata["image/png"] == {"width": 900}
     assert "widgets" not in notebook.metadata
+
+
+def test_a_plan_with_another_workspace_is_no_line_over_measured_bytes() -> None:
+    plans = [lab.plan("tiny", "fsdp", tokens=24, ranks=2, workspace=workspace) for workspace in (False, True)]
+    assert lab.show.timeline(plans[0], planned=plans[0].timeline).text
+    with pytest.raises(ResultError, match=r"^the plan counts the workspace of CUDA, .* workspace=False$"):
+        lab.show.timeline(plans[0], planned=plans[1])
+    with pytest.raises(
+        ResultError, match=r"^the measured bytes have the workspace of CUDA, .* workspace=True$"
+    ):
+        lab.show.timeline(plans[1], planned=plans[0])

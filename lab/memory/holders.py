@@ -150,7 +150,7 @@ class Holders:
                 item.category,
                 item.tensor,
                 format_operator(item.op),
-                item.place,
+                item.place.removeprefix("model."),
                 item.knob,
             )
             for item in shown

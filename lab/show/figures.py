@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lab.errors import LabError
-from lab.memory.categories import CATEGORIES
+from lab.errors import LabError, ResultError
+from lab.memory.categories import CATEGORIES, OTHER
 from lab.memory.timeline import Moment, Timeline
 from lab.show.live.recorded import Recorded
 from lab.show.live.widget import display_recorded, is_in_browser
@@ -80,11 +80,13 @@ def timeline(
         over: The horizontal axis: seconds, or operators one by one. The seconds of a plan mean nothing.
 
     Raises:
-        LabError: There is nothing to draw.
+        LabError: There is nothing to draw, or only the plan or only the measured bytes have a workspace.
     """
     title, by_name = _panels(measured)
     timelines = tuple(by_name.values())
     plan = planned if isinstance(planned, Timeline) or planned is None else planned.timeline
+    if plan is not None:
+        _check_workspace(timelines, plan)
     columns = 1 if isinstance(measured, Mapping) else columns_for(len(timelines))
     rows = ceil(len(timelines) / columns)
     lanes = 2 if any(t.host_peak for t in timelines) else 1
@@ -125,6 +127,19 @@ def timeline(
 def columns_for(panels: int) -> int:
     """Return how many panels are side by side: up to 3 in one row, more in two rows."""
     return panels if panels <= 3 else ceil(panels / 2)
+
+
+def _check_workspace(measured: Sequence[Timeline], plan: Timeline) -> None:
+    """Refuse a plan that counts bytes which the measured timelines leave out, or the other way round."""
+    planned, counted = plan.device[:, OTHER].any(), any(one.device[:, OTHER].any() for one in measured)
+    if planned and not counted:
+        raise ResultError(
+            "the plan counts the workspace of CUDA, and the measured bytes do not: plan with workspace=False"
+        )
+    if counted and not planned:
+        raise ResultError(
+            "the measured bytes have the workspace of CUDA, and the plan does not: plan with workspace=True"
+        )
 
 
 def _panels(measured: TimelineSource) -> tuple[str, dict[str, Timeline]]:
