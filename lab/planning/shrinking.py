@@ -1,0 +1,94 @@
+"""What would hold less: the knob for each tensor that is held at an instant."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from lab.errors import ResultError
+from lab.memory.holders import Holder, Holders, Memory
+from lab.memory.storages import TensorKind
+from lab.memory.timeline import Timeline
+from lab.planning.closed_form import local_sizes
+from lab.recipe.jobs import Job
+from lab.recipe.recipe import Recipe
+
+_IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")
+
+
+def holders_of_job(timeline: Timeline, job: Job, at: float | str, memory: Memory) -> Holders:
+    """Return what a job's timeline holds at an instant, in units of A and with the knob for each tensor.
+
+    A is one hidden state of the rank: b x s x E elements as computed with.
+
+    Args:
+        timeline: A timeline of the job.
+        job: The job.
+        at: As in ``Timeline.holders``.
+        memory: Which memory: the device's or the host's.
+
+    Raises:
+        ResultError: There is no such instant, or the timeline has no storages.
+    """
+    found = timeline.holders(at, memory=memory)
+    _, s = local_sizes(job)
+    unit = hidden_state_bytes(timeline, job)
+    return found.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
+
+
+def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
+    """Return A, the bytes of one hidden state of the rank: b x s x E elements as computed with.
+
+    Raises:
+        ResultError: The timeline has no embedding, whose columns are E.
+    """
+    b, s = local_sizes(job)
+    embedding = _embedding(timeline)
+    width: int = getattr(torch, job.recipe.compute_dtype or embedding.dtype).itemsize
+    return b * s * embedding.shape[-1] * width
+
+
+def knob_for(holder: Holder, recipe: Recipe, s: int) -> str:
+    """Return the setting of a recipe that would remove a tensor or shrink it, in a few words.
+
+    Args:
+        holder: The tensor.
+        recipe: The recipe that holds it.
+        s: The tokens of a row that are on the rank.
+    """
+    if holder.category in ("parameters", "gradients", "optimizer"):
+        return "more ranks" if recipe.fsdp else "fsdp=true"
+    if holder.category == "host":
+        attended = recipe.offload == "attention" and "attn" in holder.module
+        return "offload='inputs'" if attended else "more ranks"
+    place = _IN_LAYER.search(holder.module)
+    if place and holder.category == "activations" and not recipe.checkpoint:
+        return "checkpoint=true"
+    if place and holder.category == "activations" and recipe.offload == "none" and not place["part"]:
+        return "offload='inputs'"
+    # The loss is computed outside of all modules, from what the head returned.
+    outside = holder.module or ("loss" if holder.phase in ("forward", "backward") else "")
+    part = (place["part"] or "") if place else outside
+    if part == "self_attn":
+        return _smaller("head_chunk", recipe.head_chunk, recipe.ulysses)
+    for knob, names in (("mlp_tile", ("mlp",)), ("norm_tile", ("norm",)), ("loss_tile", ("lm_head", "loss"))):
+        if any(name in part for name in names):
+            tile = getattr(recipe, knob)
+            # A tensor of all the rank's tokens is not that of a tile.
+            return _smaller(knob, tile, 1) if tile is None or s not in holder.shape else "more ranks"
+    return "more ranks"
+
+
+def _smaller(knob: str, value: int | None, least: int) -> str:
+    if value is None:
+        return f"set {knob}"
+    return f"a smaller {knob}" if value > least else "more ranks"
+
+
+def _embedding(timeline: Timeline) -> TensorKind:
+    """The rank's rows of the embedding, of E columns each; a recipe may compute in its dtype."""
+    for kind in timeline.storages.kinds:
+        if kind.name == "model.embed_tokens.weight" and len(kind.shape) == 2:
+            return kind
+    raise ResultError("this timeline has no embedding, whose columns give the size of a hidden state")
