@@ -1,5 +1,6 @@
 """The public names, each loaded when it is first used."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -90,3 +91,34 @@ __getattr__ = load_on_first_use(
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _display_in_notebook(results: Mapping[str, str]) -> None:
+    """Let the notebook that imports the lab display results as a table and a picture.
+
+    A terminal shows their text. Nothing is imported before a result is displayed.
+
+    Args:
+        results: The module that defines each class of results.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None or "text/html" not in shell.display_formatter.active_types:
+        return
+
+    def display(result: object) -> None:
+        import_module("lab.show.displays").display_result(result)
+
+    for name, module in results.items():
+        shell.display_formatter.ipython_display_formatter.for_type_by_name(module, name, display)
+
+
+_display_in_notebook(
+    {
+        "Fits": "lab.planning.fit",
+        "MaxContext": "lab.planning.max_context",
+        "Plan": "lab.planning.plan",
+        "Rehearsal": "lab.rehearsing.rehearsal",
+        "Run": "lab.training.records",
+        "Timeline": "lab.memory.timeline",
+    }
+)

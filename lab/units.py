@@ -98,6 +98,11 @@ def format_tokens(tokens: int) -> str:
     return str(tokens)
 
 
+def round_tokens(tokens: int) -> str:
+    """Return tokens as text, from 1M on with two decimals: ``6.28M`` for 6585344, ``12K`` for 12288."""
+    return f"{tokens / Mi:.2f}M" if tokens >= Mi else format_tokens(tokens)
+
+
 def format_bytes(size: int | float) -> str:
     """Return bytes as text with three or four significant digits: ``15.0 GiB``, ``512 B``."""
     for name, factor in (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
@@ -124,3 +129,13 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.3g} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def format_share(size: int, limit: int | None) -> str:
+    """Return the share of a limit that bytes take, as text: `` of 80.0 GiB (83%)``; empty without a limit."""
+    return "" if limit is None else f" of {format_bytes(limit)} ({size / limit:.0%})"
+
+
+def format_lines(title: str, lines: Mapping[str, str]) -> str:
+    """Return a title, and below it each text beside its label. A text that is empty has no line."""
+    return "\n".join([title, *(f"{label:<14}{text}" for label, text in lines.items() if text)])

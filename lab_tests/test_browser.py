@@ -90,10 +90,17 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
         wait_for(lambda: "device" in read.inner_text())
         assert all(part in read.inner_text() for part in ("rank ", "aten.", "layers.", "activations"))
 
+        # The notebook has the picture; on the page the widget is in its place, and alive.
         picture = page.locator(".jp-OutputArea-output img")
-        picture.wait_for(timeout=60_000)
+        picture.wait_for(timeout=60_000, state="attached")
         assert picture.evaluate("image => image.naturalWidth") == 1620
-        assert page.locator(".lab-live").count() == 0
+        page.locator(".jp-RenderedImage .lab-live canvas").wait_for()
+        assert picture.is_hidden()
+        assert page.locator(".lab-live").count() == 1
+        wait_for(lambda: page.locator(".lab-live-status").inner_text() == "tiny · fsdp")
+        assert page.locator(".lab-live-stop").is_hidden()
+        chips.nth(1).click()
+        wait_for(lambda: "rank 1" not in label_of(canvas) and "rank 0 peak" in label_of(canvas))
         page.keyboard.press("Control+s")
         wait_for(lambda: bool(_outputs(path)))
     (output,) = _outputs(path)
@@ -118,9 +125,12 @@ def test_stop_ends_a_run_while_its_cell_blocks_and_keeps_what_it_measured(tmp_pa
         assert complete == "False"
         assert int(steps) < 2000
         picture = page.locator(".jp-OutputArea-output img")
-        picture.wait_for()
+        picture.wait_for(state="attached")
         assert picture.evaluate("image => image.naturalWidth") == 1620
-        assert page.locator(".lab-live").count() == 0
+        canvas = page.locator(".jp-RenderedImage .lab-live canvas")
+        canvas.click(position={"x": 200, "y": 150})
+        page.locator(".lab-holders-when", has_text="this timeline has no storages: those of a run").wait_for()
+        assert page.locator(".lab-holders-box").count() == 0
 
 
 def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path) -> None:

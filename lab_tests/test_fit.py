@@ -5,7 +5,7 @@ import pytest
 import lab.planning.fit as fit_module
 from lab.errors import LabError
 from lab.models import config_of, shape_of
-from lab.planning.fit import candidates, fit, pareto_front
+from lab.planning.fit import Fits, candidates, fit, pareto_front
 from lab.planning.plan import plan
 from lab.units import MiB
 
@@ -39,6 +39,7 @@ def plans(seen):
 
 
 def test_all_returned_recipes_fit_and_the_fastest_is_first(plans):
+    assert type(plans) is Fits
     assert len(plans) > 1
     assert all(p.fits and p.device_peak <= 42 * MiB for p in plans)
     seconds = [p.step_seconds for p in plans]

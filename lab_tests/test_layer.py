@@ -264,4 +264,4 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     command = "plan tiny --tokens 1K --ranks 2 --animation layer.gif --quick"
     said = CliRunner().invoke(main, command.split())
     assert (said.exit_code, said.output.count("\n")) == (2, 1)
-    assert said.output.startswith("lab: --animation with --quick: the closed form has no tensors")
+    assert said.output.startswith("lab: --quick answers from the closed form, which has no tensors")

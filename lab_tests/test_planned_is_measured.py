@@ -36,6 +36,13 @@ def answers(timeline: Timeline) -> dict[str, object]:
         "module": timeline.peak.module,
         "forward": of_phase("forward"),
         "backward": of_phase("backward"),
+        "categories": timeline.peak.by_category,
+        # All of a holder but its step and its times; tensors of one size are in no order.
+        "holders": sorted(
+            (h.bytes, h.category, h.shape, h.dtype, h.name, h.op, h.module, h.phase)
+            for memory in ("device", "host")
+            for h in timeline.holders(memory=memory)
+        ),
     }
 
 

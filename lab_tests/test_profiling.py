@@ -47,6 +47,10 @@ def test_the_operators_that_ran_are_there_in_order_with_module_and_phase(profile
     assert starts == sorted(starts)
 
 
+def test_the_text_of_a_profile_has_neither_its_calls_nor_its_trace(profile):
+    assert repr(profile) == f"Profile(timeline={profile.timeline}, meter_seconds={profile.meter_seconds})"
+
+
 def test_every_operator_of_the_meter_is_one_call_of_the_last_step_alone(profile):
     seen = []
 

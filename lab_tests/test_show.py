@@ -22,6 +22,7 @@ from lab.memory.timeline import Timeline, TimelineBuilder
 from lab.show import palette, panels
 from lab.show.live import messages, thinning
 from lab.show.live import timeline as live_timeline
+from lab.show.live import widget as live_widget
 from lab.training.records import Progress, Started
 from lab.units import GiB, MiB
 from lab_tests.support.runs import PEAK, finished_run, follow, timeline_builder
@@ -48,7 +49,10 @@ def test_each_category_has_its_colour_everywhere() -> None:
         "gradients": "#E69F00",
         "optimizer": "#009E73",
         "activations": "#D55E00",
-        "other": "#999999",
+        "recomputed activations": "#DDCC88",
+        "gradients of activations": "#882255",
+        "temporary buffers": "#56B4E9",
+        "other": "#AAAAAA",
     }
 
 
@@ -58,7 +62,7 @@ def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
     assert 5_000 < len(picture.png) < 200_000
     areas = [count_pixels(picture, colour) for colour in palette.CATEGORY_COLOURS]
     # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
-    assert areas[3] > areas[0] > areas[1] > areas[2] > areas[4] > 500
+    assert areas[3] > areas[0] > areas[1] > areas[2] > areas[7] > 500
     assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm in layers.3)."
     assert pyplot.get_fignums() == []
 
@@ -212,9 +216,9 @@ def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
 def decode(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
     """As the script reads it: seconds, total, host, phase, module, op, step of each row."""
     names.update(enumerate(content["names"], content["known"]))
-    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 11).astype(float)
+    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 14).astype(float)
     return [
-        (row[0], row[1:6].sum(), row[6], *(names[int(n)] for n in row[7:10]), int(row[10])) for row in table
+        (row[0], row[1:9].sum(), row[9], *(names[int(n)] for n in row[10:13]), int(row[13])) for row in table
     ]
 
 
@@ -245,7 +249,7 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
 def test_a_message_is_small_and_holds_the_peak() -> None:
     timeline = timeline_builder(rows=4000).since()
     content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
-    assert len(buffer) <= 2 * messages.INTERVALS * 11 * 4
+    assert len(buffer) <= 2 * messages.INTERVALS * 14 * 4
     assert len(json.dumps(content)) < 1000
     assert max(row[1] for row in decode(content, buffer, {})) == PEAK
 
@@ -257,10 +261,12 @@ class Page:
         self.shown: list[tuple[Any, dict[str, Any]]] = []
         self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
         self.open_at_update: list[bool] = []
-        monkeypatch.setattr(live_timeline, "get_ipython", lambda: self)
-        monkeypatch.setattr(live_timeline, "display", self._display)
+        monkeypatch.setattr(live_widget, "get_ipython", lambda: self)
+        monkeypatch.setattr(live_widget, "display", self._display)
         monkeypatch.setattr(
-            live_timeline._Widget, "send", lambda _, content, buffers: self.sent.append((content, buffers))
+            live_widget.TimelineWidget,
+            "send",
+            lambda _, content, buffers: self.sent.append((content, buffers)),
         )
         self._metadata = metadata
 
@@ -278,18 +284,21 @@ def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.Monk
     page, run = Page(monkeypatch, {"cellId": "a"}), finished_run(3)
     follow(lab.show.live(height=321), run)
     (widget, opened), (picture, closed) = page.shown
-    assert isinstance(widget, live_timeline._Widget)
+    assert isinstance(widget, live_widget.TimelineWidget)
     assert widget.look["height"] == 321
     assert [colour for _, colour in widget.look["categories"]] == list(palette.CATEGORY_COLOURS)
     assert closed == {"display_id": opened["display_id"], "update": True}
     assert picture.text == lab.show.timeline(run).text
     assert page.open_at_update == [True]
-    assert widget.comm is None
-    assert len(page.sent) == 6 * 3
-    names: dict[int, str] = {}
-    rows = [decode(content, buffers[0], names) for content, buffers in page.sent]
-    assert max(row[1] for some in rows for row in some) == PEAK
-    assert len({name for content, _ in page.sent for name in content["names"]}) == len(names) == 10
+    # It stays on the page, in the picture's place, and has the timelines to their end.
+    assert widget.comm is not None
+    kinds = [content["kind"] for content, _ in page.sent]
+    assert kinds == ["rows"] * 6 * 3 + ["recorded"] * 3 + ["replaced"]
+    for sent in (page.sent[:18], page.sent[18:21]):
+        names: dict[int, str] = {}
+        rows = [decode(content, buffers[0], names) for content, buffers in sent]
+        assert max(row[1] for some in rows for row in some) == PEAK
+        assert len({name for content, _ in sent for name in content["names"]}) == len(names) == 10
 
 
 def test_the_first_messages_wait_until_a_page_can_have_loaded_the_script(
@@ -319,7 +328,7 @@ def test_one_watcher_follows_several_runs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_widgets_stop_calls_what_the_run_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     page, watch, stopped = Page(monkeypatch, {"cellId": "a"}), lab.show.live(), []
     for run in ("first", "second"):
-        watch(Started(partial(stopped.append, run)))
+        watch(Started(partial(stopped.append, run), 1))
         watch(Progress(0, 1, 0, 2, None, timeline_builder().since()))
         widget = page.shown[-1][0]
         widget._handle_custom_msg({"stop": True}, [])

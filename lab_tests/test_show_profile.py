@@ -16,9 +16,9 @@ def profile(calls=None) -> Profile:
     """Ten seconds from 7 on, after an earlier step; one operator a second, of half a second."""
     rows = TimelineBuilder()
     where = {"phase": "forward", "module": "", "op": Op("-")}
-    rows.add(1.0, [900 * MiB, 0, 0, 0, 0], 0, step=0, **where)
+    rows.add(1.0, [900 * MiB, *[0] * 7], 0, step=0, **where)
     for second in range(11):
-        held = [MiB, 0, 0, second * MiB, 0]
+        held = [MiB, 0, 0, second * MiB, *[0] * 4]
         rows.add(START + second, held, 0, step=1, **where)
     names = ["aten.mm"] * 5 + ["aten.add"] * 3 + ["aten.silu", "aten.mul"]
     made = [

@@ -3,7 +3,17 @@
 import pytest
 
 from lab.errors import LabError
-from lab.units import GiB, Mi, TiB, format_bytes, format_tokens, parse_bytes, parse_tokens
+from lab.units import (
+    GiB,
+    Mi,
+    TiB,
+    format_bytes,
+    format_share,
+    format_tokens,
+    parse_bytes,
+    parse_tokens,
+    round_tokens,
+)
 
 
 def test_tokens_are_binary_as_in_the_papers():
@@ -40,3 +50,11 @@ def test_printing():
     assert format_bytes(15 * GiB) == "15.0 GiB"
     assert format_bytes(1536) == "1.50 KiB"
     assert format_bytes(700) == "700 B"
+    assert [round_tokens(tokens) for tokens in (1000, 3 * 2**10, Mi, 6949888)] == [
+        "1000",
+        "3K",
+        "1.00M",
+        "6.63M",
+    ]
+    assert format_share(60 * GiB, 80 * GiB) == " of 80.0 GiB (75%)"
+    assert format_share(60 * GiB, None) == ""

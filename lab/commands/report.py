@@ -12,7 +12,7 @@ from rich.table import Table
 from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.hardware import outside_workspace
-from lab.units import Mi, format_bytes, format_operator, format_seconds
+from lab.units import Mi, format_bytes, format_seconds, format_share
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def plan_text(plan: Plan) -> str:
         plan.recipe.summary,
         "",
         f"device peak   {format_bytes(plan.device_peak)} a rank"
-        f"{_of(plan.device_peak, plan.machine.device_memory)}",
+        f"{format_share(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
-        f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
-        f"at the peak   {peak.phase}: {format_operator(peak.op)} {peak.shapes}".rstrip(),
+        f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+        f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
     lines += [
@@ -77,22 +77,21 @@ def quick_text(plan: QuickPlan) -> str:
     """The closed form's answer: the two peaks, and what is held at the device peak."""
     estimate = plan.estimate
     verdict = {None: "no memory was given", True: "it fits", False: "it does not fit"}[plan.fits]
-    held = estimate.parts | ({"workspace": plan.device_peak - estimate.device_peak})
     return "\n".join(
         (
             plan.job.title,
             plan.job.recipe.summary,
             "",
             f"device peak   {format_bytes(plan.device_peak)} a rank"
-            f"{_of(plan.device_peak, plan.machine.device_memory)}",
+            f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"host peak     {format_bytes(estimate.host_peak)} a rank, "
             f"{format_bytes(plan.host_peak_per_node)} a node"
-            f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
+            f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"at the peak   {estimate.moment}",
             *(
-                f"  {part:<20}{format_bytes(size):>10}  {_bar(size, plan.device_peak)}".rstrip()
-                for part, size in held.items()
-                if size
+                f"  {category:<26}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
+                for category, held in plan.by_category.items()
+                if held
             ),
             f"verdict       {verdict}, by the closed form; lab plan without --quick plans the step itself",
         )
@@ -111,9 +110,9 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
             format_bytes(plan.device_peak) + {None: "", True: "  fits", False: "  ✗"}[plan.fits],
             bar,
             format_bytes(plan.host_peak) if plan.host_peak else "-",
-            f"{plan.peak.phase}: {format_operator(plan.peak.op)}",
+            f"{plan.peak.phase}: {plan.peak.operator}",
         )
-    return f"{_title(first)}\n{table_text(table)}"
+    return f"{first.job.subject}\n{table_text(table)}"
 
 
 def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
@@ -127,7 +126,7 @@ def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
     first = next(iter(plans.values()))
     picture = stack(
         {name: plan.peak for name, plan in plans.items()},
-        title=_title(first),
+        title=first.job.subject,
         limit=first.machine.device_memory,
         longest=_longest_bar(plans),
     )
@@ -151,12 +150,6 @@ def check_figure(path: Path) -> None:
         raise LabError(f"{path} cannot be written: there is no folder {path.parent}")
 
 
-def _title(plan: Plan) -> str:
-    """Return the title of a plan without its recipe."""
-    model, _, *where = plan.title.split(" · ")
-    return " · ".join((model, *where))
-
-
 def _longest_bar(plans: Mapping[str, Plan]) -> int:
     """Return the bytes at which bars are cut: twice the device memory, or twice the smallest peak."""
     peaks = [plan.device_peak for plan in plans.values()]
@@ -174,11 +167,11 @@ def max_context_text(result: MaxContext) -> str:
             "",
             f"longest context   {result.tokens / Mi:.2f}M tokens ({result.tokens:,})",
             f"a device holds    {format_bytes(plan.device_peak)}"
-            f"{_of(plan.device_peak, plan.machine.device_memory)}",
+            f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
-            f"{_of(plan.host_peak_per_node, plan.machine.host_memory)}",
+            f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
             f"stopped by        {result.limit} memory at {next_plan.tokens / Mi:.2f}M tokens",
-            f"at its peak       {next_plan.peak.phase}: {format_operator(next_plan.peak.op)} in "
+            f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
             f"{next_plan.peak.module or '-'}",
         )
     )
@@ -203,7 +196,7 @@ def fit_text(plans: Sequence[Plan]) -> str:
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
-    return f"{_title(fastest)}\n{table_text(table)}\n{legend}"
+    return f"{fastest.job.subject}\n{table_text(table)}\n{legend}"
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:
@@ -223,7 +216,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
         f"device peak   {format_bytes(rehearsal.device_peak)}{allocator}",
         f"host peak     {format_bytes(rehearsal.host_peak)}",
-        f"at the peak   {peak.phase}: {format_operator(peak.op)} {peak.shapes}".rstrip(),
+        f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
         f"planned       {rehearsal.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(rehearsal.step_seconds)}"
         f"{'' if rehearsal.timed_steps else ', the first one, with pinning and the meter'}: "
@@ -290,10 +283,6 @@ def holders_text(plan: Plan, holders: Holders, rows: int) -> str:
     where = "the step's peak, which is below that of the start" if plan.peak.phase == "start" else "the peak"
     legend = "A = one hidden state of the rank, b x s x E elements; alike tensors of several layers in a line"
     return f"held at {where}\n{holders.table(rows)}\n{legend}"
-
-
-def _of(needed: int, memory: int | None) -> str:
-    return "" if memory is None else f" of {format_bytes(memory)} ({needed / memory:.0%})"
 
 
 def _verdict(plan: Plan) -> str:

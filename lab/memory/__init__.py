@@ -6,6 +6,7 @@ from lab import load_on_first_use
 
 if TYPE_CHECKING:
     from lab.memory.exchanges import Exchanges, memory_ranges
+    from lab.memory.export import write_chrome_trace, write_memory_snapshot
     from lab.memory.measurement import measure
     from lab.memory.meter import Meter
     from lab.memory.spans import Spans
@@ -18,6 +19,8 @@ __all__ = [
     "Timeline",
     "measure",
     "memory_ranges",
+    "write_chrome_trace",
+    "write_memory_snapshot",
 ]
 
 __getattr__ = load_on_first_use(
@@ -29,5 +32,7 @@ __getattr__ = load_on_first_use(
         "Timeline": "lab.memory.timeline",
         "measure": "lab.memory.measurement",
         "memory_ranges": "lab.memory.exchanges",
+        "write_chrome_trace": "lab.memory.export",
+        "write_memory_snapshot": "lab.memory.export",
     },
 )

@@ -13,8 +13,8 @@ CATEGORIES = (
 """What device bytes are for, in the order in which figures stack them.
 
 - *parameters*, *gradients* and *optimizer* are the model's state, sharded or whole, and its copies.
-- *activations* outlive the module in whose forward they were made; *recomputed activations* do too, where
-  backward runs that forward again.
+- *activations* outlive the module in whose forward they were made, or come back from the host;
+  *recomputed activations* outlive it too, where backward runs that forward again.
 - *gradients of activations* outlive the autograd node in whose backward they were made.
 - *temporary buffers* are freed by the module or the node that made them.
 - *other* is what no tensor holds: workspaces of kernels, and what CUDA and NCCL take.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -103,11 +104,11 @@ class Holders:
     def made_by(
         self, *, module: str | None = None, phase: str | None = None, step: int | None = None
     ) -> Holders:
-        """Return those made by a module (or one inside it), in a phase or in a step."""
+        """Return those made by a module, as in ``Timeline.highest``, in a phase or in a step."""
         items = tuple(
             item
             for item in self.items
-            if (module is None or item.module == module or item.module.startswith(f"{module}."))
+            if (module is None or is_inside(item.module, module))
             and (phase is None or item.phase == phase)
             and (step is None or item.step == step)
         )
@@ -179,6 +180,11 @@ class Holders:
         }
 
 
+def is_inside(path: str, module: str) -> bool:
+    """Return whether a path is that of a module or lies in it; a star in ``module`` stands for any text."""
+    return fnmatchcase(path, module) or fnmatchcase(path, f"{module}.*")
+
+
 def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
     """Return what is held at a row of a timeline.
 
@@ -206,7 +212,7 @@ def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
                 shape=kind.shape,
                 dtype=kind.dtype,
                 name=kind.name,
-                op=timeline.ops[storages.op[index]].name,
+                op=kind.op,
                 module=timeline.modules[storages.module[index]],
                 phase=timeline.phases[storages.phase[index]],
                 step=int(storages.step[index]),

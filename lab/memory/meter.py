@@ -75,10 +75,10 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a counted storage, which calls the meter when the storage dies.
 
     Since the row ``first`` it has had its ``size``. ``shape`` and ``dtype`` are those of the first tensor
-    that was seen on it, and ``name`` is that of its parameter.
+    that was seen on it, ``op`` is the operator that made it, and ``name`` is that of its parameter.
     """
 
-    __slots__ = ("category", "dtype", "first", "key", "moves", "name", "shape", "size")
+    __slots__ = ("category", "dtype", "first", "key", "moves", "name", "op", "shape", "size")
 
     key: int
     size: int
@@ -86,12 +86,13 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     first: int
     shape: torch.Size
     dtype: torch.dtype
+    op: str
     name: str
     moves: tuple[Move, ...]
 
 
-_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, tuple[Move, ...]]
-"""Of a block: the first row, the row after the last, the size, the category, shape, dtype, name and moves."""
+_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, str, tuple[Move, ...]]
+"""Of a block: first row, row after the last, size, category, shape, dtype, operator, name and moves."""
 
 
 class _Scope:
@@ -100,13 +101,15 @@ class _Scope:
     A module has no ``node``. That of a node is the number of its backward pass, and its own.
     """
 
-    __slots__ = ("blocks", "node", "survivors")
+    __slots__ = ("blocks", "node", "recomputed", "survivors")
 
     def __init__(self, node: tuple[int, int] | None, survivors: int) -> None:
         self.node = node
         self.survivors = survivors
         """The category of the blocks that outlive it."""
         self.blocks: list[_Block] = []
+        self.recomputed: list[_Block] = []
+        """Those that a node makes while gradients are on: it runs a forward again, outside of all modules."""
 
 
 class Meter(Observer):
@@ -155,6 +158,7 @@ class Meter(Observer):
         self._bytes = [0] * (len(CATEGORIES) + 1)
         self._bytes[OTHER] = self._workspace.fixed
         self._changed = True
+        self._op = NO_OP.name
         self._phase = "setup"
         self._paths = ModulePaths()
         # What runs, the innermost last.
@@ -172,6 +176,7 @@ class Meter(Observer):
         """
         self._step += 1
         self._paths = ModulePaths()
+        self._op = NO_OP.name
         self._fake_mode = detect_fake_mode()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._mark(model.named_parameters(), PARAMETERS)
@@ -213,10 +218,10 @@ class Meter(Observer):
         held_still = (self._entry(block) for block in self._live.values() if self._in_rows(block))
         storages = storages_of(
             (
-                Entry(first, end, size, category, _kind(shape, dtype, name), moves)
-                for first, end, size, category, shape, dtype, name, moves in (*self._entries, *held_still)
+                Entry(first, end, size, category, _kind(shape, dtype, op, name), moves)
+                for first, end, size, category, shape, dtype, op, name, moves in (*self._entries, *held_still)
             ),
-            Rows(rows.seconds, rows.op, rows.module, rows.phase, rows.step),
+            Rows(rows.seconds, rows.module, rows.phase, rows.step),
         )
         held = storages.bytes_of(len(rows), HOST + 1)[:, :HOST]
         held[:, OTHER] = rows.device[:, OTHER]
@@ -226,8 +231,8 @@ class Meter(Observer):
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the storages of the operator's inputs, run it, and count those of its outputs."""
-        name = _name(func)
-        self._follow_nodes(args)
+        name = self._op = _name(func)
+        self._follow_nodes(name, args)
         for value in args:
             self._count(value, TEMPORARY)
         try:
@@ -238,6 +243,9 @@ class Meter(Observer):
         self._count(result, HOST if name == "lab.to_host" else TEMPORARY)
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
+        elif name == "lab.from_host":
+            # Backward copies it back, but it is what forward kept. The pieces on the host stay host memory.
+            self._classify(args[1:], ACTIVATIONS)
         inside = self._workspace.kernel(name, args)
         if name in TRANSFERS:
             written, read = TRANSFERS[name]
@@ -270,12 +278,15 @@ class Meter(Observer):
         block.key, block.category = key, category
         block.size = self._workspace.allocation(storage.nbytes())
         block.first = len(self.rows)
-        block.shape, block.dtype, block.name, block.moves = tensor.shape, tensor.dtype, "", ()
+        block.shape, block.dtype, block.op, block.name = tensor.shape, tensor.dtype, self._op, ""
+        block.moves = ()
         self._live[block.key] = block
         self._bytes[category] += block.size
         self._changed = True
         if self._scopes:
-            self._scopes[-1].blocks.append(block)
+            scope = self._scopes[-1]
+            forward_again = scope.node is not None and torch.is_grad_enabled()
+            (scope.recomputed if forward_again else scope.blocks).append(block)
         return block
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
@@ -307,7 +318,7 @@ class Meter(Observer):
 
     def _entry(self, block: _Block) -> _Entry:
         end = len(self.rows)
-        what = block.shape, block.dtype, block.name, block.moves
+        what = block.shape, block.dtype, block.op, block.name, block.moves
         return block.first, end, block.size, block.category, *what
 
     def _note_moves(self, value: Any, *, written: bool) -> None:
@@ -332,7 +343,7 @@ class Meter(Observer):
         """Give the tensors among an operator's arguments a category, if they are not of the model's state."""
         if isinstance(value, torch.Tensor):
             block = self._live.get(storage_id(value.untyped_storage()))
-            if block is not None and block.category >= ACTIVATIONS:
+            if block is not None and ACTIVATIONS <= block.category < OTHER:
                 self._move(block, category)
         elif isinstance(value, tuple | list):
             for item in value:
@@ -347,7 +358,7 @@ class Meter(Observer):
 
     def _follow(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module: nn.Module, _: Any) -> None:
-            self._follow_nodes(())
+            self._follow_nodes("", ())
             # FSDP has gathered this module's parameters before. Those of its children are marked too, because
             # a technique may use their weights without calling them.
             self._mark(module.named_parameters(path), PARAMETERS)
@@ -363,14 +374,14 @@ class Meter(Observer):
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
 
-    def _follow_nodes(self, args: tuple[Any, ...]) -> None:
-        """Note which autograd node runs, if one does; ``args`` are those of the operator that it runs."""
+    def _follow_nodes(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note which autograd node runs, if one does, and the operator that it runs."""
         task = running_graph_task()
         number = None if task < 0 else running_sequence_number()
         if number is None:
             self._leave_nodes()
             return
-        if number == ACCUMULATES:
+        if number == ACCUMULATES and name == "aten.detach":
             # What it accumulates is the gradient of a parameter, or of FSDP's copy of one.
             self._classify(args, GRADIENTS)
         node = (task, number)
@@ -392,9 +403,16 @@ class Meter(Observer):
     def _close_scope(self) -> _Scope:
         """Leave the innermost module or node: what is new in it and held still outlives it."""
         scope = self._scopes.pop()
-        for block in scope.blocks:
-            if block.size and block.category == TEMPORARY:
-                self._move(block, scope.survivors)
+        outer = self._running_node()
+        if scope.node is not None and outer is not None and outer[0] < scope.node[0]:
+            # A technique differentiates inside its own backward, and what that makes is the technique's.
+            self._scopes[-1].blocks += scope.blocks
+            self._scopes[-1].recomputed += scope.recomputed
+            return scope
+        for blocks, category in ((scope.blocks, scope.survivors), (scope.recomputed, RECOMPUTED)):
+            for block in blocks:
+                if block.size and block.category == TEMPORARY:
+                    self._move(block, category)
         return scope
 
     def _sweep_gradients(self) -> None:
@@ -428,8 +446,8 @@ class Meter(Observer):
             self._on_growth(grown)
 
 
-def _kind(shape: torch.Size, dtype: torch.dtype, name: str) -> TensorKind:
-    return TensorKind(tuple(shape), str(dtype).removeprefix("torch."), name)
+def _kind(shape: torch.Size, dtype: torch.dtype, op: str, name: str) -> TensorKind:
+    return TensorKind(tuple(shape), str(dtype).removeprefix("torch."), op, name)
 
 
 @cache

@@ -29,7 +29,7 @@ class OutOfMemory(LabError):
         moment = self.moment
         reason = f"the limit is {format_bytes(self.limit)}" if self.limit is not None else self.reason
         categories = "".join(
-            f"\n  {category:<12}{format_bytes(count):>12}" for category, count in moment.by_category.items()
+            f"\n  {category:<26}{format_bytes(count):>12}" for category, count in moment.by_category.items()
         )
         # The first row of a phase has no operator.
         operator = f"{moment.op} {moment.shapes}".strip() if moment.op != "-" else "before the first operator"

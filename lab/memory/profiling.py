@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,11 +97,11 @@ class Profile:
     """
 
     timeline: Timeline
-    calls: tuple[Call, ...]
-    leftovers: tuple[Leftover, ...]
+    calls: tuple[Call, ...] = field(repr=False)
+    leftovers: tuple[Leftover, ...] = field(repr=False)
     meter_seconds: float
-    trace: bytes
-    snapshot: bytes | None
+    trace: bytes = field(repr=False)
+    snapshot: bytes | None = field(repr=False)
 
     @property
     def last(self) -> Timeline:

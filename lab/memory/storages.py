@@ -20,12 +20,14 @@ class TensorKind(NamedTuple):
     Attributes:
         shape: Its shape.
         dtype: Its dtype, ``"float32"``.
+        op: The name of the operator that made the storage; of one that was resized, before it was resized.
         name: The name of the parameter that it is, or whose gradient or optimizer state it is; else empty.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    name: str = ""
+    op: str
+    name: str
 
 
 class Move(NamedTuple):
@@ -53,8 +55,7 @@ class Storages:
         size: Bytes [m].
         category: Indices into ``CATEGORIES``; ``HOST`` for host memory [m].
         kind: Indices into ``kinds`` [m].
-        op: Indices into the timeline's ``ops``: the operator that made it [m].
-        module: Indices into the timeline's ``modules``: the module that ran that operator [m].
+        module: Indices into the timeline's ``modules``: the module that ran when it was made [m].
         phase: Indices into the timeline's ``phases`` [m].
         step: Training steps, counted from 0 [m].
         made: Seconds on the timeline's clock [m].
@@ -69,7 +70,6 @@ class Storages:
     size: Integers
     category: Integers
     kind: Integers
-    op: Integers
     module: Integers
     phase: Integers
     step: Integers
@@ -118,14 +118,14 @@ class Storages:
         np.savez_compressed(file, **{name: getattr(self, name) for name in (*_COLUMNS, "moves")})
         return {
             "columns": base64.b64encode(file.getvalue()).decode(),
-            "kinds": [[list(kind.shape), kind.dtype, kind.name] for kind in self.kinds],
+            "kinds": [[list(kind.shape), *kind[1:]] for kind in self.kinds],
         }
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Storages:
         """Return the storages of what ``to_json`` returned."""
         with np.load(io.BytesIO(base64.b64decode(document["columns"])), allow_pickle=False) as columns:
-            kinds = tuple(TensorKind(tuple(shape), dtype, name) for shape, dtype, name in document["kinds"])
+            kinds = tuple(TensorKind(tuple(shape), *texts) for shape, *texts in document["kinds"])
             return cls(**{name: columns[name] for name in (*_COLUMNS, "moves")}, kinds=kinds)
 
 
@@ -154,7 +154,6 @@ class Rows(NamedTuple):
     """The columns of a timeline that say of each row what made it [n]."""
 
     seconds: npt.NDArray[np.float64]
-    op: Integers
     module: Integers
     phase: Integers
     step: Integers
@@ -174,7 +173,6 @@ def storages_of(entries: Iterable[Entry], rows: Rows) -> Storages:
         size=size,
         category=category,
         kind=kind,
-        op=rows.op[first],
         module=rows.module[first],
         phase=rows.phase[first],
         step=rows.step[first],

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES
-from lab.memory.holders import Holders, Memory, of_moment
+from lab.memory.holders import Holders, Memory, is_inside, of_moment
 from lab.memory.storages import NO_STORAGES, Storages
+from lab.units import format_bytes, format_operator
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,17 @@ class Moment:
     phase: str
     step: int
 
+    def __str__(self) -> str:
+        """Return the phase, the operator with the first three shapes, and the module."""
+        shapes = self.shapes.split()
+        words = [f"{self.phase}:", self.operator, *shapes[:3], *["..."] * (len(shapes) > 3)]
+        return " ".join([*words, *(["in", self.module] if self.module else [])])
+
+    @property
+    def operator(self) -> str:
+        """The name of the operator without its namespace and its device."""
+        return format_operator(self.op)
+
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
@@ -86,6 +98,10 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.seconds)
+
+    def __repr__(self) -> str:
+        peak = f", device peak {format_bytes(self.device_peak)} ({self.peak})" if len(self) else ""
+        return f"Timeline of {len(self):,} rows{peak}"
 
     @property
     def total(self) -> npt.NDArray[np.int64]:
@@ -165,7 +181,8 @@ class Timeline:
         """Return the row at which the device holds the most bytes while a module or a phase runs.
 
         Args:
-            module: The path of a module, for instance ``"model.layers.1.mlp"``; those inside it count too.
+            module: The path of a module, for instance ``"model.layers.1.mlp"``; those inside it count too. A
+                star stands for any text: ``"*.mlp"`` is the MLP of every layer.
             phase: The name of a phase.
 
         Raises:
@@ -212,7 +229,7 @@ class Timeline:
         """Return the rows of a module, a phase and a step; of the last step if none is given with a phase."""
         matches = np.ones(len(self), dtype=bool)
         if module is not None:
-            inside = [path == module or path.startswith(f"{module}.") for path in self.modules]
+            inside = [is_inside(path, module) for path in self.modules]
             matches &= np.array(inside, dtype=bool)[self.module]
         if phase is not None:
             matches &= np.array([name == phase for name in self.phases], dtype=bool)[self.phase]

@@ -3,6 +3,9 @@
 It is within 1% of the plan on the presets. On any other legal shape it is within 5%, or within 1 KiB if that
 is more. In fp64, which is for tests, it is within 10%. It leaves out what grows with neither tokens nor
 weights, such as Adam's counter for each parameter.
+
+It has the categories of a plan's timeline. On the presets each is within 1% of the device peak of what the
+plan has, unless two moments are about equally high and the plan's peak is the other one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from math import lcm
 from typing import Any
 
 from lab import models
+from lab.memory.categories import CATEGORIES
 from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
@@ -22,8 +26,13 @@ from lab.techniques.upipe.schedule import schedule
 WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
 
-Parts = dict[str, int]
-"""Device bytes of one rank at one moment, by what they are."""
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, RECOMPUTED, ACTIVATION_GRADIENTS, TEMPORARY, _ = CATEGORIES
+
+Held = dict[str, int]
+"""Bytes by category."""
+
+Parts = dict[str, Held]
+"""Device bytes of one rank at one moment, by part of the model or of the step, and by category."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Estimate:
     """Bytes of one rank.
 
     Attributes:
-        moments: Every moment at which the device may hold the most, by name, and what it holds then.
+        moments: Every moment at which the device may hold the most, by name, and what it holds then, by part
+            and by category.
         host_peak: The most bytes that the host holds.
     """
 
@@ -41,12 +51,18 @@ class Estimate:
     @property
     def moment(self) -> str:
         """When the device holds the most."""
-        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+        return max(self.moments, key=lambda name: _bytes(_total(self.moments[name])))
 
     @property
-    def parts(self) -> Parts:
-        """What the device holds then."""
-        return self.moments[self.moment]
+    def parts(self) -> dict[str, int]:
+        """The bytes that the device holds then, by part."""
+        return {name: _bytes(held) for name, held in self.moments[self.moment].items()}
+
+    @property
+    def by_category(self) -> Held:
+        """The bytes that the device holds then, by category: all of ``CATEGORIES``, in their order."""
+        held = _total(self.moments[self.moment])
+        return {category: held.get(category, 0) for category in CATEGORIES}
 
     @property
     def device_peak(self) -> int:
@@ -85,40 +101,70 @@ def estimate_job(shape: Shape, job: Job) -> Estimate:
 
 def _moments(z: _Sizes) -> dict[str, Parts]:
     """Every moment that may be the highest, by name, and what is held then."""
-    norms = {"norms": _norm_keeps(z) + z.A}
+    norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + z.A}}, {"gradients": _head_gradient(z, z.w)}
     highest = {
         "loss backward": _held(z, z.L, norms | {"loss": _loss(z)}),
-        "head backward": _held(z, z.L, norms | {"loss": _head(z), "gradients": z.w * z.table}),
-        "final norm backward": _held(z, z.L, {"norms": _norm(z), "gradients": z.w * z.table}),
-        "optimizer": {"model state": 16 * z.shard},
+        "head backward": _held(z, z.L, norms | {"loss": _head(z)} | head),
+        "final norm backward": _held(z, z.L, {"norms": _norm(z, ACTIVATIONS)} | head),
+        "optimizer": {"model state": _plus(_state(z), {GRADIENTS: 4 * z.shard})},
     }
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
     for i in {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
         highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z, i)}
-    state = {"model state": 12 * z.shard, "gradients": z.reduced * z.L * z.layer_shard}
+    state = {"model state": _state(z), "gradients": {GRADIENTS: z.reduced * z.L * z.layer_shard}}
     # The gradient of a tied embedding is a sum of two.
-    tables = {"head and embedding": ((3 if z.tied else 2) + z.summed) * z.w * z.table}
-    in_flight = {"tokens": _tokens(z), "gradients in flight": z.f * z.layer * z.copied + 2 * z.A}
-    highest["embedding backward"] = state | tables | {"parameters": z.w * z.root * z.copied} | in_flight
+    table = z.w * z.table
+    embedding = {GRADIENTS: (1 + z.summed) * table, TEMPORARY: table * z.tied}
+    tables = {"head and embedding": _plus(_head_gradient(z, z.w), embedding)}
+    whole = {"tokens": {ACTIVATIONS: _tokens(z)}, "parameters": {PARAMETERS: z.w * z.root * z.copied}}
+    in_flight = {GRADIENTS: z.f * z.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
+    highest["embedding backward"] = state | tables | whole | {"gradients in flight": in_flight}
     if z.copied:
         root_shard = z.shard - z.L * z.layer_shard
         highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, root_shard)}
         for i in {z.L - 1, min(1, z.L - 1), 0}:
             # The copy of the layer above is gone by then.
-            flight = _reducing(z, z.layer, z.layer_shard) - z.f * z.layer * (i < z.L - 1)
-            reduced = {"residual": z.A, "gradients in flight": flight}
+            copy = {GRADIENTS: -z.f * z.layer * (i < z.L - 1)}
+            flight = _plus(_reducing(z, z.layer, z.layer_shard), copy)
+            reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
             highest[f"gradients of layer {i}"] = _held(z, i, reduced, runs=False)
     return highest
 
 
-def _reducing(z: _Sizes, weights: int, shard: int) -> int:
+def _bytes(held: Held) -> int:
+    return sum(held.values())
+
+
+def _plus(*several: Held) -> Held:
+    """The sum, category by category."""
+    names = {name: None for held in several for name in held}
+    return {name: sum(held.get(name, 0) for held in several) for name in names}
+
+
+def _nested(held: Held) -> Held:
+    """What a technique holds while it differentiates inside its own backward: gradients are freed there."""
+    freed = held.get(GRADIENTS, 0) + held.get(ACTIVATION_GRADIENTS, 0)
+    return _plus({name: size for name, size in held.items() if "gradients" not in name}, {TEMPORARY: freed})
+
+
+def _total(parts: Parts) -> Held:
+    return _plus(*parts.values())
+
+
+def _highest(*moments: Held) -> Held:
+    return max(moments, key=_bytes)
+
+
+def _reducing(z: _Sizes, weights: int, shard: int) -> Held:
     """Gradients as made, and copied wide to be reduced; then that copy, the reduced shard, and it in fp32.
 
     A group of one rank divides instead, into a third tensor.
     """
     wide = z.f * weights
-    return max(z.w * weights + wide, 3 * wide if z.n == 1 else wide + (z.f + 4 * (z.f > 4)) * shard)
+    divided = {GRADIENTS: wide, TEMPORARY: 2 * wide}
+    reduced = divided if z.n == 1 else {GRADIENTS: wide + (z.f + 4 * (z.f > 4)) * shard}
+    return _highest({GRADIENTS: z.w * weights + wide}, reduced)
 
 
 # ---- the letters -----------------------------------------------------------------------------------------
@@ -228,15 +274,26 @@ def _held(z: _Sizes, layer: int, more: Parts, *, runs: bool = True) -> Parts:
     """
     above, head = z.L - 1 - layer, z.w if z.copied else 4
     whole = z.root + z.layer * ((layer < z.L and runs) + (layer > 0 and z.n > 1))
-    held = {
-        "model state": 12 * z.shard,
-        "parameters": z.w * whole * z.copied,
-        "tokens": _tokens(z),
-        "inputs": _waiting(z, layer),
-        "gradients": z.reduced * max(above, 0) * z.layer_shard + head * z.table * (above >= 0),
-        "gradients in flight": z.f * z.layer * (above > 0 and z.copied),
+    reduced = {GRADIENTS: z.reduced * max(above, 0) * z.layer_shard}
+    held: Parts = {
+        "model state": _state(z),
+        "parameters": {PARAMETERS: z.w * whole * z.copied},
+        "tokens": {ACTIVATIONS: _tokens(z)},
+        "inputs": {ACTIVATIONS: _waiting(z, layer)},
+        "gradients": _plus(reduced, _head_gradient(z, head * (above >= 0))),
+        "gradients in flight": {GRADIENTS: z.f * z.layer * (above > 0 and z.copied)},
     }
-    return {name: held.get(name, 0) + more.get(name, 0) for name in held | more}
+    return {name: _plus(held.get(name, {}), more.get(name, {})) for name in held | more}
+
+
+def _head_gradient(z: _Sizes, width: int) -> Held:
+    """The gradient of the head's matrix. If it is tied, autograd keeps it until the embedding's is added."""
+    return {ACTIVATION_GRADIENTS if z.tied else GRADIENTS: width * z.table}
+
+
+def _state(z: _Sizes) -> Held:
+    """The fp32 parameters, and Adam's two moments of each."""
+    return {PARAMETERS: 4 * z.shard, OPTIMIZER: 8 * z.shard}
 
 
 def _tokens(z: _Sizes) -> int:
@@ -272,7 +329,7 @@ def _waiting(z: _Sizes, layer: int) -> int:
     # Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
     mlp = 0 if z.recipe.mlp_tile else (4 if z.matrices == 3 else 2) * z.M
     if not z.recipe.checkpoint:
-        return layer * (2 * (_norm_keeps(z) + z.A) + _attention_keeps(z) + mlp)
+        return layer * (2 * (_norm_keeps(z) + z.A) + _bytes(_attention_keeps(z)) + mlp)
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
@@ -291,14 +348,19 @@ def _attended(z: _Sizes) -> int:
     return z.H * z.h + z.f * z.b * z.s * z.H
 
 
-def _attention_keeps(z: _Sizes) -> int:
+def _kept(z: _Sizes, tile: int | None = None) -> str:
+    """The category of what a forward keeps inside a layer, while its backward runs; a tile runs it again."""
+    return RECOMPUTED if z.recipe.checkpoint or tile else ACTIVATIONS
+
+
+def _attention_keeps(z: _Sizes) -> Held:
     """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
-    kept = _attended(z)
+    attended = {ACTIVATIONS if z.recipe.offload == "attention" else _kept(z): _attended(z)}
     if z.recipe.head_chunk:
-        return kept
+        return attended
     # Norms of q and k are never tiled: the heads in fp32, normalised, and the scale of each.
-    kept += (z.H + z.K) * z.b * z.s * ((4 + z.w) * z.D + 4) * z.head_norms
-    return kept + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent
+    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w) * z.D + 4) * z.head_norms
+    return _plus(attended, {_kept(z): normed + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent})
 
 
 # ---- the backward of each part ---------------------------------------------------------------------------
@@ -306,47 +368,63 @@ def _attention_keeps(z: _Sizes) -> int:
 
 def _layer(z: _Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
-    attention, norms = _attention_keeps(z), _norm_keeps(z) + z.A
+    attention, norms, kept = _attention_keeps(z), _norm_keeps(z) + z.A, _kept(z)
     # The layer's input, which waited, is what its first norm keeps; or it came from the host, as all but the
     # last layer's do, and is not kept once the layer has run again.
     same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None
     dropped = z.recipe.offload != "none" and layer < z.L - 1
-    first = norms - z.A * (z.recipe.checkpoint and (same or dropped))
+    first = {kept: norms - z.A * (z.recipe.checkpoint and same)}
+    gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
     # What a multiplied residual makes of dh; UPipe holds it until it ends.
     dout = z.A * z.scaled_residual
     upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.mlp, z.w * z.E * z.H * z.D
-    yield "MLP backward", {"residual": z.A, "norms": first + norms, "attention": attention} | _mlp(z)
-    weights = {"residual": z.A, "gradients in flight": done}
-    yield "norm backward", weights | {"norms": first + _norm(z), "attention": attention}
+
+    def beside(weights: int, residual: int = z.A) -> Parts:
+        return {"residual": {ACTIVATION_GRADIENTS: residual}, "gradients in flight": {GRADIENTS: weights}}
+
+    residual = gone | beside(0)
+    yield "MLP backward", residual | {"norms": _plus(first, {kept: norms}), "attention": attention} | _mlp(z)
+    after = gone | beside(done) | {"norms": _plus(first, _norm(z, kept)), "attention": attention}
+    yield "norm backward", after
     # The gradient of the output's projection is there before the kernel runs; in UPipe it is counted inside.
-    weights = {"residual": z.A + dout * upipe, "gradients in flight": done + projection * (not upipe)}
-    inside = _upipe(z) if upipe else _attention(z)
-    yield "attention backward", weights | {"norms": first, "attention": inside}
+    weights = gone | beside(done + projection * (not upipe), z.A + dout * upipe)
+    yield "attention backward", weights | {"norms": first, "attention": _upipe(z) if upipe else _attention(z)}
     # Of the projections, q's is the last: beside its gradient, dx so far and its own part of it.
-    every = {"residual": z.A, "gradients in flight": z.w * z.layer}
-    inside = z.H * z.h + 2 * z.A + projection * z.summed
-    yield "projections backward", every | {"norms": first, "attention": inside}
-    yield "first norm backward", every | {"norms": _norm(z)}
+    every = beside(z.w * z.layer)
+    inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
+    yield "projections backward", gone | every | {"norms": first, "attention": inside}
+    yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
         # Beside what it keeps, q, k and v before the exchange, and the output as it is sent.
-        more = (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.K * z.h
-        yield "attention recomputed", {"residual": z.A, "norms": first, "attention": attention + more}
+        exchanged = z.recipe.ulysses > 1
+        keys = z.K * z.h
+        more = {TEMPORARY: (1 + exchanged) * z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
+        inside = _plus(attention, more)
+        yield "attention recomputed", residual | {"norms": first, "attention": inside}
 
 
-def _norm(z: _Sizes) -> int:
+def _norm(z: _Sizes, kept: str) -> Held:
     """Of RMSNorm six tensors in fp32; of a tile, beside the whole input and both gradients.
 
     Or, if that is more, four as computed with and the input in fp32. LayerNorm has its input, dout and dx; of
     a tile, its output and dx.
     """
     tiled = z.recipe.norm_tile is not None
-    inside = (3 - tiled) * z.w if z.layer_norms else _wide_norm(z)
-    return inside * z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E + 3 * z.A * tiled
+    elements = z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
+    if z.layer_norms:
+        inside = {kept: z.w * elements, ACTIVATION_GRADIENTS: (2 - tiled) * z.w * elements}
+    else:
+        inside = _wide_norm(z, TEMPORARY if tiled else kept, elements)
+    if not tiled:
+        return inside
+    return _plus(_nested(inside), {kept: z.A, ACTIVATION_GRADIENTS: 2 * z.A})
 
 
-def _wide_norm(z: _Sizes) -> int:
-    """Bytes an element in the backward of RMSNorm."""
-    return max(6 * 4, 4 * z.w + 4)
+def _wide_norm(z: _Sizes, kept: str, elements: int) -> Held:
+    """The backward of RMSNorm: its input, two gradients and three products, or what is more."""
+    wide = max(6 * 4, 4 * z.w + 4)
+    gradients = {ACTIVATION_GRADIENTS: (wide - 16) * elements}
+    return _plus({kept: 4 * elements}, {TEMPORARY: 12 * elements}, gradients)
 
 
 def _mlp(z: _Sizes) -> Parts:
@@ -356,7 +434,7 @@ def _mlp(z: _Sizes) -> Parts:
     matrix's weight gradient; late, the gradients of all matrices and one such tensor with dx. A gated MLP has
     two dx; a tile, which keeps its input, also has their sum.
     """
-    tile, t = z.recipe.mlp_tile, min(z.recipe.mlp_tile or z.s, z.s)
+    tile, t, kept = z.recipe.mlp_tile, min(z.recipe.mlp_tile or z.s, z.s), _kept(z, z.recipe.mlp_tile)
     one, x = z.M * t // z.s, z.A * t // z.s
     gated = z.matrices == 3
     tensors = 6 if gated else 5 if z.relu_squared else 3
@@ -364,12 +442,25 @@ def _mlp(z: _Sizes) -> Parts:
     out, copies = x * bool(tile), 2 * x * (z.b > 1 and t < z.s)
     # What a multiplied residual makes of dy is there until the last matrix has run, or its last tile.
     dout = z.A * z.scaled_residual
-    tensors = max(tensors * one, (5 if gated else 3) * one + (0 if tile else dout))
-    early = (tensors + out + copies, z.w * z.mlp // z.matrices)
-    late = ((max(one, x) + 3 * x if tile else one + 2 * x) if gated else one + x + out, z.w * z.mlp)
-    activations, weights = max(early, late, key=sum)
-    whole, sums = (z.A + dout, z.f * z.mlp) if tile else (0, 0)
-    return {"mlp": whole + activations, "gradients in flight": sums + weights}
+    half, inner = tensors // 2, (2 * one if z.relu_squared else 0)
+    early = _highest(
+        {kept: (tensors - half) * one - inner, TEMPORARY: inner, ACTIVATION_GRADIENTS: half * one},
+        {kept: 3 * one, ACTIVATION_GRADIENTS: (2 * gated) * one + (0 if tile else dout)},
+    )
+    early = _plus(early, {kept: out + copies, GRADIENTS: z.w * z.mlp // z.matrices})
+    if not gated:
+        late = {ACTIVATION_GRADIENTS: one + x, kept: out}
+    elif tile:
+        late = {ACTIVATION_GRADIENTS: max(one, x) + 3 * x}
+    else:
+        late = {ACTIVATION_GRADIENTS: one + 2 * x}
+    highest = _highest(early, _plus(late, {GRADIENTS: z.w * z.mlp}))
+    weights = {GRADIENTS: highest.pop(GRADIENTS)}
+    if tile:
+        highest, weights = _nested(highest), _nested(weights)
+    whole = {ACTIVATION_GRADIENTS: (z.A + dout) * bool(tile)}
+    sums = _sums(z, z.mlp * bool(tile))
+    return {"mlp": _plus(whole, highest), "gradients in flight": _plus(sums, weights)}
 
 
 def _kernel(z: _Sizes, q: int, k: int) -> int:
@@ -386,15 +477,23 @@ def _kernel(z: _Sizes, q: int, k: int) -> int:
     return wide_q + part + 4 * k + 4 * wide_k
 
 
-def _attention(z: _Sizes) -> int:
+def _attention(z: _Sizes) -> Held:
     """In the kernel; or where dout is exchanged; or, when all that is done, in the norm of q."""
     q, exchanged = z.H * z.h, z.recipe.ulysses > 1
-    kept = _attention_keeps(z) - q * exchanged  # the output as it went on is of no more use
-    dout, norm = (3 if z.b == 1 else 4) * q * exchanged, (z.A + _wide_norm(z) * q // z.w) * z.head_norms
-    return max(kept + q + _kernel(z, q, z.sent), kept + dout, norm)
+    # The output as it went on is of no more use.
+    kept = _plus(_attention_keeps(z), {_kept(z): -q * exchanged})
+    # A ring makes its gradients of what it sums and passes on; dq is its own sum if that is no wider.
+    backward = _kernel(z, q, z.sent)
+    made = backward if z.recipe.ring == 1 else q * (z.f == z.w)
+    kernel = _plus(kept, {ACTIVATION_GRADIENTS: q + made, TEMPORARY: backward - made})
+    dout = _plus(
+        kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
+    )
+    norm = _plus({ACTIVATION_GRADIENTS: z.A}, _wide_norm(z, _kept(z), q // z.w)) if z.head_norms else {}
+    return _highest(kernel, dout, norm)
 
 
-def _upipe(z: _Sizes) -> int:
+def _upipe(z: _Sizes) -> Held:
     """A stage of U heads with U_kv in flight, or the end; or in the norms of a stage's heads."""
     chunk = z.recipe.head_chunk or z.H
     plan = schedule(z.H, z.K, z.recipe.ulysses, chunk)
@@ -405,27 +504,40 @@ def _upipe(z: _Sizes) -> int:
     if z.recipe.overlap and z.recipe.ulysses > 1 and len(plan.stages) > 1:
         # Highest where the next stage opens a group, so another is still to come home.
         there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
-    end = home + max(z.A + z.w * z.E * z.D * (z.H + 2 * z.K), home // 2 * (groups > 1))
+    weights = z.w * z.E * z.D * (z.H + 2 * z.K)
+    grouped = home // 2 * (groups > 1)
+    end = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: weights} if z.A + weights > grouped else {TEMPORARY: grouped}
+    end = _plus(end, {TEMPORARY: home})
     kernel = _kernel(z, max(_kernels(z)) * z.h, u_kv)
-    peaks = [3 * u + 2 * u_kv + sums + there + ahead + kernel, end]
+    peaks = [{TEMPORARY: 3 * u + 2 * u_kv + sums + there + ahead + kernel}, end]
     if z.head_norms:
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.
-        inside = _wide_norm(z) * u // z.w + u * (z.w != 4)
-        peaks.append(2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead + inside)
-    return _attention_keeps(z) + z.w * z.E * z.H * z.D + max(peaks)
+        stage = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
+        inside = _plus(_nested(_wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
+        peaks.append(_plus(stage, inside))
+    return _plus(_attention_keeps(z), {GRADIENTS: z.w * z.E * z.H * z.D}, _highest(*peaks))
 
 
-def _loss(z: _Sizes) -> int:
+def _loss(z: _Sizes) -> Held:
     """Three wide logits; tiled, dx, a tile's logits and dx, the head's gradient of it and the sum of them.
 
     Where the logits are divided, so is their gradient, into a second tensor.
     """
     if z.recipe.loss_tile is None:
-        return 3 * z.f * z.b * z.s * z.V
-    of_token = z.V * (1 + z.divided_logits) + z.E
-    return z.A + z.w * min(z.recipe.loss_tile, z.b * z.s) * of_token + (z.w + z.f) * z.table
+        logits = z.f * z.b * z.s * z.V
+        return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
+    tile = z.w * min(z.recipe.loss_tile, z.b * z.s)
+    kept = {TEMPORARY if z.divided_logits else RECOMPUTED: tile * z.V}
+    of_tile = {ACTIVATION_GRADIENTS: tile * (z.V * z.divided_logits + z.E), GRADIENTS: z.w * z.table}
+    return _plus(kept, _nested(of_tile), {ACTIVATION_GRADIENTS: z.A}, _sums(z, z.table))
 
 
-def _head(z: _Sizes) -> int:
+def _sums(z: _Sizes, weights: int) -> Held:
+    """The sums of tiles' gradients: the gradients themselves, or wider ones of which they are made."""
+    return {GRADIENTS if z.f == z.w else TEMPORARY: z.f * weights}
+
+
+def _head(z: _Sizes) -> Held:
     """The gradient of whole logits, dx, and a copy of the weight's gradient where it is summed."""
-    return (z.w * z.b * z.s * z.V if z.recipe.loss_tile is None else 0) + z.A + z.w * z.table * z.summed
+    logits = z.w * z.b * z.s * z.V if z.recipe.loss_tile is None else 0
+    return {ACTIVATION_GRADIENTS: logits + z.A, GRADIENTS: z.w * z.table * z.summed}

@@ -65,7 +65,7 @@ def extrapolate(shallow: Timeline, deep: Timeline, layers: int) -> Timeline | No
         entries = extrapolated_entries(
             (shallow.storages, shallow_parts), (deep.storages, deep_parts), target, MIDDLE, extra
         )
-        storages = storages_of(entries, Rows(whole.seconds, whole.op, whole.module, whole.phase, whole.step))
+        storages = storages_of(entries, Rows(whole.seconds, whole.module, whole.phase, whole.step))
     except LookupError:
         return None
     held = storages.bytes_of(len(whole), HOST + 1)

@@ -15,7 +15,7 @@ from lab.recipe.knobs import BY_NAME
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
-from lab.units import format_bytes, format_tokens
+from lab.units import format_bytes, format_lines, format_seconds, format_tokens
 
 MARGIN = 1.1
 """A recipe whose closed-form estimate is further than this over the memory is not planned: the estimate is
@@ -23,6 +23,30 @@ within 5% of the plan."""
 
 NEARLY = 1.05
 """Other degrees are worth a plan if by the closed form they need less memory by more than this factor."""
+
+SHOWN = 7
+"""How many of the recipes that fit are in the text of all of them."""
+
+
+class Fits(tuple[Plan, ...]):
+    """The plans of the recipes that fit, the fastest first."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        front = pareto_front(self)
+        title = (
+            f"{len(self)} recipes fit {self[0].job.subject}. Those that need less device memory than every "
+            "faster one:"
+        )
+        lines = {
+            f"{number}": f"{format_seconds(plan.step_seconds)} per step (estimate), "
+            f"{format_bytes(plan.device_peak)} per rank: {plan.recipe.summary}"
+            for number, plan in enumerate(self, start=1)
+            if plan in front[:SHOWN]
+        }
+        more = {"...": f"{len(front) - SHOWN} more"} if len(front) > SHOWN else {}
+        return format_lines(title, lines | more)
 
 
 def fit(
@@ -37,7 +61,7 @@ def fit(
     device: str = "h100",
     workspace: bool = True,
     watch: Callable[[int, int, Plan], None] | None = None,
-) -> tuple[Plan, ...]:
+) -> Fits:
     """Plan every recipe that may fit, and return those that do, the fastest first.
 
     All shard by FSDP, and the sequence over all ranks; they differ in degrees, head chunk, tiles,
@@ -72,7 +96,7 @@ def fit(
     fitting = sorted((p for p in plans if p.fits), key=lambda p: (p.step_seconds, p.device_peak))
     if not fitting:
         raise LabError(_none_fits(min(plans, key=lambda p: p.device_peak)))
-    return tuple(fitting)
+    return Fits(fitting)
 
 
 def _promising(shape: Shape, base: Recipe, jobs: list[Job], machine: Machine) -> list[Job]:

@@ -13,7 +13,7 @@ from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.techniques.ulysses_degrees import degree_pairs
-from lab.units import Ki, Mi, format_bytes, format_tokens
+from lab.units import Ki, Mi, format_bytes, format_lines, format_tokens, round_tokens
 
 RESOLUTION = 128
 """The answer is exact to one part in so many: a plan more would halve that."""
@@ -40,6 +40,24 @@ class MaxContext:
     limit: Literal["device", "host"]
     plan: Plan
     next_plan: Plan
+
+    def __repr__(self) -> str:
+        return format_lines(f"MaxContext of {self.plan.title}", self.description)
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What a terminal and a notebook show: texts by label."""
+        plan, next_plan = self.plan, self.next_plan
+        needed = next_plan.device_peak if self.limit == "device" else next_plan.host_peak_per_node
+        return {
+            "recipe": plan.recipe.summary,
+            "max context": f"{round_tokens(self.tokens)} tokens ({self.tokens:,})",
+            "device peak": plan.description["device peak"],
+            "host peak": plan.description["host peak"],
+            "stopped by": f"{self.limit} memory at {round_tokens(next_plan.tokens)} tokens, which need "
+            f"{format_bytes(needed)}",
+            "at its peak": str(next_plan.peak),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain values."""

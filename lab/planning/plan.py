@@ -31,7 +31,14 @@ from lab.shape import Shape
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
 from lab.torch_private import FakeTensorMode
-from lab.units import Mi, format_bytes, parse_tokens
+from lab.units import (
+    format_bytes,
+    format_lines,
+    format_seconds,
+    format_share,
+    parse_tokens,
+    round_tokens,
+)
 
 Step = tuple[Timeline, Costs]
 
@@ -60,6 +67,27 @@ class Plan:
     notes: tuple[str, ...]
     planning_seconds: float
 
+    def __repr__(self) -> str:
+        return format_lines(f"Plan of {self.title}", self.description)
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What a terminal and a notebook show: texts by label."""
+        on_device = format_share(self.device_peak, self.machine.device_memory)
+        per_node = (
+            f"{format_bytes(self.host_peak_per_node)} per node"
+            f"{format_share(self.host_peak_per_node, self.machine.host_memory)}"
+        )
+        return {
+            "recipe": self.recipe.summary,
+            "device peak": f"{format_bytes(self.device_peak)} per rank{on_device}",
+            "at the peak": str(self.peak),
+            "host peak": f"{format_bytes(self.host_peak)} per rank, {per_node}" if self.host_peak else "",
+            "step": f"{format_seconds(self.step_seconds)} on {self.device} (estimate)",
+            "note": "; ".join(self.notes),
+            "verdict": self.verdict,
+        }
+
     @property
     def title(self) -> str:
         """One line that names the step."""
@@ -68,8 +96,16 @@ class Plan:
     @property
     def summary(self) -> str:
         """One line with its tokens, its device peak, and whether it fits."""
-        verdict = "fits" if self.fits else f"too much for the {self.limit}"
-        return f"{self.tokens / Mi:.2f}M tokens, {format_bytes(self.device_peak)} a device: {verdict}"
+        return (
+            f"{round_tokens(self.tokens)} tokens, {format_bytes(self.device_peak)} a device: {self.verdict}"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in words."""
+        if self.fits is None:
+            return "no memory was given"
+        return "fits" if self.fits else f"too much for the {self.limit}"
 
     @property
     def recipe(self) -> Recipe:

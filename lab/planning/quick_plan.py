@@ -37,6 +37,12 @@ class QuickPlan:
         return self.estimate.device_peak + self.machine.workspace * fixed_workspace(self.job.ranks)
 
     @property
+    def by_category(self) -> dict[str, int]:
+        """The device peak by category, as a plan gives it."""
+        outside = self.device_peak - self.estimate.device_peak
+        return self.estimate.by_category | {"other": outside}
+
+    @property
     def host_peak_per_node(self) -> int:
         """Host bytes of a node."""
         return self.estimate.host_peak * min(self.job.ranks, self.machine.ranks_per_node)
@@ -62,6 +68,7 @@ class QuickPlan:
             "host_peak_per_node": self.host_peak_per_node,
             "fits": self.fits,
             "moment": self.estimate.moment,
+            "by_category": self.by_category,
             "parts": self.estimate.parts,
         }
 

@@ -31,9 +31,8 @@ def holders_of_job(timeline: Timeline, job: Job, at: float | str, memory: Memory
     Raises:
         ResultError: There is no such instant, or the timeline has no storages.
     """
-    found = timeline.holders(at, memory=memory)
+    found, unit = timeline.holders(at, memory=memory), hidden_state_bytes(timeline, job)
     _, s = local_sizes(job)
-    unit = hidden_state_bytes(timeline, job)
     return found.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
 
 
@@ -41,7 +40,7 @@ def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     """Return A, the bytes of one hidden state of the rank: b x s x E elements as computed with.
 
     Raises:
-        ResultError: The timeline has no embedding, whose columns are E.
+        ResultError: The timeline has no storages.
     """
     b, s = local_sizes(job)
     embedding = _embedding(timeline)

@@ -45,9 +45,21 @@ class Job:
     @property
     def title(self) -> str:
         """One line that names the step: model, recipe, ranks, tokens."""
-        model = Path(self.model).name if isinstance(self.model, str | Path) else "model"
         recipe = self.recipe_name or _settings(self.recipe)
-        return f"{model} · {recipe} · {self.ranks} ranks · {format_tokens(self.tokens)} tokens"
+        return " · ".join((self._model, recipe, self._size))
+
+    @property
+    def subject(self) -> str:
+        """The title without the recipe."""
+        return f"{self._model} · {self._size}"
+
+    @property
+    def _model(self) -> str:
+        return Path(self.model).name if isinstance(self.model, str | Path) else "model"
+
+    @property
+    def _size(self) -> str:
+        return f"{self.ranks} ranks · {format_tokens(self.tokens)} tokens"
 
 
 def make_job(

@@ -12,7 +12,7 @@ from lab.planning.hardware import outside_workspace
 from lab.planning.plan import Plan
 from lab.planning.shrinking import holders_of_job
 from lab.recipe.jobs import Job
-from lab.units import format_bytes
+from lab.units import format_bytes, format_lines, format_seconds, format_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +64,32 @@ class Rehearsal(Measured):
     device_memory_asked: int | None
     plan: Plan
     whole: Plan
+
+    def __repr__(self) -> str:
+        return format_lines(f"Rehearsal of {self.job.title}", self.description)
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What a terminal and a notebook show: texts by label."""
+        limit = format_share(self.device_peak, self.device_memory)
+        planned = format_bytes(self._planned(self.plan))
+        whole = (
+            f"{format_bytes(self.whole_device_peak)} per rank, {format_seconds(self.whole_seconds)} per step"
+        )
+        return {
+            "recipe": self.job.recipe.summary,
+            "measured": f"as one rank of {self.job.ranks} on {self.machine}, "
+            f"{self.layers} of {self.of_layers} layers",
+            "device peak": f"{format_bytes(self.device_peak)}{limit}, planned {planned}",
+            "at the peak": str(self.timeline.peak),
+            "host peak": f"{format_bytes(self.host_peak)}, planned {format_bytes(self.plan.host_peak)}"
+            if self.host_peak
+            else "",
+            "step": f"{format_seconds(self.step_seconds)}: "
+            + ", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in self.seconds.items()),
+            "all layers": whole if self.layers < self.of_layers else "",
+            "tokens": f"{self.tokens_per_second:.4g} per second and rank if links were free",
+        }
 
     @property
     def job(self) -> Job:

@@ -14,7 +14,7 @@ from lab.show.picture import Picture, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
 
-SENT, RECEIVED = SERIES_COLOURS[5], SERIES_COLOURS[1]
+SENT, RECEIVED = SERIES_COLOURS[5], SERIES_COLOURS[0]
 
 
 def buffer_reuse(exchanges: Mapping[str, Sequence[Exchange]], *, title: str = "") -> Picture:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from lab.errors import LabError
 from lab.memory.timeline import Moment
-from lab.show.palette import COLOURS, SERIES_COLOURS
+from lab.show.palette import COLOURS, SERIES_COLOURS, SERIES_LINES
 from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
 from lab.show.scales import byte_axis, log_axis, simplify_axes
 from lab.units import format_bytes, format_seconds, format_tokens
@@ -22,6 +22,7 @@ def stack(
     title: str = "",
     limit: int | None = None,
     longest: int | None = None,
+    series: Sequence[str] = (),
 ) -> Picture:
     """Draw a bar for each name, split by category of bytes, with its total at the end.
 
@@ -31,21 +32,24 @@ def stack(
         title: A title above the picture.
         limit: Bytes at which a line is drawn, for instance the memory of the device.
         longest: Bytes at which longer bars are cut and marked, so that one bar does not hide the others.
+        series: The names of at most seven parts of bars that are no categories of bytes. They are drawn in
+            colours that no category has.
 
     Raises:
-        LabError: There are no bars, or a category has no colour.
+        LabError: There are no bars, or a part of one is neither a category nor one of ``series``.
     """
     parts = {name: bar.by_category if isinstance(bar, Moment) else bar for name, bar in bars.items()}
-    unknown = {category for part in parts.values() for category in part} - COLOURS.keys()
+    colours = COLOURS | dict(zip(series, SERIES_COLOURS, strict=False))
+    unknown = {category for part in parts.values() for category in part} - colours.keys()
     if unknown or not parts:
-        raise LabError(f"no bars to draw, or unknown categories {sorted(unknown)}: use {', '.join(COLOURS)}")
+        raise LabError(f"no bars to draw, or unknown categories {sorted(unknown)}: use {', '.join(colours)}")
     totals = [sum(part.values()) for part in parts.values()]
     top = max(*totals, limit or 0, 1)
     top = min(top, longest or top)
     with styled_figure(0.85 + 0.3 * len(parts)) as figure:
         axes = figure.subplots()
         starts = [0] * len(parts)
-        for category, colour in COLOURS.items():
+        for category, colour in colours.items():
             widths = [part.get(category, 0) for part in parts.values()]
             if any(widths):
                 axes.barh(range(len(parts)), widths, 0.7, starts, color=colour, label=category)
@@ -114,8 +118,10 @@ def curves(
         raise LabError(f"each line needs {len(tokens)} values, not all None; wrong: {wrong or list(lines)}")
     with styled_figure(2.9) as figure:
         axes = figure.subplots()
-        for line, colour in zip(lines.values(), cycle(SERIES_COLOURS), strict=False):
-            axes.plot(*zip(*line, strict=True), "o-", color=colour, markersize=4, linewidth=1.6)
+        styles = cycle(zip(SERIES_COLOURS, SERIES_LINES, strict=True))
+        for line, (colour, (dashes, marker)) in zip(lines.values(), styles, strict=False):
+            style: dict[str, Any] = {"color": colour, "linestyle": dashes, "marker": marker}
+            axes.plot(*zip(*line, strict=True), **style, markersize=4, linewidth=1.6)
         highest = max(value for line in lines.values() for _, value in line)
         base = 2 if unit == "bytes" else 10
         if log:

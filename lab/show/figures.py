@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -15,11 +15,16 @@ from matplotlib.patches import Patch
 from lab.errors import LabError
 from lab.memory.categories import CATEGORIES
 from lab.memory.timeline import Moment, Timeline
+from lab.show.live.recorded import Recorded
+from lab.show.live.widget import display_recorded, is_in_browser
 from lab.show.palette import COLOURS
 from lab.show.panels import Over, draw_host, draw_phases, draw_planned, draw_stack, make_panel, row_positions
 from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
+
+_PIXELS = 105
+"""The height of a canvas for a picture, in pixels an inch of the picture."""
 
 
 class HasTimeline(Protocol):
@@ -37,13 +42,35 @@ class HasTimelines(Protocol):
     def timelines(self) -> tuple[Timeline, ...]: ...
 
 
+@dataclass(frozen=True, eq=False)
+class TimelinePicture(Picture):
+    """The picture of timelines. In a browser it answers clicks: who holds the bytes at an instant.
+
+    Attributes:
+        figure: The matplotlib figure, to change or to save.
+        text: A description of what is drawn.
+        recorded: The timelines.
+    """
+
+    recorded: Recorded
+
+    def _ipython_display_(self) -> None:
+        if not is_in_browser():
+            # IPython displays the picture then.
+            raise NotImplementedError
+        height = round(self.figure.get_figheight() * _PIXELS)
+        display_recorded(self.recorded, Picture(self.figure, self.text), height)
+
+
 TimelineSource: TypeAlias = Timeline | HasTimeline | HasTimelines | Mapping[str, Timeline]
 
 
 def timeline(
     measured: TimelineSource, *, planned: Timeline | HasTimeline | None = None, over: Over = "seconds"
-) -> Picture:
+) -> TimelinePicture:
     """Draw the memory of each rank over time, stacked by category, with its peak marked and described.
+
+    In a browser a click on an instant shows the tensors that are held then.
 
     Args:
         measured: A run, a rehearsal, a plan or a timeline; its ``title`` becomes the title of the picture. Or
@@ -84,7 +111,15 @@ def timeline(
         _align_axes(grid.tolist(), timelines, lanes, over, plan)
         marks = _legend(lanes, plan)
         draw_header(figure, title, list(marks.values()), list(marks))
-    return Picture(figure, _text(title, by_name, plan))
+    recorded = Recorded(
+        title=title,
+        timelines=by_name,
+        job=getattr(measured, "job", None),
+        over=over,
+        planned=plan,
+        ranks=not isinstance(measured, Mapping),
+    )
+    return TimelinePicture(figure, _text(title, by_name, plan), recorded)
 
 
 def columns_for(panels: int) -> int:

@@ -12,7 +12,7 @@ from lab.show.picture import WIDTH, Picture, draw_header, styled_figure
 from lab.techniques.upipe.schedule import Schedule
 from lab.techniques.upipe.schedule import schedule as stages_of
 
-RIGHT, WRONG, KEYS = SERIES_COLOURS[0], SERIES_COLOURS[1], SERIES_COLOURS[2]
+RIGHT, WRONG, KEYS = SERIES_COLOURS[2], SERIES_COLOURS[3], SERIES_COLOURS[1]
 
 _SIDE_BY_SIDE = 16
 """The most query heads of a stage for which both panels fit side by side."""
@@ -61,7 +61,7 @@ def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
 
     Each row is a stage and each column is a rank. A cell has the numbers of the rank's query heads, and below
     them the key/value heads that they attend to: filled if this stage sends them, outlined if an earlier
-    stage has sent them. A query head that attends to the keys of another head is orange.
+    stage has sent them. A query head that attends to the keys of another head is magenta.
 
     Args:
         heads: The query heads H of the model.

@@ -12,13 +12,15 @@ from lab.show.picture import Picture, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
 
+PLAIN, PICKED = SERIES_COLOURS[2], SERIES_COLOURS[3]
+
 
 def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = "", title: str = "") -> Picture:
     """Draw a row for each name, with one bar of bytes and one of tokens a second.
 
     Args:
         points: (bytes, tokens a second) by name.
-        picked: The name whose row is drawn in orange.
+        picked: The name whose row is drawn in magenta; the others are grey.
         title: A title above the picture.
 
     Raises:
@@ -27,7 +29,7 @@ def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = ""
     if not points or (picked and picked not in points):
         raise LabError(f"no point {picked!r} to draw: there are {', '.join(points) or 'none'}")
     sizes, rates = zip(*points.values(), strict=True)
-    colours = [SERIES_COLOURS[name == picked] for name in points]
+    colours = [PICKED if name == picked else PLAIN for name in points]
     with styled_figure(0.95 + 0.3 * len(points)) as figure:
         memory, speed = figure.subplots(1, 2, sharey=True)
         _bars(memory, sizes, [format_bytes(size) for size in sizes], colours)

@@ -46,6 +46,9 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+_TITLE_SIZE, _LEGEND_SIZE = 9.5, 7.5
+"""The sizes of letters, in points."""
+
 OVERLAY: dict[str, Any] = {
     "color": "black",
     "linewidth": 0.9,
@@ -94,20 +97,34 @@ def styled_figure(height: float) -> Iterator[Figure]:
 
 
 def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names: Sequence[str] = ()) -> None:
-    """Write the title at the upper left, and the legend at the upper right; without a title, at the left."""
-    if title:
+    """Write the title at the upper left, and the legend at the upper right, or below the title if it is long.
+
+    Without a title, the legend is at the left.
+    """
+    beside = title and _fit_in_a_line(figure, title, names)
+    if title and not (marks and not beside):
         # The layout reserves space for the legend; the title is on the same line.
         position = {"y": 1 - 0.06 / figure.get_figheight()} if marks else {}
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9.5, **position)
+        # The name of a model may have dollar signs, which are no formula.
+        figure.suptitle(title, x=0.01, ha="left", fontsize=_TITLE_SIZE, parse_math=False, **position)
     if marks:
         figure.legend(
             marks,
             names,
-            loc="outside upper right" if title else "outside upper left",
+            title=None if beside else title or None,
+            title_fontsize=_TITLE_SIZE,
+            alignment="left",
+            loc="outside upper right" if beside else "outside upper left",
             ncols=len(marks),
-            fontsize=7.5,
+            fontsize=_LEGEND_SIZE,
             handlelength=1,
             handletextpad=0.4,
             columnspacing=1.1,
             borderpad=0.2,
         )
+
+
+def _fit_in_a_line(figure: Figure, title: str, names: Sequence[str]) -> bool:
+    """Return whether a title and a legend fit side by side; letters are 0.6 of their size wide on average."""
+    legend = sum(0.6 * len(name) + 2.5 for name in names) * _LEGEND_SIZE
+    return 0.6 * len(title) * _TITLE_SIZE + legend < figure.get_figwidth() * 72

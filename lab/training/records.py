@@ -11,13 +11,29 @@ from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Timeline
 from lab.planning.shrinking import holders_of_job
 from lab.recipe.jobs import Job, TrainSettings
+from lab.units import format_bytes, format_lines
 
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """The first message: ``stop`` ends the run, from any thread, and ``lab.run`` returns what it measured."""
+    """The first message: a cluster is asked to run a job.
+
+    Until the first ``Progress`` its ranks import what they need and make the model, which takes seconds.
+
+    Attributes:
+        stop: Ends the run, from any thread; ``lab.run`` returns what it measured.
+        ranks: The number of ranks.
+    """
 
     stop: Callable[[], None]
+    ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """The last message of a run that ended before its ranks had measured anything; ``how`` says why."""
+
+    how: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +71,25 @@ class Run:
     complete: bool = True
     allocated: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        return format_lines(f"Run of {self.title}", self.description)
+
+    @property
+    def description(self) -> dict[str, str]:
+        """What a terminal and a notebook show: texts by label."""
+        metered = [timeline.device_peak for timeline in self.timelines]
+        rank = metered.index(max(metered))
+        highest = self.timelines[rank]
+        others = f", the highest of {len(metered)} ranks" if len(metered) > 1 else ""
+        return {
+            "losses": _ends([f"{loss:.4f}" for loss in self.losses]),
+            "seconds": _ends([f"{seconds:.3g}" for seconds in self.seconds]),
+            "device peak": f"{format_bytes(metered[rank])} on rank {rank}{others}",
+            "at the peak": str(highest.peak) if len(highest) else "",
+            "allocated": f"{format_bytes(max(self.allocated))} by CUDA's allocator" if self.allocated else "",
+            "host peak": f"{format_bytes(self.host_peak)} per rank" if self.host_peak else "",
+        }
+
     @property
     def device_peak(self) -> int:
         """The most device bytes any rank held, by CUDA's allocator where it was asked, else by the meter."""
@@ -86,5 +121,10 @@ class Run:
         return holders_of_job(self.timelines[rank], self.job, at, memory)
 
 
-Watch: TypeAlias = Callable[[Started | Progress | Run], None]
+def _ends(texts: list[str]) -> str:
+    """Return the texts in a line; of more than eight, the first two and the last two."""
+    return " ".join(texts if len(texts) <= 8 else [*texts[:2], "...", *texts[-2:]])
+
+
+Watch: TypeAlias = Callable[[Started | Progress | Run | Ended], None]
 """Called when a run starts, with each message of each rank while it goes on, and with the run at its end."""

@@ -23,7 +23,7 @@ from lab.step.training_step import train_step
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 from lab.training.partial_run import PartialRun
 from lab.training.rank_out_of_memory import RankOutOfMemory
-from lab.training.records import Progress, Run, Started, Watch
+from lab.training.records import Ended, Progress, Run, Started, Watch
 from lab.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -82,11 +82,10 @@ def run(
 
     def ended(how: str) -> Run | None:
         run = partial_run.run(how)
-        if run is not None:
-            tell(run)
+        tell(run or Ended(how))
         return run
 
-    tell(Started(cluster.interrupt))
+    tell(Started(cluster.interrupt, cluster.ranks))
     limit = None if device_memory is None else parse_bytes(device_memory)
     try:
         check_kernel_on_cluster(job, config, cluster)
@@ -107,6 +106,9 @@ def run(
         raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(ended("interrupted")) from interrupt
+    except Exception:
+        ended("failed")
+        raise
     losses, seconds = results[0].losses, results[0].seconds
     finished = Run(
         job.title,

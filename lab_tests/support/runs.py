@@ -21,7 +21,7 @@ def timeline_builder(rank: int = 0, *, steps: int = 2, rows: int = 60, host: int
         for phase, level in (("forward", 200), ("backward", 300), ("optimizer", 90)):
             for row in range(rows):
                 top = phase == "backward" and step == steps - 1 and row == 7
-                held = [40 * MiB, 30 * MiB, 20 * MiB, level * MiB, (rank + row) % 5 * MiB]
+                held = [40 * MiB, 30 * MiB, 20 * MiB, level * MiB, 0, 0, 0, (rank + row) % 5 * MiB]
                 if top:
                     held[3] += PEAK - sum(held)
                 seconds += 0.013

@@ -99,6 +99,10 @@ def _answer(document: dict[str, Any]) -> Answer:
     metavar="[N]",
     help="Also list the N largest tensors that the step holds at its peak (12 without N).",
 )
+@click.option("--chrome-trace", type=path, metavar="FILE", help="Write it as JSON for Perfetto, too.")
+@click.option(
+    "--memory-snapshot", type=path, metavar="FILE", help="Write it for PyTorch's memory viewer, too."
+)
 @click.option("--animation", type=path, help="Also draw one layer, moving, into this GIF file.")
 @one_line_errors
 def plan(
@@ -108,23 +112,24 @@ def plan(
     as_json: bool,
     quick: bool,
     holders: int | None,
+    chrome_trace: Path | None,
+    memory_snapshot: Path | None,
     animation: Path | None,
     **settings: Any,
 ) -> None:
     """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
+    files = any(file is not None for file in (animation, chrome_trace, memory_snapshot))
 
     def make() -> Answer:
         from lab.recipe.recipe import parse_knobs
 
         if holders is not None:
             check_counts({"holders": holders})
-            if quick:
-                raise LabError("--holders with --quick: the closed form has no tensors; leave one out")
+        if quick and (holders is not None or files):
+            raise LabError("--quick answers from the closed form, which has no tensors to list or to write")
         if animation is not None:
             from lab.show.one_layer.gif import check_animation
 
-            if quick:
-                raise LabError("--animation with --quick: the closed form has no tensors; leave one out")
             check_animation(animation)
         if quick:
             from lab.commands.report import quick_text
@@ -134,6 +139,7 @@ def plan(
             return answered.to_json(), quick_text(answered)
 
         from lab.commands.report import holders_text, plan_text
+        from lab.memory.export import write_chrome_trace, write_memory_snapshot
         from lab.planning.plan import plan
 
         with status(f"planning {model}") as say:
@@ -144,13 +150,17 @@ def plan(
 
                 frames = layer_frames(planned, None, RANKS)
                 write_gif(frames, animation, lambda n, of: say(f"drawing frame {n} of {of}"))
+        if chrome_trace is not None:
+            write_chrome_trace([planned.timeline], chrome_trace)
+        if memory_snapshot is not None:
+            write_memory_snapshot([planned.timeline], memory_snapshot)
         if holders is None:
             return planned.to_json(), plan_text(planned)
         held = planned.holders()
         values = planned.to_json() | {"holders": held.to_json()["holders"][:holders]}
         return values, f"{plan_text(planned)}\n\n{holders_text(planned, held, holders)}"
 
-    print_cached_answer(as_json, make, saved=animation is None)
+    print_cached_answer(as_json, make, saved=not files)
 
 
 @click.command()

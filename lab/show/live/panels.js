@@ -6,7 +6,8 @@ const LANE_GAP = 8;
 function arrange(store, width, height, hidden) {
   const visible = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
   const count = visible.length;
-  const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), Math.floor(width / 190)));
+  const most = store.stacked ? 1 : Math.floor(width / 190);
+  const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), most));
   const rows = Math.ceil(count / columns);
   const [left, right, below, title, gap] = [56, 14, 20, 22, 18];
   const across = (width - left - right - gap * (columns - 1)) / columns;
@@ -15,7 +16,9 @@ function arrange(store, width, height, hidden) {
   const lane = host > 0 ? Math.max(14, Math.round(0.17 * (down - title))) : 0;
   const panels = visible.map(({ rank, number }, n) => ({
     rank,
-    name: `rank ${number}`,
+    number,
+    ended: store.recorded,
+    name: rank.name ?? `rank ${number}`,
     x: Math.round(left + (n % columns) * (across + gap)),
     y: Math.round(Math.floor(n / columns) * (down + LANE_GAP) + title),
     width: Math.floor(across),
@@ -24,7 +27,9 @@ function arrange(store, width, height, hidden) {
     leftmost: n % columns === 0,
     lowest: n + columns >= count,
   }));
-  const scale = { seconds: roundUp(largest(store, (row) => row.seconds) || 1), bytes: highestPeak(store) || 1, host };
+  const last = largest(store, (row) => row.seconds) || 1;
+  // While ranks run the axis ends at a round number, so that it changes seldom.
+  const scale = { seconds: store.recorded ? last : roundUp(last), over: store.over, bytes: highestPeak(store) || 1, host };
   return { panels, scale };
 }
 
@@ -47,6 +52,7 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
     for (let at = y; at < floor; at += 5) fill(pen, 0.5, x + run.start, at, 1 / ratio, 2.5);
   });
   fill(pen, 0.5, x, floor - 0.5, width, 1);
+  if (rank.planned?.at.length) drawPlanned(pen, panel, scale, up);
   if (rank.peak) ring(pen, x + (rank.peak.seconds / scale.seconds) * width, up(rank.peak.total));
   if (panel.lane) {
     const bottom = floor + LANE_GAP + panel.lane;
@@ -54,7 +60,7 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
     fill(pen, 0.5, x, bottom - 0.5, width, 1);
     if (panel.leftmost) write(pen, 0.7, "right", "host", x - 8, bottom - panel.lane / 2);
   }
-  if (panel.lowest) drawSecondTicks(pen, panel, scale.seconds);
+  if (panel.lowest) drawSecondTicks(pen, panel, scale);
 }
 
 // The intervals of columns in one phase of one step.
@@ -73,12 +79,13 @@ function drawTitle(pen, panel) {
   const { x, y, width, rank } = panel;
   pen.font = pen.font.replace(/^/, "600 ");
   write(pen, 1, "left", panel.name, x, y - 10);
-  const after = pen.measureText(`${panel.name}  `).width;
+  const after = panel.name && pen.measureText(`${panel.name}  `).width;
   pen.font = pen.font.replace(/^600 /, "");
   if (!rank.peak) return;
-  const now = `now ${formatBytes(rank.rows.at(-1).total)}`;
   const peak = `peak ${formatBytes(rank.peak.total)}`;
-  const host = panel.lane ? `host ${formatBytes(rank.rows.at(-1).host)}` : "";
+  const now = panel.ended ? "" : `now ${formatBytes(rank.rows.at(-1).total)}`;
+  const held = panel.ended ? rank.rows.reduce((top, row) => Math.max(top, row.host), 0) : rank.rows.at(-1).host;
+  const host = panel.lane ? `host ${formatBytes(held)}` : "";
   const texts = [[now, peak, host], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
   const fits = texts.find((text) => after + pen.measureText(text).width <= width) ?? "";
   write(pen, 0.75, "left", fits, x + after, y - 10);
@@ -104,12 +111,32 @@ function drawByteTicks(pen, panel, top, up, ratio) {
   });
 }
 
-function drawSecondTicks(pen, panel, seconds) {
+// The bytes of a plan as a line over the areas, dark with a light edge.
+function drawPlanned(pen, panel, scale, up) {
+  const { at, bytes } = panel.rank.planned;
+  pen.save();
+  pen.beginPath();
+  at.forEach((position, n) => {
+    const x = panel.x + (position / scale.seconds) * panel.width;
+    if (n > 0) pen.lineTo(x, up(bytes[n - 1]));
+    pen.lineTo(x, up(bytes[n]));
+  });
+  for (const [colour, width] of [["#fff", 3], ["#000", 1.2]]) {
+    pen.strokeStyle = colour;
+    pen.lineWidth = width;
+    pen.stroke();
+  }
+  pen.restore();
+}
+
+function drawSecondTicks(pen, panel, { seconds, over }) {
   const bottom = panel.y + panel.height + (panel.lane && panel.lane + LANE_GAP);
-  ticks(seconds, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
-    const text = n === all.length - 1 ? `${+tick.toFixed(3)} s` : `${+tick.toFixed(3)}`;
-    const align = n === 0 ? "left" : tick > 0.95 * seconds ? "right" : "center"; // so that it does not reach the next panel
-    write(pen, 0.7, align, text, panel.x + (tick / seconds) * panel.width, bottom + 11);
+  const [name, size] = over === "seconds" ? timeUnitFor(seconds) : [over, 1];
+  ticks(seconds / size, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
+    const text = n === all.length - 1 ? `${+tick.toFixed(3)} ${name}` : `${+tick.toFixed(3)}`;
+    const part = (tick * size) / seconds;
+    const align = n === 0 ? "left" : part > 0.93 ? "right" : "center"; // so that it does not reach the next panel
+    write(pen, 0.7, align, text, panel.x + part * panel.width, bottom + 11);
   });
 }
 

@@ -16,6 +16,17 @@ function formatBytes(bytes) {
   return `${value.toFixed(value < 10 ? 2 : 1)} ${name}`;
 }
 
+const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
+
+function timeUnitFor(top) {
+  return TIMES.find(([, size]) => top >= size) ?? TIMES[2];
+}
+
+function formatSeconds(seconds) {
+  const [name, size] = timeUnitFor(seconds);
+  return seconds === 0 ? "0 s" : `${(seconds / size).toPrecision(seconds / size >= 1000 ? 4 : 3)} ${name}`;
+}
+
 function ticks(top, count) {
   const raw = top / count;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -29,6 +40,12 @@ function roundUp(value) {
   return power * [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].find((factor) => factor * power >= value);
 }
 
+function newStore() {
+  const nothing = { title: "", recorded: false, stacked: false, addable: false, job: false, replaced: false };
+  const reader = { selected: null, asked: null, answer: null, error: null, freed: null, drawn: null };
+  return { names: [], ranks: [], step: 0, steps: 0, loss: null, over: "seconds", views: new Set(), ...nothing, ...reader };
+}
+
 function receive(store, message, buffer) {
   message.names.forEach((name, n) => (store.names[message.known + n] = name));
   for (let rank = store.ranks.length; rank < message.ranks; rank++) store.ranks.push({ rows: [], peak: null });
@@ -36,7 +53,29 @@ function receive(store, message, buffer) {
   store.steps = message.steps;
   store.loss = message.loss ?? store.loss;
   const rank = store.ranks[message.rank];
-  const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
+  addRows(rank, numbersOf(buffer, Float32Array));
+  if (rank.rows.length > MOST_ROWS) rank.rows = thin(rank.rows, MOST_ROWS / 6);
+}
+
+// A timeline that has ended. It takes the place of the rows that were sent while the ranks ran, whose categories were
+// provisional; each row has its number in the whole timeline.
+function receiveRecorded(store, message, [rows, rowNumbers, plannedAt, plannedBytes]) {
+  if (message.rank === 0) store.ranks = [];
+  message.names.forEach((name, n) => (store.names[message.known + n] = name));
+  const rank = { rows: [], peak: null, name: message.name, count: message.count };
+  addRows(rank, numbersOf(rows, Float32Array));
+  numbersOf(rowNumbers, Uint32Array).forEach((number, n) => (rank.rows[n].number = number));
+  rank.planned = { at: numbersOf(plannedAt, Float32Array), bytes: numbersOf(plannedBytes, Float32Array) };
+  store.ranks.push(rank);
+  const { title, over, addable, stacked, job } = message;
+  Object.assign(store, { title, over, addable, stacked, job, recorded: store.ranks.length === message.ranks });
+}
+
+function numbersOf(buffer, Numbers) {
+  return new Numbers(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
+}
+
+function addRows(rank, numbers) {
   for (let start = 0; start < numbers.length; start += WIDTH) {
     const sizes = numbers.subarray(start + 1, start + 1 + CATEGORIES);
     const seconds = numbers[start];
@@ -45,7 +84,6 @@ function receive(store, message, buffer) {
     if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
     rank.rows.push(row);
   }
-  if (rank.rows.length > MOST_ROWS) rank.rows = thin(rank.rows, MOST_ROWS / 6);
 }
 
 // Each interval of time keeps its highest row and its last row.
@@ -68,7 +106,7 @@ function largest(store, value) {
 }
 
 function highestPeak(store) {
-  return Math.max(0, ...store.ranks.map((rank) => rank.peak?.total ?? 0));
+  return Math.max(0, ...store.ranks.map((rank) => Math.max(rank.peak?.total ?? 0, ...(rank.planned?.bytes ?? []))));
 }
 
 // The row that each of `count` pixel columns shows: its highest row, or the last row before it.

@@ -1,20 +1,21 @@
-// The widget: it receives messages, draws when there are new rows, and describes the row under the pointer.
-// page.js, rows.js and panels.js come before this file in one module.
+// The widget: it receives messages, draws when there are new rows, describes the row under the pointer, and asks the
+// kernel what is held at the instant of a click. The other files come before this one in one module.
 
 class View {
-  constructor(store, look, el, stop) {
+  constructor(store, look, el, send) {
     this.store = store;
     this.look = look;
+    this.send = send;
     this.root = add(el, "div", "lab-widget lab-live");
     const head = add(this.root, "div", "lab-live-head");
     this.status = add(head, "span", "lab-live-status");
-    const button = add(head, "button", "lab-live-stop");
-    button.textContent = "Stop";
-    button.title = "End the run here; what was measured is kept";
-    button.addEventListener("click", () => {
-      button.disabled = true;
-      button.textContent = "Stopping";
-      stop();
+    this.stop = add(head, "button", "lab-live-stop");
+    this.stop.textContent = "Stop";
+    this.stop.title = "End the run here; what was measured is kept";
+    this.stop.addEventListener("click", () => {
+      this.stop.disabled = true;
+      this.stop.textContent = "Stopping";
+      send({ stop: true });
     });
     this.chips = add(head, "span", "lab-live-ranks");
     this.hidden = new Set();
@@ -24,9 +25,13 @@ class View {
     this.canvas.style.height = `${look.height}px`;
     this.canvas.setAttribute("role", "img");
     this.readout = add(this.root, "div", "lab-live-readout");
+    this.holders = new HoldersPanel(this.root, look, this);
     this.pointer = null;
     this.canvas.addEventListener("pointermove", (event) => this.point([event.offsetX, event.offsetY]));
     this.canvas.addEventListener("pointerleave", () => this.point(null));
+    // A click has whole pixels; the pointer has parts of them, and the row that was read out is meant.
+    this.canvas.addEventListener("click", (event) => this.click(this.pointer ?? [event.offsetX, event.offsetY]));
+    this.root.addEventListener("keydown", (event) => this.press(event));
     this.root.addEventListener("transitionend", () => this.schedule());
     this.resized = new ResizeObserver(() => this.schedule());
     this.resized.observe(this.canvas);
@@ -34,6 +39,7 @@ class View {
 
   close() {
     this.resized.disconnect();
+    this.holders.close();
     cancelAnimationFrame(this.frame);
   }
 
@@ -47,14 +53,69 @@ class View {
     this.frame = requestAnimationFrame(() => this.draw());
   }
 
+  // ---- what the reader does: click, arrow keys, and the buttons of the panel of holders ------------------------
+
+  click(pointer) {
+    const found = this.store.recorded && this.under(pointer);
+    this.canvas.focus({ preventScroll: true });
+    if (found) this.select({ rank: found.panel.number, row: found.row.number, memory: found.memory });
+  }
+
+  select(instant) {
+    const { store } = this;
+    store.selected = { rank: 0, row: 0, memory: "device", all: false, ...store.selected, ...instant };
+    ask(store, this.send);
+  }
+
+  move(by) {
+    const { selected, ranks } = this.store;
+    const visible = ranks.findIndex((_, number) => !this.hidden.has(number));
+    if (!selected) return this.select({ rank: visible, row: ranks[visible].peak.number });
+    const row = selected.row + by;
+    if (row >= 0 && row < ranks[selected.rank].count) this.select({ row });
+  }
+
+  all() {
+    this.select({ all: !this.store.selected.all });
+  }
+
+  free(size) {
+    this.store.freed = { text: "searching …" };
+    this.send({ free: size });
+    redraw(this.store);
+  }
+
+  shut() {
+    Object.assign(this.store, { selected: null, answer: null, error: null });
+    redraw(this.store);
+    this.canvas.focus({ preventScroll: true });
+  }
+
+  press(event) {
+    if (!this.store.recorded) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const typing = event.target.tagName === "INPUT";
+    // The notebook would move the focus to its cell, or run it.
+    if (!event.ctrlKey && !event.metaKey && event.target !== this.canvas) event.stopPropagation();
+    if (event.key === "Escape" && this.store.selected) this.shut();
+    else if (by && !typing) this.move(by);
+    else if (event.key === "Enter" && event.target === this.canvas && !this.store.selected) this.move(0);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  // ---- drawing --------------------------------------------------------------------------------------------------
+
   // A button for each rank, if there are several. A rank that is switched off leaves its space to the others.
   offerRanks() {
     const count = this.store.ranks.length;
     if (count < 2) return;
     for (let rank = this.chips.children.length; rank < count; rank++) {
       const chip = add(this.chips, "button", "lab-live-chip");
-      chip.textContent = rank === 0 ? "rank 0" : rank;
-      chip.title = `Show or hide rank ${rank}`;
+      const { name } = this.store.ranks[rank];
+      chip.textContent = rank === 0 || this.store.stacked ? (name ?? "rank 0") : rank;
+      chip.title = `Show or hide ${name ?? `rank ${rank}`}`;
       chip.addEventListener("click", () => {
         if (!this.hidden.delete(rank)) this.hidden.add(rank);
         this.schedule();
@@ -68,6 +129,7 @@ class View {
 
   draw() {
     this.offerRanks();
+    const { store } = this;
     const [width, height, ratio] = [this.canvas.clientWidth, this.look.height, window.devicePixelRatio || 1];
     if (!width) return;
     this.canvas.width = Math.round(width * ratio);
@@ -78,26 +140,56 @@ class View {
     pen.font = `11px ${style.fontFamily}`;
     pen.textBaseline = "middle";
     pen.fillStyle = pen.strokeStyle = style.color;
-    const { panels, scale } = arrange(this.store, width, height, this.hidden);
-    for (const panel of panels) drawPanel(pen, panel, scale, this.look, this.store.names, ratio);
-    this.readOut(pen, panels, scale, ratio);
-    this.status.textContent = statusText(this.store);
-    const peaks = panels.map(({ name, rank }) => `${name} peak ${formatBytes(rank.peak?.total ?? 0)}`);
-    this.canvas.setAttribute("aria-label", `Memory by category over seconds: ${peaks.join(", ")}`);
+    const { panels, scale } = arrange(store, width, height, this.hidden);
+    Object.assign(this, { panels, scale, ratio });
+    for (const panel of panels) drawPanel(pen, panel, scale, this.look, store.names, ratio);
+    this.markSelected(pen);
+    this.readOut(pen);
+    this.status.textContent = statusText(store, this.look);
+    this.stop.hidden = store.recorded || !(store.steps || this.look.waiting);
+    this.canvas.tabIndex = store.recorded ? 0 : -1;
+    this.canvas.style.cursor = store.recorded ? "crosshair" : "";
+    this.canvas.title = store.recorded && !store.selected ? "Click: who holds these bytes?" : "";
+    const peaks = panels.map(({ name, rank }) => `${name} peak ${formatBytes(rank.peak?.total ?? 0)}`.trim());
+    const keys = store.recorded ? ". Arrow keys choose an instant, whose tensors are listed" : "";
+    this.canvas.setAttribute("aria-label", `Memory by category over ${store.over}: ${peaks.join(", ")}${keys}`);
+    if (store.drawn !== this.drawn) this.holders.draw(store);
+    this.drawn = store.drawn;
+    this.place = placeOf(this.root) ?? this.place;
+    // The script may be loaded when the run has ended: it asks for the rows, and says whether it can stay on the page.
+    if (!this.ready) this.send({ ready: true, stays: Boolean(this.place) });
+    this.ready = true;
   }
 
-  readOut(pen, panels, scale, ratio) {
+  // The panel under the pointer, the row that it shows there, and whether that is in the lane of host memory.
+  under([x, y]) {
+    const panel = this.panels?.find((p) => x >= p.x && x < p.x + p.width && y >= p.y - 20 && y < p.y + p.height + p.lane + 8);
+    const row = panel?.columns[Math.floor((x - panel.x) * this.ratio)];
+    return row && { panel, row, memory: y > panel.y + panel.height + LANE_GAP / 2 ? "host" : "device" };
+  }
+
+  markSelected(pen) {
+    const { answer, selected } = this.store;
+    if (!selected || !answer) return;
+    for (const panel of this.panels) {
+      const asked = answer.all || panel.number === answer.rank;
+      const x = panel.x + (answer.position / this.scale.seconds) * panel.width;
+      fill(pen, asked ? 1 : 0.35, x - (asked ? 1 : 0.5), panel.y, asked ? 2 : 1, panel.height + (panel.lane && panel.lane + LANE_GAP));
+    }
+  }
+
+  readOut(pen) {
     this.readout.hidden = true;
-    if (!this.pointer) return;
+    const found = this.pointer && this.under(this.pointer);
+    if (!found) return;
+    const { panel: under, row } = found;
     const [x, y] = this.pointer;
-    const under = panels.find((p) => x >= p.x && x < p.x + p.width && y >= p.y - 20 && y < p.y + p.height + p.lane + 8);
-    const row = under?.columns[Math.floor((x - under.x) * ratio)];
-    if (!row) return;
-    for (const panel of panels) fill(pen, 0.6, panel.x + x - under.x, panel.y, 1 / ratio, panel.height);
-    const { names } = this.store;
+    for (const panel of this.panels) fill(pen, 0.6, panel.x + x - under.x, panel.y, 1 / this.ratio, panel.height);
+    const { names, over } = this.store;
     const name = (number) => names[number] ?? "";
     this.readout.replaceChildren();
-    line(this.readout, `${under.name} · step ${row.step + 1}`, `${row.seconds.toFixed(3)} s`, "lab-live-total");
+    const title = [under.name, `step ${row.step + 1}`].filter(Boolean).join(" · ");
+    line(this.readout, title, over === "seconds" ? formatSeconds(row.seconds) : "", "lab-live-total");
     for (const text of [`${name(row.phase)}: ${name(row.op)}`, name(row.module)]) {
       if (text) add(this.readout, "div").textContent = text;
     }
@@ -105,7 +197,7 @@ class View {
       swatch(line(this.readout, "", formatBytes(row.sizes[n])), category, colour);
     });
     line(this.readout, "device", formatBytes(row.total), "lab-live-total");
-    if (scale.host) swatch(line(this.readout, "", formatBytes(row.host)), "host", this.look.host);
+    if (this.scale.host) swatch(line(this.readout, "", formatBytes(row.host)), "host", this.look.host);
     this.readout.hidden = false;
     const fits = this.canvas.clientWidth - x > this.readout.offsetWidth + 24;
     const top = this.canvas.offsetTop + Math.min(y, this.look.height - this.readout.offsetHeight);
@@ -114,8 +206,9 @@ class View {
   }
 }
 
-function statusText({ step, steps, loss }) {
-  if (!steps) return "waiting for the ranks";
+function statusText({ step, steps, loss, recorded, title }, { waiting }) {
+  if (recorded) return title;
+  if (!steps) return waiting;
   return `step ${step} of ${steps}` + (loss === null ? "" : ` · loss ${Number(loss).toFixed(4)}`);
 }
 
@@ -127,23 +220,81 @@ function line(parent, left, right, name = "") {
   return start;
 }
 
+// Ask the kernel what is held at the selected instant. One question at a time: while an arrow key is held down, the
+// instants between are skipped.
+function ask(store, send) {
+  store.error = null;
+  if (!store.asked) {
+    store.asked = store.selected;
+    send(store.selected);
+    // An answer takes milliseconds, unless the kernel is busy.
+    setTimeout(() => {
+      store.waitingForKernel = Boolean(store.asked);
+      redraw(store);
+    }, 300);
+  }
+  redraw(store);
+}
+
+function answered(store, message, send) {
+  const asked = store.asked;
+  store.asked = null;
+  store.waitingForKernel = false;
+  if (!store.selected) return;
+  if (asked !== store.selected) ask(store, send);
+  else if (message.kind === "error") store.error = message.text;
+  if (message.kind === "holders") store.answer = message;
+}
+
+function redraw(store) {
+  store.drawn = {}; // told from the one before by identity
+  for (const view of store.views) view.schedule();
+}
+
+// ---- the place on the page ------------------------------------------------------------------------------------------
+
+// The list of outputs that an element of the page is in, and which of them; of pages other than JupyterLab's, null.
+function placeOf(element) {
+  const output = element.closest(".jp-OutputArea-child");
+  const area = output?.parentElement;
+  return area ? { area, index: [...area.children].indexOf(output) } : null;
+}
+
+// The output of a view has become a picture, for the stored notebook: the view takes the picture's place on this page.
+function takePlace(view, tries = 40) {
+  const output = view.place?.area.children[view.place.index];
+  const picture = output?.querySelector("img");
+  if (picture && !output.contains(view.root)) {
+    picture.style.display = "none";
+    picture.after(view.root);
+    view.schedule();
+  } else if (tries) setTimeout(() => takePlace(view, tries - 1), 50);
+}
+
 // One store of rows for each widget; a widget may have several views, which draw the same rows.
 export default () => {
-  const store = { names: [], ranks: [], step: 0, steps: 0, loss: null };
-  const views = new Set();
+  const store = newStore();
   return {
     initialize({ model }) {
+      const send = (content) => model.send(content);
       model.on("msg:custom", (message, buffers) => {
-        receive(store, message, buffers[0]);
-        for (const view of views) view.schedule();
+        if (message.kind === "rows") receive(store, message, buffers[0]);
+        else if (message.kind === "recorded") receiveRecorded(store, message, buffers);
+        else if (message.kind === "replaced") {
+          store.replaced = true;
+          for (const view of store.views) if (view.removed) takePlace(view);
+        } else if (message.of === "free" || message.kind === "freed") store.freed = message;
+        else answered(store, message, send);
+        redraw(store);
       });
     },
     render({ model, el }) {
-      const view = new View(store, model.get("look"), el, () => model.send({ stop: true }));
-      views.add(view);
+      const view = new View(store, model.get("look"), el, (content) => model.send(content));
+      store.views.add(view);
       return () => {
-        views.delete(view);
-        view.close();
+        view.removed = true;
+        if (store.replaced) takePlace(view);
+        else if (!store.recorded) setTimeout(() => store.replaced || (view.close(), store.views.delete(view)), 5000);
       };
     },
   };

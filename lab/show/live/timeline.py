@@ -1,50 +1,34 @@
-"""The live memory timeline: drawn in the browser while ranks train, replaced by a picture at the end."""
+"""The live memory timeline: drawn in the browser while ranks train; at its end a picture is left."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
-from uuid import uuid4
+from typing import Protocol
 
-import anywidget
-import traitlets
-from IPython.core.getipython import get_ipython
-from IPython.display import display
-
-from lab.memory.categories import CATEGORIES
 from lab.show.figures import timeline
 from lab.show.live.messages import Names, browser_message
-from lab.show.page import join_files
-from lab.show.palette import COLOURS, PHASE_TINTS
+from lab.show.live.widget import CellOutput, TimelineWidget, is_in_browser
 from lab.show.picture import Picture
-from lab.training.records import Progress, Run, Started
+from lab.training.records import Ended, Progress, Run, Started
 
 _WARM_UP = 0.4
 """Seconds for which the first messages are held back: a browser that still loads the script loses them."""
 
 
-class _Widget(anywidget.AnyWidget):
-    """The canvas in the browser. It receives messages; its traits never change."""
-
-    # A widget has one script, which is joined from several files.
-    _esm = join_files("page.js", "live/rows.js", "live/panels.js", "live/timeline.js")
-    _css = join_files("page.css", "live/timeline.css")
-    look = traitlets.Dict().tag(sync=True)
-
-
 class Display(Protocol):
-    """A place on a page where the widget is shown, and at the end the picture."""
+    """A place on a page where the widget is shown, and without a browser the picture."""
 
-    def show(self, content: Picture | _Widget) -> None:
+    def show(self, content: Picture | TimelineWidget) -> None:
         """Show the content, and remove what was shown before."""
 
 
 class LiveTimeline:
     """A timeline that draws each message of a run, for ``lab.run(..., watch=...)``.
 
-    Its Stop button ends the run and keeps what was measured. Without a browser, as in papermill or a script,
-    it shows only the picture at the end. It can watch several runs one after the other.
+    Its Stop button ends the run and keeps what was measured. After the run a click on an instant shows who
+    holds the bytes then. Without a browser, as in papermill or a script, it shows only the picture at the
+    end. It can watch several runs one after the other.
 
     Args:
         height: The height of the canvas in pixels, for all ranks together.
@@ -56,47 +40,52 @@ class LiveTimeline:
         self._view: _View | None = None
         self._stop: Callable[[], None] = _do_nothing
 
-    def __call__(self, message: Started | Progress | Run) -> None:
-        """Draw a message of a rank; at the end of the run, show its picture."""
+    def __call__(self, message: Started | Progress | Run | Ended) -> None:
+        """Draw a message of a rank; at the end of the run, leave its picture."""
         if isinstance(message, Started):
             self._stop = message.stop
-            return
-        if isinstance(message, Run):
-            self._finish(timeline(message))
-            return
-        if self._view is None and (self._display or is_in_browser()):
-            self._view = _View(self._height, self._stop, self._display or _CellOutput())
-        if self._view is not None:
-            self._view.draw(message)
-
-    def _finish(self, picture: Picture) -> None:
-        if self._view is None:
-            (self._display or _CellOutput()).show(picture)
+            self._open(f"starting {message.ranks} ranks")
+        elif isinstance(message, Run):
+            self._finish(message)
+        elif isinstance(message, Ended):
+            self._discard()
         else:
-            self._view.replace(picture)
+            self._open("")
+            if self._view is not None:
+                self._view.draw(message)
+
+    def _open(self, waiting: str) -> None:
+        if self._view is None and (self._display or is_in_browser()):
+            self._view = _View(self._height, self._stop, self._display or CellOutput(), waiting)
+
+    def _finish(self, run: Run) -> None:
+        drawn = timeline(run)
+        picture = Picture(drawn.figure, drawn.text)
+        if self._view is None:
+            (self._display or CellOutput()).show(picture)
+            return
+        self._view.widget.show_recorded(drawn.recorded)
+        if self._display is None:
+            self._view.widget.tell_replaced()
+            self._view.display.show(picture)
+        self._view = None
+
+    def _discard(self) -> None:
+        if self._view is not None:
+            self._view.widget.close()
             self._view = None
 
 
 class _View:
     """A widget on a page, and the names that were sent to its script."""
 
-    def __init__(self, height: int, stop: Callable[[], None], display: Display) -> None:
-        self._widget = _Widget(
-            look={
-                "categories": [[name, COLOURS[name]] for name in CATEGORIES],
-                "host": COLOURS["host"],
-                "tints": PHASE_TINTS,
-                "height": height,
-            }
-        )
-        # Stop is the only message from the page. With subshells (JupyterLab 4.4, ipykernel 7) it arrives
-        # while the cell runs; otherwise the reader interrupts the kernel.
-        self._widget.on_msg(lambda *_: stop())
-        # ipykernel 7.4 and later pass a message from the page to the thread that last sent one: here the
-        # thread of the running cell. Without this method the message goes to a subshell, as the page asks.
-        self._widget.comm._reply_subshell_for = None
-        self._display = display
-        display.show(self._widget)
+    def __init__(self, height: int, stop: Callable[[], None], display: Display, waiting: str) -> None:
+        self.widget = TimelineWidget(height, waiting=waiting)
+        # With subshells (JupyterLab 4.4, ipykernel 7) a message from the page arrives while the cell runs;
+        # otherwise the reader interrupts the kernel.
+        self.widget.on_msg(lambda _widget, content, _buffers: stop() if content.get("stop") else None)
+        self.display = display
+        display.show(self.widget)
         self._opened = time.monotonic()
         self._waiting: list[Progress] = []
         self._names = Names()
@@ -107,13 +96,8 @@ class _View:
             return
         for message in self._waiting:
             content, rows = browser_message(message, self._names)
-            self._widget.send(content, buffers=[rows])
+            self.widget.send(content, buffers=[rows])
         self._waiting.clear()
-
-    def replace(self, picture: Picture) -> None:
-        # Show the picture before the widget is closed, so that the cells below do not move twice.
-        self._display.show(picture)
-        self._widget.close()
 
 
 def _do_nothing() -> None:
@@ -127,23 +111,3 @@ def live(*, height: int = 400) -> LiveTimeline:
         height: The height of the canvas in pixels, for all ranks together.
     """
     return LiveTimeline(height)
-
-
-class _CellOutput:
-    """An output of the running cell."""
-
-    def __init__(self) -> None:
-        self._where: dict[str, Any] = {}
-
-    def show(self, content: Picture | _Widget) -> None:
-        if not self._where and isinstance(content, _Widget):
-            self._where = {"display_id": uuid4().hex}
-        # IPython ships types, and this function has none.
-        display(content, **self._where)  # type: ignore[no-untyped-call]
-        self._where |= {"update": True} if self._where else {}
-
-
-def is_in_browser() -> bool:
-    """Return whether a page in a browser runs this cell: a page sends the cell's id, papermill does not."""
-    parent: dict[str, Any] = getattr(get_ipython(), "get_parent", dict)()
-    return "cellId" in parent.get("metadata", {})

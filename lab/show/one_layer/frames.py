@@ -547,7 +547,7 @@ def _about(timeline: Timeline, members: Integers) -> str:
     storages, n = timeline.storages, int(members[0])
     kind = storages.kinds[storages.kind[n]]
     what = f"{len(members)} tensors" if len(members) > 1 else f"{kind.dtype} {'x'.join(map(str, kind.shape))}"
-    op = timeline.ops[storages.op[n]].name
+    op = storages.kinds[storages.kind[n]].op
     return f"{what} · {op} in {timeline.modules[storages.module[n]] or 'the step'}"
 
 

@@ -74,7 +74,7 @@ def name_of(timeline: Timeline, members: Integers, window: Window) -> str:
         return "layer input"
     if window.forward.stop <= storages.first[n] < window.backward.start:
         return "grad of output" if category == ACTIVATION_GRADIENTS else "of layer above"
-    backward = "backward" in timeline.ops[storages.op[n]].name
+    backward = "backward" in storages.kinds[storages.kind[n]].op
     prefix = "grad of " if category == ACTIVATION_GRADIENTS or backward else ""
     return prefix + _activation_name(timeline, n)
 
@@ -87,7 +87,7 @@ def is_attention(operator: str) -> bool:
 def _activation_name(timeline: Timeline, n: int) -> str:
     """Return the name of a tensor that the layer makes of others."""
     storages = timeline.storages
-    op = timeline.ops[storages.op[n]].name.rpartition(".")[2].strip("_")
+    op = storages.kinds[storages.kind[n]].op.rpartition(".")[2].strip("_")
     tail = timeline.modules[storages.module[n]].rpartition(".")[2]
     written = [bool(w) for _, _, w in storages.moves[storages.moves[:, 0] == n].tolist()]
     if is_attention(op) and not written:

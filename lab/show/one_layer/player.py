@@ -9,7 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from lab.show.live.timeline import is_in_browser
+from lab.show.live.widget import is_in_browser
 from lab.show.one_layer.content import player_content
 from lab.show.one_layer.frames import HasTimeline, HasTimelines, LayerFrames, layer_frames
 from lab.show.one_layer.strip import strip

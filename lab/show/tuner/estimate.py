@@ -17,13 +17,8 @@ from lab.show.tuner.state import ADJUSTABLE, NEUTRAL, State, recipe_of
 from lab.show.tuner.text import LABELS
 from lab.units import format_bytes
 
-CATEGORY_OF = {
-    "parameters": "parameters", "gradients": "gradients", "gradients in flight": "gradients",
-    "head and embedding": "gradients", "inputs": "activations", "residual": "activations",
-    "norms": "activations", "attention": "activations", "mlp": "activations", "loss": "activations",
-    "tokens": "activations", "workspace": "other",
-}  # fmt: skip
-"""The category of each part of the closed form, but for "model state", which is split into three."""
+STATE = {"parameters": "fp32 parameters", "optimizer": "Adam's two moments", "gradients": "gradients"}
+"""The names of what the closed form calls the model state, by category."""
 
 Verdict = Literal["fits", "close", "device", "host", "illegal"]
 """Whether a step fits. "close": it fits, but with less than the closed form's margin of error. "device" and
@@ -96,7 +91,7 @@ def estimate_state(state: State, changed: str = "") -> StateEstimate | Refusal:
     verdict = _verdict(state, device, host)
     return StateEstimate(
         recipe=recipe,
-        parts=tuple(part for part in _parts(step.moment, {**step.parts, "workspace": outside}) if part.size),
+        parts=_parts({**step.moments[step.moment], "workspace": {"other": outside}}),
         device=device,
         host=host,
         moment=step.moment,
@@ -106,19 +101,16 @@ def estimate_state(state: State, changed: str = "") -> StateEstimate | Refusal:
     )
 
 
-def _parts(moment: str, parts: Parts) -> list[Part]:
-    """Return the parts by category.
-
-    Each parameter has 4 bytes of weight and 8 of Adam's state, and during the optimizer step 4 of gradient.
-    """
-    split = [Part(CATEGORY_OF[name], name, size) for name, size in parts.items() if name != "model state"]
-    state = parts.get("model state", 0)
-    weights = state // (4 if moment == "optimizer" else 3)
-    split.append(Part("parameters", "fp32 parameters", weights))
-    split.append(Part("optimizer", "Adam's two moments", 2 * weights))
-    split.append(Part("gradients", "gradients", state - 3 * weights))
+def _parts(moment: Parts) -> tuple[Part, ...]:
+    """Return the parts of a moment that have bytes, in the order of their categories."""
+    parts = [
+        Part(category, STATE[category] if name == "model state" else name, size)
+        for name, held in moment.items()
+        for category, size in held.items()
+        if size
+    ]
     order = list(COLOURS)
-    return sorted(split, key=lambda part: order.index(part.category))
+    return tuple(sorted(parts, key=lambda part: order.index(part.category)))
 
 
 def _verdict(state: State, device: int, host: int) -> Verdict:

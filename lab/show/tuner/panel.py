@@ -122,7 +122,4 @@ def _plan_note(state: State, plan: Plan | None, current: bool) -> str:
     if plan is None or not current:
         return ""
     fits = plan.device_peak <= state.device_memory and plan.host_peak_per_node <= state.host_memory
-    return (
-        f" Planned: {format_bytes(plan.device_peak)}, {'fits' if fits else 'does not fit'}; the grey part "
-        "of its bar is temporary tensors."
-    )
+    return f" Planned: {format_bytes(plan.device_peak)}, {'fits' if fits else 'does not fit'}."

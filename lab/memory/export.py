@@ -1,0 +1,213 @@
+"""A timeline in the formats of other viewers: Perfetto, and PyTorch's memory viewer."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from lab.errors import ResultError
+from lab.memory.categories import CATEGORIES, HOST
+from lab.memory.timeline import Timeline
+
+_ALIGNMENT = 512
+"""Addresses in a snapshot are multiples of this number of bytes, as those of CUDA's allocator are."""
+
+
+def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
+    """Write timelines as a Chrome trace in JSON, for https://ui.perfetto.dev and ``chrome://tracing``.
+
+    Each timeline is a process, named by its rank. It has a counter with the bytes of each category, one with
+    the bytes in host memory, and a slice for each tensor from when it is made until it is freed.
+
+    Args:
+        timelines: One for each rank; of a plan, its timeline alone.
+        path: The file to write.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ResultError: A timeline has no storages, or the file cannot be written.
+    """
+    _check(timelines)
+    events = [event for rank, timeline in enumerate(timelines) for event in _events(rank, timeline)]
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
+    return _write(Path(path), json.dumps(document).encode())
+
+
+def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Path:
+    """Write timelines as a snapshot, a pickle, for PyTorch's memory viewer (https://pytorch.org/memory_viz).
+
+    Each timeline is a device. The viewer shows a stack of frames for each allocation; here they are the
+    tensor, the operator, the module and the category. Addresses are made up: no two tensors that are held at
+    one time overlap. Host memory is left out.
+
+    Args:
+        timelines: One for each rank; of a plan, its timeline alone.
+        path: The file to write.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ResultError: A timeline has no storages, or the file cannot be written.
+    """
+    _check(timelines)
+    devices = [_device(rank, timeline) for rank, timeline in enumerate(timelines)]
+    snapshot = {
+        "segments": [segment for segment, _ in devices],
+        "device_traces": [trace for _, trace in devices],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+    return _write(Path(path), pickle.dumps(snapshot))
+
+
+def _check(timelines: Sequence[Timeline]) -> None:
+    if not timelines or not all(len(timeline.storages) for timeline in timelines):
+        raise ResultError("a timeline without storages cannot be exported; that of a complete run has them")
+
+
+def _events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the events of a Chrome trace; times are in microseconds."""
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    times = (timeline.seconds * 1e6).tolist()
+    for time, device, host in zip(times, timeline.device.tolist(), timeline.host.tolist(), strict=True):
+        sizes = dict(zip(CATEGORIES, device, strict=True))
+        yield {"ph": "C", "name": "device bytes", "pid": rank, "ts": time, "args": sizes}
+        yield {"ph": "C", "name": "host bytes", "pid": rank, "ts": time, "args": {"host": host}}
+    storages = timeline.storages
+    names = (*CATEGORIES, "host")
+    for index, facts in enumerate(map(_facts(timeline), range(len(storages)))):
+        category = names[storages.category[index]]
+        ends = {"b": float(storages.made[index]), "e": min(float(storages.freed[index]), times[-1] / 1e6)}
+        for phase, seconds in ends.items():
+            yield {
+                "ph": phase,
+                "cat": category,
+                "name": f"{facts['op']} {facts['tensor']}",
+                "id": index,
+                "pid": rank,
+                "ts": seconds * 1e6,
+                "args": facts,
+            }
+
+
+def _facts(timeline: Timeline) -> Callable[[int], dict[str, Any]]:
+    """Return a function that says of a storage, given by its index, what it is."""
+    storages = timeline.storages
+
+    def facts(index: int) -> dict[str, Any]:
+        kind = storages.kinds[storages.kind[index]]
+        return {
+            "tensor": f"{kind.dtype} {'x'.join(map(str, kind.shape)) or 'scalar'}",
+            "bytes": int(storages.size[index]),
+            "name": kind.name,
+            "op": kind.op,
+            "module": timeline.modules[storages.module[index]],
+            "phase": timeline.phases[storages.phase[index]],
+            "step": int(storages.step[index]),
+        }
+
+    return facts
+
+
+def _device(rank: int, timeline: Timeline) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the segment of a device, with the tensors held at the end, and its trace."""
+    storages = timeline.storages.select(timeline.storages.category != HOST)
+    facts = _facts(timeline)
+    of_storage = np.flatnonzero(timeline.storages.category != HOST)
+    changes = [(int(row), 1, index) for index, row in enumerate(storages.first)]
+    changes += [(int(row), 0, index) for index, row in enumerate(storages.end) if row < len(timeline)]
+    addresses, memory = {}, _Memory()
+    trace = []
+    # At a row, what is freed is freed before anything is made.
+    for row, made, index in sorted(changes):
+        size = int(storages.size[index])
+        if made:
+            addresses[index] = memory.take(size)
+        else:
+            memory.give_back(addresses[index], size)
+        trace.append(
+            {
+                "action": "alloc" if made else "free_completed",
+                "addr": addresses[index],
+                "size": size,
+                "stream": 0,
+                "time_us": int(timeline.seconds[row] * 1e6),
+                "frames": _frames(facts(int(of_storage[index])), CATEGORIES[storages.category[index]]),
+            }
+        )
+    held = sorted(storages.held_at(len(timeline) - 1).tolist(), key=lambda index: addresses[index])
+    segment = {
+        "device": rank,
+        "address": _ALIGNMENT,
+        "total_size": memory.top - _ALIGNMENT,
+        "stream": 0,
+        "segment_type": "large",
+        "allocated_size": int(storages.size[held].sum()),
+        "active_size": int(storages.size[held].sum()),
+        "blocks": [
+            {
+                "address": addresses[index],
+                "size": int(storages.size[index]),
+                "requested_size": int(storages.size[index]),
+                "state": "active_allocated",
+                "frames": _frames(facts(int(of_storage[index])), CATEGORIES[storages.category[index]]),
+            }
+            for index in held
+        ],
+    }
+    return segment, trace
+
+
+def _frames(facts: dict[str, Any], category: str) -> list[dict[str, Any]]:
+    lines = (f"{facts['name'] or facts['op']} {facts['tensor']}", facts["op"], facts["module"], category)
+    return [{"name": line, "filename": facts["phase"], "line": facts["step"]} for line in lines if line]
+
+
+class _Memory:
+    """Addresses of blocks, each the first gap that is large enough."""
+
+    def __init__(self) -> None:
+        self.top = _ALIGNMENT
+        """The end of the highest block so far."""
+        self._gaps: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        for start, length in sorted(self._gaps.items()):
+            if length >= size:
+                del self._gaps[start]
+                if length > size:
+                    self._gaps[start + size] = length - size
+                return start
+        self.top += size
+        return self.top - size
+
+    def give_back(self, start: int, size: int) -> None:
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        after = self._gaps.pop(start + size, 0)
+        before = next((at for at, length in self._gaps.items() if at + length == start), None)
+        if before is None:
+            self._gaps[start] = size + after
+        else:
+            self._gaps[before] += size + after
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file whole or not at all."""
+    part = path.with_name(f"{path.name}-{uuid4()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ResultError(f"{path} cannot be written: {error.strerror}") from error
+    return path

@@ -1,0 +1,164 @@
+"""A result as the last line of a notebook cell: a table, and below it a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import TypeAlias
+
+from IPython.display import display
+
+from lab.memory.timeline import Moment, Timeline
+from lab.planning.fit import Fits, pareto_front
+from lab.planning.max_context import MaxContext
+from lab.planning.plan import Plan
+from lab.rehearsing.rehearsal import Rehearsal
+from lab.show.comparisons import stack
+from lab.show.figures import timeline
+from lab.show.html_tables import byte_cell, cell, line_table, peak_table, table
+from lab.show.memory_vs_speed import memory_vs_speed
+from lab.show.picture import Picture
+from lab.training.records import Run
+from lab.units import format_seconds, round_tokens
+
+Result: TypeAlias = Plan | Run | Rehearsal | Timeline | MaxContext | Fits
+"""What a notebook displays as a table and a picture."""
+
+MOST_RANKS = 8
+"""The most ranks of a run that are displayed."""
+
+
+@dataclass(frozen=True)
+class Display:
+    """What a notebook displays of a result.
+
+    Attributes:
+        title: The line above the table.
+        lines: Texts by label.
+        numbers: A table of numbers, as HTML.
+        draw: Draws the picture; None for a result without rows.
+    """
+
+    title: str
+    lines: Mapping[str, str]
+    numbers: str
+    draw: Callable[[], Picture] | None
+
+    @property
+    def html(self) -> str:
+        """The title, the lines and the numbers."""
+        tables = f"{line_table(self.lines)}{self.numbers}"
+        return f'<div style="overflow-x: auto"><b>{escape(self.title)}</b>{tables}</div>'
+
+
+def display_result(result: Result) -> None:
+    """Display the table of a result, and then its picture.
+
+    They are two outputs, because a front end shows only one format of an output.
+    """
+    shown = display_of(result)
+    display({"text/plain": repr(result), "text/html": shown.html}, raw=True)  # type: ignore[no-untyped-call]
+    if shown.draw is not None:
+        display(shown.draw())  # type: ignore[no-untyped-call]
+
+
+def display_of(result: Result) -> Display:
+    """Return what a notebook displays of a result."""
+    match result:
+        case Plan():
+            numbers = peak_table({"": (result.peak, result.host_peak)})
+            return Display(result.title, result.description, numbers, lambda: timeline(result))
+        case Timeline():
+            return _of_timeline(result)
+        case Run():
+            return _of_run(result)
+        case Rehearsal():
+            return _of_rehearsal(result)
+        case MaxContext():
+            return _of_max_context(result)
+        case Fits():
+            return _of_fits(result)
+
+
+def _of_timeline(rows: Timeline) -> Display:
+    title = f"Timeline of {len(rows):,} rows"
+    if not len(rows):
+        return Display(title, {}, "", None)
+    return Display(
+        title, {"at the peak": str(rows.peak)}, peak_table({"": _peaks(rows)}), lambda: timeline(rows)
+    )
+
+
+def _of_run(run: Run) -> Display:
+    """The numbers are those of the ranks that hold the most. The panels of more ranks could not be read."""
+    ranks = {rank: rows for rank, rows in enumerate(run.timelines) if len(rows)}
+    if not ranks:
+        return Display(run.title, run.description, "", None)
+    fullest = sorted(ranks, key=lambda rank: -ranks[rank].device_peak)[:MOST_RANKS]
+    peaks = {f"rank {rank}": _peaks(ranks[rank]) for rank in sorted(fullest)}
+    if len(fullest) == len(run.timelines):
+        return Display(run.title, run.description, peak_table(peaks), lambda: timeline(run))
+    numbers = peak_table(peaks, f"{len(fullest)} of {len(run.timelines)} ranks")
+    drawn = {f"rank {fullest[0]}": ranks[fullest[0]]}
+    return Display(run.title, run.description, numbers, lambda: timeline(drawn))
+
+
+def _of_rehearsal(rehearsal: Rehearsal) -> Display:
+    peaks = {"measured": _peaks(rehearsal.timeline), "planned": _peaks(rehearsal.plan.timeline)}
+    if rehearsal.layers < rehearsal.of_layers:
+        peaks[f"planned, {rehearsal.of_layers} layers"] = _peaks(rehearsal.whole.timeline)
+    title, numbers = rehearsal.job.title, peak_table(peaks)
+    return Display(title, rehearsal.description, numbers, lambda: timeline(rehearsal))
+
+
+def _of_max_context(result: MaxContext) -> Display:
+    """The picture has the bytes of the memory that stops a longer context, and a line at its limit."""
+    plans = {f"{round_tokens(plan.tokens)} tokens": plan for plan in (result.plan, result.next_plan)}
+    machine = result.plan.machine
+
+    def draw() -> Picture:
+        if result.limit == "device":
+            return stack({name: plan.peak for name, plan in plans.items()}, limit=machine.device_memory)
+        nodes = {name: {"host": plan.host_peak_per_node} for name, plan in plans.items()}
+        return stack(nodes, limit=machine.host_memory)
+
+    numbers = peak_table({name: (plan.peak, plan.host_peak) for name, plan in plans.items()})
+    return Display(result.plan.title, result.description, numbers, draw)
+
+
+def _of_fits(fits: Fits) -> Display:
+    """The recipes that need less device memory than every faster one; a table of all recipes is folded."""
+    job, fastest, front = fits[0].job, fits[0].step_seconds, pareto_front(fits)
+    numbered = dict(enumerate(fits, start=1))
+    names = ("", "step", "slower", "device peak", "host per node")
+    header = [*(cell(name, tag="th", wrap=True) for name in names), cell("recipe", tag="th", align="left")]
+    rows = {
+        number: [
+            cell(str(number), tag="th"),
+            cell(format_seconds(plan.step_seconds)),
+            cell(f"+{plan.step_seconds / fastest - 1:.1%}"),
+            byte_cell(plan.device_peak),
+            byte_cell(plan.host_peak_per_node),
+            cell(plan.recipe.summary, align="left", wrap=True),
+        ]
+        for number, plan in numbered.items()
+    }
+    chosen = [number for number, plan in numbered.items() if plan in front]
+    numbers = table([header, *(rows[number] for number in chosen)])
+    if len(chosen) < len(fits):
+        every = table([header, *rows.values()])
+        numbers += f"<details><summary>all {len(fits)} recipes</summary>{every}</details>"
+    lines = {
+        "recipes": f"{len(fits)} fit; {len(chosen)} of them need less device memory than every faster one"
+    }
+    points = {
+        str(number): (numbered[number].device_peak, job.rows * job.tokens / numbered[number].step_seconds)
+        for number in chosen
+    }
+    return Display(job.subject, lines, numbers, lambda: memory_vs_speed(points))
+
+
+def _peaks(rows: Timeline) -> tuple[Moment, int]:
+    """Return the instant of the device peak, and the host peak in bytes."""
+    return rows.peak, rows.host_peak

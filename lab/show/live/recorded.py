@@ -1,0 +1,156 @@
+"""Timelines that have ended, and answers about them: who holds the bytes, and what would free some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lab import models
+from lab.errors import LabError, ResultError
+from lab.memory.holders import Holder, Holders, Memory
+from lab.memory.timeline import Timeline
+from lab.planning.freeing import cheapest_changes
+from lab.planning.shrinking import holders_of_job
+from lab.recipe.jobs import Job
+from lab.shape import Shape
+from lab.show.panels import Over, row_positions
+from lab.units import format_operator, format_seconds
+
+_ITEMS = 150
+"""How many tensors an answer names; the rest is one item."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """What a widget shows when nothing runs any more.
+
+    Attributes:
+        title: One line that names the run or the plan.
+        timelines: The timelines by the names of their panels.
+        job: The job that they are of; None where it is not known, and no knob is named then.
+        over: The horizontal axis.
+        planned: The timeline of a plan to draw over them; None for no plan.
+        ranks: Whether the timelines are those of the ranks of one job, whose bytes can be added up.
+    """
+
+    title: str
+    timelines: Mapping[str, Timeline]
+    job: Job | None
+    over: Over = "seconds"
+    planned: Timeline | None = None
+    ranks: bool = False
+
+    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a question of the page; what is wrong with it is an answer too.
+
+        Args:
+            asked: ``{"row": 5, "rank": 0, "memory": "device", "all": False}`` asks for the tensors that rank
+                0, or with ``all`` every rank, holds at row 5 of its timeline; ``{"free": "4 GiB"}`` for the
+                knobs that free so much.
+        """
+        try:
+            return self._freeing(str(asked["free"])) if "free" in asked else self._holders(asked)
+        except LabError as error:
+            return {"kind": "error", "of": "free" if "free" in asked else "row", "text": str(error)}
+
+    @cached_property
+    def _shape(self) -> Shape:
+        assert self.job is not None
+        return models.shape_of(self.job.model)
+
+    def _freeing(self, size: str) -> dict[str, Any]:
+        if self.job is None:
+            raise ResultError("the job of this timeline is not known, and so the knobs are not")
+        freed = cheapest_changes(self._shape, self.job, size)
+        return {"kind": "freed", "text": freed.text, "knobs": list(freed.changes) if freed.enough else []}
+
+    def _holders(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        names, timelines = list(self.timelines), list(self.timelines.values())
+        rank, row, memory = asked["rank"], asked["row"], asked["memory"]
+        every = bool(asked.get("all")) and self.ranks and len(timelines) > 1
+        if not 0 <= rank < len(timelines) or not 0 <= row < len(timelines[rank]):
+            raise ResultError(f"rank {rank}, row {row}: there is no such instant in this timeline")
+        at = float(row_positions(timelines[rank], self.over)[row])
+        moment = timelines[rank].moment(row)
+        rows = [row if number == rank else self._row_at(one, at) for number, one in enumerate(timelines)]
+        asked_of = range(len(timelines)) if every else [rank]
+        found = [self._held(timelines[number], rows[number], memory) for number in asked_of]
+        items = tuple(item for one in found for item in one.items)
+        holders = Holders(moment, memory, items, sum(one.total for one in found)).grouped()
+        place = f" in {moment.module}" if moment.module else ""
+        return {
+            "kind": "holders",
+            "rank": rank,
+            "row": row,
+            "memory": memory,
+            "all": every,
+            "position": at,
+            "name": "all ranks" if every else names[rank],
+            "when": f"step {moment.step + 1} · {format_seconds(moment.seconds)} · {moment.phase}: "
+            f"{format_operator(moment.op)}{place}",
+            "total": holders.total,
+            "items": _items(holders),
+            "ranks": [
+                {"rank": number, "name": names[number], "row": rows[number], "total": one.total}
+                for number, one in zip(asked_of, found, strict=True)
+            ],
+        }
+
+    def _row_at(self, timeline: Timeline, at: float) -> int:
+        """Return the last row at or before a position on the axis; the first if all are behind it."""
+        rows = np.searchsorted(row_positions(timeline, self.over), at, side="right")
+        return max(int(rows) - 1, 0)
+
+    def _held(self, timeline: Timeline, row: int, memory: Memory) -> Holders:
+        # Several rows may be at the same second; on a clock of rows each is an instant of its own.
+        by_row = replace(timeline, seconds=np.arange(len(timeline), dtype=np.float64))
+        if self.job is None:
+            return by_row.holders(float(row), memory=memory)
+        return holders_of_job(by_row, self.job, float(row), memory)
+
+
+def _items(holders: Holders) -> list[dict[str, Any]]:
+    """Return the tensors for the page, the largest first; those behind the first 150 as one."""
+    shown, rest = holders.items[:_ITEMS], holders.items[_ITEMS:]
+    items = [_item(one) for one in shown]
+    if rest:
+        size, count = sum(one.bytes for one in rest), sum(one.count for one in rest)
+        items.append(_unnamed("", size, count, "the other tensors"))
+    if holders.unheld:
+        other = "other" if holders.memory == "device" else "host"
+        items.append(_unnamed(other, holders.unheld, 1, "held by no tensor"))
+    return items
+
+
+def _item(one: Holder) -> dict[str, Any]:
+    return {
+        "bytes": one.bytes,
+        "units": one.units,
+        "count": one.count,
+        "category": one.category,
+        "tensor": one.tensor,
+        "op": format_operator(one.op),
+        "place": one.place,
+        "phase": f"{one.phase}, step {one.step + 1}",
+        "made": one.made,
+        "freed": one.freed,
+        "knob": one.knob,
+    }
+
+
+def _unnamed(category: str, size: int, count: int, text: str) -> dict[str, Any]:
+    """Return bytes without a tensor of their own, in the form of a tensor."""
+    blank = dict.fromkeys(("tensor", "op", "phase", "knob"), "")
+    return blank | {
+        "bytes": size,
+        "units": None,
+        "count": count,
+        "category": category,
+        "place": text,
+        "made": None,
+        "freed": None,
+    }

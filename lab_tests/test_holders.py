@@ -1,0 +1,225 @@
+"""Who holds the bytes: the storages of every rung add up to the timeline, walked or extrapolated."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lab
+from lab.errors import ResultError
+from lab.memory.categories import CATEGORIES, HOST, OTHER
+from lab.memory.holders import Holders
+from lab.memory.meter import Meter
+from lab.memory.timeline import Timeline
+from lab.models import config_of
+from lab.planning import extrapolation, fake_step, plan
+from lab.planning.hardware import cuda_workspace
+from lab.planning.shrinking import knob_for
+from lab.recipe.jobs import Job, Machine
+from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
+from lab_tests.support.models import small_config
+
+FP32 = 4
+
+
+def job_of(recipe: str, layers: int) -> Job:
+    """Four ranks; every axis and every quotient differs."""
+    model = small_config(num_hidden_layers=layers, num_attention_heads=24, vocab_size=104)
+    return Job(model, resolve_recipe(recipe, model, 4, 64), 64, 4)
+
+
+def step_of(recipe: str, layers: int, *, workspace: bool = False) -> tuple[Timeline, np.ndarray]:
+    """A planned step with all its layers walked, and the bytes that the meter counted row by row."""
+    meters: list[Meter] = []
+
+    class Recorded(Meter):
+        def __init__(self, **settings: object) -> None:
+            super().__init__(**settings)  # type: ignore[arg-type]
+            meters.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_step, "Meter", Recorded)
+        timeline, _ = fake_step.fake_step(job_of(recipe, layers), Machine(workspace=workspace), layers)
+    counted = meters[0].rows.since()
+    return timeline, np.column_stack((counted.device.sum(axis=1), counted.host))
+
+
+def contents(holders: Holders) -> list[tuple[object, ...]]:
+    """All of each holder, the times rounded; tensors of one size are in no order."""
+    return sorted(
+        (h.bytes, h.category, h.shape, h.dtype, h.name, h.op, h.module, h.phase, h.step, round(h.made, 9),
+         -1.0 if h.freed is None else round(h.freed, 9))
+        for h in holders
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_holders_add_up_to_the_bytes_at_every_row(recipe: str) -> None:
+    timeline, counted = step_of(recipe, 2)
+    assert np.array_equal(np.column_stack((timeline.total, timeline.host)), counted)
+    held = timeline.storages.bytes_of(len(timeline), HOST + 1)
+    assert np.array_equal(held[:, :HOST], timeline.device)
+    assert np.array_equal(held[:, HOST], timeline.host)
+    assert not held[:, OTHER].any()
+    for at in ("peak", "forward", *timeline.seconds[:: len(timeline) // 7].tolist()):
+        for memory in ("device", "host"):
+            holders = timeline.holders(at, memory=memory)
+            total = holders.moment.device if memory == "device" else holders.moment.host
+            assert sum(h.bytes for h in holders) == holders.total == total
+            assert holders.unheld == 0
+
+
+def test_what_no_tensor_holds_is_the_workspace() -> None:
+    with_workspace, _ = step_of("upipe", 2, workspace=True)
+    holders = with_workspace.holders("forward")
+    assert holders.unheld == holders.moment.by_category["other"] == cuda_workspace(4).fixed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["plain", "offload", "upipe"])
+def test_an_extrapolated_plan_names_the_tensors_of_every_layer(recipe: str) -> None:
+    walked, _ = step_of(recipe, 8)
+    shallow, deep = (step_of(recipe, depth)[0] for depth in (extrapolation.SHALLOW, extrapolation.DEEP))
+    extrapolated = extrapolation.extrapolate(shallow, deep, 8)
+    assert extrapolated is not None
+    for row in (
+        0,
+        *np.random.default_rng(7).integers(len(walked), size=5).tolist(),
+        int(walked.total.argmax()),
+    ):
+        at = float(walked.seconds[row])
+        assert np.isclose(extrapolated.seconds[row], at)
+        for memory in ("device", "host"):
+            found = extrapolated.holders(float(extrapolated.seconds[row]), memory=memory)
+            assert contents(found) == contents(walked.holders(at, memory=memory))
+
+
+def test_storages_that_do_not_add_up_are_not_extrapolated() -> None:
+    shallow, deep = (step_of("fsdp", depth)[0] for depth in (extrapolation.SHALLOW, extrapolation.DEEP))
+    storages = replace(deep.storages, size=deep.storages.size + 8 * (np.arange(len(deep.storages)) == 99))
+    assert extrapolation.extrapolate(shallow, deep, 8) is not None
+    assert extrapolation.extrapolate(shallow, replace(deep, storages=storages), 8) is None
+    assert extrapolation.extrapolate(replace(shallow, storages=storages), deep, 8) is None
+
+
+# ---- categories ------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """x [11, 5] -> silu(x W1^T) W2^T; a temporary buffer in forward, and one in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.silu(self.first(x))
+        h.detach().exp().sum()
+        return self.second(h)
+
+
+def test_each_tensor_has_the_category_of_what_becomes_of_it() -> None:
+    model, meter = Layers(), Meter()
+    x = torch.randn(11, 5)
+    with meter.measure(model):
+        with meter.phase("forward"):
+            loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum()
+        with meter.phase("backward"):
+            loss.backward()
+    timeline = meter.timeline()
+    storages = timeline.storages
+    made = {
+        (timeline.phases[phase], storages.kinds[kind].op.removeprefix("aten."), CATEGORIES[category])
+        for phase, kind, category in zip(storages.phase, storages.kind, storages.category, strict=True)
+    }
+    assert ("forward", "exp", "temporary buffers") in made
+    assert ("forward", "mm", "activations") in made
+    assert ("backward", "exp", "temporary buffers") in made
+    assert ("backward", "mm", "recomputed activations") in made
+    assert ("backward", "silu", "recomputed activations") in made
+    assert ("backward", "mm", "gradients of activations") in made
+    assert ("backward", "mm", "gradients") in made
+    assert ("backward", "silu_backward", "gradients of activations") in made
+    gradients = [h for h in timeline.holders("backward") if h.category == "gradients"]
+    assert [(h.name, h.shape, h.bytes) for h in gradients] == [
+        ("first.weight", (7, 5), 35 * FP32),
+        ("second.weight", (3, 7), 21 * FP32),
+    ]
+
+
+# ---- questions with a name, and refusals -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned() -> plan.Plan:
+    return lab.plan("tiny", "checkpoint", tokens=640, ranks=2, workspace=False)
+
+
+def test_named_questions(planned: plan.Plan) -> None:
+    timeline = planned.timeline
+    forward = timeline.rows([timeline.phases[p] == "forward" for p in timeline.phase])
+    assert timeline.end_of("forward") == forward.moment(-1)
+    assert timeline.highest(phase="forward").device == forward.device_peak
+    in_mlp = [timeline.modules[m].startswith("model.layers.1.mlp") for m in timeline.module]
+    assert timeline.highest(module="model.layers.1.mlp").device == timeline.rows(in_mlp).device_peak
+    # A checkpointed layer keeps its output, the input of the next: 320 tokens a rank.
+    kept = timeline.kept("model.layers.1")
+    assert [(h.shape, h.bytes) for h in kept if h.category == "activations"] == [
+        ((1, 320, config_of("tiny").hidden_size), 320 * config_of("tiny").hidden_size * FP32)
+    ]
+    # A first step leaves what the second starts with: its gradients are set to none, the states were there.
+    grown = timeline.grown(0)
+    assert {h.step for h in grown} == {0}
+    assert grown.total == sum(h.bytes for h in grown) <= timeline.moment(-1).device
+
+
+def test_holders_of_a_job_are_in_units_of_a_hidden_state_and_name_a_knob(planned: plan.Plan) -> None:
+    hidden = 320 * config_of("tiny").hidden_size * FP32
+    holders = planned.holders("forward")
+    assert all(h.units == h.bytes / hidden for h in holders)
+    inputs = [h for h in holders if h.category == "activations" and h.units == 1]
+    inputs = [h for h in inputs if h.module.startswith("model.layers")]
+    assert {h.knob for h in inputs} == {"offload='inputs'"}
+    recipe = replace(planned.recipe, fsdp=False)
+    weight = next(h for h in holders if h.category == "parameters")
+    assert (knob_for(weight, recipe, 320), knob_for(weight, planned.recipe, 320)) == (
+        "fsdp=true",
+        "more ranks",
+    )
+    grouped = holders.grouped()
+    assert sum(h.bytes for h in grouped) == sum(h.bytes for h in holders)
+    assert sum(h.count for h in grouped) == len(holders) > len(grouped)
+    line = next(line for line in holders.table(99).splitlines() if "offload" in line)
+    assert f"{len(inputs)} x  activations" in line
+
+
+def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan) -> None:
+    again = Timeline.from_json(json.dumps(planned.timeline.to_json()))
+    assert contents(again.holders()) == contents(planned.timeline.holders())
+    old = {name: value for name, value in again.to_json().items() if name != "storages"}
+    with pytest.raises(ResultError, match=r"^this timeline is of an earlier version of the lab"):
+        Timeline.from_json(old)
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda t: t.holders(1e9), r"^at=1000000000.0 is outside this timeline, which goes from"),
+        (lambda t: t.holders(float("nan")), r"^at=nan is outside this timeline"),
+        (lambda t: t.holders(-1e-9), r"^at=-1e-09 is outside this timeline"),
+        (lambda t: t.holders("sideways"), r"^no row is of phase 'sideways'; there are the phases forward, "),
+        (lambda t: t.kept("model.layers.77"), r"^no row is of module 'model.layers.77' and phase 'forward'"),
+        (lambda t: t.grown(5), r"^no row is of step 5; .* and the steps 0$"),
+        (lambda t: t.take(np.arange(0)).holders(), r"^no row is of phase 'peak'"),
+        (
+            lambda t: t.take(np.arange(3)).holders(),
+            r"^this timeline has no storages: those of a run that was st",
+        ),
+    ],
+)
+def test_questions_without_an_answer_are_refused(planned: plan.Plan, ask, says) -> None:
+    with pytest.raises(ResultError, match=says):
+        ask(planned.timeline)
