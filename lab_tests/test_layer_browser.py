@@ -1,0 +1,53 @@
+"""The player of one layer in a real JupyterLab: it plays, steps by keys, and its curve moves the cursor."""
+
+from pathlib import Path
+
+import pytest
+
+from lab_tests.support.browser import CHROMIUM, jupyter_page, one_cell_notebook, run_all_cells, wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
+]
+
+ROOT = Path(__file__).parents[1]
+PLAYER = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}]
+import lab
+
+lab.show.layer(lab.plan("tiny", "upipe", tokens=1024, ranks=4))
+"""
+
+
+def test_the_player_plays_steps_and_follows_the_curve(tmp_path: Path) -> None:
+    _, command = one_cell_notebook(tmp_path, PLAYER)
+    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
+        run_all_cells(page)
+        counter, canvas = page.locator(".lab-layer-counter"), page.locator(".lab-layer canvas")
+        canvas.wait_for(timeout=120_000)
+        wait_for(lambda: counter.inner_text().startswith("frame 1 of "))
+        last = int(counter.inner_text().split()[-1])
+        page.locator(".lab-layer").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowLeft")
+        wait_for(lambda: counter.inner_text() == f"frame 2 of {last}")
+        assert page.locator(".lab-layer-text").inner_text().startswith("all-gather: every rank gets")
+        page.keyboard.press("End")
+        wait_for(lambda: counter.inner_text() == f"frame {last} of {last}")
+
+        # Play begins again at the start, and goes on by itself.
+        page.locator(".lab-layer select").select_option("8")
+        page.get_by_role("button", name="Play or pause").click()
+        wait_for(lambda: 2 < int(counter.inner_text().split()[1]) < last)
+        page.get_by_role("button", name="Play or pause").click()
+
+        box = canvas.bounding_box()
+        assert box is not None
+        canvas.click(position={"x": box["width"] * 0.75, "y": box["height"] - 20})
+        wait_for(lambda: last / 2 < int(counter.inner_text().split()[1]) < last)
+        assert page.locator(".lab-layer-where").inner_text().startswith("backward")
+        canvas.hover(position={"x": 115, "y": 30})
+        wait_for(lambda: " A · " in page.locator(".lab-layer-readout").inner_text())
