@@ -42,7 +42,7 @@ class HasTimelines(Protocol):
     def timelines(self) -> tuple[Timeline, ...]: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TimelinePicture(Picture):
     """The picture of timelines. In a browser it answers clicks: who holds the bytes at an instant.
 

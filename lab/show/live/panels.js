@@ -44,8 +44,7 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
   drawByteTicks(pen, panel, scale.bytes, up, ratio);
   // From the whole stack down to its lowest part, each painted over the one before, so that no gaps are seen.
   for (let parts = look.categories.length; parts > 0; parts--) {
-    const height = (row) => up(row.sizes.subarray(0, parts).reduce((a, b) => a + b, 0));
-    fillArea(pen, panel, floor, height, look.categories[parts - 1][1], ratio);
+    fillArea(pen, panel, floor, (row) => up(row.tops[parts - 1]), look.categories[parts - 1][1], ratio);
   }
   runs.forEach((run, n) => {
     if (n === 0 || run.step === runs[n - 1].step) return;
@@ -145,11 +144,15 @@ function fillArea(pen, panel, floor, height, colour, ratio) {
   pen.fillStyle = colour;
   pen.beginPath();
   pen.moveTo(panel.x, floor);
+  let at = floor;
   panel.columns.forEach((row, column) => {
-    const at = row ? height(row) : floor;
+    const next = row ? height(row) : floor;
+    if (next === at) return;
     pen.lineTo(panel.x + column / ratio, at);
-    pen.lineTo(panel.x + (column + 1) / ratio, at);
+    pen.lineTo(panel.x + column / ratio, next);
+    at = next;
   });
+  pen.lineTo(panel.x + panel.columns.length / ratio, at);
   pen.lineTo(panel.x + panel.columns.length / ratio, floor);
   pen.fill();
   pen.restore();

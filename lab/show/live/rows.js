@@ -80,7 +80,9 @@ function addRows(rank, numbers) {
     const sizes = numbers.subarray(start + 1, start + 1 + CATEGORIES);
     const seconds = numbers[start];
     const [host, phase, module, op, step] = numbers.subarray(start + 1 + CATEGORIES, start + WIDTH);
-    const row = { seconds, sizes, total: sizes.reduce((a, b) => a + b), host, phase, module, op, step };
+    let total = 0;
+    const tops = Array.from(sizes, (size) => (total += size)); // of the categories stacked on each other
+    const row = { seconds, sizes, tops, total, host, phase, module, op, step };
     if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
     rank.rows.push(row);
   }

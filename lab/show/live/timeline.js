@@ -24,6 +24,7 @@ class View {
     this.canvas = add(this.root, "canvas");
     this.canvas.style.height = `${look.height}px`;
     this.canvas.setAttribute("role", "img");
+    this.copy = document.createElement("canvas"); // of the panels, without what the pointer marks
     this.readout = add(this.root, "div", "lab-live-readout");
     this.holders = new HoldersPanel(this.root, look, this);
     this.pointer = null;
@@ -43,12 +44,15 @@ class View {
     cancelAnimationFrame(this.frame);
   }
 
+  // A moving pointer leaves the panels as they are: they are drawn from a copy.
   point(pointer) {
     this.pointer = pointer;
-    this.schedule();
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.draw());
   }
 
   schedule() {
+    this.stale = true;
     cancelAnimationFrame(this.frame);
     this.frame = requestAnimationFrame(() => this.draw());
   }
@@ -128,23 +132,22 @@ class View {
   }
 
   draw() {
-    this.offerRanks();
-    const { store } = this;
     const [width, height, ratio] = [this.canvas.clientWidth, this.look.height, window.devicePixelRatio || 1];
     if (!width) return;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const style = getComputedStyle(this.root);
-    const pen = this.canvas.getContext("2d");
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.font = `11px ${style.fontFamily}`;
-    pen.textBaseline = "middle";
-    pen.fillStyle = pen.strokeStyle = style.color;
-    const { panels, scale } = arrange(store, width, height, this.hidden);
-    Object.assign(this, { panels, scale, ratio });
-    for (const panel of panels) drawPanel(pen, panel, scale, this.look, store.names, ratio);
+    if (this.stale || this.ratio !== ratio) this.drawPanels(width, height, ratio);
+    const pen = penOn(this.canvas, width, height, ratio, getComputedStyle(this.root));
+    pen.drawImage(this.copy, 0, 0, width, height);
     this.markSelected(pen);
     this.readOut(pen);
+  }
+
+  drawPanels(width, height, ratio) {
+    this.offerRanks();
+    const { store } = this;
+    const pen = penOn(this.copy, width, height, ratio, getComputedStyle(this.root));
+    const { panels, scale } = arrange(store, width, height, this.hidden);
+    Object.assign(this, { panels, scale, ratio, stale: false });
+    for (const panel of panels) drawPanel(pen, panel, scale, this.look, store.names, ratio);
     this.status.textContent = statusText(store, this.look);
     this.stop.hidden = store.recorded || !(store.steps || this.look.waiting);
     this.canvas.tabIndex = store.recorded ? 0 : -1;
@@ -204,6 +207,18 @@ class View {
     this.readout.style.left = `${fits ? x + 14 : x - this.readout.offsetWidth - 14}px`;
     this.readout.style.top = `${Math.max(0, top)}px`;
   }
+}
+
+// An empty canvas of so many CSS pixels, and the pen on it.
+function penOn(canvas, width, height, ratio, style) {
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.font = `11px ${style.fontFamily}`;
+  pen.textBaseline = "middle";
+  pen.fillStyle = pen.strokeStyle = style.color;
+  return pen;
 }
 
 function statusText({ step, steps, loss, recorded, title }, { waiting }) {
