@@ -43,7 +43,7 @@ class GpuCluster:
 def rows(*said):
     built = TimelineBuilder()
     for seconds, phase, module in said:
-        built.add(seconds, (0,) * 5, 0, phase=phase, module=module, op=Op("-"), step=0)
+        built.add(seconds, (0,) * 8, 0, phase=phase, module=module, op=Op("-"), step=0)
     return built.since(0)
 
 

@@ -92,14 +92,16 @@ def test_an_estimate_that_is_not_near_the_plan_is_found(monkeypatch, peaks, wron
     monkeypatch.setattr(
         module, "plan", lambda *_, **__: SimpleNamespace(device_peak=100_000, host_peak=50_000)
     )
-    monkeypatch.setattr(module, "estimate", lambda *_, **__: Estimate({"all": {"all": peaks[0]}}, peaks[1]))
+    monkeypatch.setattr(
+        module, "estimate", lambda *_, **__: Estimate({"all": {"all": {"other": peaks[0]}}}, peaks[1])
+    )
     assert examine_closed_form(make_draw(), Recipe()) == wrong
 
 
 def test_of_a_tiny_step_the_estimate_may_be_off_by_a_kibibyte(monkeypatch):
     monkeypatch.setattr(module, "plan", lambda *_, **__: SimpleNamespace(device_peak=2000, host_peak=0))
     for estimated, wrong in ((2000 - 1024, False), (2000 + 1025, True)):
-        made = Estimate({"all": {"all": estimated}}, 0)
+        made = Estimate({"all": {"all": {"other": estimated}}}, 0)
         monkeypatch.setattr(module, "estimate", lambda *_, made=made, **__: made)
         assert (examine_closed_form(make_draw(), Recipe()) is not None) == wrong
 

@@ -4,13 +4,13 @@ import pytest
 
 import lab.show
 from lab.errors import LabError
-from lab.show.palette import SERIES_COLOURS
+from lab.show.memory_vs_speed import PICKED
 from lab.units import MiB
 
 POINTS = {"U=4": (3 * MiB, 700.0), "U=8": (5 * MiB, 900.0)}
 
 
-def test_both_bars_of_a_name_stand_in_its_row_and_the_picked_ones_are_orange():
+def test_both_bars_of_a_name_stand_in_its_row_and_the_picked_ones_are_magenta():
     picture = lab.show.memory_vs_speed(POINTS, picked="U=8", title="Here")
     memory, speed = picture.figure.axes
     assert [bar.get_width() for bar in memory.patches] == [3 * MiB, 5 * MiB]
@@ -19,7 +19,7 @@ def test_both_bars_of_a_name_stand_in_its_row_and_the_picked_ones_are_orange():
         colours = [bar.get_facecolor() for bar in axes.patches]
         assert colours[1] != colours[0]
         assert axes.patches[1].get_facecolor()[:3] == tuple(
-            int(SERIES_COLOURS[1][n : n + 2], 16) / 255 for n in (1, 3, 5)
+            int(PICKED[n : n + 2], 16) / 255 for n in (1, 3, 5)
         )
 
 

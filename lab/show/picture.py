@@ -108,7 +108,7 @@ def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names:
         # The name of a model may have dollar signs, which are no formula.
         figure.suptitle(title, x=0.01, ha="left", fontsize=_TITLE_SIZE, parse_math=False, **position)
     if marks:
-        figure.legend(
+        legend = figure.legend(
             marks,
             names,
             title=None if beside else title or None,
@@ -122,6 +122,7 @@ def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names:
             columnspacing=1.1,
             borderpad=0.2,
         )
+        legend.get_title().set_parse_math(False)
 
 
 def _fit_in_a_line(figure: Figure, title: str, names: Sequence[str]) -> bool:
