@@ -10,7 +10,11 @@ from lab.training.records import Progress, Run
 
 
 class PartialRun:
-    """Puts a run together from the messages of its ranks, as far as they have come."""
+    """Puts a run together from the messages of its ranks, as far as they have come.
+
+    Its timelines have no storages. At each row, bytes have the category that was known then: a tensor that
+    will outlive its module is still a temporary buffer while the module runs.
+    """
 
     def __init__(self, job: Job, settings: TrainSettings) -> None:
         self._job, self._settings = job, settings
