@@ -21,7 +21,7 @@ from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
 from lab.planning.fake_step import fake_step
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
-from lab.planning.shrinking import holders_of_job
+from lab.planning.shrinking import with_job
 from lab.planning.start import start_of
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
@@ -158,7 +158,7 @@ class Plan:
         Raises:
             ResultError: There is no such instant.
         """
-        return holders_of_job(self.timeline, self.job, at, memory)
+        return with_job(self.timeline.holders(at, memory=memory), self.timeline, self.job)
 
     @property
     def limit(self) -> Literal["device", "host"] | None:

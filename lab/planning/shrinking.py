@@ -7,7 +7,7 @@ import re
 import torch
 
 from lab.errors import ResultError
-from lab.memory.holders import Holder, Holders, Memory
+from lab.memory.holders import Holder, Holders
 from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
 from lab.planning.closed_form import local_sizes
@@ -17,30 +17,27 @@ from lab.recipe.recipe import Recipe
 _IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")
 
 
-def holders_of_job(timeline: Timeline, job: Job, at: float | str, memory: Memory) -> Holders:
-    """Return what a job's timeline holds at an instant, in units of A and with the knob for each tensor.
-
-    A is one hidden state of the rank: b x s x E elements as computed with.
+def with_job(holders: Holders, timeline: Timeline, job: Job) -> Holders:
+    """Return holders with their bytes in units of A, and with the knob that would shrink each.
 
     Args:
+        holders: What is held at an instant of the timeline.
         timeline: A timeline of the job.
         job: The job.
-        at: As in ``Timeline.holders``.
-        memory: Which memory: the device's or the host's.
 
     Raises:
-        ResultError: There is no such instant, or the timeline has no storages.
+        ResultError: The timeline has no embedding.
     """
-    found, unit = timeline.holders(at, memory=memory), hidden_state_bytes(timeline, job)
     _, s = local_sizes(job)
-    return found.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
+    unit = hidden_state_bytes(timeline, job)
+    return holders.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
 
 
 def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     """Return A, the bytes of one hidden state of the rank: b x s x E elements as computed with.
 
     Raises:
-        ResultError: The timeline has no storages.
+        ResultError: The timeline has no embedding.
     """
     b, s = local_sizes(job)
     embedding = _embedding(timeline)
@@ -88,6 +85,6 @@ def _smaller(knob: str, value: int | None, least: int) -> str:
 def _embedding(timeline: Timeline) -> TensorKind:
     """The rank's rows of the embedding, of E columns each; a recipe may compute in its dtype."""
     for kind in timeline.storages.kinds:
-        if kind.name == "model.embed_tokens.weight" and len(kind.shape) == 2:
+        if kind.name.endswith("embed_tokens.weight") and len(kind.shape) == 2:
             return kind
     raise ResultError("this timeline has no embedding, whose columns give the size of a hidden state")

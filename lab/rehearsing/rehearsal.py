@@ -10,7 +10,7 @@ from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.hardware import outside_workspace
 from lab.planning.plan import Plan
-from lab.planning.shrinking import holders_of_job
+from lab.planning.shrinking import with_job
 from lab.recipe.jobs import Job
 from lab.units import format_bytes, format_lines, format_seconds, format_share
 
@@ -127,7 +127,7 @@ class Rehearsal(Measured):
 
         On CUDA the bytes that no tensor holds are what the allocator holds besides the tensors.
         """
-        return holders_of_job(self.timeline, self.job, at, memory)
+        return with_job(self.timeline.holders(at, memory=memory), self.timeline, self.job)
 
     def _planned(self, plan: Plan) -> int:
         """Of the peak of a planned step what was measured too: on CUDA not what is outside torch."""

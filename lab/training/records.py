@@ -9,7 +9,7 @@ from typing import TypeAlias
 from lab.errors import ResultError
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Timeline
-from lab.planning.shrinking import holders_of_job
+from lab.planning.shrinking import with_job
 from lab.recipe.jobs import Job, TrainSettings
 from lab.units import format_bytes, format_lines
 
@@ -118,7 +118,8 @@ class Run:
             rank = peaks.index(max(peaks))
         if not 0 <= rank < len(self.timelines):
             raise ResultError(f"rank={rank}: this run has the ranks 0 to {len(self.timelines) - 1}")
-        return holders_of_job(self.timelines[rank], self.job, at, memory)
+        timeline = self.timelines[rank]
+        return with_job(timeline.holders(at, memory=memory), timeline, self.job)
 
 
 def _ends(texts: list[str]) -> str:

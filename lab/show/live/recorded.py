@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from lab import models
 from lab.errors import LabError, ResultError
-from lab.memory.holders import Holder, Holders, Memory
+from lab.memory.holders import Holder, Holders, Memory, of_moment
 from lab.memory.timeline import Timeline
 from lab.planning.freeing import cheapest_changes
-from lab.planning.shrinking import holders_of_job
+from lab.planning.shrinking import with_job
 from lab.recipe.jobs import Job
 from lab.shape import Shape
 from lab.show.panels import Over, row_positions
@@ -106,11 +106,8 @@ class Recorded:
         return max(int(rows) - 1, 0)
 
     def _held(self, timeline: Timeline, row: int, memory: Memory) -> Holders:
-        # Several rows may be at the same second; on a clock of rows each is an instant of its own.
-        by_row = replace(timeline, seconds=np.arange(len(timeline), dtype=np.float64))
-        if self.job is None:
-            return by_row.holders(float(row), memory=memory)
-        return holders_of_job(by_row, self.job, float(row), memory)
+        held = of_moment(timeline, row, memory)
+        return held if self.job is None else with_job(held, timeline, self.job)
 
 
 def _items(holders: Holders) -> list[dict[str, Any]]:
