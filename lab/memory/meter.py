@@ -165,6 +165,8 @@ class Meter(Observer):
         self._scopes: list[_Scope] = []
         self._swept_module = ""
         self._awaiting_gradient: list[tuple[str, nn.Parameter]] = []
+        # By each name of a parameter, its first: a tied head has the name of the embedding.
+        self._first_names: dict[str, str] = {}
 
     # ---- what a step calls -------------------------------------------------------------------------------
 
@@ -179,6 +181,8 @@ class Meter(Observer):
         self._op = NO_OP.name
         self._fake_mode = detect_fake_mode()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        every_name = model.named_parameters(remove_duplicate=False)
+        self._first_names = {name: names[parameter] for name, parameter in every_name}
         self._mark(model.named_parameters(), PARAMETERS)
         self._mark(model.named_buffers(), PARAMETERS)
         self._mark(((name, p.grad) for name, p in model.named_parameters() if p.grad is not None), GRADIENTS)
@@ -361,7 +365,8 @@ class Meter(Observer):
             self._follow_nodes("", ())
             # FSDP has gathered this module's parameters before. Those of its children are marked too, because
             # a technique may use their weights without calling them.
-            self._mark(module.named_parameters(path), PARAMETERS)
+            named = module.named_parameters(path)
+            self._mark(((self._first_names.get(name, name), p) for name, p in named), PARAMETERS)
             self._paths.enter(path)
             recomputed = any(scope.node for scope in self._scopes)
             self._scopes.append(_Scope(None, RECOMPUTED if recomputed else ACTIVATIONS))
