@@ -213,7 +213,9 @@ def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan)
         (lambda t: t.holders("sideways"), r"^no row is of phase 'sideways'; there are the phases forward, "),
         (lambda t: t.kept("model.layers.77"), r"^no row is of module 'model.layers.77' and phase 'forward'"),
         (lambda t: t.grown(5), r"^no row is of step 5; .* and the steps 0$"),
-        (lambda t: t.take(np.arange(0)).holders(), r"^no row is of phase 'peak'"),
+        (lambda t: t.holders(memory="Host"), r"^memory='Host': use 'device' or 'host'$"),
+        (lambda t: t.take(np.arange(0)).holders(), r"^this timeline has no rows: nothing was measured$"),
+        (lambda t: t.take(np.arange(0)).holders(0.0), r"^this timeline has no rows"),
         (
             lambda t: t.take(np.arange(3)).holders(),
             r"^this timeline has no storages: those of a run that was st",

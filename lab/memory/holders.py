@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -104,7 +104,10 @@ class Holders:
     def made_by(
         self, *, module: str | None = None, phase: str | None = None, step: int | None = None
     ) -> Holders:
-        """Return those made by a module, as in ``Timeline.highest``, in a phase or in a step."""
+        """Return only those that were made by a module, in a phase and in a step; None stands for any.
+
+        Their total is that of these tensors alone. A module is given as for ``Timeline.highest``.
+        """
         items = tuple(
             item
             for item in self.items
@@ -185,12 +188,23 @@ def is_inside(path: str, module: str) -> bool:
     return fnmatchcase(path, module) or fnmatchcase(path, f"{module}.*")
 
 
+def check_memory(memory: str) -> None:
+    """Check the name of a memory.
+
+    Raises:
+        ResultError: It is neither ``"device"`` nor ``"host"``.
+    """
+    if memory not in get_args(Memory):
+        raise ResultError(f"memory={memory!r}: use 'device' or 'host'")
+
+
 def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
     """Return what is held at a row of a timeline.
 
     Raises:
-        ResultError: The timeline has no storages.
+        ResultError: The timeline has no storages, or ``memory`` is neither of the two.
     """
+    check_memory(memory)
     storages, moment = timeline.storages, timeline.moment(row)
     if not len(storages):
         raise ResultError(

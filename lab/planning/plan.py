@@ -156,7 +156,7 @@ class Plan:
             memory: Which memory: the device's or the host's.
 
         Raises:
-            ResultError: There is no such instant.
+            ResultError: There is no such instant or memory.
         """
         return holders_of_job(self.timeline, self.job, at, memory)
 
