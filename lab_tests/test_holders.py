@@ -20,6 +20,7 @@ from lab.planning.hardware import cuda_workspace
 from lab.planning.shrinking import knob_for
 from lab.recipe.jobs import Job, Machine
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
+from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 
 FP32 = 4
@@ -183,17 +184,37 @@ def test_holders_of_a_job_are_in_units_of_a_hidden_state_and_name_a_knob(planned
     inputs = [h for h in holders if h.category == "activations" and h.units == 1]
     inputs = [h for h in inputs if h.module.startswith("model.layers")]
     assert {h.knob for h in inputs} == {"offload='inputs'"}
-    recipe = replace(planned.recipe, fsdp=False)
+    whole = replace(planned.job, recipe=replace(planned.recipe, fsdp=False))
     weight = next(h for h in holders if h.category == "parameters")
-    assert (knob_for(weight, recipe, 320), knob_for(weight, planned.recipe, 320)) == (
-        "fsdp=true",
-        "more ranks",
-    )
+    assert knob_for(weight, planned.job) == "more ranks"
+    assert knob_for(weight, whole) == "fsdp=true"
+    assert knob_for(weight, replace(whole, ranks=1)) == "fsdp=true on more ranks"
     grouped = holders.grouped()
     assert sum(h.bytes for h in grouped) == sum(h.bytes for h in holders)
     assert sum(h.count for h in grouped) == len(holders) > len(grouped)
     line = next(line for line in holders.table(99).splitlines() if "offload" in line)
     assert f"{len(inputs)} x  activations" in line
+
+
+def test_a_tensor_of_all_tokens_is_not_that_of_one_of_several_tiles(planned: plan.Plan) -> None:
+    """Of 2 rows of 64 tokens; a product of matrices has one dimension for both."""
+    some = planned.holders().items[0]
+    for tile, shape, knob in (
+        (16, (32, 128), "a smaller mlp_tile"), (16, (2, 64, 128), "more ranks"), (16, (128, 96), "more ranks"),
+        (64, (2, 64, 128), "a smaller mlp_tile"), (None, (2, 64, 128), "set mlp_tile"),
+    ):  # fmt: skip
+        tensor = replace(some, category="temporary buffers", module="model.layers.1.mlp", shape=shape)
+        job = replace(planned.job, ranks=1, tokens=64, rows=2, recipe=Recipe(mlp_tile=tile))
+        assert knob_for(tensor, job) == knob
+
+
+def test_a_tied_head_has_the_name_of_the_embedding() -> None:
+    config = small_config(tie_word_embeddings=True)
+    for recipe in ("plain", "fsdp"):
+        holders = lab.plan(config, recipe, tokens=64, ranks=2, workspace=False).holders("forward")
+        tables = [h for h in holders if h.category == "parameters" and h.shape[-1:] == (config.hidden_size,)]
+        assert {h.name for h in tables if h.shape[0] > config.hidden_size} >= {"model.embed_tokens.weight"}
+        assert not [h for h in holders if h.name == "*"]
 
 
 def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan) -> None:

@@ -12,7 +12,6 @@ from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
 from lab.planning.closed_form import local_sizes
 from lab.recipe.jobs import Job
-from lab.recipe.recipe import Recipe
 
 _IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")
 
@@ -29,18 +28,17 @@ def holders_of_job(timeline: Timeline, job: Job, at: float | str, memory: Memory
         memory: Which memory: the device's or the host's.
 
     Raises:
-        ResultError: There is no such instant, or the timeline has no storages.
+        ResultError: There is no such instant or memory, or the timeline has no storages or no embedding.
     """
     found, unit = timeline.holders(at, memory=memory), hidden_state_bytes(timeline, job)
-    _, s = local_sizes(job)
-    return found.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
+    return found.with_knobs(unit, lambda holder: knob_for(holder, job))
 
 
 def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     """Return A, the bytes of one hidden state of the rank: b x s x E elements as computed with.
 
     Raises:
-        ResultError: The timeline has no storages.
+        ResultError: The timeline has no embedding, as one without storages.
     """
     b, s = local_sizes(job)
     embedding = _embedding(timeline)
@@ -48,16 +46,18 @@ def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     return b * s * embedding.shape[-1] * width
 
 
-def knob_for(holder: Holder, recipe: Recipe, s: int) -> str:
-    """Return the setting of a recipe that would remove a tensor or shrink it, in a few words.
+def knob_for(holder: Holder, job: Job) -> str:
+    """Return the setting of a job's recipe that would remove a tensor or shrink it, in a few words.
 
     Args:
         holder: The tensor.
-        recipe: The recipe that holds it.
-        s: The tokens of a row that are on the rank.
+        job: The job that holds it.
     """
+    recipe, (b, s) = job.recipe, local_sizes(job)
     if holder.category in ("parameters", "gradients", "optimizer"):
-        return "more ranks" if recipe.fsdp else "fsdp=true"
+        # One rank alone has nothing to share.
+        alone = "" if job.ranks > 1 else " on more ranks"
+        return "more ranks" if recipe.fsdp else f"fsdp=true{alone}"
     if holder.category == "host":
         attended = recipe.offload == "attention" and "attn" in holder.module
         return "offload='inputs'" if attended else "more ranks"
@@ -74,8 +74,9 @@ def knob_for(holder: Holder, recipe: Recipe, s: int) -> str:
     for knob, names in (("mlp_tile", ("mlp",)), ("norm_tile", ("norm",)), ("loss_tile", ("lm_head", "loss"))):
         if any(name in part for name in names):
             tile = getattr(recipe, knob)
-            # A tensor of all the rank's tokens is not that of a tile.
-            return _smaller(knob, tile, 1) if tile is None or s not in holder.shape else "more ranks"
+            # A tensor of all the rank's tokens is that of a tile only if there is but one tile.
+            whole = tile is not None and tile < s and not {s, b * s}.isdisjoint(holder.shape)
+            return "more ranks" if whole else _smaller(knob, tile, 1)
     return "more ranks"
 
 
