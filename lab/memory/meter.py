@@ -340,7 +340,7 @@ class Meter(Observer):
         for name, tensor in tensors:
             block = self._count_tensor(local_part(tensor), category)
             if block is not None:
-                self._move(block, category)
+                self._set_category(block, category)
                 block.name = _name_of_all(block.name, name)
 
     def _classify(self, value: Any, category: int) -> None:
@@ -348,12 +348,12 @@ class Meter(Observer):
         if isinstance(value, torch.Tensor):
             block = self._live.get(storage_id(value.untyped_storage()))
             if block is not None and ACTIVATIONS <= block.category < OTHER:
-                self._move(block, category)
+                self._set_category(block, category)
         elif isinstance(value, tuple | list):
             for item in value:
                 self._classify(item, category)
 
-    def _move(self, block: _Block, category: int) -> None:
+    def _set_category(self, block: _Block, category: int) -> None:
         self._bytes[block.category] -= block.size
         self._bytes[category] += block.size
         block.category = category
@@ -417,7 +417,7 @@ class Meter(Observer):
         for blocks, category in ((scope.blocks, scope.survivors), (scope.recomputed, RECOMPUTED)):
             for block in blocks:
                 if block.size and block.category == TEMPORARY:
-                    self._move(block, category)
+                    self._set_category(block, category)
         return scope
 
     def _sweep_gradients(self) -> None:

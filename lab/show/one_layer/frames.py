@@ -165,7 +165,7 @@ class LayerFrames:
         return max((caption.stage[1] for caption in self.captions if caption.stage), default=0)
 
 
-class HasTimeline(Protocol):
+class HasJobAndTimeline(Protocol):
     """A plan or a rehearsal."""
 
     @property
@@ -175,7 +175,7 @@ class HasTimeline(Protocol):
     def job(self) -> Job: ...
 
 
-class HasTimelines(Protocol):
+class HasJobAndTimelines(Protocol):
     """A run."""
 
     @property
@@ -185,7 +185,9 @@ class HasTimelines(Protocol):
     def job(self) -> Job: ...
 
 
-def layer_frames(result: HasTimeline | HasTimelines, layer: int | None, ranks: int) -> LayerFrames:
+def layer_frames(
+    result: HasJobAndTimeline | HasJobAndTimelines, layer: int | None, ranks: int
+) -> LayerFrames:
     """Return the frames of one layer of a plan, a rehearsal or a run.
 
     Args:
@@ -198,7 +200,7 @@ def layer_frames(result: HasTimeline | HasTimelines, layer: int | None, ranks: i
     """
     job = result.job
     timelines: Sequence[Timeline] = getattr(result, "timelines", None) or (result.timeline,)  # type: ignore[union-attr]
-    planned = len(timelines) == 1
+    of_one_rank = len(timelines) == 1
     first = timelines[0]
     window = window_of(first, layer)
     unit = hidden_state_bytes(first, job)
@@ -207,14 +209,14 @@ def layer_frames(result: HasTimeline | HasTimelines, layer: int | None, ranks: i
     rows = views[0].event_rows(share * unit)
     tracks = [view.track(view.like(views[0], rows), share * unit) for view in views]
     shelves, width, host_width = _room(tracks, unit)
-    shown = min(ranks, job.ranks) if planned else len(views)
+    shown = min(ranks, job.ranks) if of_one_rank else len(views)
     lanes = [track.lane(rank, unit, shelves, width, host_width) for rank, track in enumerate(tracks)]
-    if planned:
+    if of_one_rank:
         # The others hold the same, or what is left of an uneven division.
         lanes = [replace(lanes[0], rank=rank) for rank in range(shown)]
     note = f"{shown} of {job.ranks} ranks" if shown < job.ranks else ""
-    if planned and job.ranks > 1:
-        note = ", ".join(filter(None, (note, "one rank was planned and is drawn for all")))
+    if of_one_rank and job.ranks > 1:
+        note = ", ".join(filter(None, (note, "the step of one rank, drawn for all")))
     return LayerFrames(
         title=f"{job.title} · layer {window.layer}",
         note=note,
@@ -326,14 +328,12 @@ class _View:
         """The stage of UPipe at each row, and how many there are."""
         if self.job.recipe.head_chunk is None:
             return [None] * len(rows)
-        kernels = {"forward": [], "recomputed": [], "backward": []}  # type: dict[str, list[int]]
+        kernels: dict[str, list[int]] = {"forward": [], "recomputed": [], "backward": []}
         for row in self.window.rows:
-            name = self.timeline.ops[self.timeline.op[row]].name
-            if "attention" in name:
-                which = "backward" if "backward" in name else "forward"
-                kernels["recomputed" if which == "forward" and row in self.window.backward else which].append(
-                    row
-                )
+            name = self._operator(row)
+            if is_attention(name):
+                again = "recomputed" if row in self.window.backward else "forward"
+                kernels["backward" if "backward" in name else again].append(row)
         spans = []
         for run in kernels.values():
             # A stage ends with the exchange that follows its kernel.
