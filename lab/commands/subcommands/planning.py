@@ -99,9 +99,17 @@ def _answer(document: dict[str, Any]) -> Answer:
     metavar="[N]",
     help="Also list the N largest tensors that the step holds at its peak (12 without N).",
 )
-@click.option("--chrome-trace", type=path, metavar="FILE", help="Write it as JSON for Perfetto, too.")
 @click.option(
-    "--memory-snapshot", type=path, metavar="FILE", help="Write it for PyTorch's memory viewer, too."
+    "--chrome-trace",
+    type=path,
+    metavar="FILE",
+    help="Also write the timeline as JSON, for Perfetto.",
+)
+@click.option(
+    "--memory-snapshot",
+    type=path,
+    metavar="FILE",
+    help="Also write the timeline as a snapshot, for PyTorch's memory viewer.",
 )
 @click.option("--animation", type=path, help="Also draw one layer, moving, into this GIF file.")
 @one_line_errors

@@ -17,7 +17,7 @@ from lab.planning.shrinking import hidden_state_bytes
 from lab.recipe.jobs import Job
 from lab.show.one_layer.names import Moving, is_attention, moving, name_of
 from lab.show.one_layer.packing import Interval, Slot, pack
-from lab.show.one_layer.windows import Window, members_of, window_of
+from lab.show.one_layer.windows import MODEL_STATE, Window, members_of, window_of
 from lab.units import format_operator
 
 MOST_FRAMES = 160
@@ -25,8 +25,6 @@ MOST_FRAMES = 160
 
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0, 2.0)
 """The parts of A below which a tensor has no box: the first that gives few enough frames."""
-
-_STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
 
 
 @dataclass(frozen=True)
@@ -506,7 +504,7 @@ def _groups(storages: Storages, members: Integers) -> Iterable[_Group]:
     for n in members.tolist():
         category, end = int(storages.category[n]), int(storages.end[n])
         named = storages.kinds[storages.kind[n]].name != ""
-        key = (category, end) if category in _STATE and named else (category, end, n)
+        key = (category, end) if category in MODEL_STATE and named else (category, end, n)
         together[key].append(n)
     for group in together.values():
         index = np.array(group)
