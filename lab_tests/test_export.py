@@ -21,7 +21,9 @@ def timeline() -> Timeline:
 
 def test_a_chrome_trace_has_the_bytes_of_each_row_and_a_slice_for_each_tensor(timeline, tmp_path) -> None:
     path = write_chrome_trace([timeline, timeline], tmp_path / "trace.json")
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["pid"] == 1]
+    events = json.loads(path.read_text())["traceEvents"]
+    assert len({e["id"] for e in events if e["ph"] == "b"}) == 2 * len(timeline.storages)
+    events = [e for e in events if e["pid"] == 1]
     counted = [sum(e["args"].values()) for e in events if e["name"] == "device bytes"]
     assert counted == timeline.total.tolist()
     host = [e["args"]["host"] for e in events if e["name"] == "host bytes"]

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import lab
+from lab.commands.cli import main
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES, HOST, OTHER
 from lab.memory.holders import Holders
@@ -20,6 +22,7 @@ from lab.planning.hardware import cuda_workspace
 from lab.planning.shrinking import knob_for
 from lab.recipe.jobs import Job, Machine
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
+from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 
 FP32 = 4
@@ -183,17 +186,41 @@ def test_holders_of_a_job_are_in_units_of_a_hidden_state_and_name_a_knob(planned
     inputs = [h for h in holders if h.category == "activations" and h.units == 1]
     inputs = [h for h in inputs if h.module.startswith("model.layers")]
     assert {h.knob for h in inputs} == {"offload='inputs'"}
-    recipe = replace(planned.recipe, fsdp=False)
+    whole = replace(planned.job, recipe=replace(planned.recipe, fsdp=False))
     weight = next(h for h in holders if h.category == "parameters")
-    assert (knob_for(weight, recipe, 320), knob_for(weight, planned.recipe, 320)) == (
-        "fsdp=true",
-        "more ranks",
-    )
+    assert knob_for(weight, planned.job) == "more ranks"
+    assert knob_for(weight, whole) == "fsdp=true"
+    assert knob_for(weight, replace(whole, ranks=1)) == "fsdp=true on more ranks"
     grouped = holders.grouped()
     assert sum(h.bytes for h in grouped) == sum(h.bytes for h in holders)
     assert sum(h.count for h in grouped) == len(holders) > len(grouped)
     line = next(line for line in holders.table(99).splitlines() if "offload" in line)
     assert f"{len(inputs)} x  activations" in line
+
+
+def test_a_tensor_of_all_tokens_is_not_that_of_one_of_several_tiles(planned: plan.Plan) -> None:
+    """Of 2 rows of 64 tokens; a product of matrices has one dimension for both."""
+    some = planned.holders().items[0]
+    cases = (
+        (16, (32, 96), "a smaller mlp_tile"),
+        (16, (2, 64, 96), "more ranks"),
+        (16, (128, 96), "more ranks"),
+        (64, (2, 64, 96), "a smaller mlp_tile"),
+        (None, (2, 64, 96), "set mlp_tile"),
+    )
+    for tile, shape, knob in cases:
+        tensor = replace(some, category="temporary buffers", module="model.layers.1.mlp", shape=shape)
+        job = replace(planned.job, ranks=1, tokens=64, rows=2, recipe=Recipe(mlp_tile=tile))
+        assert knob_for(tensor, job) == knob
+
+
+def test_a_tied_head_has_the_name_of_the_embedding() -> None:
+    config = small_config(tie_word_embeddings=True)
+    for recipe in ("plain", "fsdp"):
+        holders = lab.plan(config, recipe, tokens=64, ranks=2, workspace=False).holders("forward")
+        tables = [h for h in holders if h.category == "parameters" and h.shape[-1:] == (config.hidden_size,)]
+        assert {h.name for h in tables if h.shape[0] > config.hidden_size} >= {"model.embed_tokens.weight"}
+        assert not [h for h in holders if h.name == "*"]
 
 
 def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan) -> None:
@@ -202,6 +229,16 @@ def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan)
     old = {name: value for name, value in again.to_json().items() if name != "storages"}
     with pytest.raises(ResultError, match=r"^this timeline is of an earlier version of the lab"):
         Timeline.from_json(old)
+
+
+def test_the_command_lists_what_the_plan_holds(planned: plan.Plan) -> None:
+    command = "plan tiny --recipe checkpoint --tokens 640 --ranks 2 --no-workspace --holders 3"
+    held = json.loads(CliRunner().invoke(main, [*command.split(), "--json"]).output)["held"]
+    whole = planned.holders().grouped()
+    assert (held["total"], held["unheld"], held["memory"]) == (whole.total, 0, "device")
+    assert [h["bytes"] for h in held["holders"]] == [h.bytes for h in whole.items[:3]]
+    text = CliRunner().invoke(main, command.split()).output
+    assert planned.holders().table(3) in text
 
 
 @pytest.mark.parametrize(
@@ -213,7 +250,9 @@ def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan)
         (lambda t: t.holders("sideways"), r"^no row is of phase 'sideways'; there are the phases forward, "),
         (lambda t: t.kept("model.layers.77"), r"^no row is of module 'model.layers.77' and phase 'forward'"),
         (lambda t: t.grown(5), r"^no row is of step 5; .* and the steps 0$"),
-        (lambda t: t.take(np.arange(0)).holders(), r"^no row is of phase 'peak'"),
+        (lambda t: t.holders(memory="Host"), r"^memory='Host': use 'device' or 'host'$"),
+        (lambda t: t.take(np.arange(0)).holders(), r"^this timeline has no rows: nothing was measured$"),
+        (lambda t: t.take(np.arange(0)).holders(0.0), r"^this timeline has no rows"),
         (
             lambda t: t.take(np.arange(3)).holders(),
             r"^this timeline has no storages: those of a run that was st",

@@ -142,6 +142,8 @@ class CudaMeter:
 def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline, start: float) -> Timeline:
     """Return the allocator's history as a timeline, with a row for each event that changes its bytes.
 
+    Operators that move bytes between ranks, or between device and host, have a row too.
+
     The meter adds a row when an operator has returned, and the allocator is called while the operator runs.
     So an event belongs to the meter's first row at or after it, and to the last row if none follows. That
     row gives the event its operator, its module and its categories. Bytes unknown to the meter are *other*.
@@ -162,6 +164,12 @@ def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline,
     times, sizes = np.array([change for change in changes if change[1]], dtype=np.int64).reshape(-1, 2).T
     seconds = times / 1e6 - start
     rows = np.minimum(np.searchsorted(meter.seconds, seconds, side="left"), len(meter) - 1)
+    # An operator that moves bytes may allocate none.
+    moving = np.setdiff1d(meter.storages.moves[:, 1], rows)
+    seconds = np.concatenate((seconds, meter.seconds[moving]))
+    order = np.argsort(seconds, kind="stable")
+    seconds, rows = seconds[order], np.concatenate((rows, moving))[order]
+    sizes = np.concatenate((sizes, np.zeros_like(moving)))[order]
     device = meter.device[rows]
     device[:, OTHER] = allocated + sizes.cumsum() - device[:, :OTHER].sum(axis=1)
     for category in reversed(range(OTHER)):

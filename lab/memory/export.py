@@ -19,6 +19,18 @@ _ALIGNMENT = 512
 """Addresses in a snapshot are multiples of this number of bytes, as those of CUDA's allocator are."""
 
 
+def check_file(path: Path) -> None:
+    """Check that a file can be made, before the work for it is done.
+
+    Raises:
+        ResultError: There is no such folder, or there is a folder of this name.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ResultError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ResultError(f"{path} cannot be written: it is a folder")
+
+
 def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
     """Write timelines as a Chrome trace in JSON, for https://ui.perfetto.dev and ``chrome://tracing``.
 
@@ -46,7 +58,7 @@ def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Pa
 
     Each timeline is a device. The viewer shows a stack of frames for each allocation; here they are the
     tensor, the operator, the module and the category. Addresses are made up: no two tensors that are held at
-    one time overlap. Host memory is left out.
+    one time overlap. Host memory is left out, and so are bytes that no tensor holds.
 
     Args:
         timelines: One for each rank; of a plan, its timeline alone.
@@ -86,13 +98,16 @@ def _events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     names = (*CATEGORIES, "host")
     for index, facts in enumerate(map(_facts(timeline), range(len(storages)))):
         category = names[storages.category[index]]
-        ends = {"b": float(storages.made[index]), "e": min(float(storages.freed[index]), times[-1] / 1e6)}
+        # On CUDA a storage may be made later than the allocator's last event, where the timeline ends.
+        made = float(storages.made[index])
+        ends = {"b": made, "e": max(made, min(float(storages.freed[index]), times[-1] / 1e6))}
         for phase, seconds in ends.items():
             yield {
                 "ph": phase,
                 "cat": category,
                 "name": f"{facts['op']} {facts['tensor']}",
-                "id": index,
+                # Viewers join the slices of one number, also those of two processes.
+                "id": f"{rank}.{index}",
                 "pid": rank,
                 "ts": seconds * 1e6,
                 "args": facts,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lab.memory.timeline import Moment, Timeline
 
 Memory = Literal["device", "host"]
+
+NO_OPERATOR = "-"
+"""The operator of what no operator of a step made."""
 
 LAYER = re.compile(r"(?<=layers\.)\d+")
 """The number of a layer in the path of a module or of a parameter."""
@@ -36,7 +39,7 @@ class Holder:
         name: The parameter that it is, or whose gradient or optimizer state it is; else empty.
         op: The operator that made it.
         module: The path of the module that ran the operator.
-        phase: The phase of the step in which it was made.
+        phase: The phase of the step in which it was made; "start" if it was there before the first step.
         step: The training step in which it was made, counted from 0.
         made: When it was made, in seconds on the timeline's clock; of several, the first.
         freed: When it is freed; of several, the last. None if it is held at the end.
@@ -104,7 +107,10 @@ class Holders:
     def made_by(
         self, *, module: str | None = None, phase: str | None = None, step: int | None = None
     ) -> Holders:
-        """Return those made by a module, as in ``Timeline.highest``, in a phase or in a step."""
+        """Return only those that were made by a module, in a phase and in a step; None stands for any.
+
+        Their total is that of these tensors alone. A module is given as for ``Timeline.highest``.
+        """
         items = tuple(
             item
             for item in self.items
@@ -185,12 +191,23 @@ def is_inside(path: str, module: str) -> bool:
     return fnmatchcase(path, module) or fnmatchcase(path, f"{module}.*")
 
 
+def check_memory(memory: str) -> None:
+    """Check the name of a memory.
+
+    Raises:
+        ResultError: It is neither ``"device"`` nor ``"host"``.
+    """
+    if memory not in get_args(Memory):
+        raise ResultError(f"memory={memory!r}: use 'device' or 'host'")
+
+
 def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
     """Return what is held at a row of a timeline.
 
     Raises:
-        ResultError: The timeline has no storages.
+        ResultError: The timeline has no storages, or ``memory`` is neither of the two.
     """
+    check_memory(memory)
     storages, moment = timeline.storages, timeline.moment(row)
     if not len(storages):
         raise ResultError(
@@ -214,7 +231,8 @@ def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
                 name=kind.name,
                 op=kind.op,
                 module=timeline.modules[storages.module[index]],
-                phase=timeline.phases[storages.phase[index]],
+                # No operator of the step made what was there before it.
+                phase=timeline.phases[storages.phase[index]] if kind.op != NO_OPERATOR else "start",
                 step=int(storages.step[index]),
                 made=float(storages.made[index]),
                 freed=None if np.isinf(freed) else freed,

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lab.memory.categories import CATEGORIES, HOST, OTHER
+from lab.memory.holders import NO_OPERATOR
 from lab.memory.module_paths import ModulePaths
 from lab.memory.observer import Observer
 from lab.memory.out_of_memory import OutOfMemory
@@ -67,7 +68,7 @@ By each, the argument that it writes and the one that it reads. A call has a row
 know it as one of their ``moves``.
 """
 
-NO_OP = Op("-")
+NO_OP = Op(NO_OPERATOR)
 """The operator of the rows that mark the start and the end of a phase."""
 
 
@@ -165,6 +166,8 @@ class Meter(Observer):
         self._scopes: list[_Scope] = []
         self._swept_module = ""
         self._awaiting_gradient: list[tuple[str, nn.Parameter]] = []
+        # By each name of a parameter, its first: a tied head has the name of the embedding.
+        self._first_names: dict[str, str] = {}
 
     # ---- what a step calls -------------------------------------------------------------------------------
 
@@ -179,6 +182,8 @@ class Meter(Observer):
         self._op = NO_OP.name
         self._fake_mode = detect_fake_mode()
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        every_name = model.named_parameters(remove_duplicate=False)
+        self._first_names = {name: names[parameter] for name, parameter in every_name}
         self._mark(model.named_parameters(), PARAMETERS)
         self._mark(model.named_buffers(), PARAMETERS)
         self._mark(((name, p.grad) for name, p in model.named_parameters() if p.grad is not None), GRADIENTS)
@@ -336,7 +341,7 @@ class Meter(Observer):
         for name, tensor in tensors:
             block = self._count_tensor(local_part(tensor), category)
             if block is not None:
-                self._move(block, category)
+                self._set_category(block, category)
                 block.name = _name_of_all(block.name, name)
 
     def _classify(self, value: Any, category: int) -> None:
@@ -344,12 +349,12 @@ class Meter(Observer):
         if isinstance(value, torch.Tensor):
             block = self._live.get(storage_id(value.untyped_storage()))
             if block is not None and ACTIVATIONS <= block.category < OTHER:
-                self._move(block, category)
+                self._set_category(block, category)
         elif isinstance(value, tuple | list):
             for item in value:
                 self._classify(item, category)
 
-    def _move(self, block: _Block, category: int) -> None:
+    def _set_category(self, block: _Block, category: int) -> None:
         self._bytes[block.category] -= block.size
         self._bytes[category] += block.size
         block.category = category
@@ -361,7 +366,8 @@ class Meter(Observer):
             self._follow_nodes("", ())
             # FSDP has gathered this module's parameters before. Those of its children are marked too, because
             # a technique may use their weights without calling them.
-            self._mark(module.named_parameters(path), PARAMETERS)
+            named = module.named_parameters(path)
+            self._mark(((self._first_names.get(name, name), p) for name, p in named), PARAMETERS)
             self._paths.enter(path)
             recomputed = any(scope.node for scope in self._scopes)
             self._scopes.append(_Scope(None, RECOMPUTED if recomputed else ACTIVATIONS))
@@ -412,7 +418,7 @@ class Meter(Observer):
         for blocks, category in ((scope.blocks, scope.survivors), (scope.recomputed, RECOMPUTED)):
             for block in blocks:
                 if block.size and block.category == TEMPORARY:
-                    self._move(block, category)
+                    self._set_category(block, category)
         return scope
 
     def _sweep_gradients(self) -> None:

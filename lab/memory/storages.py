@@ -47,7 +47,8 @@ class Storages:
     """The storages of one rank: m entries, one for each stretch of rows in which a storage has one size.
 
     The sum of the sizes of a category's entries that are held at a row is the timeline's value there, but for
-    the category *other*, whose bytes no tensor holds.
+    the category *other*, whose bytes no tensor holds. On CUDA it is larger where the allocator holds less
+    than the tensors take.
 
     Attributes:
         first: The first row at which the storage is held [m].

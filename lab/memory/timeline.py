@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -146,10 +147,11 @@ class Timeline:
         """Return the index of the last row at or before this time.
 
         Raises:
-            ResultError: The time is outside the timeline.
+            ResultError: The time is outside the timeline, or the timeline has no rows.
         """
-        start, end = (float(self.seconds[0]), float(self.seconds[-1])) if len(self) else (0.0, 0.0)
-        if not (len(self) and start <= seconds <= end):
+        self._check_rows()
+        start, end = float(self.seconds[0]), float(self.seconds[-1])
+        if not start <= seconds <= end:
             raise ResultError(
                 f"at={seconds!r} is outside this timeline, which goes from {start:.6g} to {end:.6g} seconds"
             )
@@ -164,7 +166,7 @@ class Timeline:
             memory: Which memory: the device's or the host's.
 
         Raises:
-            ResultError: There is no such instant, or the timeline has no storages.
+            ResultError: There is no such instant or memory, or the timeline has no storages.
         """
         return of_moment(self, self._row(at, memory), memory)
 
@@ -218,6 +220,10 @@ class Timeline:
         """
         return of_moment(self, int(self._where(step=step)[-1]), memory).made_by(step=step)
 
+    def _check_rows(self) -> None:
+        if not len(self):
+            raise ResultError("this timeline has no rows: nothing was measured")
+
     def _row(self, at: float | str, memory: Memory) -> int:
         if isinstance(at, str) and at == "peak" and len(self):
             return int((self.total if memory == "device" else self.host).argmax())
@@ -226,7 +232,12 @@ class Timeline:
     def _where(
         self, *, module: str | None = None, phase: str | None = None, step: int | None = None
     ) -> npt.NDArray[np.int64]:
-        """Return the rows of a module, a phase and a step; of the last step if none is given with a phase."""
+        """Return the rows of a module, of a phase and of a step; None stands for any.
+
+        Raises:
+            ResultError: There are none.
+        """
+        self._check_rows()
         matches = np.ones(len(self), dtype=bool)
         if module is not None:
             inside = [is_inside(path, module) for path in self.modules]
@@ -240,9 +251,10 @@ class Timeline:
             asked = {"module": module, "phase": phase, "step": step}
             said = " and ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
             steps = np.unique(self.step).tolist()
+            close = get_close_matches(module or "", self.modules, n=1) if module else []
             raise ResultError(
                 f"no row is of {said}; there are the phases {', '.join(self.phases)} and the steps "
-                f"{', '.join(map(str, steps))}"
+                f"{', '.join(map(str, steps))}" + "".join(f", and a module {name!r}" for name in close)
             )
         return rows
 

@@ -24,7 +24,7 @@ CHEAPEST_FIRST = (
 )  # fmt: skip
 """What may change, in the order of the seconds that it costs: those of ``lab.plan`` for Llama3-8B with 256K
 tokens on 8 ranks, from 0.2 s more than 16.6 s for a tile of the loss to 4.4 s for checkpointing. ``ulysses``
-stands for both degrees: their product stays the number of ranks."""
+stands for both degrees, whose product becomes the number of ranks."""
 
 DEPENDENT = ("offload", "ulysses", "head_chunk")
 """Of these the value that frees the most depends on the others, and may be the present one."""
@@ -69,9 +69,9 @@ class Freed:
 def cheapest_changes(shape: Shape, job: Job, size: int | str) -> Freed:
     """Return the cheapest changes that make the device peak of a job smaller by at least ``size`` bytes.
 
-    Few changes come before many. Of as many changes, those come first whose costliest, as in
-    ``CHEAPEST_FIRST``, is cheapest; and each takes the mildest value that still frees the bytes: the largest
-    tile or head chunk.
+    One change comes before two, and two before three. Two sets of as many changes are compared by the change
+    of each that costs the most seconds, see ``CHEAPEST_FIRST``. Each knob takes the mildest value that still
+    frees the bytes: the largest tile or head chunk.
 
     Args:
         shape: The shape of the job's model.
@@ -177,7 +177,7 @@ def _settings(name: str, shape: Shape, job: Job) -> list[Setting]:
 
 
 def _sets_in_order(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield every set of knobs: the small ones first, and of one size those whose costliest is cheapest."""
+    """Yield every set of knobs, the small sets first; those of one size by the knob that costs the most."""
     for count in range(1, len(names) + 1):
         numbered = combinations(range(len(names)), count)
         for chosen in sorted(numbered, key=lambda numbers: numbers[::-1]):

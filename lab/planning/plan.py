@@ -156,7 +156,7 @@ class Plan:
             memory: Which memory: the device's or the host's.
 
         Raises:
-            ResultError: There is no such instant.
+            ResultError: There is no such instant or memory.
         """
         return with_job(self.timeline.holders(at, memory=memory), self.timeline, self.job)
 

@@ -12,7 +12,6 @@ from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
 from lab.planning.closed_form import local_sizes
 from lab.recipe.jobs import Job
-from lab.recipe.recipe import Recipe
 
 _IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")
 
@@ -28,16 +27,15 @@ def with_job(holders: Holders, timeline: Timeline, job: Job) -> Holders:
     Raises:
         ResultError: The timeline has no embedding.
     """
-    _, s = local_sizes(job)
     unit = hidden_state_bytes(timeline, job)
-    return holders.with_knobs(unit, lambda holder: knob_for(holder, job.recipe, s))
+    return holders.with_knobs(unit, lambda holder: knob_for(holder, job))
 
 
 def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     """Return A, the bytes of one hidden state of the rank: b x s x E elements as computed with.
 
     Raises:
-        ResultError: The timeline has no embedding.
+        ResultError: The timeline has no embedding, as one without storages.
     """
     b, s = local_sizes(job)
     embedding = _embedding(timeline)
@@ -45,19 +43,24 @@ def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     return b * s * embedding.shape[-1] * width
 
 
-def knob_for(holder: Holder, recipe: Recipe, s: int) -> str:
-    """Return the setting of a recipe that would remove a tensor or shrink it, in a few words.
+def knob_for(holder: Holder, job: Job) -> str:
+    """Return the setting of a job's recipe that would remove a tensor or shrink it, in a few words.
 
     Args:
         holder: The tensor.
-        recipe: The recipe that holds it.
-        s: The tokens of a row that are on the rank.
+        job: The job that holds it.
     """
+    recipe, (b, s) = job.recipe, local_sizes(job)
     if holder.category in ("parameters", "gradients", "optimizer"):
-        return "more ranks" if recipe.fsdp else "fsdp=true"
+        # One rank alone has nothing to share.
+        alone = "" if job.ranks > 1 else " on more ranks"
+        return "more ranks" if recipe.fsdp else f"fsdp=true{alone}"
+    # Where ranks are data parallel, a sequence can be sharded over more of them.
+    shards = recipe.ulysses * recipe.ring
+    fewer_tokens = "more ranks" if shards >= job.ranks else "a larger ulysses or ring"
     if holder.category == "host":
         attended = recipe.offload == "attention" and "attn" in holder.module
-        return "offload='inputs'" if attended else "more ranks"
+        return "offload='inputs'" if attended else fewer_tokens
     place = _IN_LAYER.search(holder.module)
     if place and holder.category == "activations" and not recipe.checkpoint:
         return "checkpoint=true"
@@ -67,19 +70,21 @@ def knob_for(holder: Holder, recipe: Recipe, s: int) -> str:
     outside = holder.module or ("loss" if holder.phase in ("forward", "backward") else "")
     part = (place["part"] or "") if place else outside
     if part == "self_attn":
-        return _smaller("head_chunk", recipe.head_chunk, recipe.ulysses)
+        return _smaller("head_chunk", recipe.head_chunk, recipe.ulysses) or fewer_tokens
     for knob, names in (("mlp_tile", ("mlp",)), ("norm_tile", ("norm",)), ("loss_tile", ("lm_head", "loss"))):
         if any(name in part for name in names):
             tile = getattr(recipe, knob)
-            # A tensor of all the rank's tokens is not that of a tile.
-            return _smaller(knob, tile, 1) if tile is None or s not in holder.shape else "more ranks"
-    return "more ranks"
+            # A tensor of all the rank's tokens is that of a tile only if there is but one tile.
+            whole = tile is not None and tile < s and not {s, b * s}.isdisjoint(holder.shape)
+            return fewer_tokens if whole else _smaller(knob, tile, 1) or fewer_tokens
+    return fewer_tokens
 
 
 def _smaller(knob: str, value: int | None, least: int) -> str:
+    """Return how a tile or a chunk becomes smaller; nothing for one that is the smallest."""
     if value is None:
         return f"set {knob}"
-    return f"a smaller {knob}" if value > least else "more ranks"
+    return f"a smaller {knob}" if value > least else ""
 
 
 def _embedding(timeline: Timeline) -> TensorKind:

@@ -126,6 +126,9 @@ class Rehearsal(Measured):
         """Return every tensor that is held at an instant, as ``Plan.holders`` does.
 
         On CUDA the bytes that no tensor holds are what the allocator holds besides the tensors.
+
+        Raises:
+            ResultError: There is no such instant or memory.
         """
         return with_job(self.timeline.holders(at, memory=memory), self.timeline, self.job)
 

@@ -30,7 +30,7 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Display:
+class DisplayedResult:
     """What a notebook displays of a result.
 
     Attributes:
@@ -63,12 +63,12 @@ def display_result(result: Result) -> None:
         display(shown.draw())  # type: ignore[no-untyped-call]
 
 
-def display_of(result: Result) -> Display:
+def display_of(result: Result) -> DisplayedResult:
     """Return what a notebook displays of a result."""
     match result:
         case Plan():
             numbers = peak_table({"": (result.peak, result.host_peak)})
-            return Display(result.title, result.description, numbers, lambda: timeline(result))
+            return DisplayedResult(result.title, result.description, numbers, lambda: timeline(result))
         case Timeline():
             return _of_timeline(result)
         case Run():
@@ -81,38 +81,38 @@ def display_of(result: Result) -> Display:
             return _of_fits(result)
 
 
-def _of_timeline(rows: Timeline) -> Display:
+def _of_timeline(rows: Timeline) -> DisplayedResult:
     title = f"Timeline of {len(rows):,} rows"
     if not len(rows):
-        return Display(title, {}, "", None)
-    return Display(
+        return DisplayedResult(title, {}, "", None)
+    return DisplayedResult(
         title, {"at the peak": str(rows.peak)}, peak_table({"": _peaks(rows)}), lambda: timeline(rows)
     )
 
 
-def _of_run(run: Run) -> Display:
+def _of_run(run: Run) -> DisplayedResult:
     """The numbers are those of the ranks that hold the most. The panels of more ranks could not be read."""
     ranks = {rank: rows for rank, rows in enumerate(run.timelines) if len(rows)}
     if not ranks:
-        return Display(run.title, run.description, "", None)
+        return DisplayedResult(run.title, run.description, "", None)
     fullest = sorted(ranks, key=lambda rank: -ranks[rank].device_peak)[:MOST_RANKS]
     peaks = {f"rank {rank}": _peaks(ranks[rank]) for rank in sorted(fullest)}
     if len(fullest) == len(run.timelines):
-        return Display(run.title, run.description, peak_table(peaks), lambda: timeline(run))
+        return DisplayedResult(run.title, run.description, peak_table(peaks), lambda: timeline(run))
     numbers = peak_table(peaks, f"{len(fullest)} of {len(run.timelines)} ranks")
     drawn = {f"rank {fullest[0]}": ranks[fullest[0]]}
-    return Display(run.title, run.description, numbers, lambda: timeline(drawn))
+    return DisplayedResult(run.title, run.description, numbers, lambda: timeline(drawn))
 
 
-def _of_rehearsal(rehearsal: Rehearsal) -> Display:
+def _of_rehearsal(rehearsal: Rehearsal) -> DisplayedResult:
     peaks = {"measured": _peaks(rehearsal.timeline), "planned": _peaks(rehearsal.plan.timeline)}
     if rehearsal.layers < rehearsal.of_layers:
         peaks[f"planned, {rehearsal.of_layers} layers"] = _peaks(rehearsal.whole.timeline)
     title, numbers = rehearsal.job.title, peak_table(peaks)
-    return Display(title, rehearsal.description, numbers, lambda: timeline(rehearsal))
+    return DisplayedResult(title, rehearsal.description, numbers, lambda: timeline(rehearsal))
 
 
-def _of_max_context(result: MaxContext) -> Display:
+def _of_max_context(result: MaxContext) -> DisplayedResult:
     """The picture has the bytes of the memory that stops a longer context, and a line at its limit."""
     plans = {f"{round_tokens(plan.tokens)} tokens": plan for plan in (result.plan, result.next_plan)}
     machine = result.plan.machine
@@ -124,10 +124,10 @@ def _of_max_context(result: MaxContext) -> Display:
         return stack(nodes, limit=machine.host_memory)
 
     numbers = peak_table({name: (plan.peak, plan.host_peak) for name, plan in plans.items()})
-    return Display(result.plan.title, result.description, numbers, draw)
+    return DisplayedResult(result.plan.title, result.description, numbers, draw)
 
 
-def _of_fits(fits: Fits) -> Display:
+def _of_fits(fits: Fits) -> DisplayedResult:
     """The recipes that need less device memory than every faster one; a table of all recipes is folded."""
     job, fastest, front = fits[0].job, fits[0].step_seconds, pareto_front(fits)
     numbered = dict(enumerate(fits, start=1))
@@ -156,7 +156,7 @@ def _of_fits(fits: Fits) -> Display:
         str(number): (numbered[number].device_peak, job.rows * job.tokens / numbered[number].step_seconds)
         for number in chosen
     }
-    return Display(job.subject, lines, numbers, lambda: memory_vs_speed(points))
+    return DisplayedResult(job.subject, lines, numbers, lambda: memory_vs_speed(points))
 
 
 def _peaks(rows: Timeline) -> tuple[Moment, int]:

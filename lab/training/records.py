@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lab.errors import ResultError
-from lab.memory.holders import Holders, Memory
+from lab.memory.holders import Holders, Memory, check_memory
 from lab.memory.timeline import Timeline
 from lab.planning.shrinking import with_job
 from lab.recipe.jobs import Job, TrainSettings
@@ -111,8 +111,10 @@ class Run:
             memory: Which memory: the device's or the host's.
 
         Raises:
-            ResultError: There is no such rank or instant, or the run was stopped and recorded no tensors.
+            ResultError: There is no such rank, instant or memory, or the run was stopped and recorded no
+                tensors.
         """
+        check_memory(memory)
         if rank is None:
             peaks = [getattr(timeline, f"{memory}_peak") for timeline in self.timelines]
             rank = peaks.index(max(peaks))

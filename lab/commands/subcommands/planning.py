@@ -99,9 +99,17 @@ def _answer(document: dict[str, Any]) -> Answer:
     metavar="[N]",
     help="Also list the N largest tensors that the step holds at its peak (12 without N).",
 )
-@click.option("--chrome-trace", type=path, metavar="FILE", help="Write it as JSON for Perfetto, too.")
 @click.option(
-    "--memory-snapshot", type=path, metavar="FILE", help="Write it for PyTorch's memory viewer, too."
+    "--chrome-trace",
+    type=path,
+    metavar="FILE",
+    help="Also write the timeline as JSON, for Perfetto.",
+)
+@click.option(
+    "--memory-snapshot",
+    type=path,
+    metavar="FILE",
+    help="Also write the timeline as a snapshot, for PyTorch's memory viewer.",
 )
 @click.option("--animation", type=path, help="Also draw one layer, moving, into this GIF file.")
 @one_line_errors
@@ -131,6 +139,11 @@ def plan(
             from lab.show.one_layer.gif import check_animation
 
             check_animation(animation)
+        for file in (chrome_trace, memory_snapshot):
+            if file is not None:
+                from lab.memory.export import check_file
+
+                check_file(file)
         if quick:
             from lab.commands.report import quick_text
             from lab.planning.quick_plan import quick_plan
@@ -157,7 +170,8 @@ def plan(
         if holders is None:
             return planned.to_json(), plan_text(planned)
         held = planned.holders()
-        values = planned.to_json() | {"holders": held.to_json()["holders"][:holders]}
+        listed = held.grouped().to_json()
+        values = planned.to_json() | {"held": listed | {"holders": listed["holders"][:holders]}}
         return values, f"{plan_text(planned)}\n\n{holders_text(planned, held, holders)}"
 
     print_cached_answer(as_json, make, saved=not files)

@@ -17,7 +17,7 @@ from lab.planning.shrinking import hidden_state_bytes
 from lab.recipe.jobs import Job
 from lab.show.one_layer.names import Moving, is_attention, moving, name_of
 from lab.show.one_layer.packing import Interval, Slot, pack
-from lab.show.one_layer.windows import Window, members_of, window_of
+from lab.show.one_layer.windows import MODEL_STATE, Window, members_of, window_of
 from lab.units import format_operator
 
 MOST_FRAMES = 160
@@ -25,8 +25,6 @@ MOST_FRAMES = 160
 
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0, 2.0)
 """The parts of A below which a tensor has no box: the first that gives few enough frames."""
-
-_STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class LayerFrames:
         return max((caption.stage[1] for caption in self.captions if caption.stage), default=0)
 
 
-class HasTimeline(Protocol):
+class HasJobAndTimeline(Protocol):
     """A plan or a rehearsal."""
 
     @property
@@ -175,7 +173,7 @@ class HasTimeline(Protocol):
     def job(self) -> Job: ...
 
 
-class HasTimelines(Protocol):
+class HasJobAndTimelines(Protocol):
     """A run."""
 
     @property
@@ -185,7 +183,9 @@ class HasTimelines(Protocol):
     def job(self) -> Job: ...
 
 
-def layer_frames(result: HasTimeline | HasTimelines, layer: int | None, ranks: int) -> LayerFrames:
+def layer_frames(
+    result: HasJobAndTimeline | HasJobAndTimelines, layer: int | None, ranks: int
+) -> LayerFrames:
     """Return the frames of one layer of a plan, a rehearsal or a run.
 
     Args:
@@ -198,7 +198,7 @@ def layer_frames(result: HasTimeline | HasTimelines, layer: int | None, ranks: i
     """
     job = result.job
     timelines: Sequence[Timeline] = getattr(result, "timelines", None) or (result.timeline,)  # type: ignore[union-attr]
-    planned = len(timelines) == 1
+    of_one_rank = len(timelines) == 1
     first = timelines[0]
     window = window_of(first, layer)
     unit = hidden_state_bytes(first, job)
@@ -207,14 +207,14 @@ def layer_frames(result: HasTimeline | HasTimelines, layer: int | None, ranks: i
     rows = views[0].event_rows(share * unit)
     tracks = [view.track(view.like(views[0], rows), share * unit) for view in views]
     shelves, width, host_width = _room(tracks, unit)
-    shown = min(ranks, job.ranks) if planned else len(views)
+    shown = min(ranks, job.ranks) if of_one_rank else len(views)
     lanes = [track.lane(rank, unit, shelves, width, host_width) for rank, track in enumerate(tracks)]
-    if planned:
+    if of_one_rank:
         # The others hold the same, or what is left of an uneven division.
         lanes = [replace(lanes[0], rank=rank) for rank in range(shown)]
     note = f"{shown} of {job.ranks} ranks" if shown < job.ranks else ""
-    if planned and job.ranks > 1:
-        note = ", ".join(filter(None, (note, "one rank was planned and is drawn for all")))
+    if of_one_rank and job.ranks > 1:
+        note = ", ".join(filter(None, (note, "the step of one rank, drawn for all")))
     return LayerFrames(
         title=f"{job.title} · layer {window.layer}",
         note=note,
@@ -326,14 +326,12 @@ class _View:
         """The stage of UPipe at each row, and how many there are."""
         if self.job.recipe.head_chunk is None:
             return [None] * len(rows)
-        kernels = {"forward": [], "recomputed": [], "backward": []}  # type: dict[str, list[int]]
+        kernels: dict[str, list[int]] = {"forward": [], "recomputed": [], "backward": []}
         for row in self.window.rows:
-            name = self.timeline.ops[self.timeline.op[row]].name
-            if "attention" in name:
-                which = "backward" if "backward" in name else "forward"
-                kernels["recomputed" if which == "forward" and row in self.window.backward else which].append(
-                    row
-                )
+            name = self._operator(row)
+            if is_attention(name):
+                again = "recomputed" if row in self.window.backward else "forward"
+                kernels["backward" if "backward" in name else again].append(row)
         spans = []
         for run in kernels.values():
             # A stage ends with the exchange that follows its kernel.
@@ -506,7 +504,7 @@ def _groups(storages: Storages, members: Integers) -> Iterable[_Group]:
     for n in members.tolist():
         category, end = int(storages.category[n]), int(storages.end[n])
         named = storages.kinds[storages.kind[n]].name != ""
-        key = (category, end) if category in _STATE and named else (category, end, n)
+        key = (category, end) if category in MODEL_STATE and named else (category, end, n)
         together[key].append(n)
     for group in together.values():
         index = np.array(group)

@@ -11,7 +11,7 @@ import traitlets
 
 from lab.show.live.widget import is_in_browser
 from lab.show.one_layer.content import player_content
-from lab.show.one_layer.frames import HasTimeline, HasTimelines, LayerFrames, layer_frames
+from lab.show.one_layer.frames import HasJobAndTimeline, HasJobAndTimelines, LayerFrames, layer_frames
 from lab.show.one_layer.strip import strip
 from lab.show.page import join_files
 from lab.show.picture import Picture
@@ -61,7 +61,9 @@ class LayerPlayer:
         }
 
 
-def layer(result: HasTimeline | HasTimelines, *, layer: int | None = None, ranks: int = RANKS) -> LayerPlayer:
+def layer(
+    result: HasJobAndTimeline | HasJobAndTimelines, *, layer: int | None = None, ranks: int = RANKS
+) -> LayerPlayer:
     """Show one layer's forward and backward: each tensor as a box that appears, travels and is freed.
 
     The width of a box is its bytes in units of A, the bytes of one hidden state of the rank (b x s x E
@@ -71,7 +73,8 @@ def layer(result: HasTimeline | HasTimelines, *, layer: int | None = None, ranks
     Args:
         result: A plan, a rehearsal or a run.
         layer: The number of the layer; by default the one in the middle.
-        ranks: The most ranks that are shown, each in a row. A plan is that of one rank, drawn for all.
+        ranks: The most ranks that are shown, each in a row. A plan or a rehearsal is that of one
+            rank, drawn for all.
 
     Raises:
         LabError: There is no such layer, or the run was stopped and recorded no tensors.

@@ -12,7 +12,8 @@ from lab.memory.holders import LAYER
 from lab.memory.storages import Integers, Storages
 from lab.memory.timeline import Timeline
 
-_STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
+MODEL_STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
+"""The categories of the model's state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ def members_of(storages: Storages, window: Window) -> Integers:
     belongs[moved] = True
     # Sharded parameters and their gradients are held throughout, though a collective may read them.
     throughout = (storages.first < window.forward.start) & (storages.end > window.backward.stop)
-    belongs &= ~(throughout & np.isin(storages.category, _STATE))
+    belongs &= ~(throughout & np.isin(storages.category, MODEL_STATE))
     held = [
         (storages.first < span.stop) & (storages.end > span.start)
         for span in (window.forward, window.backward)
