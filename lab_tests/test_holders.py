@@ -13,7 +13,7 @@ import lab
 from lab.commands.cli import main
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES, HOST, OTHER
-from lab.memory.holders import Holders
+from lab.memory.holders import Holder, Holders
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
 from lab.models import config_of
@@ -229,6 +229,29 @@ def test_a_timeline_with_its_storages_is_the_same_after_json(planned: plan.Plan)
     old = {name: value for name, value in again.to_json().items() if name != "storages"}
     with pytest.raises(ResultError, match=r"^this timeline is of an earlier version of the lab"):
         Timeline.from_json(old)
+
+
+@pytest.mark.parametrize(
+    ("shape", "knob"),
+    [
+        ((3, 16, 48), "a smaller mlp_tile"),
+        ((48, 72), "a smaller mlp_tile"),
+        # All the rank's tokens, with the rows apart and as one axis, and a gradient of a weight.
+        ((3, 64, 48), "more ranks"),
+        ((192, 72), "more ranks"),
+        ((72, 48), "more ranks"),
+    ],
+)
+def test_a_smaller_tile_is_for_what_has_the_tokens_of_a_tile(shape: tuple[int, ...], knob: str) -> None:
+    model = small_config(hidden_size=64, num_attention_heads=16, num_key_value_heads=8)
+    job = Job(model, resolve_recipe("tiling", model, 2, 128, ulysses=2, mlp_tile=16), 128, 2, rows=3)
+    module = "model.layers.1.mlp.up_proj"
+    held = Holder(
+        1, 1, "temporary buffers", shape, "float32", "", "aten.mm", module, "backward", 0, 0.0, None
+    )
+    assert knob_for(held, job) == knob
+    # The rank has as many tokens of a row as a hidden state has features.
+    assert knob_for(replace(held, shape=(1, 16, 64)), replace(job, rows=1)) == "a smaller mlp_tile"
 
 
 def test_the_command_lists_what_the_plan_holds(planned: plan.Plan) -> None:

@@ -23,12 +23,13 @@ def check_file(path: Path) -> None:
     """Check that a file can be made, before the work for it is done.
 
     Raises:
-        ResultError: There is no such folder, or there is a folder of this name.
+        ResultError: There is no such folder, or what has this name is no file.
     """
     if not path.absolute().parent.is_dir():
         raise ResultError(f"{path} cannot be written: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ResultError(f"{path} cannot be written: it is a folder")
+    # A rename would put a file in the place of a device or of a pipe.
+    if not path.name or (path.exists() and not path.is_file()):
+        raise ResultError(f"{path} cannot be written: it is no file")
 
 
 def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
@@ -218,7 +219,8 @@ class _Memory:
 
 def _write(path: Path, content: bytes) -> Path:
     """Write a file whole or not at all."""
-    part = path.with_name(f"{path.name}-{uuid4()}.part")
+    check_file(path)
+    part = path.with_name(f"{uuid4()}.part")
     try:
         part.write_bytes(content)
         part.replace(path)

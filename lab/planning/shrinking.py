@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 import torch
 
@@ -74,10 +75,17 @@ def knob_for(holder: Holder, job: Job) -> str:
     for knob, names in (("mlp_tile", ("mlp",)), ("norm_tile", ("norm",)), ("loss_tile", ("lm_head", "loss"))):
         if any(name in part for name in names):
             tile = getattr(recipe, knob)
-            # A tensor of all the rank's tokens is that of a tile only if there is but one tile.
-            whole = tile is not None and tile < s and not {s, b * s}.isdisjoint(holder.shape)
-            return fewer_tokens if whole else _smaller(knob, tile, 1) or fewer_tokens
+            of_tile = tile is None or tile >= s or _is_of_tile(holder, b, s, tile)
+            return (_smaller(knob, tile, 1) if of_tile else "") or fewer_tokens
     return fewer_tokens
+
+
+def _is_of_tile(holder: Holder, b: int, s: int, tile: int) -> bool:
+    """Return whether a tensor has at most the tokens of a tile, and not all those of the rank."""
+    # The last axis is that of the features, where a tensor has features.
+    leading = prod(holder.shape[:-1])
+    tokens = leading if leading > b else prod(holder.shape)
+    return tokens <= b * tile and tokens < b * s
 
 
 def _smaller(knob: str, value: int | None, least: int) -> str:
