@@ -63,15 +63,23 @@ class StageBuffers:
     Args:
         schedule: The stages of the layer.
         group: The C ranks. None is a group of one rank.
-        x: The input of the layer, [b, s, E].
+        shape: b and s.
         head_dim: D.
+        like: A tensor of the dtype and on the device of the buffers.
     """
 
-    def __init__(self, schedule: Schedule, group: dist.ProcessGroup | None, x: Tensor, head_dim: int) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        group: dist.ProcessGroup | None,
+        shape: tuple[int, int],
+        head_dim: int,
+        like: Tensor,
+    ) -> None:
         self.schedule, self.group = schedule, group
-        self.batch, self.local = x.shape[:2]
+        self.batch, self.local = shape
         self.head_dim = head_dim
-        self.heads = HeadProjections(schedule, x, head_dim)
+        self.heads = HeadProjections(schedule, head_dim)
         self._free: list[Tensor] = []
         head = self.batch * self.local * schedule.ranks * head_dim
         self._sizes: tuple[int, ...] = (
@@ -79,7 +87,7 @@ class StageBuffers:
             schedule.slots_in_flight,
             schedule.slots_in_flight,
         )
-        self.qkv_buffer = x.new_empty(head * sum(self._sizes))
+        self.qkv_buffer = like.new_empty(head * sum(self._sizes))
         self.q, self.k, self.v = self.qkv_buffer.split([head * heads for heads in self._sizes])
 
     # ---- memory ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lab.techniques.attention.flash import FLASH
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.saved_results import ResultCache, Results, no_cache
 from lab.techniques.exchange import size_of
-from lab.techniques.upipe.passes import Backward, Inputs, LayerSettings, forward_pass
+from lab.techniques.upipe.passes import Inputs, LayerSettings, backward_pass, forward_pass
 from lab.techniques.upipe.schedule import Schedule, schedule
 
 
@@ -189,4 +189,4 @@ class _UPipe(torch.autograd.Function):
         x, out, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         inputs, dout = Inputs(*rest[:10]), grads[0].contiguous()
-        return None, None, *Backward(ctx.settings, x, out, inputs, rest[10:], dout, needed).run()
+        return None, None, *backward_pass(ctx.settings, x, out, inputs, rest[10:], dout, needed)

@@ -1,4 +1,7 @@
-"""The two passes of a UPipe layer: forward stage by stage, and backward from the output and the LSEs.
+"""The stages of a layer: forward, and backward from the output and the LSEs of attention.
+
+``LayerTensors`` has the tensors of all heads, which the stages read and write a few heads at a time.
+``DeviceTensors`` keeps them in device memory; ``lab.techniques.streaming`` keeps them in host memory.
 
 Letters: b rows, s tokens of one rank, S = C*s tokens of all C ranks, E hidden size, H query heads, K
 key/value heads, D head_dim, n query heads of a rank in a stage, m slots in memory (a slot is one of the
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,29 +82,63 @@ class Inputs:
     bo: Tensor | None
 
 
-def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
+class LayerTensors(Protocol):
+    """The tensors of a layer that its stages read and write.
+
+    Heads are [C, b, s, heads, D], by sequence; see ``StageBuffers``.
+    """
+
+    shape: tuple[int, int]
+    """b and s."""
+
+    def input_tiles(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first token of each tile, and the input of the projections for the tile, [b, t, E]."""
+        ...
+
+    def write_outputs(self, buffers: StageBuffers, stage: Stage, outputs: Tensor) -> None:
+        """Store the outputs of the stage's query heads."""
+        ...
+
+    def read_output_grads(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
+        """Write the gradient of the outputs of the stage's query heads to ``target``."""
+        ...
+
+    def read_outputs(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
+        """Write the outputs of the stage's query heads to ``target``."""
+        ...
+
+    def write_query_grads(self, buffers: StageBuffers, stage: Stage, dq: Tensor, scratch: Tensor) -> None:
+        """Store the gradient of the stage's rotated queries; ``scratch`` is flat memory of its size."""
+        ...
+
+    def write_slot_grads(
+        self, buffers: StageBuffers, slots: range, dk: Tensor, dv: Tensor, scratch: Tensor
+    ) -> None:
+        """Store the gradients of rotated keys and of values, [C/replicas, b, s, m, D]."""
+        ...
+
+
+def forward_stages(settings: LayerSettings, tensors: LayerTensors, inputs: Inputs) -> list[Tensor]:
     """Compute the outputs of all heads, stage by stage.
 
     Args:
         settings: The settings of the layer.
-        x: [b, s, E].
+        tensors: The input of the layer; the outputs are written there.
         inputs: The positions, weights and biases.
 
     Returns:
-        The outputs in the order of the model's heads, [b, s, H*D], and one LSE per head range,
-        [b, heads of the range, S].
+        One LSE per head range, [b, heads of the range, S].
     """
-    buffers, lses = StageBuffers(settings.schedule, settings.group, x, settings.head_dim), []
-    out = x.new_empty(*x.shape[:2], settings.schedule.heads * settings.head_dim)
+    buffers, lses = _buffers(settings, tensors, inputs), []
 
     def send(stage: Stage, ahead: bool) -> list[Arrival]:
-        return [_send_stage(buffers, settings, inputs, stage, ahead)]
+        return [_send_stage(buffers, settings, tensors, inputs, stage, ahead)]
 
     for stage, _ in _stages_with_inputs(settings, send):
         views = buffers.split_by_range(buffers.q, stage)
         for i, (heads, queries) in enumerate(zip(stage, views, strict=True)):
             if i and heads.opens:
-                arrive = _project_and_send(buffers, settings, inputs, None, heads.slots)
+                arrive = _project_and_send(buffers, settings, tensors, inputs, None, heads.slots)
                 arrive()
             buffers.free()
             result, lse = settings.kernel.forward(queries, buffers.keys, buffers.values, scale=settings.scale)
@@ -108,9 +146,13 @@ def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Te
             del result
             lses.append(lse)
         with buffers.send_back(QUERIES) as ((outputs,), _):
-            buffers.heads.write_columns(out, stage, outputs)
+            tensors.write_outputs(buffers, stage, outputs)
     buffers.close()
-    return out, lses
+    return lses
+
+
+def _buffers(settings: LayerSettings, tensors: LayerTensors, inputs: Inputs) -> StageBuffers:
+    return StageBuffers(settings.schedule, settings.group, tensors.shape, settings.head_dim, inputs.cos)
 
 
 def _stages_with_inputs(
@@ -134,17 +176,22 @@ def _stages_with_inputs(
 
 
 def _send_stage(
-    buffers: StageBuffers, settings: LayerSettings, inputs: Inputs, stage: Stage, ahead: bool
+    buffers: StageBuffers,
+    settings: LayerSettings,
+    tensors: LayerTensors,
+    inputs: Inputs,
+    stage: Stage,
+    ahead: bool,
 ) -> Arrival:
     """Project and send a stage's queries, and its keys and values unless an earlier stage has sent them."""
-    return _project_and_send(
-        buffers, settings, inputs, stage, stage[0].slots if stage[0].opens else None, ahead=ahead
-    )
+    slots = stage[0].slots if stage[0].opens else None
+    return _project_and_send(buffers, settings, tensors, inputs, stage, slots, ahead=ahead)
 
 
 def _project_and_send(
     buffers: StageBuffers,
     settings: LayerSettings,
+    tensors: LayerTensors,
     inputs: Inputs,
     stage: Stage | None,
     slots: range | None,
@@ -153,19 +200,22 @@ def _project_and_send(
 ) -> Arrival:
     """Project, normalize, rotate and send the queries of ``stage``, and the keys and values of ``slots``."""
     transfer = buffers.prepare(_sent_parts(stage, slots), ahead=ahead)
-    targets, rotated = buffers.targets(transfer), []
-    if stage is not None:
-        rotated.append(targets.pop(0))
-        buffers.heads.project_queries(stage, inputs.wq, inputs.bq, rotated[0])
-        _norm(settings.norms[0], rotated[0])
-    if slots is not None:
-        k, v = targets
-        buffers.heads.project_slots(slots, inputs.wk, inputs.bk, k)
-        buffers.heads.project_slots(slots, inputs.wv, inputs.bv, v)
-        _norm(settings.norms[1], k)
-        rotated.append(k)
-    for heads in rotated:
-        rotate_(heads, inputs.cos, inputs.sin, scratch=transfer.received)
+    for start, x in tensors.input_tiles():
+        targets = [target.narrow(2, start, x.shape[1]) for target in buffers.targets(transfer)]
+        cos, sin = (t.narrow(1, start, x.shape[1]) for t in (inputs.cos, inputs.sin))
+        rotated = []
+        if stage is not None:
+            rotated.append(targets.pop(0))
+            buffers.heads.project_queries(x, stage, inputs.wq, inputs.bq, rotated[0])
+            _norm(settings.norms[0], rotated[0])
+        if slots is not None:
+            k, v = targets
+            buffers.heads.project_slots(x, slots, inputs.wk, inputs.bk, k)
+            buffers.heads.project_slots(x, slots, inputs.wv, inputs.bv, v)
+            _norm(settings.norms[1], k)
+            rotated.append(k)
+        for heads in rotated:
+            rotate_(heads, cos, sin, scratch=transfer.received)
     return buffers.send(transfer)
 
 
@@ -180,85 +230,33 @@ def _norm(norm: nn.Module | None, heads: Tensor) -> None:
         heads.copy_(norm(heads))
 
 
-class Backward:
-    """One backward pass of a layer.
-
-    It overwrites ``out`` with dq: the columns of a stage are not needed after that stage.
+class BackwardStages:
+    """The stages of one backward pass of a layer.
 
     Args:
         settings: The settings of the layer.
-        x: The input of the layer, [b, s, E].
-        out: The outputs of all heads from ``forward_pass``, [b, s, H*D].
+        tensors: The input of the layer, the outputs of all heads, and the outputs' gradients. The gradients
+            of q, k and v are written there.
         inputs: The positions, weights and biases.
-        lses: The LSEs from ``forward_pass``.
-        grad: dy, the gradient of the layer's output, [b, s, E].
-        needed: Whether a gradient is needed: for x, cos, sin, the four weights, the four biases, and each
-            parameter of the norms.
+        lses: The LSEs from ``forward_stages``. Each is taken when its head range runs.
     """
 
     def __init__(
-        self,
-        settings: LayerSettings,
-        x: Tensor,
-        out: Tensor,
-        inputs: Inputs,
-        lses: list[Tensor],
-        grad: Tensor,
-        needed: tuple[bool, ...],
+        self, settings: LayerSettings, tensors: LayerTensors, inputs: Inputs, lses: Iterable[Tensor]
     ) -> None:
-        self.settings, self.x, self.out, self.inputs, self.grad = settings, x, out, inputs, grad
-        self.lses = iter(lses)
-        self.needed = needed
-        self.sum_dtype = accumulation_dtype(x.dtype)
-        self.norm_sums = [
-            [torch.zeros_like(p, dtype=self.sum_dtype) for p in norm.parameters() if p.requires_grad]
-            if norm is not None
-            else []
-            for norm in settings.norms
-        ]
+        self.settings, self.tensors, self.inputs, self.lses = settings, tensors, inputs, iter(lses)
+        self.sum_dtype = accumulation_dtype(inputs.cos.dtype)
         self.sums: list[Tensor] = []
-        # For this rank's tokens, one tensor [b, s, m, C/replicas, D] for each set of slots, in model order.
-        self.dk: list[Tensor] = []
-        self.dv: list[Tensor] = []
 
-    def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, cos, sin, the four weights, the four biases, and the norms' parameters.
-
-        Those of cos and sin are None, and so is every gradient that is not needed. No product is computed for
-        a frozen weight. No stage runs if only gradients of the output projection are needed.
-        """
-        inputs = self.inputs
-        x_needed, _, _, *w_needed = self.needed[:7]
-        b_needed, norms_needed = self.needed[7:11], self.needed[11:]
-        grad, out, x = (t.flatten(0, 1) for t in (self.grad, self.out, self.x))
-        dwo = grad.T @ out if w_needed[3] else None
-        dbo = grad.sum(0) if b_needed[3] else None
-        if not any((x_needed, *w_needed[:3], *b_needed[:3], *norms_needed)):
-            return *(None,) * 6, dwo, *(None,) * 3, dbo, *(None for _ in norms_needed)
-        self._run_stages()
-        grads = (out, _join(self.dk), _join(self.dv))
-        dw = [g.T @ x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
-        db = [g.sum(0) if needed else None for g, needed in zip(grads, b_needed[:3], strict=True)]
-        dx = None
-        if x_needed:
-            dx = grads[0] @ inputs.wq
-            dx = dx.addmm_(grads[1], inputs.wk).addmm_(grads[2], inputs.wv).view_as(self.x)
-        return dx, None, None, *dw, dwo, *db, dbo, *self._norm_grads()
-
-    def _norm_grads(self) -> Iterator[Tensor | None]:
-        """Yield the gradients of the norms' parameters; each sum is rounded once."""
-        for norm, sums in zip(self.settings.norms, self.norm_sums, strict=True):
-            totals = iter(sums)
-            for parameter in norm.parameters() if norm is not None else ():
-                yield next(totals).to(parameter.dtype) if parameter.requires_grad else None
-
-    def _run_stages(self) -> None:
-        """Compute dq in ``out``, and dk, dv and the sums of the norms' gradients."""
-        buffers = StageBuffers(self.settings.schedule, self.settings.group, self.x, self.settings.head_dim)
+    def run(self) -> None:
+        """Run all stages."""
+        buffers = _buffers(self.settings, self.tensors, self.inputs)
         for stage, (_, dout, out) in _stages_with_inputs(self.settings, partial(self._send, buffers)):
             for i, heads in enumerate(stage):
                 if i and heads.opens:
-                    arrive = _project_and_send(buffers, self.settings, self.inputs, None, heads.slots)
+                    arrive = _project_and_send(
+                        buffers, self.settings, self.tensors, self.inputs, None, heads.slots
+                    )
                     arrive()
                 views = (buffers.split_by_range(t, stage)[i] for t in (buffers.q, dout, out))
                 self._attend(buffers, heads, *views)
@@ -270,13 +268,13 @@ class Backward:
         buffers.close()
 
     def _send(self, buffers: StageBuffers, stage: Stage, ahead: bool) -> Iterator[Arrival]:
-        """Send the inputs of a stage's backward: q, k and v; dout, which is computed from dy; and out."""
-        yield _send_stage(buffers, self.settings, self.inputs, stage, ahead)
+        """Send the inputs of a stage's backward: q, k and v; dout; and out."""
+        yield _send_stage(buffers, self.settings, self.tensors, self.inputs, stage, ahead)
         dout = buffers.acquire()
-        buffers.heads.project_grad(stage, self.grad, self.inputs.wo, buffers.by_sequence(dout))
+        self.tensors.read_output_grads(buffers, stage, buffers.by_sequence(dout))
         yield buffers.to_heads(dout, ahead=ahead)
         out = buffers.acquire()
-        buffers.heads.read_columns(self.out, stage, buffers.by_sequence(out))
+        self.tensors.read_outputs(buffers, stage, buffers.by_sequence(out))
         yield buffers.to_heads(out, ahead=ahead)
 
     def _attend(self, buffers: StageBuffers, heads: HeadRange, q: Tensor, dout: Tensor, out: Tensor) -> None:
@@ -301,26 +299,13 @@ class Backward:
 
     def _send_gradients_back(self, buffers: StageBuffers, stage: Stage | None, slots: range | None) -> None:
         """Send dq of ``stage`` and the sums of dk and dv of ``slots`` back to the ranks of their tokens."""
-        inputs, settings = self.inputs, self.settings
         buffers.free()  # The memory of this transfer replaces that of the stage's buffers.
         with self._sending_back(buffers, stage, slots) as (parts, scratch):
             if stage is not None:
-                dq = parts.pop(0)
-                rotate_(dq, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
-                if settings.norms[0] is not None:
-                    raw = buffers.by_sequence(scratch[: dq.numel()])
-                    buffers.heads.project_queries(stage, inputs.wq, inputs.bq, raw)
-                    dq.copy_(self._norm_backward(0, raw, dq))
-                buffers.heads.write_columns(self.out, stage, dq)
+                self.tensors.write_query_grads(buffers, stage, parts.pop(0), scratch)
             if slots is not None:
-                raw = buffers.by_sequence(scratch[: parts[0].numel()])
                 dk, dv = (buffers.heads.sum_replicas(t) for t in parts)
-                rotate_(dk, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
-                if settings.norms[1] is not None:
-                    buffers.heads.project_slots(slots, inputs.wk, inputs.bk, raw)
-                    dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
-                for grads, grad in ((self.dk, dk), (self.dv, dv)):
-                    grads.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
+                self.tensors.write_slot_grads(buffers, slots, dk, dv, scratch)
 
     def _sending_back(
         self, buffers: StageBuffers, stage: Stage | None, slots: range | None
@@ -330,6 +315,96 @@ class Backward:
         if slots is not None:
             sums, self.sums = self.sums, sums
         return buffers.send_back(_sent_parts(stage, slots), *sums)
+
+
+class DeviceTensors:
+    """The tensors of a UPipe layer in device memory.
+
+    In backward, dq is written over the outputs: those of a stage are not needed after that stage.
+
+    Attributes:
+        out: The outputs of all heads in the order of the model, [b, s, H*D]. In backward, dq.
+
+    Args:
+        settings: The settings of the layer.
+        x: The input of the layer, [b, s, E].
+        inputs: The positions, weights and biases.
+        out: The outputs of forward, for backward.
+        grad: dy, the gradient of the layer's output, [b, s, E], for backward.
+    """
+
+    def __init__(
+        self,
+        settings: LayerSettings,
+        x: Tensor,
+        inputs: Inputs,
+        out: Tensor | None = None,
+        grad: Tensor | None = None,
+    ) -> None:
+        self.settings, self.x, self.inputs, self.grad = settings, x, inputs, grad
+        self.shape = (x.shape[0], x.shape[1])
+        columns = settings.schedule.heads * settings.head_dim
+        self.out = x.new_empty(*self.shape, columns) if out is None else out
+        # For this rank's tokens, one tensor [b, s, m, C/replicas, D] for each set of slots, in model order.
+        self.dk: list[Tensor] = []
+        self.dv: list[Tensor] = []
+        self.norm_sums = [
+            [
+                torch.zeros_like(p, dtype=accumulation_dtype(x.dtype))
+                for p in norm.parameters()
+                if p.requires_grad
+            ]
+            if norm is not None and grad is not None
+            else []
+            for norm in settings.norms
+        ]
+
+    def input_tiles(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the whole input as one tile."""
+        yield 0, self.x
+
+    def write_outputs(self, buffers: StageBuffers, stage: Stage, outputs: Tensor) -> None:
+        """Write the stage's columns of ``out``."""
+        buffers.heads.write_columns(self.out, stage, outputs)
+
+    def read_output_grads(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
+        """Compute the stage's dout from dy."""
+        assert self.grad is not None
+        buffers.heads.project_grad(stage, self.grad, self.inputs.wo, target)
+
+    def read_outputs(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
+        """Read the stage's columns of ``out``."""
+        buffers.heads.read_columns(self.out, stage, target)
+
+    def write_query_grads(self, buffers: StageBuffers, stage: Stage, dq: Tensor, scratch: Tensor) -> None:
+        """Write the gradient of the stage's projected queries to its columns of ``out``."""
+        inputs = self.inputs
+        rotate_(dq, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+        if self.settings.norms[0] is not None:
+            raw = buffers.by_sequence(scratch[: dq.numel()])
+            buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
+            dq.copy_(self._norm_backward(0, raw, dq))
+        buffers.heads.write_columns(self.out, stage, dq)
+
+    def write_slot_grads(
+        self, buffers: StageBuffers, slots: range, dk: Tensor, dv: Tensor, scratch: Tensor
+    ) -> None:
+        """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
+        inputs = self.inputs
+        rotate_(dk, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+        if self.settings.norms[1] is not None:
+            raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
+            buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
+            dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
+        for grads, grad in ((self.dk, dk), (self.dv, dv)):
+            grads.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
+
+    def norm_grads(self) -> Iterator[Tensor | None]:
+        """Yield the gradients of the norms' parameters; each sum is rounded once."""
+        for norm, sums in zip(self.settings.norms, self.norm_sums, strict=True):
+            totals = iter(sums)
+            for parameter in norm.parameters() if norm is not None else ():
+                yield next(totals).to(parameter.dtype) if parameter.requires_grad else None
 
     def _norm_backward(self, which: int, raw: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of a norm's input, and add the gradients of its parameters to their sums.
@@ -347,6 +422,70 @@ class Backward:
         for total, part in zip(self.norm_sums[which], grads[1:], strict=True):
             total.add_(part)
         return grads[0]
+
+
+def forward_pass(settings: LayerSettings, x: Tensor, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
+    """Run the forward of a UPipe layer up to the outputs of its heads.
+
+    Args:
+        settings: The settings of the layer.
+        x: The input of the layer, [b, s, E].
+        inputs: The positions, weights and biases.
+
+    Returns:
+        The outputs in the order of the model's heads, [b, s, H*D], and one LSE per head range,
+        [b, heads of the range, S].
+    """
+    tensors = DeviceTensors(settings, x, inputs)
+    lses = forward_stages(settings, tensors, inputs)
+    return tensors.out, lses
+
+
+def backward_pass(
+    settings: LayerSettings,
+    x: Tensor,
+    out: Tensor,
+    inputs: Inputs,
+    lses: list[Tensor],
+    grad: Tensor,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Run the backward of a UPipe layer. ``out`` is overwritten with dq.
+
+    No product is computed for a frozen weight. No stage runs if only gradients of the output projection are
+    needed.
+
+    Args:
+        settings: The settings of the layer.
+        x: The input of the layer, [b, s, E].
+        out: The outputs of all heads, [b, s, H*D].
+        inputs: The positions, weights and biases.
+        lses: The LSEs from ``forward_stages``.
+        grad: dy, the gradient of the layer's output, [b, s, E].
+        needed: Whether a gradient is needed: for x, cos, sin, the four weights, the four biases, and each
+            parameter of the norms.
+
+    Returns:
+        The gradients in the order of ``needed``. Those of cos and sin are None, and so is every gradient that
+        is not needed.
+    """
+    x_needed, _, _, *w_needed = needed[:7]
+    b_needed, norms_needed = needed[7:11], needed[11:]
+    flat_grad, dq, flat_x = (t.flatten(0, 1) for t in (grad, out, x))
+    dwo = flat_grad.T @ dq if w_needed[3] else None
+    dbo = flat_grad.sum(0) if b_needed[3] else None
+    if not any((x_needed, *w_needed[:3], *b_needed[:3], *norms_needed)):
+        return *(None,) * 6, dwo, *(None,) * 3, dbo, *(None for _ in norms_needed)
+    tensors = DeviceTensors(settings, x, inputs, out, grad)
+    BackwardStages(settings, tensors, inputs, lses).run()
+    grads = (dq, _join(tensors.dk), _join(tensors.dv))
+    dw = [g.T @ flat_x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
+    db = [g.sum(0) if needed else None for g, needed in zip(grads, b_needed[:3], strict=True)]
+    dx = None
+    if x_needed:
+        dx = grads[0] @ inputs.wq
+        dx = dx.addmm_(grads[1], inputs.wk).addmm_(grads[2], inputs.wv).view_as(x)
+    return dx, None, None, *dw, dwo, *db, dbo, *tensors.norm_grads()
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -9,18 +11,17 @@ from lab.techniques.upipe.schedule import Schedule, Stage
 
 
 class HeadProjections:
-    """The projections and copies of the heads of one layer, with the input x [b, s, E].
+    """The projections and copies of the heads of one layer.
 
     The heads of a stage are tensors [C, b, s, heads, D]: the heads of each of the C ranks, for this rank's
-    tokens. ``StageBuffers`` calls this order "by sequence".
+    tokens, or for a tile of them. ``StageBuffers`` calls this order "by sequence".
 
     Letters: b rows, s tokens of one rank, E hidden size, C ranks in the Ulysses group, n query heads of a
     rank in a stage, m slots in memory, D head_dim, H query heads and K key/value heads of the layer.
     """
 
-    def __init__(self, schedule: Schedule, x: Tensor, head_dim: int) -> None:
+    def __init__(self, schedule: Schedule, head_dim: int) -> None:
         self.schedule, self.head_dim = schedule, head_dim
-        self.x = x.reshape(-1, x.shape[-1])
 
     # ---- replicas of key/value heads, if there are fewer heads than ranks --------------------------------
 
@@ -38,18 +39,18 @@ class HeadProjections:
 
     # ---- projections -----------------------------------------------------------------------------------
 
-    def project_queries(self, stage: Stage, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
+    def project_queries(
+        self, x: Tensor, stage: Stage, weight: Tensor, bias: Tensor | None, target: Tensor
+    ) -> None:
         """Project the stage's query heads into ``target`` [C, b, s, n, D].
 
-        They are the product of x and the stage's rows of ``weight`` [H*D, E].
+        They are the product of x [b, s, E] and the stage's rows of ``weight`` [H*D, E].
         """
         rows = self._by_slot(weight, 0)
         biases = None if bias is None else self._by_slot(bias, 0)
         for slot, queries, part in self._pieces(stage, target):
             matrix = rows[slot, :, queries].flatten(1, 2).transpose(1, 2)
-            _multiply(
-                self.x, matrix, None if biases is None else biases[slot, :, queries].flatten(1, 2), part
-            )
+            _multiply(x, matrix, None if biases is None else biases[slot, :, queries].flatten(1, 2), part)
 
     def project_grad(self, stage: Stage, grad: Tensor, weight: Tensor, target: Tensor) -> None:
         """Compute the gradient of the stage's outputs, into ``target`` [C, b, s, n, D].
@@ -60,20 +61,22 @@ class HeadProjections:
         columns = self._by_slot(weight, 1)
         for slot, queries, part in self._pieces(stage, target):
             matrix = columns[:, slot, :, queries].flatten(2, 3).transpose(0, 1)
-            _multiply(grad.flatten(0, 1), matrix, None, part)
+            _multiply(grad, matrix, None, part)
 
-    def project_slots(self, slots: range, weight: Tensor, bias: Tensor | None, target: Tensor) -> None:
+    def project_slots(
+        self, x: Tensor, slots: range, weight: Tensor, bias: Tensor | None, target: Tensor
+    ) -> None:
         """Project the slots into ``target`` [C, b, s, m, D]; all replicas of a head are equal.
 
-        They are the product of x and the slots' rows of ``weight`` [K*D, E].
+        They are the product of x [b, s, E] and the slots' rows of ``weight`` [K*D, E].
         """
         schedule = self.schedule
-        # [C/replicas, replicas, b*s, m, D]: project once for the first replica, then copy
-        shared = target.flatten(1, 2).unflatten(0, (-1, schedule.replicas))
+        # [C/replicas, replicas, b, s, m, D]: project once for the first replica, then copy
+        shared = target.unflatten(0, (-1, schedule.replicas))
         rows = weight.view(schedule.slots, -1, self.head_dim, weight.shape[1])
         for i, slot in enumerate(slots):
             part = None if bias is None else bias.view(schedule.slots, -1, self.head_dim)[slot]
-            _multiply(self.x, rows[slot].transpose(1, 2), part, shared[:, 0, :, i])
+            _multiply(x, rows[slot].transpose(1, 2), part, shared[:, 0, ..., i, :])
         if schedule.replicas > 1:
             shared[:, 1:].copy_(shared[:, :1])
 
@@ -115,8 +118,8 @@ class HeadProjections:
         return by_slot
 
     def _pieces(self, stage: Stage, target: Tensor) -> list[tuple[int, slice, Tensor]]:
-        """Return, for each slot of the stage: its number, its queries, and its view [C, b*s, heads*D]."""
-        rows = target.view(self.schedule.ranks, self.x.shape[0], -1)
+        """Return, for each slot of the stage: its number, its queries, and its view [C, b, s, heads*D]."""
+        rows = target.flatten(3)
         pieces, first = [], 0
         for heads_range in stage:
             width = len(heads_range.queries) * self.head_dim
@@ -133,9 +136,21 @@ class HeadProjections:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write x [t, E] times weight [C, E, d], plus bias [C, d], to ``out`` [C, t, d]; x is not copied."""
-    expanded = x.expand(weight.shape[0], *x.shape)
-    if bias is None:
-        torch.bmm(expanded, weight, out=out)
+    """Write x [b, s, E] times weight [C, E, d], plus bias [C, d], to ``out`` [C, b, s, d]; copy nothing."""
+    for rows, target in _adjacent_rows(x, out):
+        expanded = rows.expand(weight.shape[0], *rows.shape)
+        if bias is None:
+            torch.bmm(expanded, weight, out=target)
+        else:
+            torch.baddbmm(bias[:, None], expanded, weight, out=target)
+
+
+def _adjacent_rows(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield x as [t, E] and ``out`` as [C, t, d]: all rows of the batch if they are adjacent in memory.
+
+    Rows are not adjacent in a tile, whose tokens are a part of each row.
+    """
+    if x.shape[0] == 1 or out.stride(1) == out.shape[2] * out.stride(2):
+        yield x.flatten(0, 1), out.flatten(1, 2)
     else:
-        torch.baddbmm(bias[:, None], expanded, weight, out=out)
+        yield from zip(x, out.unbind(1), strict=True)
