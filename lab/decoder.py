@@ -246,17 +246,56 @@ def head_dim_of(config: PretrainedConfig) -> int:
 class Layer:
     """One decoder layer, [b, s, E] -> [b, s, E], and its parts.
 
+    A tile of a sequence may take the place of the sequence in ``head`` and ``tail``: each token is computed
+    alone. Between them is attention, with its rotary positions.
+
     Attributes:
         module: The layer.
         attention: The attention.
         mlp: The MLP.
         norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
+        residual_multiplier: Multiplies what attention and MLP return, before it is added.
     """
 
     module: nn.Module
     attention: nn.Module
     mlp: nn.Module
     norms: tuple[nn.Module, nn.Module]
+    residual_multiplier: float = 1.0
+
+    @property
+    def head_modules(self) -> list[nn.Module]:
+        """The modules that ``head`` calls."""
+        a: Any = self.attention
+        norms = (getattr(a, "q_norm", None), getattr(a, "k_norm", None))
+        return [self.norms[0], a.q_proj, a.k_proj, a.v_proj, *(norm for norm in norms if norm is not None)]
+
+    def head(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [b, s, H*D], k and v [b, s, K*D] of the input [b, s, E], before rotary positions."""
+        a: Any = self.attention
+        hidden = self.norms[0](x)
+        q, k, v = a.q_proj(hidden), a.k_proj(hidden), a.v_proj(hidden)
+        if hasattr(a, "q_norm"):
+            q, k = (
+                norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
+                for norm, heads in ((a.q_norm, q), (a.k_norm, k))
+            )
+        return q, k, v
+
+    @property
+    def tail_modules(self) -> list[nn.Module]:
+        """The modules that ``tail`` calls."""
+        a: Any = self.attention
+        return [a.o_proj, self.norms[1], self.mlp]
+
+    def tail(self, x: Tensor, heads: Tensor) -> Tensor:
+        """Return the output [b, s, E] of the input [b, s, E] and the outputs of all heads [b, s, H*D]."""
+        a: Any = self.attention
+        hidden = x + self._scaled(a.o_proj(heads))
+        return hidden + self._scaled(self.mlp(self.norms[1](hidden)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_multiplier == 1 else x * self.residual_multiplier
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,6 +372,7 @@ def decoder_of(model: nn.Module) -> Decoder:
                 attention=layer.self_attn,
                 mlp=layer.mlp,
                 norms=(layer.input_layernorm, layer.post_attention_layernorm),
+                residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
             )
             for layer in model.model.layers
         ),

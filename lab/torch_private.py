@@ -6,8 +6,10 @@ of this module with the torch that is installed. A name that torch has too means
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, _guards, nn
 from torch._C import _distributed_c10d
 from torch._subclasses import fake_tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
@@ -138,6 +141,49 @@ def use_count(tensor: Tensor) -> int:
     """Return how many references C++ holds to a tensor: autograd's graph, or a thread of a collective."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count
+
+
+def is_held_elsewhere(gradient: Tensor) -> bool:
+    """Return whether anything but a node's backward holds the gradient that autograd passed to it.
+
+    A hook may have stored the tensor, a view of it, or its storage.
+
+    Args:
+        gradient: An argument of ``backward`` of a function with one output, which is decorated with
+            ``once_differentiable``. ``backward`` has no other reference to it, and passes it on directly.
+    """
+    return any(count > own for count, own in zip(_references(gradient), _own_references(), strict=True))
+
+
+def _references(tensor: Tensor) -> tuple[int, int, int]:
+    storage = tensor.untyped_storage()
+    return use_count(tensor), _C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
+
+
+@cache
+def _own_references() -> tuple[int, int, int]:
+    """Return the references to a gradient that nothing else holds, as counted inside ``backward``."""
+    counted: list[tuple[int, int, int]] = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        @once_differentiable
+        def backward(_: Any, gradient: Tensor) -> Tensor:
+            counted.append(count_in_callee(gradient))
+            return gradient
+
+    def count_in_callee(gradient: Tensor) -> tuple[int, int, int]:
+        return _references(gradient)
+
+    with disable_current_modes(), torch.enable_grad():
+        x = torch.zeros(2, requires_grad=True)
+        y: Tensor = Probe.apply(x)  # type: ignore[no-untyped-call]
+        (y * y).sum().backward()
+    return counted[0]
 
 
 def version(tensor: Tensor) -> int:

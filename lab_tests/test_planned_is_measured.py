@@ -72,7 +72,7 @@ def test_every_named_recipe_of_two_layers_of_tiny(ranks4, text, name):
     recipe = resolve_recipe(name, model, 4, 64)
     planned, measured = plan_and_measure(ranks4, text, model, recipe, 64, steps=2)
     assert measured == [[planned] * 2] * 4
-    assert (planned["host"] > 0) == (name in ("offload", "tiling", "upipe", "fast"))
+    assert (planned["host"] > 0) == (name in ("offload", "tiling", "upipe", "streamed", "fast", "long"))
 
 
 UPIPE = Recipe(
@@ -82,6 +82,7 @@ UPIPE = Recipe(
 """With 24 heads in groups of 4, a stage has the heads of one key/value head on each rank. A chunk of 4 has
 half of them, and a chunk of 12 those of one and a half.
 """
+STREAMED = replace(UPIPE, mlp_tile=None, stream=96)
 OFFLOAD = Recipe(fsdp=True, ulysses=2, checkpoint=True, offload="inputs")
 CASES = {
     "tokens that do not divide": (odd(num_hidden_layers=3), replace(UPIPE, head_chunk=4), 499, 1),
@@ -100,6 +101,22 @@ CASES = {
     ),
     "overlap, kept attention": (
         odd(num_hidden_layers=3), replace(UPIPE, overlap=True, offload="attention"), 500, 1,
+    ),
+    "streamed, tokens that do not divide": (odd(num_hidden_layers=3), replace(STREAMED, stream=50), 499, 1),
+    "streamed, rows over data parallel ranks": (odd(), replace(STREAMED, head_chunk=12), 500, 2),
+    "streamed, one stage, norms of heads": (
+        odd(Qwen3Config, head_dim=28), replace(STREAMED, head_chunk=None), 500, 3,
+    ),
+    "streamed, tied heads, biases": (odd(Qwen2Config, tie_word_embeddings=True), STREAMED, 500, 1),
+    "streamed, overlap, kept attention": (
+        odd(num_hidden_layers=7), replace(STREAMED, overlap=True, offload="attention"), 500, 1,
+    ),
+    "streamed, bf16 on replicas": (
+        odd(), replace(STREAMED, fsdp=False, ulysses=1, compute_dtype="bfloat16"), 100, 3,
+    ),
+    "segments of three": (odd(num_hidden_layers=8), replace(STREAMED, segment=3), 500, 1),
+    "segments, kept attention, no FSDP": (
+        odd(num_hidden_layers=3), replace(STREAMED, fsdp=False, segment=2, offload="attention"), 500, 3,
     ),
     "kept attention": (odd(num_hidden_layers=7), replace(OFFLOAD, offload="attention"), 250, 1),
 }  # fmt: skip
@@ -144,6 +161,7 @@ RINGS = {
         ),
         (0, 1, 1),
     ),
+    "streamed": (replace(STREAMED, ring=2, head_chunk=2, stream=8), (0, 0, 0)),
     "ring of four": (Recipe(fsdp=True, ring=4, checkpoint=True), (1, 1, 1)),
     "ring of four, UPipe": (Recipe(fsdp=True, ring=4, head_chunk=2), (1, 1, 1)),
 }
@@ -152,6 +170,7 @@ RINGS = {
 RING_CASES = [
     *product(("ring of two", "UPipe, overlap, kept attention"), (1, 2, 4)),
     *product(("in bf16", "kept attention", "UPipe, one head a rank"), (1, 4)),
+    ("streamed", 4),
     ("ring of four", 2),
     *product(("ring of four, UPipe",), (1, 4)),
 ]
@@ -185,7 +204,7 @@ def test_round_a_ring_the_plan_is_that_of_the_rank_that_holds_most(ranks4, text,
     for memory in ("device", "host"):
         assert max(rank[0][memory] for rank in measured) == planned[memory]
     assert "flash" in planned["op"]
-    assert (planned["host"] > 0) == (recipe.offload == "attention")
+    assert (planned["host"] > 0) == (recipe.offload != "none")
 
 
 def test_a_rehearsal_is_of_the_rank_that_is_planned():

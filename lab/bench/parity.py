@@ -32,6 +32,8 @@ MODELS = (
 
 TILES: dict[str, Any] = {"mlp_tile": 5, "norm_tile": 8, "loss_tile": 9}
 
+STREAM: dict[str, Any] = {"checkpoint": True, "offload": "inputs", "stream": 5}
+
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
     "ulysses": {"ulysses": 2},
@@ -44,6 +46,11 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "offload": {"checkpoint": True, "offload": "inputs"},
     "kept": {"ulysses": 2, "ring": 2, "checkpoint": True, "offload": "attention"},
     "tiling": TILES,
+    "streamed": {"ulysses": 2, "head_chunk": 4, **STREAM},
+    "segments": {
+        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "segment": 2, **STREAM,
+        "offload": "attention",
+    },
     "all": {
         "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "checkpoint": True,
         "offload": "attention",

@@ -61,12 +61,15 @@ TRANSFERS = {
     "c10d.alltoall_base_": (0, 1),
     "lab.from_host": (1, 0),
     "lab.to_host": (_RESULT, 0),
+    "lab.write_host": (1, 0),
 }
 """The operators that move bytes between ranks, or between device and host.
 
 By each, the argument that it writes and the one that it reads. A call has a row of its own, and the storages
 know it as one of their ``moves``.
 """
+
+_MAKES_HOST_MEMORY = ("lab.to_host", "lab.empty_host")
 
 NO_OP = Op(NO_OPERATOR)
 """The operator of the rows that mark the start and the end of a phase."""
@@ -245,7 +248,7 @@ class Meter(Observer):
         except torch.OutOfMemoryError as error:
             self._add_row(Op(name, _shapes(args)), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
-        self._count(result, HOST if name == "lab.to_host" else TEMPORARY)
+        self._count(result, HOST if name in _MAKES_HOST_MEMORY else TEMPORARY)
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
         elif name == "lab.from_host":

@@ -27,7 +27,8 @@ MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
 ALL_TO_ALL, ARRIVAL = "c10d.alltoall_base_", "lab.arrival"
 NOTHING = (
     "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
-    "aten._unsafe_view", "profiler._record_function_enter_new", "profiler._record_function_exit",
+    "aten._unsafe_view", "lab.empty_host", "profiler._record_function_enter_new",
+    "profiler._record_function_exit",
 )  # fmt: skip
 """Operators that touch no element, though they are no views."""
 
@@ -126,7 +127,7 @@ class CostCounter(Observer):
         hardware = self.hardware
         if name.startswith(("c10d.", "_c10d_functional.")):
             return self._collective(name, args, result)
-        if name in ("lab.to_host", "lab.from_host"):
+        if name in ("lab.to_host", "lab.write_host", "lab.from_host"):
             moved: int = args[name == "lab.from_host"].nbytes
             return Costs(
                 host_bytes=moved, host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share)

@@ -356,7 +356,7 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
     alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
 
     def make() -> Step:
-        if alike and len(layers) > DEEP:
+        if alike and len(layers) > DEEP and job.recipe.segment == 1:
             return _extrapolated(job, machine, len(layers), ring_rank)
         return fake_step(job, machine, len(layers), ring_rank=ring_rank)
 

@@ -16,13 +16,19 @@ from lab.units import Ki, check_counts
 TILE = 16 * Ki
 """Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
 
-RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe")
+RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe", "streamed")
 
-FAST: dict[str, Any] = {"offload": "attention"}
-"""The recipe ``fast``, beside the ladder: its top rung, with these knobs. It holds more on the host and a
-little more on the device, and takes less time; so it is no step down in memory."""
+BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast": ("upipe", {"offload": "attention"}),
+    "long": ("streamed", {"segment": 4}),
+}
+"""The recipes beside the ladder: a rung, and the knobs that are added to it.
 
-RECIPE_NAMES = (*RUNGS, "fast")
+``fast`` holds more on the host and a little more on the device, and takes less time; so it is no step down in
+memory. ``long`` holds the least: less on the host than ``streamed``, for more work.
+"""
+
+RECIPE_NAMES = (*RUNGS, *BESIDE)
 """Every recipe that has a name."""
 
 
@@ -62,6 +68,7 @@ def _ladder(
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
         "upipe": {"head_chunk": ulysses, "overlap": False},
+        "streamed": {"stream": tile, "segment": 1, "mlp_tile": None},
     }
     recipe = Recipe()
     for name, added in steps.items():
@@ -116,9 +123,9 @@ def recipe_by_name(
     """
     check_name(name)
     rungs = _ladder(shape or models.shape_of(model), _compute_dtype(model), ranks, tokens, knobs)
-    if name in RUNGS:
-        return next(recipe for rung, recipe in rungs if rung == name)
-    return replace(dict(rungs)[RUNGS[-1]], **{knob: knobs.get(knob, value) for knob, value in FAST.items()})
+    rung, added = BESIDE.get(name, (name, {}))
+    recipe = next(recipe for one, recipe in rungs if one == rung)
+    return replace(recipe, **{knob: knobs.get(knob, value) for knob, value in added.items()})
 
 
 def _compute_dtype(model: models.ModelLike) -> str | None:

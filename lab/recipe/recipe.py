@@ -37,6 +37,10 @@ class Recipe:
             them what "attention" made, which then runs once forward and not twice.
         mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
             once; None for all.
+        stream: tokens of the tiles in which a whole layer runs, its long tensors on the host; None for layers
+            whose tensors are on the device. It takes the place of mlp_tile.
+        segment: the layers of which one input is kept: 1 keeps the input of every layer. The others are
+            computed again in backward.
         compile: what torch.compile fuses inside tiles: nothing, the "norms", or with them the MLPs ("tiles").
             A step that is metered or planned runs without; those of ``lab train``, and those that a rehearsal
             times, run with it.
@@ -59,6 +63,8 @@ class Recipe:
     mlp_tile: int | None = None
     norm_tile: int | None = None
     loss_tile: int | None = None
+    stream: int | None = None
+    segment: int = 1
     compile: Compiled = "none"
     loss_kernel: LossKernel = "lab"
     kernel: KernelName = "auto"
@@ -84,6 +90,13 @@ class Recipe:
                 f"compile={self.compile!r} with norm_tile={self.norm_tile}, mlp_tile={self.mlp_tile}: it is "
                 "for what runs in tiles; set the tiles with it, or compile='none'"
             )
+        if self.stream is not None:
+            self._check_stream()
+        elif self.segment > 1:
+            raise RecipeError(
+                f"segment={self.segment} without streamed layers: only they run a segment again; set stream "
+                "with it, or segment=1"
+            )
         if self.loss_kernel == "liger" and self.loss_tile is not None:
             raise RecipeError(
                 f"loss_kernel='liger' with loss_tile={self.loss_tile}: Liger cuts the tokens itself; "
@@ -94,6 +107,26 @@ class Recipe:
                 f"ulysses_backend='deepspeed' with head_chunk={self.head_chunk}, ring={self.ring}: "
                 "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1, or ulysses_backend='lab'"
             )
+
+    def _check_stream(self) -> None:
+        """Refuse what streamed layers do not do, or do in another way."""
+        if not self.checkpoint or self.offload == "none":
+            raise RecipeError(
+                f"stream={self.stream} with checkpoint={self.checkpoint}, offload={self.offload!r}: a "
+                "streamed layer keeps its input on the host and is computed again; set checkpoint=True and "
+                "offload='inputs' or 'attention' with it, or stream=None"
+            )
+        if self.mlp_tile is not None:
+            raise RecipeError(
+                f"stream={self.stream} with mlp_tile={self.mlp_tile}: the tile of a streamed layer is also "
+                "that of its MLP; set mlp_tile=None, or stream=None"
+            )
+        for name, works in (("ulysses_backend", "lab"), ("compile", "none"), ("loss_kernel", "lab")):
+            if getattr(self, name) != works:
+                raise RecipeError(
+                    f"stream={self.stream} with {name}={getattr(self, name)!r}: the two are not proved "
+                    f"together; set {name}={works!r}, or stream=None"
+                )
 
     def check(self, model: PretrainedConfig | Shape, ranks: int) -> None:
         """Refuse what this recipe cannot do right with a model on ``ranks`` ranks.

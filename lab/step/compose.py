@@ -29,6 +29,7 @@ from lab.techniques.offload import apply_offload
 from lab.techniques.ring import apply_ring
 from lab.techniques.rope import apply_rope
 from lab.techniques.sharding import apply_fsdp, apply_replication, reshape_mesh
+from lab.techniques.streaming.layer import apply_streaming
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
@@ -112,7 +113,18 @@ def apply_recipe(
     apply_kernel(model, kernel=kernel)
     if ring is not None:
         apply_ring(model, group=ring, kernel=kernel)
-    if recipe.head_chunk is not None:
+    # A streamed layer has the stages of UPipe, checkpointing, offload and its tiles in one.
+    if recipe.stream is not None:
+        apply_streaming(
+            model,
+            tile=recipe.stream,
+            head_chunk=recipe.head_chunk,
+            group=ulysses,
+            overlap=recipe.overlap,
+            segment=recipe.segment,
+            attention=recipe.offload == "attention",
+        )
+    elif recipe.head_chunk is not None:
         apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses, overlap=recipe.overlap)
     elif ulysses is not None and recipe.ulysses_backend == "deepspeed":
         apply_deepspeed_ulysses(model, group=ulysses)
@@ -124,11 +136,11 @@ def apply_recipe(
     if recipe.mlp_tile is not None:
         apply_tiled_mlp(model, tile=recipe.mlp_tile)
     if recipe.norm_tile is not None:
-        apply_tiled_norms(model, tile=recipe.norm_tile)
+        apply_tiled_norms(model, tile=recipe.norm_tile, layers=recipe.stream is None)
     # Around the layers as they are by now; what a layer then keeps may wait on the host.
-    if recipe.checkpoint:
+    if recipe.checkpoint and recipe.stream is None:
         apply_checkpointing(model)
-    if recipe.offload != "none":
+    if recipe.offload != "none" and recipe.stream is None:
         apply_offload(model, attention=recipe.offload == "attention")
     # On the model's own forward: a sum over labels that come shifted, with its head in tiles.
     if recipe.loss_kernel == "liger":

@@ -1,14 +1,15 @@
 """Copies between device and host memory. No other file of the lab makes such copies.
 
-Every copy is one of two operators, ``lab::to_host`` and ``lab::from_host``. On CPU, device and host are the
-same memory, but the copies are still made. A meter counts the results of ``lab::to_host`` as host memory, so
-it measures the same bytes on a CPU rank, in a plan on fake tensors, and on a GPU.
+Every copy is one of three operators, ``lab::to_host``, ``lab::write_host`` and ``lab::from_host``. On CPU,
+device and host are the same memory, but the copies are still made. A meter counts the results of
+``lab::to_host`` and of ``lab::empty_host`` as host memory, so it measures the same bytes on a CPU rank, in a
+plan on fake tensors, and on a GPU.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -49,25 +50,68 @@ def _(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:  # noqa: ARG001 (the nam
     return [torch.empty(size, dtype=torch.uint8) for size in piece_sizes(x.nbytes)]
 
 
+@torch.library.custom_op("lab::empty_host", mutates_args=())
+def empty_host(sizes: Sequence[int], pins: Sequence[bool]) -> list[Tensor]:
+    """Allocate host memory: a flat uint8 tensor of each of ``sizes`` bytes, pinned where ``pins`` is true."""
+    return [
+        torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size, pin in zip(sizes, pins, strict=True)
+    ]
+
+
+@empty_host.register_fake
+def _(sizes: Sequence[int], pins: Sequence[bool]) -> list[Tensor]:  # noqa: ARG001
+    return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+
+@torch.library.custom_op("lab::write_host", mutates_args=("pieces",))
+def write_host(x: Tensor, pieces: Sequence[Tensor], offset: int) -> None:
+    """Copy the bytes of a contiguous tensor into host memory.
+
+    From CUDA, the copies run in the current stream. The host waits for a copy to a piece that is not pinned.
+
+    Args:
+        x: A contiguous tensor on the device.
+        pieces: Flat uint8 tensors on the host, which follow each other.
+        offset: The first byte in the pieces that is written.
+    """
+    flat = _flat(x)
+    for part, piece in _overlaps(flat, pieces, offset):
+        piece.copy_(part, non_blocking=True)
+
+
+@write_host.register_fake
+def _(x: Tensor, pieces: Sequence[Tensor], offset: int) -> None:  # noqa: ARG001
+    return None
+
+
 @torch.library.custom_op("lab::from_host", mutates_args=("out",))
-def from_host(pieces: Sequence[Tensor], out: Tensor) -> None:
-    """Copy the pieces of a tensor, as ``to_host`` made them, into ``out``.
+def from_host(pieces: Sequence[Tensor], out: Tensor, offset: int = 0) -> None:
+    """Copy the pieces of a tensor, as ``to_host`` or ``write_host`` filled them, into ``out``.
 
     To CUDA, the copies run in the current stream, and the host does not wait for them.
 
     Args:
-        pieces: Flat uint8 tensors on the host.
+        pieces: Flat uint8 tensors on the host, which follow each other.
         out: A tensor on the device without gaps in memory, with the order of dimensions of the copied tensor.
+        offset: The first byte in the pieces that is read.
     """
-    flat = _flat(out)
-    for piece in pieces:
-        part, flat = flat[: piece.numel()], flat[piece.numel() :]
-        part.copy_(piece[: part.numel()], non_blocking=True)
+    for part, piece in _overlaps(_flat(out), pieces, offset):
+        part.copy_(piece, non_blocking=True)
 
 
 @from_host.register_fake
-def _(pieces: Sequence[Tensor], out: Tensor) -> None:  # noqa: ARG001
+def _(pieces: Sequence[Tensor], out: Tensor, offset: int = 0) -> None:  # noqa: ARG001
     return None
+
+
+def _overlaps(flat: Tensor, pieces: Sequence[Tensor], offset: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of ``flat`` [n], which begins at ``offset``, and of the pieces that have its bytes."""
+    first = -offset
+    for piece in pieces:
+        begin, end = max(first, 0), min(first + piece.numel(), flat.numel())
+        if begin < end:
+            yield flat[begin:end], piece[begin - first : end - first]
+        first += piece.numel()
 
 
 def _packed_strides(x: Tensor) -> list[int]:
@@ -145,33 +189,51 @@ class HostCopier:
 
     def __init__(self, pinned: int | None = None) -> None:
         self._limit = pinnable(local_ranks(), PINNED_MEMORY.nbytes) if pinned is None else pinned
-        self._sending: list[Tensor] = []
-        self._sent: torch.cuda.Event | None = None
+        self._sending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._stream: torch.cuda.Stream | None = None
 
     def send(self, x: Tensor) -> list[Tensor]:
         """Start the copy of ``x`` to the host, and return its pieces. ``wait_until_sent`` drops ``x``."""
         with torch.no_grad(), self._on_copy_stream(x):
             host = PINNED_MEMORY.to_host(x, self._limit)
-            self._sent = self._mark(x)
-        self._sending.append(x)
+            self._sending.append((x, self._mark(x)))
         return host
 
-    def wait_until_sent(self) -> None:
-        """Make the computing stream wait for all copies to the host, and drop the copied tensors."""
-        if self._sent is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._sent)
-        self._sent = None
-        self._sending.clear()
+    def allocate(self, nbytes: int, device: torch.device) -> list[Tensor]:
+        """Return pieces of host memory for ``nbytes`` bytes, for copies from and to ``device``."""
+        return PINNED_MEMORY.allocate(piece_sizes(nbytes), self._limit, device)
 
-    def fetch(self, host: list[Tensor], out: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the copy of the pieces ``host`` into ``out``.
+    def write(self, x: Tensor, pieces: list[Tensor], offset: int) -> None:
+        """Start the copy of a contiguous tensor into ``pieces``, from byte ``offset`` on.
+
+        The copies of the two newest tensors may be under way; the computing stream waits for those before.
+        """
+        with torch.no_grad(), self._on_copy_stream(x):
+            torch.ops.lab.write_host(x, pieces, offset)
+            self._sending.append((x, self._mark(x)))
+        self.wait_until_sent(newest=2)
+
+    def wait_until_sent(self, newest: int = 0) -> None:
+        """Make the computing stream wait for copies to the host, and drop the copied tensors.
+
+        Args:
+            newest: The number of copies, the newest ones, that are not waited for.
+        """
+        while len(self._sending) > newest:
+            _, sent = self._sending.popleft()
+            if sent is not None and self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_event(sent)
+
+    def fetch(
+        self, host: list[Tensor], out: Tensor, offset: int = 0
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start the copy of the pieces ``host``, from byte ``offset`` on, into ``out``.
 
         Returns:
             ``out``, and on CUDA an event that marks the end of the copy, else None.
         """
         with torch.no_grad(), self._on_copy_stream(out):
-            torch.ops.lab.from_host(host, out)
+            torch.ops.lab.from_host(host, out, offset)
             return out, self._mark(out)
 
     @contextmanager
@@ -215,20 +277,41 @@ class PinnedMemory:
         Returns:
             The pieces, see the operator ``to_host``.
         """
-        pins, new = [], 0
-        for size in piece_sizes(x.nbytes):
-            reused = self._free[size] > 0
-            pins.append(reused or self.nbytes + new + size <= limit)
-            new += size if pins[-1] and not reused else 0
+        pins = self._choose(piece_sizes(x.nbytes), limit)
         pieces: list[Tensor] = torch.ops.lab.to_host(x, pins)
-        if isinstance(x, FakeTensor):
-            return pieces  # A plan pins nothing.
-        self.nbytes += new
+        self._count(pieces, pins)
+        return pieces
+
+    def allocate(self, sizes: list[int], limit: int, device: torch.device) -> list[Tensor]:
+        """Return host memory for copies from and to ``device``.
+
+        Args:
+            sizes: The bytes of each piece.
+            limit: The number of bytes that may be pinned in all; pieces that exceed it are not pinned.
+            device: Memory for a CPU is not pinned.
+        """
+        pins = self._choose(sizes, limit) if device.type == "cuda" else [False] * len(sizes)
+        pieces: list[Tensor] = torch.ops.lab.empty_host(sizes, pins)
+        self._count(pieces, pins)
+        return pieces
+
+    def _choose(self, sizes: list[int], limit: int) -> list[bool]:
+        """Return for each size whether the piece is pinned: it reuses a free one, or is below the limit."""
+        free, new, pins = self._free.copy(), 0, []
+        for size in sizes:
+            reused = free[size] > 0
+            pins.append(reused or self.nbytes + new + size <= limit)
+            free[size] -= reused
+            new += size if pins[-1] and not reused else 0
+        return pins
+
+    def _count(self, pieces: list[Tensor], pins: list[bool]) -> None:
+        """Count the pieces that were pinned, and note when each is free again."""
         for piece, pin in zip(pieces, pins, strict=True):
-            if pin:
+            if pin and not isinstance(piece, FakeTensor):  # A plan pins nothing.
+                self.nbytes += 0 if self._free[piece.nbytes] > 0 else piece.nbytes
                 self._free[piece.nbytes] -= self._free[piece.nbytes] > 0
                 weakref.finalize(piece, self._free.update, (piece.nbytes,))
-        return pieces
 
 
 PINNED_MEMORY = PinnedMemory()

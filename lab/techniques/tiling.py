@@ -54,7 +54,7 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
         _tile_module(layer.mlp, tile, "mlp_tile")
 
 
-def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
+def apply_tiled_norms(model: nn.Module, *, tile: int, layers: bool = True) -> None:
     """Run the norms over the hidden size in tiles: [b, s, E] -> [b, s, E].
 
     These are the norms before the attention and before the MLP of every layer, and the norm before the head.
@@ -63,6 +63,8 @@ def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
     Args:
         model: The model.
         tile: The number of tokens in a tile, at least 1. If it does not divide s, the last tile is shorter.
+        layers: Whether the norms of the layers run in tiles too. Those of streamed layers are in the layers'
+            own tiles.
 
     Saves:
         b*s*(4*E + 4) bytes per norm between forward and backward, in every dtype: the fp32 copy of its input
@@ -79,7 +81,8 @@ def apply_tiled_norms(model: nn.Module, *, tile: int) -> None:
         RecipeError: ``tile`` is less than 1. In forward: there is a hook on a module in the norm.
     """
     check_tile("norm_tile", tile)
-    for norm in decoder_of(model).norms:
+    decoder = decoder_of(model)
+    for norm in decoder.norms if layers else [decoder.norm]:
         _tile_module(norm, tile, "norm_tile")
 
 

@@ -175,6 +175,7 @@ class _UPipe(torch.autograd.Function):
         out, *lses = cache(compute)
         ctx.settings, ctx.out_is_overwritten = settings, False
         ctx.save_for_backward(x, out, *tensors[:10], *lses)
+        assert inputs.wo is not None
         return linear(out, inputs.wo, inputs.bo)
 
     @staticmethod

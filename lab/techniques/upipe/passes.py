@@ -63,7 +63,7 @@ class Inputs:
         wq: The weight of the query projection, [H*D, E].
         wk: The weight of the key projection, [K*D, E].
         wv: The weight of the value projection, [K*D, E].
-        wo: The weight of the output projection, [E, H*D].
+        wo: The weight of the output projection, [E, H*D], or None where the stages do not use it.
         bq: The bias of the query projection, [H*D], or None.
         bk: The bias of the key projection, [K*D], or None.
         bv: The bias of the value projection, [K*D], or None.
@@ -75,7 +75,7 @@ class Inputs:
     wq: Tensor
     wk: Tensor
     wv: Tensor
-    wo: Tensor
+    wo: Tensor | None
     bq: Tensor | None
     bk: Tensor | None
     bv: Tensor | None
@@ -370,6 +370,7 @@ class DeviceTensors:
     def read_output_grads(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
         """Compute the stage's dout from dy."""
         assert self.grad is not None
+        assert self.inputs.wo is not None
         buffers.heads.project_grad(stage, self.grad, self.inputs.wo, target)
 
     def read_outputs(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:

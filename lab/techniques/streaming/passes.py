@@ -1,0 +1,214 @@
+"""The passes of a streamed layer: its stages and its tail forward, and its backward.
+
+Letters: b rows, s tokens of one rank, E hidden size, H query heads, D head_dim. dx, dy, dq, dk and dv are the
+gradients of the layer's input x and output y, and of q, k and v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.decoder import Layer, effective_weight
+from lab.techniques.attention.flash import FLASH
+from lab.techniques.host_tiles import HostTiles, TileCopiers
+from lab.techniques.host_transfer import HostTensor
+from lab.techniques.parameter_aliases import parameter_aliases
+from lab.techniques.precision import accumulation_dtype
+from lab.techniques.streaming.tensors import HostTensors
+from lab.techniques.upipe.passes import BackwardStages, Inputs, LayerSettings, forward_stages
+from lab.techniques.upipe.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedLayer:
+    """A decoder layer and how it is streamed.
+
+    Attributes:
+        parts: The layer.
+        schedule: The stages of its attention.
+        group: The ranks of the Ulysses group. None is a group of one rank.
+        overlap: Whether the inputs of a stage are sent during the stage before it.
+        tile: The tokens of a tile.
+        copiers: Make the copies from and to the host.
+    """
+
+    parts: Layer
+    schedule: Schedule
+    group: dist.ProcessGroup | None
+    overlap: bool
+    tile: int
+    copiers: TileCopiers
+
+    def settings(self) -> LayerSettings:
+        """Return the arguments of the stages, with the kernel that the attention has now."""
+        module: Any = self.parts.attention
+        norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
+        kernel = getattr(module, "lab_kernel", FLASH)
+        return LayerSettings(
+            self.schedule, self.group, kernel, module.scaling, module.head_dim, norms, self.overlap
+        )
+
+    @torch.no_grad()
+    def inputs(self, cos: Tensor, sin: Tensor) -> Inputs:
+        """Return the weights of the stages; the output projection is a part of the tail."""
+        module: Any = self.parts.attention
+        (wq, bq), (wk, bk), (wv, bv) = (
+            effective_weight(p, "stream") for p in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        return Inputs(cos, sin, wq, wk, wv, None, bq, bk, bv, None)
+
+
+def run_stages(layer: StreamedLayer, x: Tensor | HostTiles, cos: Tensor, sin: Tensor) -> HostTensors:
+    """Compute the outputs of all heads and the LSEs, and send them to the host.
+
+    Args:
+        layer: The layer.
+        x: Its input, [b, s, E], on the device or on the host.
+        cos: The cosines of the positions, [b, s, D] or [1, s, D].
+        sin: The sines of the positions, like ``cos``.
+    """
+    settings = layer.settings()
+    tensors = HostTensors(layer.parts, settings, layer.copiers, layer.tile, x)
+    lses = forward_stages(settings, tensors, layer.inputs(cos, sin))
+    tensors.lses = [HostTensor(layer.copiers.to_host, lse) for lse in lses]
+    layer.copiers.to_host.wait_until_sent()
+    return tensors
+
+
+def run_tail(layer: StreamedLayer, tensors: HostTensors, y: Tensor | HostTiles) -> None:
+    """Compute the layer's output from its input and the outputs of its heads, into ``y`` [b, s, E]."""
+    for start, x, heads in tensors.output_tiles():
+        tile = layer.parts.tail(x, heads)
+        if isinstance(y, HostTiles):
+            y.write(start, tile)
+        else:
+            y.narrow(1, start, tile.shape[1]).copy_(tile)
+    if isinstance(y, HostTiles):
+        y.wait_until_written()
+
+
+def layer_backward(
+    layer: StreamedLayer, tensors: HostTensors, cos: Tensor, sin: Tensor, dy: Tensor, *, x_needed: bool
+) -> list[Tensor | None]:
+    """Run the backward of a layer.
+
+    Args:
+        layer: The layer.
+        tensors: Its input, the outputs of its heads and the LSEs, on the host.
+        cos: The cosines of the positions.
+        sin: The sines of the positions.
+        dy: The gradient of the layer's output, [b, s, E]. It is overwritten with dx.
+        x_needed: Whether dx is needed.
+
+    Returns:
+        The gradient of each trained parameter of the layer, in order; None where the layer did not use it.
+        The sum over tiles is in the wider of fp32 and the parameter's dtype, and rounded once.
+    """
+    head_needed = x_needed or any(p.requires_grad for m in layer.parts.head_modules for p in m.parameters())
+    gradients = _tail_backward(layer, tensors, dy, x_needed=x_needed, heads_needed=head_needed)
+    if head_needed:
+        inputs = layer.inputs(cos, sin)
+        BackwardStages(layer.settings(), tensors, inputs, (lse.get() for lse in tensors.lses)).run()
+        of_head = _head_backward(layer, tensors, inputs, dy, x_needed=x_needed)
+        gradients = [g if h is None else h for g, h in zip(gradients, of_head, strict=True)]
+    return gradients
+
+
+def _tail_backward(
+    layer: StreamedLayer, tensors: HostTensors, dy: Tensor, *, x_needed: bool, heads_needed: bool
+) -> list[Tensor | None]:
+    """Differentiate the tail tile by tile; write the gradient of x over dy, and those of the heads' outputs
+    to the host.
+    """
+    if heads_needed:
+        tensors.allocate_output_grads()
+    with parameter_aliases(layer.parts.module) as parameters:
+        sums = _Sums(parameters)
+        for start, x, heads in tensors.output_tiles():
+            grad = dy.narrow(1, start, x.shape[1])
+            dx, dheads = _differentiate_tail(layer.parts, x, heads, grad, sums, x_needed, heads_needed)
+            if dx is not None:
+                grad.copy_(dx)
+            if dheads is not None:
+                tensors.write_output_grads(start, dheads)
+            del dx, dheads
+    layer.copiers.to_host.wait_until_sent()
+    return sums.round()
+
+
+def _differentiate_tail(
+    parts: Layer, x: Tensor, heads: Tensor, grad: Tensor, sums: _Sums, x_needed: bool, heads_needed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    x, heads = x.detach().requires_grad_(x_needed), heads.requires_grad_(heads_needed)
+    inputs = [tensor for tensor in (x, heads) if tensor.requires_grad]
+    with torch.enable_grad():
+        y = parts.tail(x, heads)
+    if not y.requires_grad:
+        return None, None
+    grads = list(torch.autograd.grad(y, [*inputs, *sums.parameters], grad, allow_unused=True))
+    dx = grads.pop(0) if x_needed else None
+    dheads = grads.pop(0) if heads_needed else None
+    sums.add(grads)
+    return dx, dheads
+
+
+def _head_backward(
+    layer: StreamedLayer, tensors: HostTensors, inputs: Inputs, dy: Tensor, *, x_needed: bool
+) -> list[Tensor | None]:
+    """Differentiate the head tile by tile, and add the gradient of x to dy."""
+    with parameter_aliases(layer.parts.module) as parameters:
+        sums = _Sums(parameters)
+        for start, x, head_grads in tensors.gradient_tiles(inputs):
+            dx = _differentiate_head(layer.parts, x, head_grads, sums, x_needed)
+            if dx is not None:
+                dy.narrow(1, start, x.shape[1]).add_(dx)
+            del dx
+    return sums.round()
+
+
+def _differentiate_head(
+    parts: Layer, x: Tensor, head_grads: tuple[Tensor, ...], sums: _Sums, x_needed: bool
+) -> Tensor | None:
+    x = x.detach().requires_grad_(x_needed)
+    with torch.enable_grad():
+        outputs = parts.head(x)
+    # A frozen projection of an input that needs no gradient has none.
+    pairs = [(out, grad) for out, grad in zip(outputs, head_grads, strict=True) if out.requires_grad]
+    outs, out_grads = zip(*pairs, strict=True)
+    inputs = [x, *sums.parameters] if x_needed else sums.parameters
+    grads = list(torch.autograd.grad(outs, inputs, out_grads, allow_unused=True))
+    dx = grads.pop(0) if x_needed else None
+    sums.add(grads)
+    return dx
+
+
+class _Sums:
+    """The sums over tiles of the gradients of parameters, in the wider of fp32 and the parameter's dtype."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._totals: list[Tensor | None] = [None] * len(self.parameters)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one tile; None where the tile did not use the parameter."""
+        for i, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if grad is not None:
+                total = self._totals[i]
+                if total is None:
+                    total = torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
+                    self._totals[i] = total
+                total.add_(grad)
+
+    def round(self) -> list[Tensor | None]:
+        """Return the gradients in the dtypes of the parameters, and drop the sums one by one."""
+        rounded: list[Tensor | None] = []
+        for parameter in self.parameters:
+            total = self._totals.pop(0)
+            rounded.append(None if total is None else total.to(parameter.dtype))
+        return rounded

@@ -1,0 +1,174 @@
+"""The tensors of a streamed layer in host memory, which its stages read and write.
+
+Letters: b rows, s tokens of one rank, t tokens of a tile, E hidden size, H query heads, K key/value heads, D
+head_dim, C ranks in the Ulysses group, n query heads of a rank in a stage, m slots in memory (a slot is one
+of the key/value heads that a rank attends to).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from lab.decoder import Layer
+from lab.techniques.host_tiles import HostTiles, TileCopiers, read_tiles
+from lab.techniques.host_transfer import HostTensor
+from lab.techniques.rope import rotate_
+from lab.techniques.slices import slices
+from lab.techniques.upipe.buffers import StageBuffers
+from lab.techniques.upipe.passes import Inputs, LayerSettings
+from lab.techniques.upipe.projections import HeadProjections
+from lab.techniques.upipe.schedule import Stage
+
+
+class HostTensors:
+    """The tensors of one layer in one pass: a ``LayerTensors`` in host memory.
+
+    The heads of a stage are in one tensor [C, b, s, n, D]. In backward, dq is written over the outputs: those
+    of a stage are not needed after that stage.
+
+    Attributes:
+        shape: b and s.
+        outputs: The outputs of each stage's query heads, and in backward their dq.
+        output_grads: The gradients of these outputs. Those of a stage are freed when the stage has read them.
+        slot_grads: The gradients of the rotated keys, and of the values, of each set of slots.
+
+    Args:
+        layer: The layer.
+        settings: The arguments of its stages.
+        copiers: Make the copies.
+        tile: t.
+        x: The input of the layer, [b, s, E], on the device or on the host. From forward to backward the
+            attribute is None.
+    """
+
+    def __init__(
+        self, layer: Layer, settings: LayerSettings, copiers: TileCopiers, tile: int, x: Tensor | HostTiles
+    ) -> None:
+        self.layer, self.settings, self.copiers, self.tile = layer, settings, copiers, tile
+        self.x: Tensor | HostTiles | None = x
+        self.shape = (x.shape[0], x.shape[1])
+        self._input_shape = tuple(x.shape)
+        self._like = torch.empty(0, dtype=x.dtype, device=x.device)
+        self.heads = HeadProjections(settings.schedule, settings.head_dim)
+        self.outputs: dict[Stage, HostTiles] = {}
+        self.output_grads: dict[Stage, HostTiles] = {}
+        self.slot_grads: list[tuple[HostTiles, HostTiles]] = []
+        self.lses: list[HostTensor] = []
+
+    # ---- what the stages call --------------------------------------------------------------------------
+
+    def input_tiles(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first token of each tile, and the normalized input of the tile, [b, t, E]."""
+        norm = self.layer.norms[0]
+        for start, x, _ in self.tiles():
+            yield start, norm(x)
+
+    def write_outputs(self, buffers: StageBuffers, stage: Stage, outputs: Tensor) -> None:
+        """Copy the outputs of the stage's query heads to the host."""
+        del buffers
+        self.outputs[stage] = self._send(outputs)
+
+    def read_output_grads(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
+        """Copy the gradients of the stage's outputs to ``target``, and free them on the host."""
+        del buffers
+        _read(self.output_grads.pop(stage), target)
+
+    def read_outputs(self, buffers: StageBuffers, stage: Stage, target: Tensor) -> None:
+        """Copy the outputs of the stage's query heads to ``target``."""
+        del buffers
+        _read(self.outputs[stage], target)
+
+    def write_query_grads(self, buffers: StageBuffers, stage: Stage, dq: Tensor, scratch: Tensor) -> None:
+        """Copy the gradient of the stage's rotated queries to the host, over the stage's outputs."""
+        del buffers, scratch
+        self.outputs[stage].write_all(dq)
+        self.outputs[stage].wait_until_written()
+
+    def write_slot_grads(
+        self, buffers: StageBuffers, slots: range, dk: Tensor, dv: Tensor, scratch: Tensor
+    ) -> None:
+        """Copy the gradients of the slots' rotated keys, and of their values, to the host."""
+        del buffers, slots, scratch
+        self.slot_grads.append((self._send(dk), self._send(dv)))
+
+    def _send(self, heads: Tensor) -> HostTiles:
+        tiles = HostTiles(self.copiers, heads.shape, heads, dim=2, tile=self.tile)
+        tiles.write_all(heads)
+        tiles.wait_until_written()
+        return tiles
+
+    # ---- tiles of the layer's input, with the heads of all stages ---------------------------------------
+
+    def tiles(self, *more: HostTiles) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """Yield the first token of each tile, the input of the tile [b, t, E], and the tiles of ``more``."""
+        assert self.x is not None
+        if isinstance(self.x, HostTiles):
+            for start, _, (x, *rest) in read_tiles(self.x, *more):
+                yield start, x, rest
+        elif more:
+            for start, length, rest in read_tiles(*more):
+                yield start, self.x.narrow(1, start, length), rest
+        else:
+            for start, length in slices(self.shape[1], self.tile):
+                yield start, self.x.narrow(1, start, length), []
+
+    def output_tiles(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each tile's first token, its input [b, t, E] and the outputs of all its heads [b, t, H*D]."""
+        for start, x, parts in self.tiles(*self.outputs.values()):
+            yield start, x, self._join_stages(parts)
+
+    def gradient_tiles(self, inputs: Inputs) -> Iterator[tuple[int, Tensor, tuple[Tensor, Tensor, Tensor]]]:
+        """Yield the first token of each tile, its input, and the gradients of the projected q, k and v.
+
+        They are [b, t, E], [b, t, H*D] and [b, t, K*D]. The rotation by ``inputs.cos`` is undone.
+        """
+        stages, pairs = len(self.outputs), len(self.slot_grads)
+        keys, values = zip(*self.slot_grads, strict=True)
+        for start, x, parts in self.tiles(*self.outputs.values(), *keys, *values):
+            dq = self._join_stages(parts[:stages])
+            dk, dv = _join_slots(parts[stages : stages + pairs]), _join_slots(parts[stages + pairs :])
+            cos, sin = (t.narrow(1, start, x.shape[1]) for t in (inputs.cos, inputs.sin))
+            for grad in (dq, dk):
+                rotate_(grad.unflatten(-1, (-1, self.settings.head_dim)), cos, sin, transposed=True)
+            yield start, x, (dq, dk, dv)
+
+    def allocate_output_grads(self) -> None:
+        """Allocate the memory of ``output_grads`` on the host."""
+        for stage, outputs in self.outputs.items():
+            self.output_grads[stage] = HostTiles(
+                self.copiers, outputs.shape, self._like, dim=2, tile=self.tile
+            )
+
+    def write_output_grads(self, start: int, grads: Tensor) -> None:
+        """Start the copy of a tile of the gradients of all heads' outputs, [b, t, H*D], to the host."""
+        for stage, target in self.output_grads.items():
+            part = grads.new_empty(target.tile_shape(grads.shape[1]))
+            self.heads.read_columns(grads, stage, part)
+            target.write(start, part)
+
+    def new_input(self) -> HostTiles:
+        """Return host memory for a tensor of the shape of the input."""
+        return HostTiles(self.copiers, self._input_shape, self._like, dim=1, tile=self.tile)
+
+    def _join_stages(self, parts: Iterable[Tensor]) -> Tensor:
+        """Join the heads of all stages, [C, b, t, n, D] each, to [b, t, H*D] in the order of the model."""
+        parts = list(parts)
+        _, b, t, _, head_dim = parts[0].shape
+        full = parts[0].new_empty(b, t, self.settings.schedule.heads * head_dim)
+        for stage, part in zip(self.outputs, parts, strict=True):
+            self.heads.write_columns(full, stage, part)
+        return full
+
+
+def _read(source: HostTiles, target: Tensor) -> None:
+    for start, length, (tile,) in read_tiles(source):
+        target.narrow(2, start, length).copy_(tile)
+
+
+def _join_slots(parts: list[Tensor]) -> Tensor:
+    """Join the slots of all head groups, [C/replicas, b, t, m, D] each, to [b, t, K*D]."""
+    in_order = [part.permute(1, 2, 3, 0, 4) for part in parts]
+    return torch.cat(in_order, 2).flatten(2)
