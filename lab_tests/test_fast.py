@@ -11,18 +11,20 @@ from lab.errors import RecipeError
 from lab.models import config_of, shape_of
 from lab.planning.fit import candidates
 from lab.planning.hardware import hardware
-from lab.recipe.ladder import RECIPE_NAMES, RUNGS, ladder, recipe_by_name, resolve_recipe
+from lab.recipe.ladder import RECIPE_NAMES, ladder, recipe_by_name, resolve_recipe
 from lab.show.tuner.text import fields_to_set
 from lab_tests.support.costs import ATTENTION, FP32, RANKS, D, E, H, L, S, planned_costs
 
 
-def test_fast_is_the_top_rung_with_its_attention_saved_and_no_rung():
-    top = resolve_recipe(RUNGS[-1], "tiny", 4, 4096)
+def test_fast_is_upipe_with_its_attention_saved_and_no_rung():
+    top = resolve_recipe("upipe", "tiny", 4, 4096)
     assert resolve_recipe("fast", "tiny", 4, 4096) == replace(top, offload="attention")
-    assert set(RECIPE_NAMES) - set(ladder("tiny", 4, 4096)) == {"fast"}
+    assert set(RECIPE_NAMES) - set(ladder("tiny", 4, 4096)) == {"fast", "long"}
     assert resolve_recipe("fast", "tiny", 4, 4096, offload="inputs", ulysses=2).head_chunk == 2
     assert recipe_by_name("fast", "tiny", 4, 4096, offload="inputs") == top
-    with pytest.raises(RecipeError, match=r"unknown recipe 'slow': give one of plain, .*, upipe, fast, or a"):
+    with pytest.raises(
+        RecipeError, match=r"unknown recipe 'slow': give one of plain, .*, upipe, streamed, fast, long, or a"
+    ):
         resolve_recipe("slow", "tiny", 4, 4096)
     with pytest.raises(RecipeError, match=r"offload='attention' without checkpointing: .* checkpoint=True"):
         lab.Recipe(offload="attention")

@@ -41,7 +41,15 @@ def test_each_rung_adds_one_technique():
         {re.sub(r"(mlp|norm|loss)_", "", k) for k, v in above.to_json().items() if v != below.to_json()[k]}
         for below, above in pairwise(rungs.values())
     ]
-    assert families == [{"fsdp"}, {"ulysses"}, {"checkpoint"}, {"offload"}, {"tile"}, {"head_chunk"}]
+    assert families == [
+        {"fsdp"},
+        {"ulysses"},
+        {"checkpoint"},
+        {"offload"},
+        {"tile"},
+        {"head_chunk"},
+        {"stream", "tile"},
+    ]
 
 
 def test_what_derives_from_a_knob_set_by_hand_follows_it():
@@ -58,9 +66,17 @@ def test_what_derives_from_a_knob_set_by_hand_follows_it():
 
 def test_no_knob_set_by_hand_is_lost_on_the_ladder():
     by_hand = {"overlap": True, "kernel": "torch", "loss_kernel": "liger", "compile": "norms"}
-    top = ladder("tiny", 4, 4096, **by_hand)["upipe"]
+    with pytest.raises(RecipeError, match=r"stream=256 with loss_kernel='liger': .*, or stream=None"):
+        ladder("tiny", 4, 4096, **by_hand)
+    top = ladder("tiny", 4, 4096, **by_hand, stream=None)["streamed"]
     assert {name: getattr(top, name) for name in by_hand} == by_hand
-    assert ladder("tiny", 4, 4096, ulysses_backend="deepspeed", head_chunk=None)["upipe"].head_chunk is None
+    deepspeed = {"ulysses_backend": "deepspeed", "head_chunk": None, "stream": None}
+    assert ladder("tiny", 4, 4096, **deepspeed)["upipe"].head_chunk is None
+    tiled = ladder("tiny", 4, 4096, mlp_tile=32, compile="tiles")
+    assert [(tiled[name].mlp_tile, tiled[name].compile) for name in ("upipe", "streamed")] == [
+        (32, "tiles"),
+        (None, "none"),
+    ]
     with pytest.raises(RecipeError, match=r"head_chunk=4.*: DeepSpeed's exchange knows neither"):
         ladder("tiny", 4, 4096, ulysses_backend="deepspeed")
     for ranks, tokens, said in ((0, 64, "ranks=0"), (4, "64", "tokens='64'")):
@@ -193,10 +209,11 @@ def test_the_rung_of_a_row_is_the_one_that_introduces_the_knob():
     other = {"ulysses": 2, "ring": 2, "overlap": True, "compute_dtype": "float64", "compile": "norms"}
     for knob in KNOBS:
         value = other.get(knob.name, next((c for c in reversed(knob.choices) if c != knob.neutral), 8))
-        # DeepSpeed's exchange has no stages.
-        rungs = ladder(
-            "tiny", 8, 4096, **{"head_chunk": None} if value == "deepspeed" else {}, **{knob.name: value}
-        )
+        # DeepSpeed's exchange has no stages, and layers that are streamed have none of these.
+        excluded = {"head_chunk": None} if value == "deepspeed" else {}
+        if knob.name in ("mlp_tile", "compile", "ulysses_backend", "loss_kernel"):
+            excluded["stream"] = None
+        rungs = ladder("tiny", 8, 4096, **excluded, **{knob.name: value})
         having = [name for name, recipe in rungs.items() if getattr(recipe, knob.name) == value]
         assert having == list(rungs)[list(rungs).index(knob.rung) :], knob.name
 

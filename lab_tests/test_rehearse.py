@@ -23,7 +23,7 @@ from lab.errors import DivergedError, LabError, RecipeError
 from lab.memory.cuda import History
 from lab.planning.hardware import nccl_workspace, outside_workspace
 from lab.planning.plan import Plan
-from lab.recipe.ladder import RUNGS
+from lab.recipe.ladder import RECIPE_NAMES, RUNGS
 from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
@@ -222,7 +222,7 @@ def test_the_bench_of_every_recipe(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["bench", "rehearsals", str(tmp_path), *tried.split()])
     assert result.exit_code == 0, result.output
     rows = {row["recipe"]: row for row in json.loads(result.output)}
-    assert list(rows) == [*RUNGS, "fast"]
+    assert list(rows) == list(RECIPE_NAMES)
     assert rows["plain"]["failed"].startswith("out of memory in forward, aten.")
     assert rows["plain"]["seconds"] is None
     assert all(row["planned / peak"] == 1 for name, row in rows.items() if name != "plain")
@@ -344,7 +344,7 @@ def test_rows_are_written_as_they_are_measured_and_a_failing_row_is_a_row(
     monkeypatch.setattr("lab.bench.rehearsals.rehearse", stand_in)
     asked = f"bench rehearsals tiny --ranks 1 --tokens 64 --out {out}".split()
     assert isinstance(CliRunner().invoke(main, asked).exception, ZeroDivisionError)
-    assert seen == list(range(8))
+    assert seen == list(range(9))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["recipe"] for row in rows] == list(RUNGS)
     assert rows[1]["failed"] == str(full)

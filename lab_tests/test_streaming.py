@@ -86,15 +86,15 @@ def test_frozen_weights_get_no_gradient_and_no_stage_of_backward_runs_for_the_ta
     model = copy.deepcopy(plain[0])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.0.mlp" in name or "layers.1.self_attn.q_proj" in name)
-    streamed(model, head_chunk=6)
+    streamed(model, head_chunk=12)
     with Calls() as calls:
         loss(model).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert error(found, {name: plain[1][name] for name in found}) < 1e-13
     assert len(found) == 4
-    # Four stages a layer: five layers run forward and again, all but layer 0 run backward.
-    assert calls["attention forward"] == 2 * LAYERS * 4
-    assert calls["attention backward"] == (LAYERS - 1) * 4
+    # Two stages a layer: five layers run forward and again, all but layer 0 run backward.
+    assert calls["attention forward"] == 2 * LAYERS * 2
+    assert calls["attention backward"] == (LAYERS - 1) * 2
 
 
 @pytest.mark.parametrize(("knobs", "forwards"), [({}, 2), ({"segment": 2}, 2), ({"attention": True}, 1)])
@@ -137,7 +137,7 @@ def layer_timeline(cfg, local, dtype, **knobs) -> tuple[Timeline, int]:
         (64, 16, 16, torch.bfloat16),
         (64, 16, 64, torch.bfloat16),
         (64, 64, 32, torch.float64),
-        (48, 24, 24, torch.float32),
+        (48, 24, 16, torch.float32),
     ],
 )
 def test_bytes_of_a_layer_are_the_docstrings(eight, heads, kv_heads, chunk, dtype):
@@ -153,8 +153,8 @@ def test_bytes_of_a_layer_are_the_docstrings(eight, heads, kv_heads, chunk, dtyp
     stage = head * (4 * chunk + 4 * in_flight) + sums + wide * local * chunk
     assert timeline.device_peak - given == hidden + tail + stage
     assert "flash_attention_for_cpu_backward" in timeline.peak.op
-    # The input, the outputs of the heads and their gradients, and the LSEs, in whole pages.
-    on_host = hidden + 2 * head * heads + wide * local * heads
+    # The input, the outputs of the heads, the LSEs, and gradients, in whole pages.
+    on_host = hidden + head * heads + wide * local * heads + head * max(heads, 2 * kv_heads)
     assert 0 <= timeline.host_peak - on_host < 4096 * (1 + 3 * heads // chunk)
     assert timeline.host[-1] == 0
 
@@ -175,7 +175,7 @@ def test_the_host_holds_the_inputs_that_the_docstring_counts(segment, attention)
     hidden, heads, lses = 8 * 128 * 64, 8 * 128 * 512, 8 * 128 * 32
     kept = -(-6 // segment)
     between = kept * hidden + attention * 6 * (heads + lses)
-    assert timeline.host[timeline.end_of("forward").row] == between
+    assert timeline.end_of("forward").host == between
     layers = 6 if attention else segment
     assert timeline.host_peak == (kept + segment - 1) * hidden + (layers + 1) * heads + layers * lses
     assert timeline.host[-1] == 0
@@ -196,17 +196,26 @@ class Copies(TorchDispatchMode):
 
 def test_every_tensor_crosses_as_often_as_the_docstring_says():
     cfg = config("llama", 24, 6, layers=1)
-    model = streamed(build(cfg, torch.float32), tile=8, head_chunk=6)
+    model = streamed(build(cfg, torch.float32), tile=8, head_chunk=12)
     ids = torch.zeros(1, 40, dtype=torch.int64)
     with Copies() as copies:
         model(input_ids=ids, use_cache=False).logits.sum().backward()
     hidden, heads, keys = 4 * 40 * 48, 4 * 40 * 240, 4 * 40 * 60
     # x; the outputs twice, their gradients, dq; dk and dv
     assert copies.bytes["lab::write_host"] == hidden + 4 * heads + 2 * keys
-    # x for four stages, again, backward, for the tail and for the head; the outputs for the tail twice and
-    # for backward, their gradients, dq; dk and dv; and the LSEs, of which each stage has one.
+    # x for two stages that run again and two of backward, for the tail and for the head; the outputs for the
+    # tail twice and for the stages, their gradients, dq; dk and dv; and the LSEs.
     lses = 4 * 40 * 24
-    assert copies.bytes["lab::from_host"] == 10 * hidden + 5 * heads + 2 * keys + lses
+    assert copies.bytes["lab::from_host"] == 6 * hidden + 5 * heads + 2 * keys + lses
+
+
+def on_gradient(model, hook):
+    """Call a function with the gradient of the output of layer 1."""
+    model.model.layers[1].register_forward_hook(lambda *arguments: register(arguments[2], hook))
+
+
+def register(output, hook):
+    output.register_hook(hook)
 
 
 # ---- what is refused, or copied and said -------------------------------------------------------------------
@@ -222,9 +231,8 @@ def test_a_second_backward_is_refused(plain):
 
 def test_a_double_backward_is_refused(plain):
     model = streamed(copy.deepcopy(plain[0]))
-    first, *_ = torch.autograd.grad(loss(model), list(model.parameters())[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        first.sum().backward()
+    with pytest.raises(RecipeError, match="create_graph=True through a streamed layer"):
+        torch.autograd.grad(loss(model), list(model.parameters())[:1], create_graph=True)
 
 
 @pytest.mark.parametrize(
@@ -232,27 +240,19 @@ def test_a_double_backward_is_refused(plain):
 )
 def test_a_gradient_that_a_hook_keeps_is_copied_and_said(plain, keep):
     model, kept = streamed(copy.deepcopy(plain[0])), []
-    model.model.layers[1].register_forward_hook(
-        lambda *arguments: arguments[2].register_hook(lambda g: kept.append(keep(g))) and None
-    )
+    on_gradient(model, lambda g: kept.append(keep(g)))
     with pytest.warns(UserWarning, match="holds the gradient of a layer's output"):
         loss(model).backward()
     assert error(gradients(model), plain[1]) < 1e-13
-    before = kept[0].clone()
-    assert torch.equal(kept[0], before)
-    other = exact_rotary(copy.deepcopy(plain[0]))
-    seen = []
-    other.model.layers[1].register_forward_hook(
-        lambda *arguments: arguments[2].register_hook(lambda g: seen.append(keep(g).clone())) and None
-    )
+    other, seen = exact_rotary(copy.deepcopy(plain[0])), []
+    on_gradient(other, lambda g: seen.append(keep(g).clone()))
     loss(other).backward()
     assert torch.allclose(kept[0], seen[0], rtol=1e-9)
 
 
 def test_a_gradient_that_nothing_keeps_is_not_copied(plain):
     model = streamed(copy.deepcopy(plain[0]))
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda *arguments: arguments[2].register_hook(lambda _: None) and None)
+    on_gradient(model, lambda _: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(model).backward()

@@ -40,7 +40,8 @@ def ladder(
     ulysses and ring are those of ``sequence_degrees``, head_chunk the Ulysses degree, each tile the smaller
     of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in bf16 from fp32 parameters: 16
     bytes a parameter of state on every rung. ``knobs`` set by hand hold on every rung that has the technique,
-    and what derives from them follows. ``shape`` is the model's, for a caller that has it.
+    and what derives from them follows; on the rung ``streamed``, MLPs have no tile of their own. ``shape`` is
+    the model's, for a caller that has it.
 
     Raises:
         LabError: ranks or tokens that are no count.
@@ -68,11 +69,14 @@ def _ladder(
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
         "upipe": {"head_chunk": ulysses, "overlap": False},
-        "streamed": {"stream": tile, "segment": 1, "mlp_tile": None},
+        "streamed": {"stream": tile, "segment": 1},
     }
+    # The tile of a streamed layer is also that of its MLP.
+    whole_layer = {} if knobs.get("stream", tile) is None else {"mlp_tile": None, "compile": "none"}
     recipe = Recipe()
     for name, added in steps.items():
-        recipe = replace(recipe, **{**added, **{k: v for k, v in knobs.items() if k in added}})
+        set_here = {**added, **{k: v for k, v in knobs.items() if k in added}}
+        recipe = replace(recipe, **set_here, **(whole_layer if name == "streamed" else {}))
         yield name, recipe
 
 

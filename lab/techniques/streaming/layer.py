@@ -53,10 +53,10 @@ def apply_streaming(
     of a segment, the segment's layers run forward once more, and each leaves its input and the outputs of its
     heads on the host. Attention still runs twice forward and once backward per layer.
 
-    Letters: b rows, s tokens of one rank, E hidden size, H query heads, D head_dim, C ranks of ``group``,
-    L layers, k = ``segment``, U = ``head_chunk``, U_kv = C times the schedule's ``slots_in_flight``, w bytes
-    per element, f = 4 bytes per element of a sum (8 in fp64). Bytes of tensors: A = w*b*s*E for x,
-    h = w*b*s*D for one head, dW for the gradients of the weights of the tail.
+    Letters: b rows, s tokens of one rank, E hidden size, H query heads, K key/value heads, D head_dim, C
+    ranks of ``group``, L layers, k = ``segment``, U = ``head_chunk``, U_kv = C times the schedule's
+    ``slots_in_flight``, w bytes per element, f = 4 bytes per element of a sum (8 in fp64). Bytes of tensors:
+    A = w*b*s*E for x, h = w*b*s*D for one head, dW for the gradients of the weights of the tail.
 
     Args:
         model: The model. Its MLPs and norms are called with tiles.
@@ -74,10 +74,11 @@ def apply_streaming(
         and its LSEs; sums = 2*h*U_kv*f/w, if several stages use the same keys and values. ``apply_upipe``
         with ``apply_offload`` holds 3*A + h*H + f*b*s*(H - U) more.
     Costs:
-        Host memory: (ceil(L/k) + k - 1)*A + (k + 1)*h*H bytes at most, and k*f*b*s*H for LSEs, without the
-        last pages; with ``attention``, (L + 1)*h*H and L*f*b*s*H. A stage reads x once, and computes its
-        norm again; forward, the replay and backward have H/U stages each. With ``segment``, all layers but
-        the last one of a segment are computed once more without their attention, and FSDP gathers their
+        Host memory: (ceil(L/k) + k - 1)*A + k*(h*H + f*b*s*H) + max(h*H, 2*h*K) bytes at most, without the
+        last pages: inputs, the outputs of heads with their LSEs, and the gradients of the outputs, or those
+        of keys and values; with ``attention``, L*(h*H + f*b*s*H). A stage reads x once, and computes its norm
+        again; forward, the replay and backward have H/U stages each. With ``segment``, all layers but the
+        last one of a segment are computed once more without their attention, and FSDP gathers their
         parameters once more.
     Source:
         ALST (arXiv 2506.13996) and Untied Ulysses (arXiv 2602.21196), whose checkpoint offload and tiling are
@@ -90,7 +91,7 @@ def apply_streaming(
     Raises:
         RecipeError: ``tile`` or ``segment`` is less than 1; see also ``apply_upipe``. In forward: there is a
             mask or a key/value cache; there is a hook on a module inside a layer. In backward: a second
-            backward.
+            backward, or ``create_graph=True``.
     """
     check_tile("stream", tile)
     check_counts({"segment": segment}, RecipeError)
@@ -184,6 +185,11 @@ class _StreamedLayer(Function):
             raise RecipeError(
                 "a second backward through a streamed layer: the first one overwrote what it needs; call "
                 "backward once, without retain_graph, or set stream=None"
+            )
+        if dy.requires_grad:
+            raise RecipeError(
+                "a backward with create_graph=True through a streamed layer, which overwrites its gradients: "
+                "leave create_graph out, or set stream=None"
             )
         segment, run.segment = run.segment, None
         if not dy.is_contiguous():
