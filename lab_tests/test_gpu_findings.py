@@ -79,8 +79,8 @@ def test_a_node_with_nvlink(monkeypatch, tmp_path):
 def test_links_that_are_no_nvlink(monkeypatch):
     smi(monkeypatch, pair="SYS")
     assert gpu_findings._links(3) == (
-        "NV18 between 2 pairs, SYS between 1 pairs: without NVLink all-to-alls take longer than planned; the "
-        "longest context stays the same"
+        "NV18 between 2 pairs, SYS between 1 pairs: without NVLink all-to-alls take longer than plans for GPUs "
+        "that have it; the longest context stays the same"
     )
 
 

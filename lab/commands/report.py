@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lab.bench.table import table_text
 from lab.errors import LabError
-from lab.planning.hardware import outside_workspace
+from lab.planning.cuda_workspace import outside_workspace
 from lab.units import Mi, format_bytes, format_seconds, format_share
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
