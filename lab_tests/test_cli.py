@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from lab.commands.cli import main
 from lab.commands.report import run_text
 from lab.planning.closed_form import estimate
-from lab.planning.hardware import outside_workspace
+from lab.planning.cuda_workspace import outside_workspace
 from lab.planning.plan import plan
 from lab.recipe.ladder import RUNGS
 from lab.training.records import Run

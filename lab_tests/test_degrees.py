@@ -11,7 +11,7 @@ from lab.models import ModelLike, config_of, shape_of
 from lab.models.presets import PRESETS
 from lab.planning.closed_form import estimate, estimate_job
 from lab.planning.fit import MARGIN, _promising, candidates
-from lab.planning.max_context import _best_degrees, max_context
+from lab.planning.max_context import best_degrees, max_context
 from lab.recipe.jobs import Job, make_job, make_machine
 from lab.recipe.ladder import ladder, sequence_degrees
 from lab.recipe.recipe import Recipe
@@ -103,7 +103,7 @@ def test_of_pairs_that_are_nearly_as_long_the_ladders_is_taken_or_else_the_first
         return lambda degrees: tokens[degrees["ulysses"]]
 
     pairs, usual = [(8, 2), (4, 4), (2, 8)], Recipe(ulysses=4, ring=4)
-    best = partial(_best_degrees, usual, pairs)
+    best = partial(best_degrees, usual, pairs)
     assert best(longest({8: 1000, 4: 995, 2: 1000})) == {"ulysses": 4, "ring": 4}
     assert best(longest({8: 1000, 4: 980, 2: 1000})) == {"ulysses": 8, "ring": 2}
     assert best(longest({8: 900, 4: 980, 2: 1000})) == {"ulysses": 2, "ring": 8}

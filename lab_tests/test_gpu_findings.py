@@ -79,8 +79,8 @@ def test_a_node_with_nvlink(monkeypatch, tmp_path):
 def test_links_that_are_no_nvlink(monkeypatch):
     smi(monkeypatch, pair="SYS")
     assert gpu_findings._links(3) == (
-        "NV18 between 2 pairs, SYS between 1 pairs: without NVLink all-to-alls take longer than planned; the "
-        "longest context stays the same"
+        "NV18 between 2 pairs, SYS between 1 pairs: without NVLink all-to-alls take longer than plans for "
+        "GPUs that have it; the longest context stays the same"
     )
 
 
@@ -155,7 +155,7 @@ def test_the_ranks_of_a_host_share_what_can_be_pinned(monkeypatch, tmp_path):
 
 def test_a_gpu_that_is_not_in_the_table_has_no_rate(monkeypatch, tmp_path):
     machine(monkeypatch, tmp_path)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA L40")
     assert gpu_findings._copies() == "51.0 GB/s to the device, 50.0 GB/s to pinned memory, GPU 0 alone"
 
 

@@ -5,22 +5,22 @@ import torch
 
 import lab
 from lab.errors import LabError
+from lab.planning import cuda_workspace as workspace_model
 from lab.planning import hardware as table
-from lab.planning.hardware import (
-    HARDWARE,
-    Figure,
-    fixed_workspace,
-    flash_backward_workspace,
-    hardware,
-    rounded,
-)
+from lab.planning.cuda_workspace import fixed_workspace, flash_backward_workspace, rounded
+from lab.planning.hardware import HARDWARE, Figure, hardware, nearest, of_name
 from lab.recipe.recipe import Recipe
 from lab.units import GiB, MiB
 from lab_tests.support.models import small_config
 
 FIGURES = {
     **{f"{d}.{n}": f for d, h in HARDWARE.items() for n, f in vars(h).items() if isinstance(f, Figure)},
-    **{n: f for n, f in vars(table).items() if isinstance(f, Figure)},
+    **{
+        n: f
+        for module in (table, workspace_model)
+        for n, f in vars(module).items()
+        if isinstance(f, Figure) and not n.startswith("_")
+    },
 }
 
 
@@ -36,16 +36,68 @@ def test_every_figure_has_a_unit_and_a_source(name):
 
 
 def test_every_field_of_a_device_is_a_figure():
-    assert set(HARDWARE) == {"h100", "h200", "a100"}
+    devices = "a100 h100 h200 gh200 b200 b300 gb200 mi300x l40s rtx4090 rtx5090"
+    assert set(HARDWARE) == {*devices.split()}
     for device in HARDWARE.values():
         assert [n for n, f in vars(device).items() if not isinstance(f, Figure)] == ["name"]
-    assert len(FIGURES) == 3 * 13 + 7
-    assert len({device.name for device in HARDWARE.values()}) == 3
+        assert (device.disk_write, device.disk_read) == (table.NVME_WRITE, table.NVME_READ)
+    assert len(FIGURES) == 11 * 15 + 7 + 2
+    assert len({device.name for device in HARDWARE.values()}) == 11
+
+
+def test_what_a_device_takes_from_another_says_so():
+    """A source that two devices give for one field was measured on one of them at most."""
+    for field in vars(HARDWARE["h100"]).keys() - {"name", "disk_write", "disk_read"}:
+        sources = [vars(device)[field].source for device in HARDWARE.values()]
+        for source in sources:
+            assert sources.count(source) == 1 or "assumed" in source, (field, source)
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", None),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_torchs_names_of_devices(torch_name, name):
+    assert of_name(torch_name) == name
+    assert nearest(torch_name) == (name or "rtx4090")
+
+
+def test_the_links_of_a_device():
+    """NVLink-C2C to the host is several times PCIe; a card without NVLink sends over its PCIe link."""
+
+    def host_rate(name):
+        return hardware(name).host_link.value * hardware(name).host_link_share.value
+
+    for superchip, sibling in (("gh200", "h200"), ("gb200", "b200")):
+        assert "NVLink-C2C" in hardware(superchip).host_link.source
+        assert host_rate(superchip) > 6 * host_rate(sibling)
+    for name in ("l40s", "rtx4090", "rtx5090"):
+        assert hardware(name).link.value == hardware(name).host_link.value
+        assert "no NVLink" in hardware(name).link.source
 
 
 def test_an_unknown_device_is_refused_in_one_line():
     assert hardware("h100").name == "NVIDIA H100 SXM 80GB"
-    with pytest.raises(LabError, match=r"^no device named 'v100': the table has a100, h100, h200$"):
+    names = "a100, b200, b300, gb200, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090"
+    with pytest.raises(LabError, match=rf"^no device named 'v100': the table has {names}$"):
         hardware("v100")
     with pytest.raises(LabError, match="no device named 'H100'"):
         lab.plan("tiny", "plain", tokens=64, ranks=1, device="H100")
@@ -89,7 +141,7 @@ def both(**knobs):
 
 
 def test_at_the_peak_a_plan_adds_the_fixed_part_and_the_kernels_own(monkeypatch):
-    monkeypatch.setattr(table, "BLOCK", Figure(1, "B", "nothing is rounded here"))
+    monkeypatch.setattr(workspace_model, "BLOCK", Figure(1, "B", "nothing is rounded here"))
     cuda, seen = both(checkpoint=True)
     assert seen.peak.op == cuda.peak.op == "aten._scaled_dot_product_flash_attention_for_cpu_backward"
     own = flash_backward_workspace(1, 24, 6, 200, 200, 10)

@@ -18,7 +18,7 @@ from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
 from lab.models import config_of
 from lab.planning import extrapolation, fake_step, plan
-from lab.planning.hardware import cuda_workspace
+from lab.planning.cuda_workspace import cuda_workspace
 from lab.planning.shrinking import knob_for
 from lab.recipe.jobs import Job, Machine
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe

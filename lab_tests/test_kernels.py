@@ -22,6 +22,7 @@ from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe
 from lab.techniques.attention import kernels
 from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward
+from lab.techniques.attention.kernel_calls import MODULES
 from lab.techniques.attention.kernels import (
     FASTEST_FIRST,
     KERNELS,
@@ -134,13 +135,58 @@ def flash_attn_3_before():
     return _flash_attn_forward, _flash_attn_backward
 
 
+def flash_attn_4():
+    """Its interface as of the tag fa4-v4.0.0.beta27; of what is not used, the arguments before those used."""
+
+    def _flash_attn_fwd(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+        tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+        _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False,
+    ):  # fmt: skip
+        assert {qv, page_table, softcap, window_size_left, window_size_right, learnable_sink} == {None}
+        out, lse = _attend(q, k, v, causal, softmax_scale)
+        return out, lse if return_lse else None, None, None
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None,
+    ):  # fmt: skip
+        assert (softcap, window_size_left, window_size_right) == (0.0, None, None)
+        found = tuple(torch.empty_like(t) for t in (q, k, v))
+        _differentiate(dout, q, k, v, out, lse, causal, softmax_scale, found)
+        return found
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def flash_attn_4_before():
+    """The same as of the tag fa4-v4.0.0.beta0: no ``qv``, and two results."""
+    latest_forward, backward = flash_attn_4()
+
+    def _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+        window_size_left=None, window_size_right=None, learnable_sink=None, m_block_size=128,
+        n_block_size=128, num_threads=384, num_splits=1, pack_gqa=None, _compute_capability=None,
+        score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False,
+    ):  # fmt: skip
+        return latest_forward(
+            q, k, v, page_table=page_table, softmax_scale=softmax_scale, causal=causal, return_lse=return_lse
+        )[:2]
+
+    return _flash_attn_fwd, backward
+
+
 def install(monkeypatch, name, calls):
     package = name.partition(".")[0]
     for part in {package, name}:
         module = ModuleType(part)
         module.__spec__ = ModuleSpec(part, None)
         monkeypatch.setitem(sys.modules, part, module)
-    sys.modules[name]._flash_attn_forward, sys.modules[name]._flash_attn_backward = calls
+    for call in calls:
+        setattr(sys.modules[name], call.__name__, call)
 
 
 @pytest.fixture
@@ -186,16 +232,23 @@ def cudnn():
         yield
 
 
-@pytest.fixture(params=[flash_attn_2, flash_attn_3, flash_attn_3_before, "cudnn"])
+PACKAGES = {
+    flash_attn_2: "flash-attn-2",
+    flash_attn_3: "flash-attn-3",
+    flash_attn_3_before: "flash-attn-3",
+    flash_attn_4: "flash-attn-4",
+    flash_attn_4_before: "flash-attn-4",
+}
+
+
+@pytest.fixture(params=[*PACKAGES, "cudnn"])
 def kernel(request, monkeypatch):
     if request.param == "cudnn":
         request.getfixturevalue("cudnn")
         return KERNELS["cudnn"]
-    if request.param is flash_attn_2:
-        install(monkeypatch, "flash_attn.flash_attn_interface", flash_attn_2())
-        return KERNELS["flash-attn-2"]
-    install(monkeypatch, "flash_attn_interface", request.param())
-    return KERNELS["flash-attn-3"]
+    name = PACKAGES[request.param]
+    install(monkeypatch, MODULES[name], request.param())
+    return KERNELS[name]
 
 
 # ---- parity ------------------------------------------------------------------------------------------------
@@ -261,7 +314,11 @@ HOPPER = KernelSupport((9, 0), True, {})
         (replace(HOPPER, cudnn=False, missing={"flash-attn-3": "no module"}), 128, "flash-attn-2"),
         (KernelSupport((9, 0), False, {"flash-attn-2": "x", "flash-attn-3": "x"}), 128, "torch"),
         (KernelSupport((8, 0), True, {}), 128, "flash-attn-2"),
-        (KernelSupport((10, 0), True, {}), 128, "cudnn"),
+        (KernelSupport((10, 0), True, {}), 128, "flash-attn-4"),
+        (KernelSupport((10, 3), True, {}), 64, "flash-attn-4"),
+        (KernelSupport((10, 0), True, {}), 192, "flash-attn-2"),
+        (KernelSupport((10, 0), True, {"flash-attn-4": "no module"}), 128, "cudnn"),
+        (KernelSupport((12, 0), True, {}), 128, "cudnn"),
         (KernelSupport((7, 5), True, {}), 128, "torch"),
     ],
 )
@@ -291,11 +348,26 @@ def test_the_names_of_kernels_are_the_recipes():
             KernelSupport((8, 6), True, {}),
             "a Hopper GPU .* work here: auto, flash-attn-2, torch",
         ),
+        (
+            "flash-attn-4",
+            KernelSupport((8, 0), True, {}),
+            r"a Hopper GPU or a later one \(.* 9.0\); these work here: auto, flash-attn-2, torch$",
+        ),
+        (
+            "flash-attn-3",
+            KernelSupport((10, 0), True, {}),
+            r"a Hopper GPU \(.* work here: auto, flash-attn-4, cudnn, flash-attn-2, torch$",
+        ),
+        (
+            "flash-attn-4",
+            KernelSupport((10, 0), True, {"flash-attn-4": "no CuTe"}),
+            r"flash_attn.cute.interface cannot be imported \(no CuTe\)",
+        ),
         ("cudnn", KernelSupport((8, 6), True, {}), "a Hopper GPU or a later one"),
         (
             "cudnn",
             replace(HOPPER, cudnn=False),
-            "this torch has no cuDNN; .* auto, flash-attn-3",
+            "this torch has no cuDNN; .* auto, flash-attn-4, flash-attn-3",
         ),
         ("flash-attn-2", KernelSupport((7, 5), True, {}), "an Ampere GPU .* these work here: auto, torch$"),
         ("flash-attn-2", replace(HOPPER, missing={"flash-attn-2": "an ABI"}), r"interface .* \(an ABI\)"),
@@ -312,7 +384,7 @@ def test_a_package_that_cannot_be_imported_is_found_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     machine = kernel_support(torch.device("cuda"))
     assert machine.capability == (9, 0)
-    assert list(machine.missing) == ["flash-attn-3"]
+    assert list(machine.missing) == ["flash-attn-3", "flash-attn-4"]
     assert "flash_attn_interface" in machine.missing["flash-attn-3"]
 
 
@@ -322,7 +394,12 @@ def test_the_doctor_says_which_kernel_is_used_and_what_the_others_lack(monkeypat
     lines = [line.split(maxsplit=1) for line in doctor.report().splitlines()]
     assert ["attention", "kernel='cudnn' is the fastest here"] in lines
     assert ["flash-attn-3", "flash_attn_interface cannot be imported (No module)"] in lines
-    assert [name for name, said in lines if said == "there"] == ["cudnn", "flash-attn-2", "torch"]
+    assert [name for name, said in lines if said == "there"] == [
+        "flash-attn-4",
+        "cudnn",
+        "flash-attn-2",
+        "torch",
+    ]
 
 
 # ---- in a recipe -------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_the_clock_is_the_devices(offload_plan):
         ({"ulysses": 4}, "ulysses=4: of it and the 6 key/value heads neither divides the other; these work"),
         ({"ulysses": 3}, "ulysses=3 x ring=1 on 4 ranks: .* these products work: 1, 2, 4"),
         ({"head_chunk": 5, "ulysses": 2}, "head_chunk=5"),
-        ({"device": "v100"}, "no device named 'v100': the table has a100, h100, h200"),
+        ({"device": "v100"}, "no device named 'v100': the table has a100, b200, .*, rtx5090"),
         ({"device_memory": "80GB", "recipe": "plain"}, "'80GB' is not an amount of memory: write 80GiB"),
         ({"recipe": Recipe(ulysses=2, ulysses_backend="deepspeed")}, "deepspeed' cannot be planned.*'lab'"),
     ],

@@ -21,7 +21,7 @@ from lab.commands.cli import main
 from lab.commands.report import rehearsal_text
 from lab.errors import DivergedError, LabError, RecipeError
 from lab.memory.cuda import History
-from lab.planning.hardware import nccl_workspace, outside_workspace
+from lab.planning.cuda_workspace import nccl_workspace, outside_workspace
 from lab.planning.plan import Plan
 from lab.recipe.ladder import RECIPE_NAMES, RUNGS
 from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge

@@ -18,7 +18,7 @@ from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
 from lab.models import config_of, shape_of
 from lab.planning.closed_form import estimate_job
-from lab.planning.hardware import fixed_workspace
+from lab.planning.cuda_workspace import fixed_workspace
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import RUNGS, ladder, resolve_recipe
 from lab.recipe.recipe import Recipe

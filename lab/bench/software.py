@@ -27,7 +27,7 @@ def versions() -> str:
     names = [f"torch {torch.__version__}"]
     if torch.backends.cudnn.is_available():
         names.append(f"cuDNN {torch.backends.cudnn.version()}")
-    for package in ("transformers", "flash-attn", "flash-attn-3", "liger-kernel"):
+    for package in ("transformers", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel"):
         with suppress(PackageNotFoundError):
             names.append(f"{package} {version(package)}")
     drivers = {row[0] for row in ask_gpus("driver_version")}

@@ -27,6 +27,7 @@ HEAD_DIM = 128
 
 _OPTIONAL = {
     "flash-attn": "another attention kernel is used instead",
+    "flash-attn-4": "on a B200, B300 or GB200 another attention kernel is used instead",
     "liger-kernel": "only loss_kernel='liger' needs it",
 }
 

@@ -49,7 +49,10 @@ def _links(gpus: int) -> str:
     kinds = ", ".join(f"{kind} between {count} pairs" for kind, count in Counter(pairs).most_common())
     if all(kind.startswith("NV") for kind in pairs):
         return f"{kinds}: all-to-alls take NVLink, as plans assume"
-    return f"{kinds}: without NVLink all-to-alls take longer than planned; the longest context stays the same"
+    return (
+        f"{kinds}: without NVLink all-to-alls take longer than plans for GPUs that have it; the longest "
+        "context stays the same"
+    )
 
 
 def gpu_pairs(gpus: Collection[str]) -> list[str]:

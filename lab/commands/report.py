@@ -11,16 +11,18 @@ from rich.table import Table
 
 from lab.bench.table import table_text
 from lab.errors import LabError
-from lab.planning.hardware import outside_workspace
-from lab.units import Mi, format_bytes, format_seconds, format_share
+from lab.planning.cuda_workspace import outside_workspace
+from lab.units import Mi, format_bytes, format_seconds, format_share, round_tokens
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
 if TYPE_CHECKING:
     from lab.memory.holders import Holders
     from lab.planning.max_context import MaxContext
+    from lab.planning.max_context_table import LongestContext
     from lab.planning.plan import Plan
     from lab.planning.quick_plan import QuickPlan
     from lab.rehearsing.rehearsal import Rehearsal
+    from lab.show.picture import Picture
     from lab.training.records import Run
 
 BAR = 32
@@ -130,6 +132,10 @@ def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
         limit=first.machine.device_memory,
         longest=_longest_bar(plans),
     )
+    _write_picture(picture, path)
+
+
+def _write_picture(picture: Picture, path: Path) -> None:
     try:
         path.write_bytes(picture.png)
     except OSError as error:
@@ -175,6 +181,36 @@ def max_context_text(result: MaxContext) -> str:
             f"{next_plan.peak.module or '-'}",
         )
     )
+
+
+def context_table_text(cells: Sequence[LongestContext]) -> str:
+    """Return the text of `lab max-context --table`: rows of models, and the assumptions."""
+    rentals = list(dict.fromkeys(cell.rental for cell in cells))
+    table = Table("model", *(rental.title for rental in rentals), box=SIMPLE_HEAD)
+    for model in dict.fromkeys(cell.model for cell in cells):
+        table.add_row(
+            model,
+            *(
+                f"{round_tokens(cell.tokens)} {cell.recipe_name}\n{cell.limit or 'nothing'} stops it"
+                if cell.tokens
+                else f"nothing fits\n{cell.limit} stops it"
+                for cell in cells
+                if cell.model == model
+            ),
+        )
+    lines = [table_text(table), *(f"{rental.title:<14}{rental.description}" for rental in rentals)]
+    return "\n".join([*lines, *(cell.summary for cell in cells if cell.refusal)])
+
+
+def draw_context_table(cells: Sequence[LongestContext], path: Path) -> None:
+    """Draw the table of `lab max-context --table` into a PNG file.
+
+    Raises:
+        LabError: The file cannot be written.
+    """
+    from lab.show.context_table import context_table
+
+    _write_picture(context_table(cells), path)
 
 
 def fit_text(plans: Sequence[Plan]) -> str:

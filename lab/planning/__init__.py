@@ -8,11 +8,13 @@ if TYPE_CHECKING:
     from lab.planning.closed_form import WIDTHS
     from lab.planning.costs import BACKWARD_FLOPS
     from lab.planning.fit import pareto_front
+    from lab.planning.max_context_table import longest_contexts
     from lab.planning.plan import plan_ladder
 
 __all__ = [
     "BACKWARD_FLOPS",
     "WIDTHS",
+    "longest_contexts",
     "pareto_front",
     "plan_ladder",
 ]
@@ -22,6 +24,7 @@ __getattr__ = load_on_first_use(
     {
         "BACKWARD_FLOPS": "lab.planning.costs",
         "WIDTHS": "lab.planning.closed_form",
+        "longest_contexts": "lab.planning.max_context_table",
         "pareto_front": "lab.planning.fit",
         "plan_ladder": "lab.planning.plan",
     },

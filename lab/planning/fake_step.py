@@ -11,7 +11,8 @@ from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
 from lab.memory.workspace import NO_WORKSPACE
 from lab.planning.costs import CostCounter, Costs
-from lab.planning.hardware import cuda_workspace, hardware
+from lab.planning.cuda_workspace import cuda_workspace
+from lab.planning.hardware import hardware
 from lab.recipe.jobs import Job, Machine
 from lab.step.batches import shard_batch
 from lab.step.compose import apply_recipe

@@ -111,12 +111,12 @@ def max_context(
         return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **settings)
 
     def longest(degrees: Degrees) -> int:
-        return _longest(lambda tokens: estimate_job(shape, job(tokens, degrees)), machine, ranks)
+        return longest_estimated(lambda tokens: estimate_job(shape, job(tokens, degrees)), machine, ranks)
 
     degrees: Degrees = {}
     usual = job(Ki, degrees).recipe
     if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
-        degrees = _best_degrees(usual, degree_pairs(shape.H, shape.K, ranks), longest)
+        degrees = best_degrees(usual, degree_pairs(shape.H, shape.K, ranks), longest)
 
     def planned(tokens: int) -> Plan:
         tried = plan_job(job(tokens, degrees), machine)
@@ -132,7 +132,7 @@ def max_context(
     return MaxContext(fits.tokens, beyond.limit, fits, beyond)
 
 
-def _best_degrees(
+def best_degrees(
     usual: Recipe, pairs: Iterable[tuple[int, int]], longest: Callable[[Degrees], int]
 ) -> Degrees:
     """The degrees of the longest context; the usual ones, or else those of the first pair, if it is nearly as
@@ -177,10 +177,12 @@ def _search(planned: Callable[[int], Plan], estimated: Callable[[int], Estimate]
 def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:
     """The most tokens that fit by the closed form, as far off as it is at this plan."""
     off = near.device_peak - estimated(near.tokens).device_peak
-    return _longest(estimated, near.machine, near.ranks, off)
+    return longest_estimated(estimated, near.machine, near.ranks, off)
 
 
-def _longest(estimated: Callable[[int], Estimate], machine: Machine, ranks: int, off: int = 0) -> int:
+def longest_estimated(
+    estimated: Callable[[int], Estimate], machine: Machine, ranks: int, off: int = 0
+) -> int:
     """The most tokens whose estimate fits, with ``off`` bytes more on the device."""
     of_node = min(ranks, machine.ranks_per_node)
     assert machine.device_memory is not None

@@ -238,9 +238,9 @@ def plan(
 ) -> Plan:
     """Plan one training step of ``rows`` rows of ``tokens`` tokens on ``ranks`` ranks; nothing is allocated.
 
-    ``workspace`` adds what CUDA takes outside torch's view (``lab/planning/hardware.py``); off, the bytes are
-    those that CPU ranks measure. ``device`` names the hardware of the time estimate. ``host_memory`` is per
-    node. ``knobs`` are set on a ladder's recipe by hand.
+    ``workspace`` adds what CUDA takes outside torch's view (``lab/planning/cuda_workspace.py``); off, the
+    bytes are those that CPU ranks measure. ``device`` names the hardware of the time estimate.
+    ``host_memory`` is per node. ``knobs`` are set on a ladder's recipe by hand.
 
     Raises:
         LabError: a model, recipe, size or device that cannot work.

@@ -10,7 +10,8 @@ from typing import Any
 
 from lab import models
 from lab.planning.closed_form import Estimate, estimate_job
-from lab.planning.hardware import fixed_workspace, hardware
+from lab.planning.cuda_workspace import fixed_workspace
+from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached, model_identity
 from lab.recipe.jobs import Job, Machine, make_job, make_machine
 from lab.recipe.recipe import Recipe

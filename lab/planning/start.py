@@ -10,7 +10,7 @@ from lab.memory.categories import CATEGORIES
 from lab.memory.timeline import Moment
 from lab.memory.workspace import NO_WORKSPACE
 from lab.models.first_values import piece_elements
-from lab.planning.hardware import cuda_workspace
+from lab.planning.cuda_workspace import cuda_workspace
 from lab.recipe.jobs import Job, Machine
 from lab.techniques import agreement
 

@@ -13,7 +13,7 @@ Backend = Literal["lab", "deepspeed"]
 Offload = Literal["none", "inputs", "attention"]
 Compiled = Literal["none", "norms", "tiles"]
 LossKernel = Literal["lab", "liger"]
-KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"]
+KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 
 
 @dataclass(frozen=True)

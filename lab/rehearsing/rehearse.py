@@ -21,7 +21,7 @@ from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory, unmetered_out_of_memory
 from lab.memory.stopwatch import Stopwatch
 from lab.models.small_copies import first_layers
-from lab.planning.hardware import nccl_workspace
+from lab.planning.cuda_workspace import nccl_workspace
 from lab.planning.plan import Plan, plan_job
 from lab.recipe.jobs import TrainSettings, make_job, make_machine
 from lab.recipe.recipe import Recipe

@@ -2,6 +2,7 @@
 
 from lab.show.buffer_reuse import buffer_reuse
 from lab.show.comparisons import curves, stack
+from lab.show.context_table import context_table
 from lab.show.exchange_grid import exchange
 from lab.show.exploring import explore
 from lab.show.figures import timeline
@@ -19,6 +20,7 @@ from lab.show.tuner.widget import tuner
 __all__ = [
     "Picture",
     "buffer_reuse",
+    "context_table",
     "curves",
     "exchange",
     "explore",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from lab.commands.base import (
     JSON,
@@ -26,12 +28,12 @@ from lab.errors import LabError
 from lab.units import check_counts
 
 
-def _planning_options(command: Callable[..., None]) -> Callable[..., None]:
+def _planning_options(command: Callable[..., None], *, required: bool = True) -> Callable[..., None]:
     """Add the options of all planning commands to a command, which takes them as ``settings``."""
     for option in reversed(
         (
-            click.argument("model"),
-            click.option("--ranks", type=integer, required=True, help="GPUs in all."),
+            click.argument("model", required=required),
+            click.option("--ranks", type=integer, required=required, help="GPUs in all."),
             click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]"),
             click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
             click.option("--device", default="h100", help="The GPU of the time estimate. [h100]"),
@@ -208,13 +210,32 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
 
 
 @click.command("max-context")
-@_planning_options
+@partial(_planning_options, required=False)
 @RECIPE
 @SET
 @_memory_options("80GiB", "2TiB")
+@click.option("--table", is_flag=True, help="Instead: every preset, or MODEL, on machines that people rent.")
+@click.option("--figure", type=path, help="With --table: also draw it into this PNG file.")
 @one_line_errors
-def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
+def max_context(
+    model: str | None,
+    recipe: str,
+    knobs: tuple[str, ...],
+    as_json: bool,
+    table: bool,
+    figure: Path | None,
+    **settings: Any,
+) -> None:
     """Find the longest context of MODEL that fits, and what stops a longer one."""
+    if table:
+        _print_table(model, figure, as_json)
+        return
+    if figure is not None:
+        raise LabError("--figure draws the table: give --table too")
+    missing = [name for name, given in (("MODEL", model), ("--ranks", settings["ranks"])) if given is None]
+    if missing:
+        raise LabError(f"{' and '.join(missing)} missing: lab max-context MODEL --ranks N, or --table")
+    assert model is not None
 
     def make() -> Answer:
         from lab.commands.report import max_context_text
@@ -228,6 +249,33 @@ def max_context(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, 
         return longest.to_json(), max_context_text(longest)
 
     print_cached_answer(as_json, make)
+
+
+def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
+    """Print the table of all presets, or of one model; a line for each cell goes to stderr."""
+    from lab.commands.report import check_figure, context_table_text, draw_context_table
+    from lab.planning.max_context_table import MODELS, longest_contexts
+
+    context = click.get_current_context()
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in ("model", "table", "figure", "as_json")
+        and context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise LabError(f"--table has machines and recipes of its own: leave out {', '.join(given)}")
+    if figure is not None:
+        check_figure(figure)
+    with status("comparing recipes by the closed form") as say:
+        cells = longest_contexts(
+            MODELS if model is None else (model,),
+            say=say,
+            watch=lambda cell: click.echo(cell.summary, err=True),
+        )
+    if figure is not None:
+        draw_context_table(cells, figure)
+    print_answer([cell.to_json() for cell in cells] if as_json else context_table_text(cells))
 
 
 @click.command()

@@ -7,8 +7,8 @@ from typing import Literal
 
 from lab.errors import RecipeError
 from lab.planning.closed_form import Parts, estimate_job
+from lab.planning.cuda_workspace import NODE, fixed_workspace
 from lab.planning.fit import MARGIN
-from lab.planning.hardware import NODE, fixed_workspace
 from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.show.palette import COLOURS

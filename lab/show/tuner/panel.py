@@ -8,7 +8,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from lab.planning.hardware import NODE
+from lab.planning.cuda_workspace import NODE
 from lab.planning.plan import Plan
 from lab.show.page import join_files
 from lab.show.palette import COLOURS

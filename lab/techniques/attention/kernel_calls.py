@@ -16,7 +16,11 @@ from torch import Tensor
 from lab.techniques.attention.flash import Kernel, check_arguments, pad_head_dim
 from lab.torch_private import cudnn_attention, cudnn_attention_backward
 
-MODULES = {"flash-attn-2": "flash_attn.flash_attn_interface", "flash-attn-3": "flash_attn_interface"}
+MODULES = {
+    "flash-attn-2": "flash_attn.flash_attn_interface",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute.interface",
+}
 """The module from which the kernels of a package are imported, by the kernel's name."""
 
 
@@ -131,6 +135,28 @@ def _flash_3_backward(
     return dq, dk, dv
 
 
+# flash-attn 4, betas 0 to 27: the layouts of the other two, but backward returns dq, dk and dv. Arguments are
+# passed by name, because a release inserted one after v. Forward returns the LSE if it is asked for.
+
+
+def _flash_4_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = import_module(MODULES["flash-attn-4"])._flash_attn_fwd(
+        *_swap_heads_and_tokens(q, k, v), softmax_scale=scale, causal=causal, return_lse=True
+    )
+    return out.transpose(1, 2), lse
+
+
+def _flash_4_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out, q, k, v, out = _swap_heads_and_tokens(grad_out, q, k, v, out)
+    dq, dk, dv = import_module(MODULES["flash-attn-4"])._flash_attn_bwd(
+        q, k, v, out, grad_out, lse, softmax_scale=scale, causal=causal
+    )
+    dq, dk, dv = _swap_heads_and_tokens(dq, dk, dv)
+    return dq, dk, dv
+
+
 def _swap_heads_and_tokens(*tensors: Tensor) -> list[Tensor]:
     """View tensors [b, h, S, D] as [b, S, h, D], or the other way around."""
     return [t.transpose(1, 2) for t in tensors]
@@ -145,3 +171,4 @@ def _kernel(
 CUDNN = _kernel(_cudnn_forward, _cudnn_backward)
 FLASH_2 = _kernel(_flash_2_forward, _flash_2_backward)
 FLASH_3 = _kernel(_flash_3_forward, _flash_3_backward)
+FLASH_4 = _kernel(_flash_4_forward, _flash_4_backward)
