@@ -110,6 +110,7 @@ def draws() -> SearchStrategy[Draw]:
             "ring": draw(st.sampled_from(degrees)),
             "head_chunk": chunk,
             "overlap": draw(st.booleans()) and chunk is not None,
+            "attention_tile": draw(tiles),
             "checkpoint": checkpoint,
             "offload": draw(st.sampled_from(("none", "inputs", "attention"))) if checkpoint else "none",
             "mlp_tile": draw(tiles),

@@ -61,7 +61,7 @@ def _ladder(
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
-        "upipe": {"head_chunk": ulysses, "overlap": False},
+        "upipe": {"head_chunk": ulysses, "overlap": False, "attention_tile": None},
     }
     recipe = Recipe()
     for name, added in steps.items():
