@@ -102,7 +102,9 @@ CASES = {
         odd(num_hidden_layers=3), replace(UPIPE, overlap=True, offload="attention"), 500, 1,
     ),
     "attention tiles": (odd(), replace(UPIPE, head_chunk=4, attention_tile=104), 500, 1),
-    "attention tiles, no UPipe": (odd(), replace(OFFLOAD, attention_tile=60, compute_dtype="bfloat16"), 250, 3),
+    "attention tiles, no UPipe": (
+        odd(), replace(OFFLOAD, attention_tile=60, compute_dtype="bfloat16"), 250, 3,
+    ),
     "kept attention": (odd(num_hidden_layers=7), replace(OFFLOAD, offload="attention"), 250, 1),
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows.

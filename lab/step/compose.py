@@ -109,7 +109,8 @@ def apply_recipe(
     # as all the others.
     apply_attention(model)
     apply_rope(model)
-    # The kernel is chosen once, and its backward runs in tiles already. A ring wraps it; Ulysses or UPipe, applied below, wraps the ring.
+    # The kernel is chosen once, with its backward in tiles. A ring wraps it; Ulysses or UPipe, applied below,
+    # wraps the ring.
     apply_kernel(model, kernel=kernel)
     if ring is not None:
         apply_ring(model, group=ring, kernel=kernel)
