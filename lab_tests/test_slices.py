@@ -57,7 +57,8 @@ def pairs(length, tile):
 
 def test_under_a_causal_mask_a_tile_meets_the_tiles_up_to_itself():
     assert pairs(20, 8) == [
-        (0, 8, 0, 8, 1), (8, 8, 0, 8, 1), (8, 8, 8, 8, 1), (16, 4, 0, 8, 1), (16, 4, 8, 8, 1), (16, 4, 16, 4, 1),
+        (0, 8, 0, 8, 1), (8, 8, 0, 8, 1), (8, 8, 8, 8, 1),
+        (16, 4, 0, 8, 1), (16, 4, 8, 8, 1), (16, 4, 16, 4, 1),
     ]  # fmt: skip
 
 
