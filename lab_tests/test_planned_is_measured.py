@@ -150,7 +150,7 @@ RINGS = {
     ),
     "UPipe, attention tiles": (
         Recipe(fsdp=True, ring=2, ulysses=2, head_chunk=4, checkpoint=True, attention_tile=50),
-        (0, 0, 1),
+        (0, 1, 1),
     ),
     "ring of four": (Recipe(fsdp=True, ring=4, checkpoint=True), (1, 1, 1)),
     "ring of four, UPipe": (Recipe(fsdp=True, ring=4, head_chunk=2), (1, 1, 1)),
