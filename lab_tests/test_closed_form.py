@@ -64,6 +64,9 @@ POINTS = [
         "tiny", "upipe", 64 * Ki, 4,
         {"overlap": True, "ulysses": 2, "ring": 2, "head_chunk": 16, "rows": 2, "layers": 2},
     ),
+    ("llama3-8b", "upipe", 5 * Mi, 8, {"head_chunk": 32, "attention_tile": 256 * Ki, **TILES, "layers": 2}),
+    ("llama3-8b", "upipe", 3 * Mi, 16, {"ring": 2, "attention_tile": 64 * Ki, **TILES, "layers": 2}),
+    ("llama3-8b", "tiling", 3 * Mi, 8, {"attention_tile": 128 * Ki, "ring": 2, **TILES, "layers": 2}),
     ("llama3-8b", "fast", 3 * Mi, 8, {"head_chunk": 16}),
     ("qwen3-8b", "fast", 512 * Ki, 4, {"head_chunk": None, "rows": 2}),
     ("tiny", "fast", 64 * Ki, 4, {"ring": 2, "head_chunk": None, "loss_tile": None}),
@@ -71,7 +74,7 @@ POINTS = [
 """Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand.
 
 Of UPipe: fewer and more ranks than key/value heads, norms of heads or none, a ring or none, overlap or none,
-and stages of one head of each rank, of several, and of all.
+attention's backward in tiles or not, and stages of one head of each rank, of several, and of all.
 """
 
 

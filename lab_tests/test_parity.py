@@ -38,6 +38,7 @@ PIECES = {
     "ulysses": {"ulysses": 2},
     "ring": {"ring": 2},
     "upipe": {"head_chunk": 8},
+    "attention": {"attention_tile": 7},
     "checkpoint": {"checkpoint": True},
     "offload": {"checkpoint": True, "offload": "inputs"},
     "mlp": {"mlp_tile": 5},
@@ -86,7 +87,7 @@ def test_every_pair_of_techniques(ranks4, tmp_path):
     folder = saved(tmp_path)
     pairs = {pair: {**PIECES[pair[0]], **PIECES[pair[1]]} for pair in combinations(PIECES, 2)}
     del pairs["mlp", "streamed"]  # refused: a streamed layer has its own tile
-    assert len(pairs) == 44
+    assert len(pairs) == 54
     assert_exact(ranks4, {pair: (folder, Recipe(**knobs)) for pair, knobs in pairs.items()})
 
 

@@ -118,6 +118,10 @@ CASES = {
     "segments, kept attention, no FSDP": (
         odd(num_hidden_layers=3), replace(STREAMED, fsdp=False, segment=2, offload="attention"), 500, 3,
     ),
+    "attention tiles": (odd(), replace(UPIPE, head_chunk=4, attention_tile=104), 500, 1),
+    "attention tiles, no UPipe": (
+        odd(), replace(OFFLOAD, attention_tile=60, compute_dtype="bfloat16"), 250, 3,
+    ),
     "kept attention": (odd(num_hidden_layers=7), replace(OFFLOAD, offload="attention"), 250, 1),
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows.
@@ -162,6 +166,10 @@ RINGS = {
         (0, 1, 1),
     ),
     "streamed": (replace(STREAMED, ring=2, head_chunk=2, stream=8), (0, 0, 0)),
+    "UPipe, attention tiles": (
+        Recipe(fsdp=True, ring=2, ulysses=2, head_chunk=4, checkpoint=True, attention_tile=50),
+        (0, 1, 1),
+    ),
     "ring of four": (Recipe(fsdp=True, ring=4, checkpoint=True), (1, 1, 1)),
     "ring of four, UPipe": (Recipe(fsdp=True, ring=4, head_chunk=2), (1, 1, 1)),
 }
@@ -171,6 +179,7 @@ RING_CASES = [
     *product(("ring of two", "UPipe, overlap, kept attention"), (1, 2, 4)),
     *product(("in bf16", "kept attention", "UPipe, one head a rank"), (1, 4)),
     ("streamed", 4),
+    ("UPipe, attention tiles", 4),
     ("ring of four", 2),
     *product(("ring of four, UPipe",), (1, 4)),
 ]

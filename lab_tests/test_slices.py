@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from lab.planning import fake_step as walking
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
-from lab.techniques.slices import repetitions, short_loops, slices
+from lab.techniques.slices import causal_slices, repetitions, short_loops, slices
 from lab_tests.support.models import small_config
 
 
@@ -48,6 +48,36 @@ def test_loops_in_loops_multiply():
         stands_for = [repetitions() for _ in slices(70, 10) for _ in slices(6, 1)]
     assert stands_for == [1, 4, 1, 5, 20, 5, 1, 4, 1]
     assert sum(stands_for) == 7 * 6
+    assert repetitions() == 1
+
+
+def pairs(length, tile):
+    return [(*rows, *keys, repetitions()) for rows, tiles in causal_slices(length, tile) for keys in tiles]
+
+
+def test_under_a_causal_mask_a_tile_meets_the_tiles_up_to_itself():
+    assert pairs(20, 8) == [
+        (0, 8, 0, 8, 1), (8, 8, 0, 8, 1), (8, 8, 8, 8, 1),
+        (16, 4, 0, 8, 1), (16, 4, 8, 8, 1), (16, 4, 16, 4, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [8, 9, 20, 32, 50, 56, 64])
+def test_shortened_the_pairs_stand_for_all_pairs_of_their_kind(length):
+    def count(found):
+        kinds = {}
+        for start, size, first, keys, times in found:
+            kind = (size, keys, start == first)
+            kinds[kind] = kinds.get(kind, 0) + times
+        return kinds
+
+    whole = pairs(length, 8)
+    with FakeTensorMode(), short_loops():
+        # In a loop around it, as another technique may have.
+        short = [pairs(length, 8) for _ in slices(70, 10)]
+    assert len(short[1]) <= 7
+    assert count(short[0]) == count(whole)
+    assert count(short[1]) == {kind: 5 * times for kind, times in count(whole).items()}
     assert repetitions() == 1
 
 

@@ -110,6 +110,8 @@ def draws() -> SearchStrategy[Draw]:
             "ring": draw(st.sampled_from(degrees)),
             "head_chunk": chunk,
             "overlap": draw(st.booleans()) and chunk is not None,
+            # Tiles of one token would be tens of thousands of calls.
+            "attention_tile": draw(tiles.map(lambda tile: tile and max(tile, 8))),
             "checkpoint": checkpoint,
             "offload": draw(st.sampled_from(("none", "inputs", "attention"))) if checkpoint else "none",
             "mlp_tile": draw(tiles),

@@ -40,6 +40,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "deepspeed": {"ulysses": 2, "ulysses_backend": "deepspeed"},
     "upipe": {"ulysses": 2, "head_chunk": 2},
     "overlap": {"ulysses": 2, "head_chunk": 2, "overlap": True},
+    "attention tiles": {"ulysses": 2, "head_chunk": 4, "attention_tile": 7},
     "ring": {"ring": 4},
     "hybrid": {"ulysses": 2, "ring": 2, "head_chunk": 4},
     "checkpoint": {"checkpoint": True},
@@ -52,8 +53,8 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
         "offload": "attention",
     },
     "all": {
-        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "checkpoint": True,
-        "offload": "attention",
+        "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "attention_tile": 6,
+        "checkpoint": True, "offload": "attention",
         **TILES,
     },
 }  # fmt: skip

@@ -469,12 +469,31 @@ def _kernel(z: _Sizes, q: int, k: int) -> int:
     Of keys that come from another rank, all queries meet half, or half the queries meet all. The first dq is
     its own sum if that is not wider.
     """
-    wide_q, wide_k, part = q * z.f // z.w, k * z.f // z.w, max(q + k, q // 2 + 2 * k)
+    wide_q, wide_k = q * z.f // z.w, k * z.f // z.w
     if z.recipe.ring == 1:
-        return q + 2 * k
+        return _call(z, q, k)
+    part = max(_call(z, q, k, keys=2), _call(z, q, k, queries=2))
     if z.recipe.ring == 2:
         return wide_q + max(q * (z.f > z.w) + 6 * k + 2 * wide_k, part + 2 * k + 4 * wide_k)
     return wide_q + part + 4 * k + 4 * wide_k
+
+
+def _call(z: _Sizes, q: int, k: int, *, queries: int = 1, keys: int = 1) -> int:
+    """dq, dk and dv of one call of the kernel, with one of so many parts of the queries and of the keys.
+
+    In tiles, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded of them.
+    """
+    dq, dk = q // queries, k // keys
+    if z.recipe.attention_tile is None:
+        return dq + 2 * dk
+    return dq + 2 * dk * z.f // z.w + max(_pair(z, q, k, queries, keys), dk * (z.f > z.w))
+
+
+def _pair(z: _Sizes, q: int, k: int, queries: int = 1, keys: int = 1) -> int:
+    """dq, dk and dv of a pair of tiles, and the sum of dq; ``q`` and ``k`` are bytes of all tokens."""
+    tokens = z.s * z.recipe.ulysses
+    tile = z.recipe.attention_tile or tokens
+    return (min(tile, tokens // queries) * (q + q * z.f // z.w) + min(tile, tokens // keys) * 2 * k) // tokens
 
 
 def _attention(z: _Sizes) -> Held:
@@ -485,6 +504,8 @@ def _attention(z: _Sizes) -> Held:
     # A ring makes its gradients of what it sums and passes on; dq is its own sum if that is no wider.
     backward = _kernel(z, q, z.sent)
     made = backward if z.recipe.ring == 1 else q * (z.f == z.w)
+    if z.recipe.ring == 1 and z.recipe.attention_tile is not None:
+        made = q + 2 * z.sent * (z.f == z.w)
     kernel = _plus(kept, {ACTIVATION_GRADIENTS: q + made, TEMPORARY: backward - made})
     dout = _plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
@@ -508,13 +529,20 @@ def _upipe(z: _Sizes) -> Held:
     grouped = home // 2 * (groups > 1)
     end = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: weights} if z.A + weights > grouped else {TEMPORARY: grouped}
     end = _plus(end, {TEMPORARY: home})
-    kernel = _kernel(z, max(_kernels(z)) * z.h, u_kv)
-    peaks = [{TEMPORARY: 3 * u + 2 * u_kv + sums + there + ahead + kernel}, end]
+    heads = max(_kernels(z)) * z.h
+    if z.recipe.attention_tile is None or z.recipe.ring > 1:
+        stage = 3 * u + 2 * u_kv + sums + _kernel(z, heads, u_kv)
+    else:
+        # In pairs of tiles all is summed wide; or the output is exchanged; or what a stage made is.
+        exchange = (4 if z.recipe.ulysses > 1 else 3) * u + 2 * u_kv + sums
+        kernel, sent_back = 3 * u + 2 * u_kv + _pair(z, heads, u_kv), 2 * u + 4 * u_kv
+        stage = max(2 * u_kv * z.f // z.w + max(kernel, sent_back), exchange)
+    peaks = [{TEMPORARY: stage + there + ahead}, end]
     if z.head_norms:
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.
-        stage = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
+        normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
         inside = _plus(_nested(_wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
-        peaks.append(_plus(stage, inside))
+        peaks.append(_plus(normed, inside))
     return _plus(_attention_keeps(z), {GRADIENTS: z.w * z.E * z.H * z.D}, _highest(*peaks))
 
 

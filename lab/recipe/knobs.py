@@ -135,6 +135,18 @@ KNOBS: tuple[Knob, ...] = (
         sets="whether the next UPipe stage is sent while the current one computes, in buffers of its own",
     ),
     Knob(
+        "attention_tile",
+        rung="streamed",
+        neutral=None,
+        choices=(None,),
+        count=True,
+        values="`none`, a number of tokens",
+        sets="the tile of queries and of keys in attention's backward",
+        label="attention tile",
+        cost="Tokens of queries and of keys that attention's backward sees at once: fewer hold less, in more "
+        "and shorter calls of the kernel",
+    ),
+    Knob(
         "checkpoint",
         rung="checkpoint",
         neutral=False,

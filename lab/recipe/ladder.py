@@ -16,6 +16,9 @@ from lab.units import Ki, check_counts
 TILE = 16 * Ki
 """Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
 
+ATTENTION_TILE = 256 * Ki
+"""Tokens of a tile in attention's backward: a kernel keeps its rate with so many queries and keys."""
+
 RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe", "streamed")
 
 BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,6 +64,7 @@ def _ladder(
     ulysses, ring = sequence_degrees(shape, ranks, knobs)
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
+    attention_tile = max(1, min(ATTENTION_TILE, tokens // ring // 4))
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
         "fsdp": {"fsdp": True},
@@ -69,7 +73,7 @@ def _ladder(
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
         "upipe": {"head_chunk": ulysses, "overlap": False},
-        "streamed": {"stream": tile, "segment": 1},
+        "streamed": {"stream": tile, "segment": 1, "attention_tile": attention_tile},
     }
     # The tile of a streamed layer is also that of its MLP.
     whole_layer = {} if knobs.get("stream", tile) is None else {"mlp_tile": None, "compile": "none"}

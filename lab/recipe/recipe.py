@@ -32,6 +32,8 @@ class Recipe:
         head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
         overlap: while a UPipe stage attends, what the next one needs travels, in buffers of its own; nothing
             is different where there is one stage, or one rank.
+        attention_tile: tokens of queries, and of keys, that attention's backward sees at once, in pairs of
+            tiles; None for all.
         checkpoint: keep only each layer's input in forward and recompute the rest in backward.
         offload: what of checkpointed layers waits for backward on the host: "none", the "inputs", or with
             them what "attention" made, which then runs once forward and not twice.
@@ -58,6 +60,7 @@ class Recipe:
     ulysses_backend: Backend = "lab"
     head_chunk: int | None = None
     overlap: bool = False
+    attention_tile: int | None = None
     checkpoint: bool = False
     offload: Offload = "none"
     mlp_tile: int | None = None

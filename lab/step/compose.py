@@ -19,6 +19,7 @@ from lab.techniques.agreement import check_same, check_same_model, refuse_togeth
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.kernels import apply_kernel, kernel_for
+from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
@@ -109,7 +110,8 @@ def apply_recipe(
     # as all the others.
     apply_attention(model)
     apply_rope(model)
-    # The kernel is chosen once. A ring wraps it; Ulysses or UPipe, applied below, wraps the ring.
+    # The kernel is chosen once, with its backward in tiles. A ring wraps it; Ulysses or UPipe, applied below,
+    # wraps the ring.
     apply_kernel(model, kernel=kernel)
     if ring is not None:
         apply_ring(model, group=ring, kernel=kernel)
@@ -162,7 +164,7 @@ def apply_recipe(
 
 
 def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: bool) -> Kernel:
-    """Check that the recipe can be right for this model; return the kernel of its attention."""
+    """Check that the recipe can be right for this model; return the kernel of its attention, in tiles."""
     check_untouched(model)
     if not recipe.fsdp:
         check_materialized(model)
@@ -170,7 +172,8 @@ def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: b
     if not checked:
         recipe.check(model.config, mesh.size())
     dtype = attention_dtype(recipe, model.dtype)
-    return kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
+    kernel = kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
+    return kernel if recipe.attention_tile is None else tiled_kernel(kernel, recipe.attention_tile)
 
 
 def _sequence_groups(

@@ -209,14 +209,39 @@ class _Backward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class _Accumulate(Protocol):
+    def __call__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> None: ...
+
+
 class Kernel(NamedTuple):
     """A forward and a backward of attention, with the arguments and results of the flash functions above.
 
     It computes on one rank or on a ring of ranks.
+
+    Attributes:
+        forward: See ``flash_forward``.
+        backward: See ``flash_backward``.
+        accumulate: A backward that writes dq over ``q``, and adds dk and dv to two sums [b, h/G, S', D] in
+            the accumulation dtype, so that no tensor of the whole dq, dk or dv is made. None if the kernel
+            has no such backward.
     """
 
     forward: _Forward
     backward: _Backward
+    accumulate: _Accumulate | None = None
 
 
 FLASH = Kernel(flash_forward, flash_backward)

@@ -284,9 +284,15 @@ class BackwardStages:
         are added to the sums of the range's slots.
         """
         buffers.free()
-        dq, *dk_dv = self.settings.kernel.backward(
-            dout, q, buffers.keys, buffers.values, out, next(self.lses), scale=self.settings.scale
-        )
+        kernel, scale = self.settings.kernel, self.settings.scale
+        inputs = (dout, q, buffers.keys, buffers.values, out, next(self.lses))
+        if kernel.accumulate is not None:
+            if heads.opens:
+                self.sums = [torch.zeros_like(t, dtype=self.sum_dtype) for t in inputs[2:4]]
+            dk, dv = self.sums
+            kernel.accumulate(*inputs, dk, dv, scale=scale)
+            return
+        dq, *dk_dv = kernel.backward(*inputs, scale=scale)
         q.copy_(dq)
         del dq
         if heads.opens:
