@@ -76,7 +76,9 @@ def _ladder(
         "streamed": {"stream": tile, "segment": 1, "attention_tile": attention_tile},
     }
     # The tile of a streamed layer is also that of its MLP.
-    whole_layer = {} if knobs.get("stream", tile) is None else {"mlp_tile": None, "compile": "none"}
+    whole_layer: dict[str, Any] = (
+        {} if knobs.get("stream", tile) is None else {"mlp_tile": None, "compile": "none"}
+    )
     recipe = Recipe()
     for name, added in steps.items():
         set_here = {**added, **{k: v for k, v in knobs.items() if k in added}}
