@@ -13,6 +13,7 @@ Backend = Literal["lab", "deepspeed"]
 Offload = Literal["none", "inputs", "attention"]
 Compiled = Literal["none", "norms", "tiles"]
 LossKernel = Literal["lab", "liger"]
+Optimizer = Literal["device", "host"]
 KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3"]
 
 
@@ -88,6 +89,16 @@ KNOBS: tuple[Knob, ...] = (
         neutral=False,
         **YES_OR_NO,
         sets="sharding of parameters, gradients and optimizer state",
+    ),
+    Knob(
+        "optimizer",
+        rung="fsdp",
+        neutral="device",
+        **_named(get_args(Optimizer)),
+        sets="where sharded parameters, their gradients and optimizer state are; on the host, the CPU steps",
+        label="optimizer",
+        cost="Where sharded parameters, gradients and Adam's state are: on the host they cross the host link "
+        "each step, and the CPU steps",
     ),
     Knob(
         "ulysses",

@@ -56,7 +56,7 @@ def _ladder(
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
-        "fsdp": {"fsdp": True},
+        "fsdp": {"fsdp": True, "optimizer": "device"},
         "ulysses": {"ulysses": ulysses, "ring": ring, "ulysses_backend": "lab"},
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},

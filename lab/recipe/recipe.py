@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from lab.errors import RecipeError
-from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload
+from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload, Optimizer
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import check_degree
 from lab.techniques.upipe.schedule import schedule
@@ -25,6 +25,7 @@ class Recipe:
 
     Attributes:
         fsdp: shard parameters, gradients and optimizer state over all ranks (FSDP2), per layer.
+        optimizer: where those three are: on the "device", or on the "host", whose CPU then steps.
         ulysses: Ulysses degree C, the ranks over which a sequence is sharded outside attention and the heads
             are inside it.
         ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
@@ -49,6 +50,7 @@ class Recipe:
     """
 
     fsdp: bool = False
+    optimizer: Optimizer = "device"
     ulysses: int = 1
     ring: int = 1
     ulysses_backend: Backend = "lab"
@@ -67,6 +69,11 @@ class Recipe:
     def __post_init__(self) -> None:
         for knob in KNOBS:
             knob.check(getattr(self, knob.name))
+        if self.optimizer == "host" and not self.fsdp:
+            raise RecipeError(
+                "optimizer='host' without fsdp: every rank would keep all 16 bytes a parameter on the host, "
+                "and not its shard; set fsdp=True with it, or optimizer='device'"
+            )
         if self.offload != "none" and not self.checkpoint:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "

@@ -29,6 +29,7 @@ _OPERATORS = {
     "c10d._reduce_scatter_base_": Moving.REDUCE_SCATTER,
     "c10d.allreduce_": Moving.ALL_REDUCE,
     "lab.to_host": Moving.TO_HOST,
+    "lab.to_host_whole": Moving.TO_HOST,
     "lab.from_host": Moving.FROM_HOST,
 }
 
