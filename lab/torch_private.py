@@ -229,7 +229,7 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in _fsdp_parameters(module)]
 
 
-def offloaded_parameters(model: nn.Module) -> set[nn.Parameter]:
+def offloaded_parameters(model: nn.Module) -> set[Tensor]:
     """Return the sharded parameters in a model that FSDP keeps in host memory: its ``CPUOffloadPolicy``."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     every = [parameter for unit in units for parameter in _fsdp_parameters(unit)]

@@ -196,12 +196,12 @@ class Meter(Observer):
         self._mark(((name, p) for name, p in model.named_parameters() if p in on_host), HOST)
         self._mark(model.named_parameters(), PARAMETERS)
         self._mark(model.named_buffers(), PARAMETERS)
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                self._mark([(name, p.grad)], HOST if p in on_host else GRADIENTS)
-        for p, values in optimizer.state.items() if optimizer is not None else ():
-            state = ((names.get(p, ""), value) for value in values.values())
-            self._mark(state, HOST if p in on_host else OPTIMIZER)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self._mark([(name, parameter.grad)], HOST if parameter in on_host else GRADIENTS)
+        for owner, values in optimizer.state.items() if optimizer is not None else ():
+            state = ((names.get(owner, ""), value) for value in values.values())
+            self._mark(state, HOST if owner in on_host else OPTIMIZER)
         self._model = model
         hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]
         with report_resizes(self._on_resize), self:
@@ -257,7 +257,7 @@ class Meter(Observer):
         except torch.OutOfMemoryError as error:
             self._add_row(Op(name, _shapes(args)), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
-        self._count(result, HOST if name in TO_HOST or self._on_host(args) else TEMPORARY)
+        self._count(result, HOST if name in TO_HOST or self.on_host(args) else TEMPORARY)
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
         elif name == FROM_HOST:
@@ -309,7 +309,7 @@ class Meter(Observer):
             (scope.recomputed if forward_again else scope.blocks).append(block)
         return block
 
-    def _on_host(self, args: tuple[Any, ...]) -> bool:
+    def on_host(self, args: tuple[Any, ...]) -> bool:
         """Return whether the first tensor among an operator's arguments is in host memory.
 
         Such an operator runs on the host, and its results are there: the tensors that an operator takes and

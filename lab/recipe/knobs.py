@@ -91,16 +91,6 @@ KNOBS: tuple[Knob, ...] = (
         sets="sharding of parameters, gradients and optimizer state",
     ),
     Knob(
-        "optimizer",
-        rung="fsdp",
-        neutral="device",
-        **_named(get_args(Optimizer)),
-        sets="where sharded parameters, their gradients and optimizer state are; on the host, the CPU steps",
-        label="optimizer",
-        cost="Where sharded parameters, gradients and Adam's state are: on the host they cross the host link "
-        "each step, and the CPU steps",
-    ),
-    Knob(
         "ulysses",
         rung="ulysses",
         neutral=1,
@@ -218,6 +208,16 @@ KNOBS: tuple[Knob, ...] = (
         neutral=None,
         **_named((None, "float64", "float32", "bfloat16")),
         sets="the dtype that parameters are cast to for forward and backward",
+    ),
+    Knob(
+        "optimizer",
+        rung="fsdp",
+        neutral="device",
+        **_named(get_args(Optimizer)),
+        sets="where sharded parameters, their gradients and optimizer state are; on the host, the CPU steps",
+        label="optimizer",
+        cost="Where sharded parameters, gradients and Adam's state are: on the host they cross the host link "
+        "each step, and the CPU steps",
     ),
 )
 """One row for each field of ``Recipe``, in the order of its fields."""

@@ -25,7 +25,6 @@ class Recipe:
 
     Attributes:
         fsdp: shard parameters, gradients and optimizer state over all ranks (FSDP2), per layer.
-        optimizer: where those three are: on the "device", or on the "host", whose CPU then steps.
         ulysses: Ulysses degree C, the ranks over which a sequence is sharded outside attention and the heads
             are inside it.
         ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
@@ -47,10 +46,11 @@ class Recipe:
             it not says so when the recipe is applied; a plan is the same for all.
         compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
             their own dtype; None for no cast.
+        optimizer: where sharded parameters, their gradients and optimizer state are: on the "device", or on
+            the "host", whose CPU then steps.
     """
 
     fsdp: bool = False
-    optimizer: Optimizer = "device"
     ulysses: int = 1
     ring: int = 1
     ulysses_backend: Backend = "lab"
@@ -65,6 +65,7 @@ class Recipe:
     loss_kernel: LossKernel = "lab"
     kernel: KernelName = "auto"
     compute_dtype: str | None = None
+    optimizer: Optimizer = "device"
 
     def __post_init__(self) -> None:
         for knob in KNOBS:
