@@ -64,8 +64,9 @@ def apply_fsdp(
         Per layer, an all-gather of its parameters in forward, another one in backward, and a reduce-scatter
         of its gradients.
         With ``on_host``, the shards cross the host link at each all-gather, and the gradients once: 12/P
-        bytes per parameter of a layer in fp32, and 8/P bytes per other parameter. The device waits while the CPU clips the gradients and runs Adam. On CUDA the
-        shards and the gradients are pinned if the host has room for all of them.
+        bytes per parameter of a layer in fp32, and 8/P bytes per other parameter. The device waits while the
+        CPU clips the gradients and runs Adam. On CUDA the shards and the gradients are pinned if the host has
+        room for all of them.
     Source:
         ZeRO (arXiv 1910.02054), section 5, stage 3; PyTorch FSDP (arXiv 2304.11277); for ``on_host``,
         ZeRO-Offload (arXiv 2101.06840).
