@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 PIECES = {
     "fsdp": {"fsdp": True},
+    "host": {"fsdp": True, "optimizer": "host"},
     "ulysses": {"ulysses": 2},
     "ring": {"ring": 2},
     "upipe": {"head_chunk": 8},
@@ -83,7 +84,7 @@ def test_every_technique_alone_of_every_kind_of_model(ranks4, tmp_path, place):
 def test_every_pair_of_techniques(ranks4, tmp_path):
     folder = saved(tmp_path)
     pairs = {pair: {**PIECES[pair[0]], **PIECES[pair[1]]} for pair in combinations(PIECES, 2)}
-    assert len(pairs) == 36
+    assert len(pairs) == 45
     assert_exact(ranks4, {pair: (folder, Recipe(**knobs)) for pair, knobs in pairs.items()})
 
 

@@ -104,10 +104,11 @@ def draws() -> SearchStrategy[Draw]:
         degrees = [d for d in RANKS if d <= ranks]
         checkpoint = draw(st.booleans())
         chunk = draw(st.none() | st.integers(1, heads))
+        ring = draw(st.sampled_from(degrees))
         knobs = {
             "fsdp": draw(st.booleans()),
             "ulysses": draw(st.sampled_from(degrees)),
-            "ring": draw(st.sampled_from(degrees)),
+            "ring": ring,
             "head_chunk": chunk,
             "overlap": draw(st.booleans()) and chunk is not None,
             "checkpoint": checkpoint,
@@ -116,6 +117,8 @@ def draws() -> SearchStrategy[Draw]:
             "norm_tile": draw(tiles),
             "loss_tile": draw(tiles),
             "compute_dtype": draw(st.sampled_from((None, None, "float64", "float32", "bfloat16"))),
+            # A plan is of the rank with the most device bytes. In a ring, another one may have larger shards.
+            "optimizer": draw(st.sampled_from(("device", "host"))) if ring == 1 else "device",
         }
         return Draw(
             family=draw(st.sampled_from(sorted(reference.FAMILIES))),

@@ -34,6 +34,7 @@ TILES: dict[str, Any] = {"mlp_tile": 5, "norm_tile": 8, "loss_tile": 9}
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
+    "host": {"fsdp": True, "optimizer": "host"},
     "ulysses": {"ulysses": 2},
     "deepspeed": {"ulysses": 2, "ulysses_backend": "deepspeed"},
     "upipe": {"ulysses": 2, "head_chunk": 2},
@@ -46,7 +47,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "tiling": TILES,
     "all": {
         "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "checkpoint": True,
-        "offload": "attention",
+        "offload": "attention", "optimizer": "host",
         **TILES,
     },
 }  # fmt: skip
