@@ -1,9 +1,9 @@
 """The closed-form estimate: what a training step holds at its highest moments, in the method's letters.
 
 It is within 1% of the plan on the presets. On any other legal shape it is within 5%, or within 1 KiB if that
-is more. In fp64, which is for tests, it is within 10%. With the optimizer on the host, these are parts of what
-the device and the host hold together. It leaves out what grows with neither tokens nor weights, such as Adam's
-counter for each parameter.
+is more. In fp64, which is for tests, it is within 10%. With the optimizer on the host, these are parts of
+what the device and the host hold together. It leaves out what grows with neither tokens nor weights, such as
+Adam's counter for each parameter.
 
 It has the categories of a plan's timeline. On the presets each is within 1% of the device peak of what the
 plan has, unless two moments are about equally high and the plan's peak is the other one.
