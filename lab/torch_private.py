@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d
 from torch._subclasses import fake_tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _python_dispatch
@@ -263,12 +263,58 @@ def reset_shards(module: FSDPModule) -> None:
 
     ``to_empty`` exchanges tensors in place, which torch refuses where they are fake.
     """
+    for parameter in _fsdp_parameters(module):
+        parameter.reset_sharded_param()
+
+
+def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters of a unit of FSDP, those of the units inside it left out.
+
+    They are the same parameters while the module works with gathered ones.
+    """
+    return [parameter.sharded_param for parameter in _fsdp_parameters(module)]
+
+
+def offloaded_parameters(model: nn.Module) -> set[Tensor]:
+    """Return the sharded parameters in a model that FSDP keeps in host memory: its ``CPUOffloadPolicy``."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    every = [parameter for unit in units for parameter in _fsdp_parameters(unit)]
+    return {parameter.sharded_param for parameter in every if parameter.offload_to_cpu}
+
+
+def set_shard_copy(module: FSDPModule, copy: Callable[[Tensor, torch.device], Tensor]) -> None:
+    """Let a function copy the shards of a unit of FSDP to the device, before each all-gather.
+
+    The unit has FSDP's ``CPUOffloadPolicy``. FSDP's own copy is ``Tensor.to``, which makes none between two
+    tensors of one device.
+
+    Args:
+        module: The unit.
+        copy: Called with a shard, flat and padded, and the device of the mesh. It returns the copy, which is
+            then cast to the dtype in which parameters are gathered.
+    """
+    for parameter in _fsdp_parameters(module):
+        parameter.__class__ = _CopiedParameter
+        parameter.copy = copy
+
+
+class _CopiedParameter(_fsdp_param.FSDPParam):
+    """FSDP's record of a parameter, with another copy of the shard to the device."""
+
+    copy: Callable[[Tensor, torch.device], Tensor]
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        on_device = self.copy(self._sharded_param_data, self.device)
+        return [on_device.to(self.param_dtype or on_device.dtype)]
+
+
+def _fsdp_parameters(module: FSDPModule) -> list[Any]:
+    """Return FSDP's record of each parameter of a unit."""
     state: Any = module._get_fsdp_state()
     # In releases before 2.13 the name is in the singular, and its value is None without parameters.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in filter(None, groups):
-        for parameter in group.fsdp_params:
-            parameter.reset_sharded_param()
+    return [parameter for group in filter(None, groups) for parameter in group.fsdp_params]
 
 
 @contextmanager

@@ -67,6 +67,8 @@ POINTS = [
     ("llama3-8b", "upipe", 5 * Mi, 8, {"head_chunk": 32, "attention_tile": 256 * Ki, **TILES, "layers": 2}),
     ("llama3-8b", "upipe", 3 * Mi, 16, {"ring": 2, "attention_tile": 64 * Ki, **TILES, "layers": 2}),
     ("llama3-8b", "tiling", 3 * Mi, 8, {"attention_tile": 128 * Ki, "ring": 2, **TILES, "layers": 2}),
+    ("llama3-8b", "upipe", 1 * Mi, 8, {"optimizer": "host", "layers": 2}),
+    ("qwen3-8b", "fsdp", 64 * Ki, 1, {"optimizer": "host"}),
     ("llama3-8b", "fast", 3 * Mi, 8, {"head_chunk": 16}),
     ("qwen3-8b", "fast", 512 * Ki, 4, {"head_chunk": None, "rows": 2}),
     ("tiny", "fast", 64 * Ki, 4, {"ring": 2, "head_chunk": None, "loss_tile": None}),
@@ -113,7 +115,9 @@ def test_the_estimate_is_the_plans_within_1_percent(point, ratios):
     size = {"tokens": tokens, "ranks": ranks, "rows": knobs.get("rows", 1)}
     planned = plan(config, recipe, workspace=False, **size)
     estimated = estimate_job(models.shape_of(config), Job(model, recipe, **size))
-    assert estimated.host_peak == planned.host_peak
+    # On the host, Adam also has a counter for each parameter.
+    counters = 0.001 if recipe.optimizer == "host" else 0
+    assert estimated.host_peak == pytest.approx(planned.host_peak, rel=counters, abs=0)
     ratio = estimated.device_peak / planned.device_peak
     where = f"{ratio:.4f} at {model}, {rung}, {size}, {knobs}: {estimated.moment}"
     ratios.append((abs(ratio - 1), where))

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 PIECES = {
     "fsdp": {"fsdp": True},
+    "host": {"fsdp": True, "optimizer": "host"},
     "ulysses": {"ulysses": 2},
     "ring": {"ring": 2},
     "upipe": {"head_chunk": 8},
@@ -87,7 +88,7 @@ def test_every_pair_of_techniques(ranks4, tmp_path):
     folder = saved(tmp_path)
     pairs = {pair: {**PIECES[pair[0]], **PIECES[pair[1]]} for pair in combinations(PIECES, 2)}
     del pairs["mlp", "streamed"]  # refused: a streamed layer has its own tile
-    assert len(pairs) == 54
+    assert len(pairs) == 65
     assert_exact(ranks4, {pair: (folder, Recipe(**knobs)) for pair, knobs in pairs.items()})
 
 

@@ -90,6 +90,11 @@ CASES = {
     "tile of 5": (odd(), Recipe(ulysses=2, mlp_tile=5, norm_tile=8, loss_tile=5), 40, 1),
     "tile of 8": (odd(), Recipe(fsdp=True, ulysses=2, mlp_tile=8, norm_tile=5, loss_tile=8), 40, 3),
     "bf16": (odd(), Recipe(fsdp=True, ulysses=2, checkpoint=True, compute_dtype="bfloat16"), 500, 1),
+    "optimizer on the host": (odd(num_hidden_layers=7), replace(OFFLOAD, optimizer="host"), 250, 1),
+    "optimizer on the host, bf16, tied heads": (
+        odd(Qwen2Config, tie_word_embeddings=True),
+        replace(UPIPE, optimizer="host", compute_dtype="bfloat16"), 100, 3,
+    ),
     "bf16 on replicas": (odd(), Recipe(compute_dtype="bfloat16"), 250, 1),
     "biases, tied heads": (odd(Qwen2Config, tie_word_embeddings=True), UPIPE, 500, 1),
     "norms of heads, rows that do not divide": (odd(Qwen3Config, head_dim=28), UPIPE, 500, 3),

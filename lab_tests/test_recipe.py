@@ -48,7 +48,7 @@ def test_each_rung_adds_one_technique():
         {"offload"},
         {"tile"},
         {"head_chunk"},
-        {"stream", "tile"},
+        {"stream", "attention_tile", "tile"},
     ]
 
 

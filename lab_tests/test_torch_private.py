@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -359,6 +359,31 @@ def test_fsdp_uses_the_parameters_that_a_module_has_after_a_reset(mesh: DeviceMe
         linear.weight.to_local().fill_(2)
     # Every peer's shard is this rank's.
     assert model(torch.ones(1, 3)).tolist() == [[6] * 8]
+
+
+def test_shards_that_fsdp_keeps_on_the_host_are_copied_by_a_function(mesh: DeviceMesh) -> None:
+    outer, inner = nn.Linear(3, 8, bias=False), nn.Linear(8, 12, bias=False)
+    copied: list[tuple[int, torch.device]] = []
+    fully_shard(inner, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = fully_shard(nn.Sequential(outer, inner), mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(inner, FSDPModule)
+    for unit, weight in ((model, outer.weight), (inner, inner.weight)):
+        [parameter] = torch_private.sharded_parameters(unit)
+        assert parameter is weight
+    [offloaded] = torch_private.offloaded_parameters(model)
+    assert offloaded is inner.weight
+
+    def copy(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append((shard.numel(), device))
+        return torch.full_like(shard, 2)
+
+    torch_private.set_shard_copy(inner, copy)
+    # The copy of every peer is this rank's.
+    assert inner(torch.ones(1, 8)).tolist() == [[16] * 12]
+    assert copied == [(24, torch.device("cpu"))]
+    [parameter] = torch_private.sharded_parameters(inner)
+    assert parameter is offloaded
 
 
 def test_a_layout_is_computed_once_though_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:

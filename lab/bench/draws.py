@@ -104,10 +104,11 @@ def draws() -> SearchStrategy[Draw]:
         degrees = [d for d in RANKS if d <= ranks]
         checkpoint = draw(st.booleans())
         chunk = draw(st.none() | st.integers(1, heads))
+        ring = draw(st.sampled_from(degrees))
         knobs = {
             "fsdp": draw(st.booleans()),
             "ulysses": draw(st.sampled_from(degrees)),
-            "ring": draw(st.sampled_from(degrees)),
+            "ring": ring,
             "head_chunk": chunk,
             "overlap": draw(st.booleans()) and chunk is not None,
             # Tiles of one token would be tens of thousands of calls.
@@ -118,6 +119,8 @@ def draws() -> SearchStrategy[Draw]:
             "norm_tile": draw(tiles),
             "loss_tile": draw(tiles),
             "compute_dtype": draw(st.sampled_from((None, None, "float64", "float32", "bfloat16"))),
+            # A plan is of the rank with the most device bytes. In a ring, another one may have larger shards.
+            "optimizer": draw(st.sampled_from(("device", "host"))) if ring == 1 else "device",
         }
         return Draw(
             family=draw(st.sampled_from(sorted(reference.FAMILIES))),
@@ -175,7 +178,9 @@ def examine_closed_form(draw: Draw, recipe: Recipe) -> str | None:
         ("device", planned.device_peak, estimated.device_peak),
         ("host", planned.host_peak, estimated.host_peak),
     ):
-        if abs(found - expected) > max(part * expected, NEAR_BYTES):
+        # A small model's device holds little without the state of training.
+        of = planned.device_peak + planned.host_peak if recipe.optimizer == "host" else expected
+        if abs(found - expected) > max(part * of, NEAR_BYTES):
             return f"WRONG: closed form, {name} peak estimated {found}, planned {expected}"
     return None
 

@@ -36,7 +36,7 @@ RECIPES = {
     "plain": Recipe(),
     "everything": Recipe(
         fsdp=True, ulysses=2, head_chunk=4, overlap=True, attention_tile=8, checkpoint=True,
-        offload="attention", mlp_tile=5, norm_tile=4, loss_tile=7,
+        offload="attention", mlp_tile=5, norm_tile=4, loss_tile=7, optimizer="host",
     ),
 }  # fmt: skip
 """The recipes of each case: no technique, and all techniques on two ranks."""

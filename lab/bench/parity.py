@@ -36,6 +36,7 @@ STREAM: dict[str, Any] = {"checkpoint": True, "offload": "inputs", "stream": 5}
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},
+    "host": {"fsdp": True, "optimizer": "host"},
     "ulysses": {"ulysses": 2},
     "deepspeed": {"ulysses": 2, "ulysses_backend": "deepspeed"},
     "upipe": {"ulysses": 2, "head_chunk": 2},
@@ -54,7 +55,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     },
     "all": {
         "fsdp": True, "ulysses": 2, "ring": 2, "head_chunk": 4, "overlap": True, "attention_tile": 6,
-        "checkpoint": True, "offload": "attention",
+        "checkpoint": True, "offload": "attention", "optimizer": "host",
         **TILES,
     },
 }  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -38,6 +38,7 @@ from lab.torch_private import (
     FakeTensor,
     detect_fake_mode,
     local_part,
+    offloaded_parameters,
     running_graph_task,
     running_sequence_number,
     storage_id,
@@ -52,6 +53,12 @@ _SHARDING_OPERATORS = {
 }
 """FSDP's operators, and the category of the tensors that they take: parts of many parameters or gradients."""
 
+TO_HOST = ("lab.to_host", "lab.to_host_whole")
+"""The operators whose results are in host memory."""
+
+FROM_HOST = "lab.from_host"
+"""The operator that copies from host memory to the device."""
+
 _RESULT = -1
 
 TRANSFERS = {
@@ -59,8 +66,8 @@ TRANSFERS = {
     "c10d._reduce_scatter_base_": (0, 1),
     "c10d.allreduce_": (0, 0),
     "c10d.alltoall_base_": (0, 1),
-    "lab.from_host": (1, 0),
-    "lab.to_host": (_RESULT, 0),
+    FROM_HOST: (1, 0),
+    **dict.fromkeys(TO_HOST, (_RESULT, 0)),
     "lab.write_host": (1, 0),
 }
 """The operators that move bytes between ranks, or between device and host.
@@ -69,7 +76,7 @@ By each, the argument that it writes and the one that it reads. A call has a row
 know it as one of their ``moves``.
 """
 
-_MAKES_HOST_MEMORY = ("lab.to_host", "lab.empty_host")
+_MAKES_HOST_MEMORY = (*TO_HOST, "lab.empty_host")
 
 NO_OP = Op(NO_OPERATOR)
 """The operator of the rows that mark the start and the end of a phase."""
@@ -187,12 +194,17 @@ class Meter(Observer):
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         every_name = model.named_parameters(remove_duplicate=False)
         self._first_names = {name: names[parameter] for name, parameter in every_name}
+        on_host = offloaded_parameters(model)
+        # The state of a parameter is in the memory in which the parameter is.
+        self._mark(((name, p) for name, p in model.named_parameters() if p in on_host), HOST)
         self._mark(model.named_parameters(), PARAMETERS)
         self._mark(model.named_buffers(), PARAMETERS)
-        self._mark(((name, p.grad) for name, p in model.named_parameters() if p.grad is not None), GRADIENTS)
-        if optimizer is not None:
-            state = optimizer.state.items()
-            self._mark(((names.get(p, ""), v) for p, values in state for v in values.values()), OPTIMIZER)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self._mark([(name, parameter.grad)], HOST if parameter in on_host else GRADIENTS)
+        for owner, values in optimizer.state.items() if optimizer is not None else ():
+            state = ((names.get(owner, ""), value) for value in values.values())
+            self._mark(state, HOST if owner in on_host else OPTIMIZER)
         self._model = model
         hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]
         with report_resizes(self._on_resize), self:
@@ -248,12 +260,14 @@ class Meter(Observer):
         except torch.OutOfMemoryError as error:
             self._add_row(Op(name, _shapes(args)), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
-        self._count(result, HOST if name in _MAKES_HOST_MEMORY else TEMPORARY)
+        to_host = name in _MAKES_HOST_MEMORY or self.on_host(args)
+        self._count(result, HOST if to_host else TEMPORARY)
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
-        elif name == "lab.from_host":
-            # Backward copies it back, but it is what forward kept. The pieces on the host stay host memory.
-            self._classify(args[1:], ACTIVATIONS)
+        elif name == FROM_HOST:
+            # What has a name is a shard of a parameter. All else is what forward kept, which backward copies
+            # back. What is on the host stays host memory.
+            self._classify(args[1:], PARAMETERS if self._live[_key(args[0][0])].name else ACTIVATIONS)
         inside = self._workspace.kernel(name, args)
         if name in TRANSFERS:
             written, read = TRANSFERS[name]
@@ -284,7 +298,9 @@ class Meter(Observer):
             return block
         block = _Block(storage, self._on_death)
         block.key, block.category = key, category
-        block.size = self._workspace.allocation(storage.nbytes())
+        nbytes = storage.nbytes()
+        # The device's allocator rounds sizes up.
+        block.size = nbytes if category == HOST else self._workspace.allocation(nbytes)
         block.first = len(self.rows)
         block.shape, block.dtype, block.op, block.name = tensor.shape, tensor.dtype, self._op, ""
         block.moves = ()
@@ -296,6 +312,16 @@ class Meter(Observer):
             forward_again = scope.node is not None and torch.is_grad_enabled()
             (scope.recomputed if forward_again else scope.blocks).append(block)
         return block
+
+    def on_host(self, args: tuple[Any, ...]) -> bool:
+        """Return whether the first tensor among an operator's arguments is in host memory.
+
+        Such an operator runs on the host, and its results are there: the tensors that an operator takes and
+        makes are in one memory, but for those of the copies between the two.
+        """
+        tensor = _first_tensor(args) if self._bytes[HOST] else None
+        block = None if tensor is None else self._live.get(_key(tensor))
+        return block is not None and block.category == HOST
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether DTensor computes shapes with this tensor, on device meta or in another fake mode."""
@@ -344,7 +370,8 @@ class Meter(Observer):
         for name, tensor in tensors:
             block = self._count_tensor(local_part(tensor), category)
             if block is not None:
-                self._set_category(block, category)
+                if block.category != HOST:
+                    self._set_category(block, category)
                 block.name = _name_of_all(block.name, name)
 
     def _classify(self, value: Any, category: int) -> None:
@@ -453,6 +480,18 @@ class Meter(Observer):
             grown = self.rows.since(self._sent)
             self._sent, self._sent_at = len(self.rows), time.perf_counter()
             self._on_growth(grown)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    for value in values:
+        found = _first_tensor(value) if isinstance(value, tuple | list) else value
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
 
 
 def _kind(shape: torch.Size, dtype: torch.dtype, op: str, name: str) -> TensorKind:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lab.errors import ModelError
 from lab.models.first_values import shard_of
-from lab.torch_private import reset_shards
+from lab.torch_private import offloaded_parameters, reset_shards
 
 COMPARED_ELEMENTS = 2**22
 """How many elements of two tied tensors are compared at once."""
@@ -23,13 +23,16 @@ COMPARED_ELEMENTS = 2**22
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Allocate every parameter on ``device``, without values, and move the buffers there.
 
-    A tied parameter stays tied. Of a sharded parameter only this rank's shard is allocated.
+    A tied parameter stays tied. Of a sharded parameter only this rank's shard is allocated; it is on the host
+    if FSDP keeps it there.
     """
+    on_host = offloaded_parameters(model)
     replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in replacements:
-                empty = torch.empty_like(parameter, device=device)
+                place = torch.device("cpu") if parameter in on_host else device
+                empty = torch.empty_like(parameter, device=place)
                 replacements[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             setattr(module, name, replacements[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -1,8 +1,9 @@
 """The closed-form estimate: what a training step holds at its highest moments, in the method's letters.
 
 It is within 1% of the plan on the presets. On any other legal shape it is within 5%, or within 1 KiB if that
-is more. In fp64, which is for tests, it is within 10%. It leaves out what grows with neither tokens nor
-weights, such as Adam's counter for each parameter.
+is more. In fp64, which is for tests, it is within 10%. With the optimizer on the host, these are parts of
+what the device and the host hold together. It leaves out what grows with neither tokens nor weights, such as
+Adam's counter for each parameter.
 
 It has the categories of a plan's timeline. On the presets each is within 1% of the device peak of what the
 plan has, unless two moments are about equally high and the plan's peak is the other one.
@@ -106,13 +107,13 @@ def _moments(z: _Sizes) -> dict[str, Parts]:
         "loss backward": _held(z, z.L, norms | {"loss": _loss(z)}),
         "head backward": _held(z, z.L, norms | {"loss": _head(z)} | head),
         "final norm backward": _held(z, z.L, {"norms": _norm(z, ACTIVATIONS)} | head),
-        "optimizer": {"model state": _plus(_state(z), {GRADIENTS: 4 * z.shard})},
+        "optimizer": {"model state": _plus(_state(z), _reduced(z, z.shard, 4))},
     }
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
     for i in {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
         highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z, i)}
-    state = {"model state": _state(z), "gradients": {GRADIENTS: z.reduced * z.L * z.layer_shard}}
+    state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.layer_shard, z.reduced)}
     # The gradient of a tied embedding is a sum of two.
     table = z.w * z.table
     embedding = {GRADIENTS: (1 + z.summed) * table, TEMPORARY: table * z.tied}
@@ -274,7 +275,7 @@ def _held(z: _Sizes, layer: int, more: Parts, *, runs: bool = True) -> Parts:
     """
     above, head = z.L - 1 - layer, z.w if z.copied else 4
     whole = z.root + z.layer * ((layer < z.L and runs) + (layer > 0 and z.n > 1))
-    reduced = {GRADIENTS: z.reduced * max(above, 0) * z.layer_shard}
+    reduced = _reduced(z, max(above, 0) * z.layer_shard, z.reduced)
     held: Parts = {
         "model state": _state(z),
         "parameters": {PARAMETERS: z.w * whole * z.copied},
@@ -292,8 +293,15 @@ def _head_gradient(z: _Sizes, width: int) -> Held:
 
 
 def _state(z: _Sizes) -> Held:
-    """The fp32 parameters, and Adam's two moments of each."""
+    """The fp32 parameters, and Adam's two moments of each; nothing if they are on the host."""
+    if z.recipe.optimizer == "host":
+        return {}
     return {PARAMETERS: 4 * z.shard, OPTIMIZER: 8 * z.shard}
+
+
+def _reduced(z: _Sizes, weights: int, width: int) -> Held:
+    """Gradients that are summed over the ranks, of ``width`` bytes; nothing if they are on the host."""
+    return {GRADIENTS: width * weights * (z.recipe.optimizer == "device")}
 
 
 def _tokens(z: _Sizes) -> int:
@@ -302,6 +310,15 @@ def _tokens(z: _Sizes) -> int:
 
 
 def _host(z: _Sizes) -> int:
+    """The most that layers keep on the host; with the optimizer there, its state beside it, or gradients.
+
+    When forward ends, all that layers keep is there, and no gradient; when backward ends, all gradients.
+    """
+    kept = _kept_on_host(z)
+    return kept if z.recipe.optimizer == "device" else 12 * z.shard + max(kept, 4 * z.shard)
+
+
+def _kept_on_host(z: _Sizes) -> int:
     """All inputs but the last layer's, where backward begins; all outputs and LSEs, one of each kernel."""
     if z.recipe.offload == "none":
         return 0

@@ -2,13 +2,15 @@
 
 The estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
 the table in ``hardware.py`` gives for its kind. Copies between device and host run beside them, for offload
-prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). What it leaves out:
+prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). The device waits
+for operators on tensors in host memory (clipping and Adam of an optimizer on the host), which run at the rate
+of host memory, ``HOST_MEMORY``. What it leaves out:
 overlap of other collectives with computation, launches, imbalance between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +38,16 @@ DEVICE = torch.ops.prim.device.default
 """What torch's C++ runs to read the device of a fake tensor; half of the operators of a plan are this one."""
 
 FLASH = "aten._scaled_dot_product_flash_attention"
+
+
+HOST_MEMORY = Figure(
+    614.4e9,
+    "B/s",
+    "assumed for every node: two sockets with 8 channels of DDR5-4800 each, as NVIDIA DGX H100 (Xeon 8480C)",
+)
+"""The rate of a node's memory, which its ranks share; ``HOST_MEMORY_SHARE`` of it is reached."""
+
+HOST_MEMORY_SHARE = Figure(0.5, "1", "assumed: Adam also writes most of what it reads, which is counted once")
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,8 @@ class CostCounter(Observer):
         super().__init__()
         self.hardware, self.ranks_per_node = hardware, ranks_per_node
         self.total = Costs()
+        self.on_host: Callable[[tuple[Any, ...]], bool] = lambda _: False
+        """Returns whether an operator with these arguments runs on the host; a meter knows."""
         # Links carry one collective at a time: when they are free, and when what is under way will be there,
         # by the memory that it arrives in.
         self._links_free = 0.0
@@ -127,7 +141,7 @@ class CostCounter(Observer):
         hardware = self.hardware
         if name.startswith(("c10d.", "_c10d_functional.")):
             return self._collective(name, args, result)
-        if name in ("lab.to_host", "lab.write_host", "lab.from_host"):
+        if name in ("lab.to_host", "lab.to_host_whole", "lab.write_host", "lab.from_host"):
             moved: int = args[name == "lab.from_host"].nbytes
             return Costs(
                 host_bytes=moved, host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share)
@@ -137,6 +151,9 @@ class CostCounter(Observer):
             rate = hardware.attention_backward if name.endswith("backward") else hardware.attention_forward
             return Costs(flops, device_seconds=flops / rate.value)
         touched = sum(x.nbytes for x in _tensors((*args, result)))
+        if self.on_host(args):
+            ranks = min(dist.get_world_size(), self.ranks_per_node) if dist.is_initialized() else 1
+            return Costs(device_seconds=touched * ranks / _reached(HOST_MEMORY, HOST_MEMORY_SHARE))
         seconds = touched / _reached(hardware.memory_rate, hardware.memory_share)
         if name in MATMULS:
             flops = 2 * args[-2].numel() * args[-1].shape[-1]

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab import decoder, models
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
-from lab.planning.costs import Costs
+from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
 from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
 from lab.planning.fake_step import fake_step
 from lab.planning.hardware import hardware
@@ -322,6 +322,9 @@ def fake_model(model: models.ModelLike) -> PreTrainedModel:
 
 def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
     """What is to be known before this job runs on a GPU."""
+    if job.recipe.optimizer == "host":
+        rate = HOST_MEMORY.value * HOST_MEMORY_SHARE.value / 1e9
+        yield f"clipping and Adam on the host are estimated at {rate:.0f} GB/s a node, which is assumed"
     recipe, shape = job.recipe, decoder.shape_of(model.config)
     dtype = attention_dtype(recipe, model.dtype)
     if not runs_flash(dtype, shape.D):

@@ -59,6 +59,8 @@ def knob_for(holder: Holder, job: Job) -> str:
     # Where ranks are data parallel, a sequence can be sharded over more of them.
     shards = recipe.ulysses * recipe.ring
     fewer_tokens = "more ranks" if shards >= job.ranks else "a larger ulysses or ring"
+    if holder.category == "host" and (holder.name or holder.op == "lab.to_host_whole"):
+        return "more ranks"
     if holder.category == "host":
         attended = recipe.offload == "attention" and "attn" in holder.module
         return "offload='inputs'" if attended else fewer_tokens

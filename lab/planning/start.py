@@ -27,6 +27,9 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     - The optimizer's state is made, for a start makes it at once: three times the rank's parameters.
     - The parameters are compared with those of the other ranks, where each rank holds them whole: without
       FSDP, and of a callable's model.
+
+    With the optimizer on the host, the device holds only the buffers and what is compared, and the host holds
+    the rest.
     """
     whole = sum(p.nbytes for p in skeleton.parameters())
     buffers = sum(b.nbytes for b in skeleton.buffers())
@@ -45,13 +48,19 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
         moments.append(("check_same_model", whole + buffers, 0, compared))
     if not from_callable:
         largest = -(-largest // job.ranks) if job.recipe.fsdp else largest
-        piece = piece_elements("cuda" if machine.workspace else "cpu")
+        on_cuda = machine.workspace and job.recipe.optimizer == "device"
+        piece = piece_elements("cuda" if on_cuda else "cpu")
         moments.append(("first values", parameters + buffers, 0, _SCRATCH * min(piece, largest)))
+    host = 0
+    if job.recipe.optimizer == "host":
+        sharded = [moment for moment in moments if moment[0] != "check_same_model"]
+        host = max(sum(moment[1:]) for moment in sharded) - buffers
+        moments = [moment if moment not in sharded else (moment[0], buffers, 0, 0) for moment in moments]
     op, of_parameters, of_optimizer, temporary = max(moments, key=lambda moment: sum(moment[1:]))
     return Moment(
         seconds=0.0,
         device=of_parameters + of_optimizer + temporary + workspace.fixed,
-        host=0,
+        host=host,
         by_category=dict.fromkeys(CATEGORIES, 0)
         | {
             "parameters": of_parameters,

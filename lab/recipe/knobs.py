@@ -13,6 +13,7 @@ Backend = Literal["lab", "deepspeed"]
 Offload = Literal["none", "inputs", "attention"]
 Compiled = Literal["none", "norms", "tiles"]
 LossKernel = Literal["lab", "liger"]
+Optimizer = Literal["device", "host"]
 KernelName = Literal["auto", "torch", "cudnn", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 
 
@@ -237,6 +238,16 @@ KNOBS: tuple[Knob, ...] = (
         neutral=None,
         **_named((None, "float64", "float32", "bfloat16")),
         sets="the dtype that parameters are cast to for forward and backward",
+    ),
+    Knob(
+        "optimizer",
+        rung="fsdp",
+        neutral="device",
+        **_named(get_args(Optimizer)),
+        sets="where sharded parameters, their gradients and optimizer state are; on the host, the CPU steps",
+        label="optimizer",
+        cost="Where sharded parameters, gradients and Adam's state are: on the host they cross the host link "
+        "each step, and the CPU steps",
     ),
 )
 """One row for each field of ``Recipe``, in the order of its fields."""

@@ -23,12 +23,12 @@ RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe",
 
 BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "fast": ("upipe", {"offload": "attention"}),
-    "long": ("streamed", {"segment": 4}),
+    "long": ("streamed", {"segment": 4, "optimizer": "host"}),
 }
 """The recipes beside the ladder: a rung, and the knobs that are added to it.
 
 ``fast`` holds more on the host and a little more on the device, and takes less time; so it is no step down in
-memory. ``long`` holds the least: less on the host than ``streamed``, for more work.
+memory. ``long`` is ``streamed`` with the optimizer on the host, where it holds fewer inputs, for more work.
 """
 
 RECIPE_NAMES = (*RUNGS, *BESIDE)
@@ -67,7 +67,7 @@ def _ladder(
     attention_tile = max(1, min(ATTENTION_TILE, tokens // ring // 4))
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
-        "fsdp": {"fsdp": True},
+        "fsdp": {"fsdp": True, "optimizer": "device"},
         "ulysses": {"ulysses": ulysses, "ring": ring, "ulysses_backend": "lab"},
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},

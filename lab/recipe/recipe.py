@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from lab.errors import RecipeError
-from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload
+from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload, Optimizer
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import check_degree
 from lab.techniques.upipe.schedule import schedule
@@ -52,6 +52,8 @@ class Recipe:
             it not says so when the recipe is applied; a plan is the same for all.
         compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
             their own dtype; None for no cast.
+        optimizer: where sharded parameters, their gradients and optimizer state are: on the "device", or on
+            the "host", whose CPU then steps.
     """
 
     fsdp: bool = False
@@ -72,10 +74,16 @@ class Recipe:
     loss_kernel: LossKernel = "lab"
     kernel: KernelName = "auto"
     compute_dtype: str | None = None
+    optimizer: Optimizer = "device"
 
     def __post_init__(self) -> None:
         for knob in KNOBS:
             knob.check(getattr(self, knob.name))
+        if self.optimizer == "host" and not self.fsdp:
+            raise RecipeError(
+                "optimizer='host' without fsdp: every rank would keep all 16 bytes a parameter on the host, "
+                "and not its shard; set fsdp=True with it, or optimizer='device'"
+            )
         if self.offload != "none" and not self.checkpoint:
             raise RecipeError(
                 f"offload={self.offload!r} without checkpointing: a layer would keep all its activations, "

@@ -23,6 +23,7 @@ from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.host_state import check_host_backend
 from lab.techniques.inputs import apply_input_checks
 from lab.techniques.liger_loss import apply_liger_loss, liger_fused
 from lab.techniques.loss import apply_loss, apply_tiled_loss
@@ -51,7 +52,7 @@ class AppliedRecipe:
     def make_optimizer(self, *, learning_rate: float) -> torch.optim.Optimizer:
         """Make the optimizer of the model's parameters; see ``lab.step.training_step.make_optimizer``.
 
-        A technique that holds the optimizer's state elsewhere belongs here.
+        Its state is in the memory of the parameters: on the host with ``optimizer="host"``.
         """
         return make_optimizer(self.model, learning_rate=learning_rate)
 
@@ -61,7 +62,8 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
 
     With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
     memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
-    arrives whole, and without ``fsdp`` every rank holds it whole.
+    arrives whole, and without ``fsdp`` every rank holds it whole. With ``optimizer="host"`` the shards are in
+    host memory.
 
     Raises:
         LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
@@ -154,7 +156,7 @@ def apply_recipe(
     # After all of these, so that FSDP's hooks wrap them: parameters are whole whenever a module runs.
     dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
     if recipe.fsdp:
-        apply_fsdp(model, mesh=mesh, compute_dtype=dtype)
+        apply_fsdp(model, mesh=mesh, compute_dtype=dtype, on_host=recipe.optimizer == "host")
     else:
         apply_replication(model, mesh=mesh, compute_dtype=dtype)
     # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
@@ -171,6 +173,8 @@ def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: b
     decoder = decoder_of(model)
     if not checked:
         recipe.check(model.config, mesh.size())
+    if recipe.optimizer == "host":
+        check_host_backend(mesh)
     dtype = attention_dtype(recipe, model.dtype)
     kernel = kernel_for(recipe.kernel, torch.device(mesh.device_type), decoder.shape.D, dtype)
     return kernel if recipe.attention_tile is None else tiled_kernel(kernel, recipe.attention_tile)

@@ -41,7 +41,8 @@ def ring_ranks(recipe: Recipe, lengths: Iterable[int]) -> list[int]:
     - R = 2 or 3: ring rank 0 or 1 holds the most. At step 1 they attend in different ways.
 
     For R > 3 ring rank 0 holds more parameters only if a parameter has so few rows that the first rank of
-    ring rank 1, rank C, gets none: C or fewer. The host holds the same bytes on every rank.
+    ring rank 1, rank C, gets none: C or fewer. The host holds the same bytes on every rank; with
+    the optimizer on the host, a rank with smaller shards holds less of Adam's state.
     """
     if recipe.ring == 1:
         return [0]

@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.errors import RecipeError
 from lab.step.batches import Batch
-from lab.techniques.exchange import sum_over_ranks
-from lab.torch_private import uncompiled
+from lab.techniques.exchange import sum_over_ranks, wait_for_release
+from lab.torch_private import local_part, uncompiled
 
 
 class StepMeter(Protocol):
@@ -116,8 +117,27 @@ def train_step(
     return value.detach()
 
 
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The norm of all gradients of the model, a scalar in the memory of the gradients.
+
+    Each rank takes the norm of its shards, and the squares are summed over the ranks. ``DTensor`` would sum
+    a square for each parameter, and a run would hold its buffers of them longer than a plan does.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([local_part(gradient) for gradient in gradients], foreach=True)
+    mesh = getattr(gradients[0], "device_mesh", None) if gradients else None
+    if mesh is None:
+        return norm
+    squares = norm.square()
+    # FSDP shards over the last axis; over those before it, it replicates.
+    with wait_for_release(squares):
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+    return squares.sqrt()
+
+
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip_norm: float) -> None:
     """Clip the gradients, let the optimizer step, and drop them."""
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm, foreach=True)
+    total = gradient_norm(model)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, total, foreach=True)
     optimizer.step()
     optimizer.zero_grad()

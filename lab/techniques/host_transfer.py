@@ -1,16 +1,16 @@
 """Copies between device and host memory. No other file of the lab makes such copies.
 
-Every copy is one of three operators, ``lab::to_host``, ``lab::write_host`` and ``lab::from_host``. On CPU,
-device and host are the same memory, but the copies are still made. A meter counts the results of
-``lab::to_host`` and of ``lab::empty_host`` as host memory, so it measures the same bytes on a CPU rank, in a
-plan on fake tensors, and on a GPU.
+Every copy is one of four operators: ``lab::to_host``, ``lab::to_host_whole``, ``lab::write_host`` and
+``lab::from_host``. On CPU, device and host are the same memory, but the copies are still made. A meter counts
+the results of the first two, and of ``lab::empty_host``, as host memory, so it measures the same bytes on a
+CPU rank, in a plan on fake tensors, and on a GPU.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -82,6 +82,28 @@ def write_host(x: Tensor, pieces: Sequence[Tensor], offset: int) -> None:
 @write_host.register_fake
 def _(x: Tensor, pieces: Sequence[Tensor], offset: int) -> None:  # noqa: ARG001
     return None
+
+
+@torch.library.custom_op("lab::to_host_whole", mutates_args=())
+def to_host_whole(x: Tensor, pin: bool) -> Tensor:
+    """Copy ``x`` to one tensor in new host memory.
+
+    From CUDA, the copy runs in the current stream. The host waits for a copy to memory that is not pinned.
+
+    Args:
+        x: A tensor on the device.
+        pin: Whether the host memory is pinned. Torch's allocator rounds it up to a power of two.
+
+    Returns:
+        A contiguous tensor on the host, of the shape and dtype of ``x``.
+    """
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=pin and x.is_cuda)
+    return host.copy_(x, non_blocking=True)
+
+
+@to_host_whole.register_fake
+def _(x: Tensor, pin: bool) -> Tensor:  # noqa: ARG001
+    return torch.empty(x.shape, dtype=x.dtype)
 
 
 @torch.library.custom_op("lab::from_host", mutates_args=("out",))
@@ -312,6 +334,22 @@ class PinnedMemory:
                 self.nbytes += 0 if self._free[piece.nbytes] > 0 else piece.nbytes
                 self._free[piece.nbytes] -= self._free[piece.nbytes] > 0
                 weakref.finalize(piece, self._free.update, (piece.nbytes,))
+
+    def reserve(self, sizes: Iterable[int], limit: int) -> bool:
+        """Count the memory of tensors that others pin whole, if all of it may be pinned.
+
+        Args:
+            sizes: The bytes of each tensor, which the allocator rounds up to a power of two.
+            limit: The number of bytes that may be pinned in all.
+
+        Returns:
+            Whether they may be pinned.
+        """
+        wanted = sum(1 << (size - 1).bit_length() for size in sizes)
+        if self.nbytes + wanted > limit:
+            return False
+        self.nbytes += wanted
+        return True
 
 
 PINNED_MEMORY = PinnedMemory()

@@ -12,11 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.exchange import wait_for_release
+from lab.techniques.host_state import copy_by_operators, may_pin
 from lab.techniques.precision import accumulation_dtype
 from lab.torch_private import (
     DefaultAllGather,
@@ -27,7 +34,13 @@ from lab.torch_private import (
 )
 
 
-def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
+def apply_fsdp(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None = None,
+    on_host: bool = False,
+) -> None:
     """Shard parameters, gradients and optimizer state over the ranks of a mesh with FSDP2.
 
     Each layer is one unit: its parameters are gathered together. The embedding, the last norm and the head
@@ -38,16 +51,25 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
         mesh: All P ranks. A mesh of two dimensions replicates over the first, and shards over the second.
         compute_dtype: The dtype in which parameters are gathered and modules run. The shards, their gradients
             and their optimizer state keep the parameters' own dtype. By default, modules run in that dtype.
+        on_host: Whether the shards, their gradients and their optimizer state are in host memory, by FSDP2's
+            ``CPUOffloadPolicy``. The optimizer then steps on the CPU.
 
     Saves:
         Training in fp32 with Adam takes 16 bytes per parameter (4 for the weight, 4 for the gradient, 8 for
         the state of Adam). Each rank keeps 16/P of them. In addition, a rank holds the whole parameters of
         the layer that runs, and the whole embedding, last norm and head during the step.
+        With ``on_host``, the 16/P bytes per parameter are on the host. The device holds a shard in fp32 while
+        it is copied, one parameter at a time, and the reduced gradients of a layer until they are copied.
     Costs:
         Per layer, an all-gather of its parameters in forward, another one in backward, and a reduce-scatter
         of its gradients.
+        With ``on_host``, the shards cross the host link at each all-gather, and the gradients once: 12/P
+        bytes per parameter of a layer in fp32, and 8/P bytes per other parameter. The device waits while the
+        CPU clips the gradients and runs Adam. On CUDA the shards and the gradients are pinned if the host has
+        room for all of them.
     Source:
-        ZeRO (arXiv 1910.02054), section 5, stage 3; PyTorch FSDP (arXiv 2304.11277).
+        ZeRO (arXiv 1910.02054), section 5, stage 3; PyTorch FSDP (arXiv 2304.11277); for ``on_host``,
+        ZeRO-Offload (arXiv 2101.06840).
     Composes with:
         Every technique that patches modules, applied before, so that FSDP's hooks run outside.
 
@@ -62,12 +84,17 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
         reduce_dtype=accumulation_dtype(compute_dtype or next(model.parameters()).dtype),
     )
     layers = [layer.module for layer in decoder_of(model).layers]
-    _check_dtypes(model, layers)
+    units = _units(model, layers)
+    _check_dtypes(units)
+    pinned = on_host and may_pin(*_shard_bytes(units, mesh.size()), mesh)
+    offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if on_host:
+                copy_by_operators(module, pinned=pinned)
             # FSDP averages gradients over ranks unless told to sum; gloo knows only the plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -78,14 +105,34 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, compute_dtype: torch.dtype
     _refuse_after_failure(model)
 
 
-def _check_dtypes(model: nn.Module, layers: list[nn.Module]) -> None:
+def _units(model: nn.Module, layers: list[nn.Module]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each unit of FSDP: those of each layer, and those in no layer."""
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    units = [list(layer.parameters()) for layer in layers]
+    return [*units, [parameter for parameter in model.parameters() if parameter not in in_layers]]
+
+
+def _shard_bytes(units: list[list[nn.Parameter]], ranks: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of a rank's shard of each parameter, and of the gradients of each unit.
+
+    FSDP divides the rows of a parameter, and pads each shard to the size of the first.
+    """
+
+    def shard(parameter: nn.Parameter) -> int:
+        rows = parameter.shape[0]
+        return -(-rows // ranks) * parameter.nbytes // rows
+
+    shards = [shard(parameter) for unit in units for parameter in unit]
+    gradients = [sum(shard(parameter) for parameter in unit if parameter.requires_grad) for unit in units]
+    return shards, [size for size in gradients if size]
+
+
+def _check_dtypes(units: list[list[nn.Parameter]]) -> None:
     """Refuse a unit of FSDP (a layer, or the parameters in no layer) whose trained dtypes differ.
 
     FSDP gathers the parameters of a unit in one buffer.
     """
-    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-    units = [list(layer.parameters()) for layer in layers]
-    for unit in (*units, [parameter for parameter in model.parameters() if parameter not in in_layers]):
+    for unit in units:
         dtypes = sorted({str(parameter.dtype) for parameter in unit if parameter.requires_grad})
         if len(dtypes) > 1:
             raise RecipeError(

@@ -30,6 +30,7 @@ _OPERATORS = {
     "c10d.allreduce_": Moving.ALL_REDUCE,
     "lab.to_host": Moving.TO_HOST,
     "lab.write_host": Moving.TO_HOST,
+    "lab.to_host_whole": Moving.TO_HOST,
     "lab.from_host": Moving.FROM_HOST,
 }
 
@@ -66,6 +67,8 @@ def name_of(timeline: Timeline, members: Integers, window: Window) -> str:
         return "parameters" if kind.name else "gathered parameters"
     if category == GRADIENTS:
         return _gradient_name(timeline, members)
+    if category == HOST and kind.name:
+        return "model state"
     if category == HOST:
         return _kept(timeline, n, window)
     loaded = _source_of(timeline, n, "lab.from_host")
