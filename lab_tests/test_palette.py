@@ -110,7 +110,7 @@ def test_every_area_stands_out_from_the_page():
     assert {pair: value for pair, value in pale.items() if value < 1.5} == {}
 
 
-def test_no_series_has_the_colour_of_a_category_and_seven_lines_have_seven_styles():
+def test_no_series_has_the_colour_of_a_category_and_eight_lines_have_eight_styles():
     alike = {
         pair: ciede2000(*map(lab_of, pair))
         for pair in ((s, c) for s in SERIES_COLOURS for c in COLOURS.values())
@@ -119,4 +119,4 @@ def test_no_series_has_the_colour_of_a_category_and_seven_lines_have_seven_style
     near = {pair: difference(*pair) for pair in combinations(SERIES_COLOURS, 2)}
     assert {pair: value for pair, value in near.items() if value < 17} == {}
     dashes, markers = zip(*SERIES_LINES, strict=True)
-    assert len(SERIES_COLOURS) == len(set(dashes)) == len(set(markers)) == 7
+    assert len(SERIES_COLOURS) == len(set(dashes)) == len(set(markers)) == 8

@@ -10,11 +10,11 @@ from lab.errors import LabError
 from lab.show.palette import COLOURS
 
 
-def test_seven_lines_have_seven_styles():
+def test_eight_lines_have_eight_styles():
     tokens = [1024, 2048]
-    picture = lab.show.curves(tokens, {f"rung {n}": [n + 1.0, n + 2.0] for n in range(7)}, unit="seconds")
+    picture = lab.show.curves(tokens, {f"rung {n}": [n + 1.0, n + 2.0] for n in range(8)}, unit="seconds")
     (axes,) = picture.figure.axes
-    assert len(axes.lines) == 7
+    assert len(axes.lines) == 8
     for one, other in combinations(axes.lines, 2):
         # matplotlib says "--" of every pattern of dashes, so the pattern itself is compared.
         for style in (

@@ -48,7 +48,7 @@ def path(value: str | Path) -> Path:
 
 
 TOKENS = click.option("--tokens", required=True, help="The length of the context: 8192, 128K, 5M (5 x 2^20).")
-RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, or fast. [upipe]")
+RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, fast or long. [upipe]")
 SET = click.option(
     "--set",
     "knobs",

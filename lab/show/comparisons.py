@@ -32,7 +32,7 @@ def stack(
         title: A title above the picture.
         limit: Bytes at which a line is drawn, for instance the memory of the device.
         longest: Bytes at which longer bars are cut and marked, so that one bar does not hide the others.
-        series: The names of at most seven parts of bars that are no categories of bytes. They are drawn in
+        series: The names of at most eight parts of bars that are no categories of bytes. They are drawn in
             colours that no category has.
 
     Raises:

@@ -25,8 +25,8 @@ CATEGORY_COLOURS = tuple(COLOURS[category] for category in CATEGORIES)
 TEXT = "#767676"
 """The colour of text and axes in static pictures: a grey that is readable on white and on black."""
 
-SERIES_COLOURS = ("#992299", "#226611", "#555555", "#EE44FF", "#66BB22", "#AA99AA", "#778866")
-"""Colours for series that are not categories of bytes, in the order of use: seven, as the ladder's rungs."""
+SERIES_COLOURS = ("#992299", "#226611", "#555555", "#EE44FF", "#66BB22", "#AA99AA", "#778866", "#BBCCAA")
+"""Colours for series that are not categories of bytes, in the order of use: eight, as the ladder's rungs."""
 
 Dashes = str | tuple[int, tuple[int, ...]]
 """A line style of matplotlib."""
@@ -39,6 +39,7 @@ SERIES_LINES: tuple[tuple[Dashes, str], ...] = (
     ((0, (8, 2)), "v"),
     ((0, (3, 1, 1, 1, 1, 1)), "P"),
     ((0, (1, 1)), "X"),
+    ((0, (6, 1, 1, 1)), "*"),
 )
 """The dashes and the marker of each series that is a line."""
 

@@ -6,6 +6,7 @@ Letters: s tokens of one rank, t tokens of a tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from math import prod
 
 import torch
@@ -94,12 +95,15 @@ def read_tiles(*tensors: HostTiles) -> Iterator[tuple[int, int, list[Tensor]]]:
         for _ in range(2 if tokens > tile else 1)
     ]
 
-    def buffers(start: int) -> list[Tensor]:
-        length = min(tile, tokens - start)
+    @cache
+    def views(which: int, length: int) -> list[Tensor]:
         return [
             flat[: t.numel(length)].view(t.tile_shape(length))
-            for t, flat in zip(tensors, memory[start // tile % 2], strict=True)
+            for t, flat in zip(tensors, memory[which], strict=True)
         ]
+
+    def buffers(start: int) -> list[Tensor]:
+        return views(start // tile % 2, min(tile, tokens - start))
 
     def fetch(start: int) -> list[torch.cuda.Event | None]:
         return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers(start), strict=True)]

@@ -200,8 +200,9 @@ def _project_and_send(
 ) -> Arrival:
     """Project, normalize, rotate and send the queries of ``stage``, and the keys and values of ``slots``."""
     transfer = buffers.prepare(_sent_parts(stage, slots), ahead=ahead)
+    whole = buffers.targets(transfer)
     for start, x in tensors.input_tiles():
-        targets = [target.narrow(2, start, x.shape[1]) for target in buffers.targets(transfer)]
+        targets = [target.narrow(2, start, x.shape[1]) for target in whole]
         cos, sin = (t.narrow(1, start, x.shape[1]) for t in (inputs.cos, inputs.sin))
         rotated = []
         if stage is not None:
