@@ -41,8 +41,8 @@ def ladder(
     """The recipes ``RUNGS`` by name, for ``tokens`` tokens of context on ``ranks`` ranks.
 
     ulysses and ring are those of ``sequence_degrees``, head_chunk the Ulysses degree, each tile the smaller
-    of 16384 and a quarter of the local tokens s. All but ``tiny`` compute in bf16 from fp32 parameters: 16
-    bytes a parameter of state on every rung. ``knobs`` set by hand hold on every rung that has the technique,
+    of 16384 and a quarter of the local tokens s, attention_tile that of 256K and a quarter of the tokens. All
+    but ``tiny`` compute in bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs`` set by hand hold on every rung that has the technique,
     and what derives from them follows; on the rung ``streamed``, MLPs have no tile of their own. ``shape`` is
     the model's, for a caller that has it.
 
@@ -64,7 +64,8 @@ def _ladder(
     ulysses, ring = sequence_degrees(shape, ranks, knobs)
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
-    attention_tile = max(1, min(ATTENTION_TILE, tokens // ring // 4))
+    # A ring sums the gradients of its steps in fp32, beside which those of tiles would be more bytes.
+    attention_tile = max(1, min(ATTENTION_TILE, tokens // 4)) if ring == 1 else None
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
         "fsdp": {"fsdp": True, "optimizer": "device"},
