@@ -40,6 +40,7 @@ def plan_text(plan: Plan) -> str:
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
         f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+        *_disk_lines(plan),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
@@ -61,6 +62,18 @@ def plan_text(plan: Plan) -> str:
         f"planned in    {plan.planning_seconds:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _disk_lines(plan: Plan) -> list[str]:
+    """Return what a disk holds, and how long it is busy; nothing without a disk."""
+    disk = plan.machine.disk
+    if disk is None:
+        return []
+    return [
+        f"disk peak     {format_bytes(plan.disk_peak)} a rank, {format_bytes(plan.disk_peak_per_node)} a node"
+        f"{format_share(plan.disk_peak_per_node, disk.nbytes)}, busy for "
+        f"{format_seconds(plan.costs.disk_seconds)} of a step"
+    ]
 
 
 def _idle_ranks_note(plan: Plan) -> list[str]:
@@ -252,6 +265,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
         f"device peak   {format_bytes(rehearsal.device_peak)}{allocator}",
         f"host peak     {format_bytes(rehearsal.host_peak)}",
+        *([f"disk peak     {format_bytes(rehearsal.disk_peak)}"] if rehearsal.disk_peak else []),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
         f"planned       {rehearsal.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(rehearsal.step_seconds)}"
@@ -288,6 +302,8 @@ def run_text(run: Run, plan: Plan) -> str:
     """Return the text of `lab run`: losses and seconds by step, and measured peaks beside planned ones."""
     planned = planned_peak(run, plan)
     steps = enumerate(zip(run.losses, run.seconds, strict=True), 1)
+    on_disk = f"disk peak     {format_bytes(run.disk_peak)} a rank, planned {format_bytes(plan.disk_peak)}"
+    disk = [on_disk] if run.disk_peak else []
     return "\n".join(
         [
             run.title,
@@ -296,6 +312,7 @@ def run_text(run: Run, plan: Plan) -> str:
             *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
             f"device peak   {format_bytes(run.device_peak)} a rank, planned {format_bytes(planned)}",
             f"host peak     {format_bytes(run.host_peak)} a rank, planned {format_bytes(plan.host_peak)}",
+            *disk,
             f"planned       {planned / run.device_peak:.4f} of the measured device peak",
         ]
     )
@@ -309,8 +326,10 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
         "seconds": list(run.seconds),
         "device_peak": run.device_peak,
         "host_peak": run.host_peak,
+        "disk_peak": run.disk_peak,
         "planned_device_peak": planned_peak(run, plan),
         "planned_host_peak": plan.host_peak,
+        "planned_disk_peak": plan.disk_peak,
     }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.planning.closed_form import Estimate, estimate_job
-from lab.planning.plan import Plan, plan_job, shape_of
+from lab.planning.plan import Limit, Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -37,7 +37,7 @@ class MaxContext:
     """
 
     tokens: int
-    limit: Literal["device", "host"]
+    limit: Limit
     plan: Plan
     next_plan: Plan
 
