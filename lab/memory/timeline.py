@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES, DISK, HOST
-from lab.memory.holders import Holders, Memory, is_inside, of_moment
+from lab.memory.holders import Holders, Memory, check_memory, is_inside, of_moment
 from lab.memory.storages import NO_STORAGES, Storages
 from lab.units import format_bytes, format_operator
 
@@ -238,6 +238,7 @@ class Timeline:
             raise ResultError("this timeline has no rows: nothing was measured")
 
     def _row(self, at: float | str, memory: Memory) -> int:
+        check_memory(memory)
         if isinstance(at, str) and at == "peak" and len(self):
             return int((self.total if memory == "device" else getattr(self, memory)).argmax())
         return int(self._where(phase=at)[-1]) if isinstance(at, str) else self.row_at(at)

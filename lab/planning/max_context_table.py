@@ -17,8 +17,8 @@ from lab.planning.cuda_workspace import fixed_workspace
 from lab.planning.fit import MARGIN
 from lab.planning.hardware import hardware
 from lab.planning.max_context import LONGEST, RESOLUTION, Degrees, best_degrees, longest_estimated
-from lab.planning.plan import Limit, Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.planning.plan import Plan, plan_job, shape_of
+from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
 from lab.recipe.ladder import RECIPE_NAMES
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -262,7 +262,7 @@ def _refusal_by_estimate(needs: Estimate, machine: Machine, rental: Rental) -> t
 
 
 def _refusal(limit: Limit, needed: int, machine: Machine, held: dict[str, int]) -> str:
-    given = machine.device_memory if limit == "device" else machine.host_memory
+    given = machine.given(limit)
     assert given is not None
     most = max(held, key=lambda category: held[category])
     return (
@@ -287,8 +287,7 @@ def _confirmed(
         if plan.limit is None:
             fits = plan
         elif tokens == Ki:
-            needed = plan.device_peak if plan.limit == "device" else plan.host_peak_per_node
-            refusal = _refusal(plan.limit, needed, machine, plan.peak.by_category)
+            refusal = _refusal(plan.limit, plan.needed(plan.limit), machine, plan.peak.by_category)
             return LongestContext(model, rental, None, plan.limit, refusal)
         else:
             refused, misses = tokens, misses + 1

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
 from lab.planning.shrinking import with_job
 from lab.planning.start import start_of
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
@@ -41,9 +41,6 @@ from lab.units import (
 )
 
 Step = tuple[Timeline, Costs]
-
-Limit = Literal["device", "host", "disk"]
-"""A memory that may be too small."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,20 +184,24 @@ class Plan:
     @property
     def limit(self) -> Limit | None:
         """Which memory refuses it; None where it fits what was given."""
-        device_memory, host_memory = self.machine.device_memory, self.machine.host_memory
-        if device_memory is not None and self.device_peak > device_memory:
-            return "device"
-        if host_memory is not None and self.host_peak_per_node > host_memory:
-            return "host"
-        if self.machine.disk_bytes is not None and self.disk_peak_per_node > self.machine.disk_bytes:
-            return "disk"
+        for memory in get_args(Limit):
+            given = self.machine.given(memory)
+            if given is not None and self.needed(memory) > given:
+                return cast(Limit, memory)
         return None
+
+    def needed(self, memory: Limit) -> int:
+        """Return the bytes that the step needs of a memory: of a device, or of a node's host or disk."""
+        return {
+            "device": self.device_peak,
+            "host": self.host_peak_per_node,
+            "disk": self.disk_peak_per_node,
+        }[memory]
 
     @property
     def fits(self) -> bool | None:
         """Whether it fits the memory that was given; None where none was."""
-        machine = self.machine
-        if (machine.device_memory, machine.host_memory, machine.disk_bytes) == (None, None, None):
+        if all(self.machine.given(memory) is None for memory in get_args(Limit)):
             return None
         return self.limit is None
 

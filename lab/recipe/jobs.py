@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import LabError
 from lab.recipe.ladder import resolve_recipe
@@ -94,6 +94,15 @@ def make_job(
     return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
 
 
+Limit = Literal["device", "host", "disk"]
+"""A memory that may be too small."""
+
+
+def memory_name(memory: Limit) -> str:
+    """Return the name of a memory: "device memory", "host memory" or "disk"."""
+    return "disk" if memory == "disk" else f"{memory} memory"
+
+
 @dataclass(frozen=True)
 class Disk:
     """The disk of a node, on which the long tensors of streamed layers lie in place of host memory.
@@ -133,6 +142,10 @@ class Machine:
     def disk_bytes(self) -> int | None:
         """Bytes of a node's disk; None for no limit, or no disk."""
         return None if self.disk is None else self.disk.nbytes
+
+    def given(self, memory: Limit) -> int | None:
+        """Return the bytes of a memory: of a device, or of a node's host or disk; None for no limit."""
+        return {"device": self.device_memory, "host": self.host_memory, "disk": self.disk_bytes}[memory]
 
 
 def make_machine(
