@@ -27,6 +27,10 @@ class CheckpointError(LabError):
     """A checkpoint that is missing, incomplete, of another run, or that could not be written."""
 
 
+class HostFileError(LabError):
+    """A folder in which the host memory of streamed layers cannot lie."""
+
+
 class ResultError(LabError):
     """A question to a timeline, a plan or a run that it cannot answer."""
 

@@ -15,6 +15,7 @@ KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
 _TOKENS = {"": 1, "K": Ki, "M": Mi}
 _BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
+_DISK = _BYTES | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
@@ -34,6 +35,30 @@ def parse_bytes(text: str | int) -> int:
         LabError: It is not a positive whole number of bytes.
     """
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
+
+
+def parse_disk(text: str | int) -> int:
+    """Return the bytes of a disk that a text such as ``"4TB"``, or an integer, means.
+
+    Disks are sold in decimal units: a TB is 10^12 bytes. A TiB is 2^40 bytes, as of memory.
+
+    Raises:
+        LabError: It is not a positive whole number of bytes.
+    """
+    return _parse(text, _DISK, "the size of a disk", "4TB, 500GB or 2TiB")
+
+
+def parse_rate(text: str | int) -> int:
+    """Return the bytes per second that a text such as ``"3GB/s"``, or an integer, means.
+
+    Raises:
+        LabError: It is not a positive whole number of bytes per second.
+    """
+    amount = str(text).strip()
+    unit = amount[-2:].lower() == "/s"
+    if isinstance(text, str) and not unit and not amount.isdecimal():
+        raise LabError(f"{abbreviate(repr(text))} is not a rate: write 3GB/s or 500MB/s")
+    return _parse(amount[:-2] if unit else text, _DISK, "a rate", "3GB/s or 500MB/s")
 
 
 def parse_path(value: str | Path, error: type[LabError] = LabError) -> Path:

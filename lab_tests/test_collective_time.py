@@ -14,7 +14,7 @@ from lab.memory.timeline import Op, TimelineBuilder
 from lab.planning.costs import Costs
 from lab.planning.hardware import nearest
 from lab.recipe.jobs import make_job
-from lab.training import collective_time, train
+from lab.training import collective_time, planning_process, train
 from lab.training.collective_time import layers_time
 from lab.units import format_seconds
 from lab_tests.support.gpus import H100
@@ -152,7 +152,7 @@ def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, c
 
 def test_a_plan_that_fails_is_a_line_on_every_rank(alone, digits, tmp_path, monkeypatch):
     gpu_rank(monkeypatch, default=1e-9)
-    monkeypatch.setattr(collective_time, "watched", lambda _: ["false"])
+    monkeypatch.setattr(planning_process, "watched", lambda _: ["false"])
     with pytest.raises(LabError, match="how long a collective may take failed: its process ended with code"):
         train_as_a_rank(small_config(), digits, tmp_path)
 

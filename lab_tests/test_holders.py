@@ -273,7 +273,7 @@ def test_the_command_lists_what_the_plan_holds(planned: plan.Plan) -> None:
         (lambda t: t.holders("sideways"), r"^no row is of phase 'sideways'; there are the phases forward, "),
         (lambda t: t.kept("model.layers.77"), r"^no row is of module 'model.layers.77' and phase 'forward'"),
         (lambda t: t.grown(5), r"^no row is of step 5; .* and the steps 0$"),
-        (lambda t: t.holders(memory="Host"), r"^memory='Host': use 'device' or 'host'$"),
+        (lambda t: t.holders(memory="Host"), r"^memory='Host': use 'device', 'host' or 'disk'$"),
         (lambda t: t.take(np.arange(0)).holders(), r"^this timeline has no rows: nothing was measured$"),
         (lambda t: t.take(np.arange(0)).holders(0.0), r"^this timeline has no rows"),
         (

@@ -58,6 +58,9 @@ SET = click.option(
 )
 TEXT = click.option("--text", type=path, help="A file or folder of text. [Python's library]")
 TOKENIZER = click.option("--tokenizer", type=path, help="The tokenizer's directory. [bytes are tokens]")
+HOST_DIR = click.option(
+    "--host-dir", type=path, metavar="DIR", help="A folder on a disk for the long tensors of streamed layers."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

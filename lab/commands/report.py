@@ -12,6 +12,7 @@ from rich.table import Table
 from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.cuda_workspace import outside_workspace
+from lab.recipe.jobs import memory_name
 from lab.units import Mi, format_bytes, format_seconds, format_share, round_tokens
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
@@ -40,6 +41,7 @@ def plan_text(plan: Plan) -> str:
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
         f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+        *_disk_lines(plan),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
@@ -63,6 +65,24 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _disk_lines(plan: Plan) -> list[str]:
+    """Return what a disk holds, and how long it is busy; nothing without a disk."""
+    label = f"disk peak     {format_bytes(plan.disk_peak)} a rank, "
+    busy = f" a node, busy for {format_seconds(plan.costs.disk_seconds)} of a step"
+    return [] if plan.machine.disk is None else [f"{label}{_of_disk(plan)}{busy}"]
+
+
+def _on_disk(plan: Plan, label: str) -> list[str]:
+    """Return what the disk of a node holds; nothing without a disk."""
+    return [] if plan.machine.disk is None else [f"{label}{_of_disk(plan)}"]
+
+
+def _of_disk(plan: Plan) -> str:
+    return format_bytes(plan.disk_peak_per_node) + format_share(
+        plan.disk_peak_per_node, plan.machine.disk_bytes
+    )
+
+
 def _idle_ranks_note(plan: Plan) -> list[str]:
     """Return a note if some ranks have no rows of their own, else nothing."""
     groups = plan.ranks // (plan.recipe.ulysses * plan.recipe.ring)
@@ -78,6 +98,7 @@ def _idle_ranks_note(plan: Plan) -> list[str]:
 def quick_text(plan: QuickPlan) -> str:
     """The closed form's answer: the two peaks, and what is held at the device peak."""
     estimate = plan.estimate
+    on_disk = f"{format_bytes(estimate.disk_peak)} a rank, {format_bytes(plan.disk_peak_per_node)}"
     verdict = {None: "no memory was given", True: "it fits", False: "it does not fit"}[plan.fits]
     return "\n".join(
         (
@@ -89,6 +110,7 @@ def quick_text(plan: QuickPlan) -> str:
             f"host peak     {format_bytes(estimate.host_peak)} a rank, "
             f"{format_bytes(plan.host_peak_per_node)} a node"
             f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+            *([f"disk peak     {on_disk} a node"] if plan.machine.disk else []),
             f"at the peak   {estimate.moment}",
             *(
                 f"  {category:<26}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
@@ -176,7 +198,8 @@ def max_context_text(result: MaxContext) -> str:
             f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
             f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
-            f"stopped by        {result.limit} memory at {next_plan.tokens / Mi:.2f}M tokens",
+            *_on_disk(plan, "a disk holds      "),
+            f"stopped by        {memory_name(result.limit)} at {next_plan.tokens / Mi:.2f}M tokens",
             f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
             f"{next_plan.peak.module or '-'}",
         )
@@ -221,7 +244,9 @@ def fit_text(plans: Sequence[Plan]) -> str:
     from lab.planning.fit import pareto_front
 
     fastest, down = plans[0], pareto_front(plans)
-    table = Table("", "a step", "slower", "device peak", "host a node", "recipe", box=SIMPLE_HEAD)
+    has_disk = plans[0].machine.disk is not None
+    disk = ["disk a node"] if has_disk else []
+    table = Table("", "a step", "slower", "device peak", "host a node", *disk, "recipe", box=SIMPLE_HEAD)
     for number, plan in enumerate(plans, start=1):
         table.add_row(
             f"{number}" + (" ↓" if plan in down else ""),
@@ -229,6 +254,7 @@ def fit_text(plans: Sequence[Plan]) -> str:
             f"+{plan.step_seconds / fastest.step_seconds - 1:.1%}",
             format_bytes(plan.device_peak),
             format_bytes(plan.host_peak_per_node),
+            *([format_bytes(plan.disk_peak_per_node)] if has_disk else []),
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
@@ -252,6 +278,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
         f"device peak   {format_bytes(rehearsal.device_peak)}{allocator}",
         f"host peak     {format_bytes(rehearsal.host_peak)}",
+        *([f"disk peak     {format_bytes(rehearsal.disk_peak)}"] if rehearsal.disk_peak else []),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
         f"planned       {rehearsal.plan_over_measured:.4f} of the measured peak",
         f"a step        {format_seconds(rehearsal.step_seconds)}"
@@ -288,6 +315,8 @@ def run_text(run: Run, plan: Plan) -> str:
     """Return the text of `lab run`: losses and seconds by step, and measured peaks beside planned ones."""
     planned = planned_peak(run, plan)
     steps = enumerate(zip(run.losses, run.seconds, strict=True), 1)
+    on_disk = f"disk peak     {format_bytes(run.disk_peak)} a rank, planned {format_bytes(plan.disk_peak)}"
+    disk = [on_disk] if run.disk_peak else []
     return "\n".join(
         [
             run.title,
@@ -296,6 +325,7 @@ def run_text(run: Run, plan: Plan) -> str:
             *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
             f"device peak   {format_bytes(run.device_peak)} a rank, planned {format_bytes(planned)}",
             f"host peak     {format_bytes(run.host_peak)} a rank, planned {format_bytes(plan.host_peak)}",
+            *disk,
             f"planned       {planned / run.device_peak:.4f} of the measured device peak",
         ]
     )
@@ -309,8 +339,10 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
         "seconds": list(run.seconds),
         "device_peak": run.device_peak,
         "host_peak": run.host_peak,
+        "disk_peak": run.disk_peak,
         "planned_device_peak": planned_peak(run, plan),
         "planned_host_peak": plan.host_peak,
+        "planned_disk_peak": plan.disk_peak,
     }
 
 
@@ -324,7 +356,7 @@ def holders_text(plan: Plan, holders: Holders, rows: int) -> str:
 def _verdict(plan: Plan) -> str:
     if plan.fits is None:
         return "none without --device-memory or --host-memory"
-    return "fits" if plan.fits else f"does not fit: {plan.limit} memory"
+    return "fits" if plan.limit is None else f"does not fit: {memory_name(plan.limit)}"
 
 
 def _bar(part: int, whole: int) -> str:

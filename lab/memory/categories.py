@@ -26,3 +26,9 @@ OTHER = CATEGORIES.index("other")
 
 HOST = len(CATEGORIES)
 """The category of storages in host memory, after those of the device."""
+
+DISK = HOST + 1
+"""The category of storages in a mapped file on a disk, after host memory."""
+
+MEMORIES = (*CATEGORIES, "host", "disk")
+"""The names of all categories of storages."""

@@ -12,7 +12,7 @@ from uuid import uuid4
 import numpy as np
 
 from lab.errors import ResultError
-from lab.memory.categories import CATEGORIES, HOST
+from lab.memory.categories import CATEGORIES, HOST, MEMORIES
 from lab.memory.timeline import Timeline
 
 _ALIGNMENT = 512
@@ -36,7 +36,8 @@ def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
     """Write timelines as a Chrome trace in JSON, for https://ui.perfetto.dev and ``chrome://tracing``.
 
     Each timeline is a process, named by its rank. It has a counter with the bytes of each category, one with
-    the bytes in host memory, and a slice for each tensor from when it is made until it is freed.
+    the bytes in host memory and in a mapped file, and a slice for each tensor from when it is made until it
+    is freed.
 
     Args:
         timelines: One for each rank; of a plan, its timeline alone.
@@ -59,7 +60,7 @@ def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Pa
 
     Each timeline is a device. The viewer shows a stack of frames for each allocation; here they are the
     tensor, the operator, the module and the category. Addresses are made up: no two tensors that are held at
-    one time overlap. Host memory is left out, and so are bytes that no tensor holds.
+    one time overlap. Host memory and mapped files are left out, and so are bytes that no tensor holds.
 
     Args:
         timelines: One for each rank; of a plan, its timeline alone.
@@ -91,14 +92,14 @@ def _events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the events of a Chrome trace; times are in microseconds."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     times = (timeline.seconds * 1e6).tolist()
-    for time, device, host in zip(times, timeline.device.tolist(), timeline.host.tolist(), strict=True):
+    columns = (timeline.device.tolist(), timeline.host.tolist(), timeline.disk.tolist())
+    for time, device, host, disk in zip(times, *columns, strict=True):
         sizes = dict(zip(CATEGORIES, device, strict=True))
         yield {"ph": "C", "name": "device bytes", "pid": rank, "ts": time, "args": sizes}
-        yield {"ph": "C", "name": "host bytes", "pid": rank, "ts": time, "args": {"host": host}}
+        yield {"ph": "C", "name": "host bytes", "pid": rank, "ts": time, "args": {"host": host, "disk": disk}}
     storages = timeline.storages
-    names = (*CATEGORIES, "host")
     for index, facts in enumerate(map(_facts(timeline), range(len(storages)))):
-        category = names[storages.category[index]]
+        category = MEMORIES[storages.category[index]]
         # On CUDA a storage may be made later than the allocator's last event, where the timeline ends.
         made = float(storages.made[index])
         ends = {"b": made, "e": max(made, min(float(storages.freed[index]), times[-1] / 1e6))}
@@ -136,9 +137,9 @@ def _facts(timeline: Timeline) -> Callable[[int], dict[str, Any]]:
 
 def _device(rank: int, timeline: Timeline) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the segment of a device, with the tensors held at the end, and its trace."""
-    storages = timeline.storages.select(timeline.storages.category != HOST)
+    storages = timeline.storages.select(timeline.storages.category < HOST)
     facts = _facts(timeline)
-    of_storage = np.flatnonzero(timeline.storages.category != HOST)
+    of_storage = np.flatnonzero(timeline.storages.category < HOST)
     changes = [(int(row), 1, index) for index, row in enumerate(storages.first)]
     changes += [(int(row), 0, index) for index, row in enumerate(storages.end) if row < len(timeline)]
     addresses, memory = {}, _Memory()

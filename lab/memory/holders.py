@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from lab.errors import ResultError
-from lab.memory.categories import CATEGORIES, HOST
+from lab.memory.categories import DISK, HOST, MEMORIES
 from lab.units import format_bytes, format_operator
 
 if TYPE_CHECKING:
     from lab.memory.timeline import Moment, Timeline
 
-Memory = Literal["device", "host"]
+Memory = Literal["device", "host", "disk"]
 
 NO_OPERATOR = "-"
 """The operator of what no operator of a step made."""
@@ -33,7 +33,7 @@ class Holder:
     Attributes:
         bytes: The bytes of all of them together.
         count: How many tensors there are.
-        category: What they are for; one of ``CATEGORIES``, or ``"host"``.
+        category: What they are for; one of ``CATEGORIES``, ``"host"`` or ``"disk"``.
         shape: The shape of the first tensor seen on the storage.
         dtype: Its dtype.
         name: The parameter that it is, or whose gradient or optimizer state it is; else empty.
@@ -79,7 +79,7 @@ class Holders:
 
     Attributes:
         moment: The instant.
-        memory: Which memory is meant: the device's or the host's.
+        memory: Which memory is meant: the device's, the host's or the disk's.
         items: The tensors, the largest first.
         total: The bytes of this memory at that instant, or those of the tensors that were asked for.
     """
@@ -195,17 +195,17 @@ def check_memory(memory: str) -> None:
     """Check the name of a memory.
 
     Raises:
-        ResultError: It is neither ``"device"`` nor ``"host"``.
+        ResultError: It is none of ``"device"``, ``"host"`` and ``"disk"``.
     """
     if memory not in get_args(Memory):
-        raise ResultError(f"memory={memory!r}: use 'device' or 'host'")
+        raise ResultError(f"memory={memory!r}: use 'device', 'host' or 'disk'")
 
 
 def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
     """Return what is held at a row of a timeline.
 
     Raises:
-        ResultError: The timeline has no storages, or ``memory`` is neither of the two.
+        ResultError: The timeline has no storages, or ``memory`` is none.
     """
     check_memory(memory)
     storages, moment = timeline.storages, timeline.moment(row)
@@ -215,9 +215,9 @@ def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
             "goes on, have none; a run to its end, a plan or a rehearsal has them"
         )
     held = storages.held_at(row)
-    held = held[(storages.category[held] == HOST) == (memory == "host")]
+    category = storages.category[held]
+    held = held[category < HOST if memory == "device" else category == {"host": HOST, "disk": DISK}[memory]]
     held = held[np.argsort(-storages.size[held], kind="stable")]
-    names = (*CATEGORIES, "host")
     items = []
     for index in held.tolist():
         kind, freed = storages.kinds[storages.kind[index]], float(storages.freed[index])
@@ -225,7 +225,7 @@ def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
             Holder(
                 bytes=int(storages.size[index]),
                 count=1,
-                category=names[storages.category[index]],
+                category=MEMORIES[storages.category[index]],
                 shape=kind.shape,
                 dtype=kind.dtype,
                 name=kind.name,
@@ -238,7 +238,7 @@ def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
                 freed=None if np.isinf(freed) else freed,
             )
         )
-    total = moment.device if memory == "device" else moment.host
+    total = int(getattr(moment, memory))
     return Holders(moment, memory, tuple(items), total)
 
 

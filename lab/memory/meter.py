@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lab.memory.categories import CATEGORIES, HOST, OTHER
+from lab.memory.categories import DISK, HOST, OTHER
 from lab.memory.holders import NO_OPERATOR
 from lab.memory.module_paths import ModulePaths
 from lab.memory.observer import Observer
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import report_resizes
 from lab.memory.storages import Entry, Move, Rows, TensorKind, storages_of
-from lab.memory.timeline import Moment, Op, Timeline, TimelineBuilder
+from lab.memory.timeline import TILES, Moment, Op, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
 from lab.torch_private import (
     ACCUMULATES,
@@ -76,7 +76,10 @@ By each, the argument that it writes and the one that it reads. A call has a row
 know it as one of their ``moves``.
 """
 
-_MAKES_HOST_MEMORY = (*TO_HOST, "lab.empty_host")
+_MAKES_HOST_MEMORY = (*TO_HOST, TILES)
+
+_MAPS_FILE = "lab.empty_mapped"
+"""The operator whose results are in a mapped file."""
 
 NO_OP = Op(NO_OPERATOR)
 """The operator of the rows that mark the start and the end of a phase."""
@@ -166,7 +169,7 @@ class Meter(Observer):
         self._live: dict[int, _Block] = {}
         # What was held from a row to another, for every block that was freed or resized.
         self._entries: list[_Entry] = []
-        self._bytes = [0] * (len(CATEGORIES) + 1)
+        self._bytes = [0] * (DISK + 1)
         self._bytes[OTHER] = self._workspace.fixed
         self._changed = True
         self._op = NO_OP.name
@@ -243,7 +246,7 @@ class Meter(Observer):
             ),
             Rows(rows.seconds, rows.module, rows.phase, rows.step),
         )
-        held = storages.bytes_of(len(rows), HOST + 1)[:, :HOST]
+        held = storages.bytes_of(len(rows), DISK + 1)[:, :HOST]
         held[:, OTHER] = rows.device[:, OTHER]
         return replace(rows, device=held, storages=storages)
 
@@ -261,7 +264,7 @@ class Meter(Observer):
             self._add_row(Op(name, _shapes(args)), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
         to_host = name in _MAKES_HOST_MEMORY or self.on_host(args)
-        self._count(result, HOST if to_host else TEMPORARY)
+        self._count(result, HOST if to_host else DISK if name == _MAPS_FILE else TEMPORARY)
         if name in _SHARDING_OPERATORS:
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
         elif name == FROM_HOST:
@@ -300,7 +303,7 @@ class Meter(Observer):
         block.key, block.category = key, category
         nbytes = storage.nbytes()
         # The device's allocator rounds sizes up.
-        block.size = nbytes if category == HOST else self._workspace.allocation(nbytes)
+        block.size = nbytes if category >= HOST else self._workspace.allocation(nbytes)
         block.first = len(self.rows)
         block.shape, block.dtype, block.op, block.name = tensor.shape, tensor.dtype, self._op, ""
         block.moves = ()
@@ -322,6 +325,11 @@ class Meter(Observer):
         tensor = _first_tensor(args) if self._bytes[HOST] else None
         block = None if tensor is None else self._live.get(_key(tensor))
         return block is not None and block.category == HOST
+
+    def is_tile(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in the host tiles of a streamed layer."""
+        block = self._live.get(_key(tensor))
+        return block is not None and block.op == TILES
 
     def _takes_no_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether DTensor computes shapes with this tensor, on device meta or in another fake mode."""
@@ -463,9 +471,9 @@ class Meter(Observer):
     # ---- rows --------------------------------------------------------------------------------------------
 
     def _add_row(self, op: Op, module: str) -> None:
-        *device, host = self._bytes
+        *device, host, disk = self._bytes
         now = self._clock() - self._start
-        self.rows.add(now, device, host, phase=self._phase, module=module, op=op, step=self._step)
+        self.rows.add(now, device, host, disk=disk, phase=self._phase, module=module, op=op, step=self._step)
         self._changed = False
         if self._limit is not None and sum(device) > self._limit:
             raise OutOfMemory(self._now(), self._limit)

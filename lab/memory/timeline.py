@@ -12,10 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.errors import ResultError
-from lab.memory.categories import CATEGORIES
-from lab.memory.holders import Holders, Memory, is_inside, of_moment
+from lab.memory.categories import CATEGORIES, DISK, HOST
+from lab.memory.holders import Holders, Memory, check_memory, is_inside, of_moment
 from lab.memory.storages import NO_STORAGES, Storages
 from lab.units import format_bytes, format_operator
+
+TILES = "lab.empty_host"
+"""The operator that allocates the host tiles of streamed layers, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Moment:
         module: The path of the module that ran it; empty outside every module.
         phase: The phase of the step: forward, backward or optimizer.
         step: The training step, counted from 0.
+        disk: Bytes of this rank in a mapped file on a disk.
     """
 
     seconds: float
@@ -54,6 +58,7 @@ class Moment:
     module: str
     phase: str
     step: int
+    disk: int = 0
 
     def __str__(self) -> str:
         """Return the phase, the operator with the first three shapes, and the module."""
@@ -75,6 +80,7 @@ class Timeline:
         seconds: The time of each row [n].
         device: Device bytes by category [n, len(CATEGORIES)].
         host: Host bytes [n].
+        disk: Bytes in a mapped file [n].
         phase: Indices into ``phases`` [n].
         module: Indices into ``modules`` [n].
         op: Indices into ``ops`` [n].
@@ -88,6 +94,7 @@ class Timeline:
     seconds: npt.NDArray[np.float64]
     device: npt.NDArray[np.int64]
     host: npt.NDArray[np.int64]
+    disk: npt.NDArray[np.int64]
     phase: npt.NDArray[np.int64]
     module: npt.NDArray[np.int64]
     op: npt.NDArray[np.int64]
@@ -120,6 +127,11 @@ class Timeline:
         return int(self.host.max(initial=0))
 
     @property
+    def disk_peak(self) -> int:
+        """The most bytes that a mapped file holds at once."""
+        return int(self.disk.max(initial=0))
+
+    @property
     def peak(self) -> Moment:
         """The instant at which the device holds the most bytes."""
         return self.moment(int(self.total.argmax()))
@@ -131,6 +143,7 @@ class Timeline:
             seconds=float(self.seconds[row]),
             device=int(self.device[row].sum()),
             host=int(self.host[row]),
+            disk=int(self.disk[row]),
             by_category={c: int(b) for c, b in zip(CATEGORIES, self.device[row], strict=True)},
             op=op.name,
             shapes=op.shapes,
@@ -163,7 +176,7 @@ class Timeline:
         Args:
             at: Seconds; or ``"peak"``, the row at which this memory holds the most; or the name of a phase,
                 whose last row is meant, in the last step that has it.
-            memory: Which memory: the device's or the host's.
+            memory: Which memory: the device's, the host's or the disk's.
 
         Raises:
             ResultError: There is no such instant or memory, or the timeline has no storages.
@@ -198,7 +211,7 @@ class Timeline:
 
         Args:
             module: The path of a module, for instance ``"model.layers.1"``; those inside it count too.
-            memory: Which memory: the device's or the host's.
+            memory: Which memory: the device's, the host's or the disk's.
 
         Raises:
             ResultError: The module has no row in a forward phase, or the timeline has no storages.
@@ -213,7 +226,7 @@ class Timeline:
 
         Args:
             step: The training step, counted from 0.
-            memory: Which memory: the device's or the host's.
+            memory: Which memory: the device's, the host's or the disk's.
 
         Raises:
             ResultError: There is no such step, or the timeline has no storages.
@@ -225,8 +238,9 @@ class Timeline:
             raise ResultError("this timeline has no rows: nothing was measured")
 
     def _row(self, at: float | str, memory: Memory) -> int:
+        check_memory(memory)
         if isinstance(at, str) and at == "peak" and len(self):
-            return int((self.total if memory == "device" else self.host).argmax())
+            return int((self.total if memory == "device" else getattr(self, memory)).argmax())
         return int(self._where(phase=at)[-1]) if isinstance(at, str) else self.row_at(at)
 
     def _where(
@@ -291,6 +305,14 @@ class Timeline:
             [getattr(self, name)[index] for name in _COLUMNS], self.phases, self.modules, self.ops
         )
 
+    def with_tiles_on_disk(self) -> Timeline:
+        """Return the timeline of the same step with the host tiles of streamed layers in a mapped file."""
+        made = np.array([kind.op == TILES for kind in self.storages.kinds], dtype=bool)
+        of_tiles = made[self.storages.kind] & (self.storages.category == HOST)
+        storages = replace(self.storages, category=np.where(of_tiles, DISK, self.storages.category))
+        held = storages.bytes_of(len(self), DISK + 1)
+        return replace(self, host=held[:, HOST], disk=held[:, DISK], storages=storages)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and strings, for a file or a message."""
         return {
@@ -318,7 +340,7 @@ class Timeline:
         return replace(timeline, storages=Storages.from_json(d["storages"]))
 
 
-_COLUMNS = ("seconds", "device", "host", "phase", "module", "op", "step")
+_COLUMNS = ("seconds", "device", "host", "disk", "phase", "module", "op", "step")
 
 
 def _from_columns(
@@ -336,7 +358,7 @@ class TimelineBuilder:
     """Builds a timeline row by row. The live timeline draws the new rows, which ``since`` returns."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, tuple[int, ...], int, int, int, int, int]] = []
+        self._rows: list[tuple[float, tuple[int, ...], int, int, int, int, int, int]] = []
         self._tables: tuple[dict[Any, int], dict[Any, int], dict[Any, int]] = ({}, {}, {})
 
     def __len__(self) -> int:
@@ -348,6 +370,7 @@ class TimelineBuilder:
         device: Sequence[int],
         host: int,
         *,
+        disk: int = 0,
         phase: str,
         module: str,
         op: Op,
@@ -360,6 +383,7 @@ class TimelineBuilder:
                 seconds,
                 tuple(device),
                 host,
+                disk,
                 phases.setdefault(phase, len(phases)),
                 modules.setdefault(module, len(modules)),
                 ops.setdefault(op, len(ops)),

@@ -44,10 +44,12 @@ class Estimate:
         moments: Every moment at which the device may hold the most, by name, and what it holds then, by part
             and by category.
         host_peak: The most bytes that the host holds.
+        disk_peak: The most bytes that a disk holds; see ``lab.planning.closed_form_disk.estimate_on``.
     """
 
     moments: dict[str, Parts]
     host_peak: int
+    disk_peak: int = 0
 
     @property
     def moment(self) -> str:

@@ -4,7 +4,7 @@ The estimate is a sum over the operators of a step, one after the other on the d
 the table in ``hardware.py`` gives for its kind. Copies between device and host run beside them, for offload
 prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). The device waits
 for operators on tensors in host memory (clipping and Adam of an optimizer on the host), which run at the rate
-of host memory, ``HOST_MEMORY``. What it leaves out:
+of host memory, ``HOST_MEMORY``. A disk in place of host memory runs beside all of it. What it leaves out:
 overlap of other collectives with computation, launches, imbalance between ranks.
 """
 
@@ -55,7 +55,9 @@ class Costs:
     """One rank's: ``flops``; ``link_bytes`` sent to other ranks; ``host_bytes`` copied to and from the host.
 
     ``device_seconds`` is the time of computation and of waiting for collectives, ``link_seconds`` the share
-    of the latter, ``host_seconds`` that of copies.
+    of the latter, ``host_seconds`` that of copies. ``tile_writes`` and ``tile_reads`` are the bytes among
+    ``host_bytes`` that are written to, and read from, the tiles of streamed layers. ``disk_seconds`` is the
+    time that a disk takes for those, where the tiles are on one; see ``with_disk``.
     """
 
     flops: int = 0
@@ -64,6 +66,9 @@ class Costs:
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     link_seconds: float = 0.0
+    tile_writes: int = 0
+    tile_reads: int = 0
+    disk_seconds: float = 0.0
 
     def __add__(self, other: Costs) -> Costs:
         return Costs(
@@ -73,6 +78,9 @@ class Costs:
             self.device_seconds + other.device_seconds,
             self.host_seconds + other.host_seconds,
             self.link_seconds + other.link_seconds,
+            self.tile_writes + other.tile_writes,
+            self.tile_reads + other.tile_reads,
+            self.disk_seconds + other.disk_seconds,
         )
 
     def __mul__(self, factor: int) -> Costs:
@@ -83,12 +91,29 @@ class Costs:
             self.device_seconds * factor,
             self.host_seconds * factor,
             self.link_seconds * factor,
+            self.tile_writes * factor,
+            self.tile_reads * factor,
+            self.disk_seconds * factor,
         )
 
     @property
     def seconds(self) -> float:
-        """Of the whole: copies hide behind computation, or computation behind copies."""
-        return max(self.device_seconds, self.host_seconds)
+        """Of the whole: copies and the disk hide behind computation, or computation behind one of them."""
+        return max(self.device_seconds, self.host_seconds, self.disk_seconds)
+
+    def with_disk(self, hardware: Hardware, rate: int | None, ranks: int) -> Costs:
+        """Return these costs with the tiles of streamed layers on a disk.
+
+        All bytes that are written and read are counted, one after the other. The page cache may keep some of
+        them away from the disk, so the time is at most this.
+
+        Args:
+            hardware: Has the rates of the disk.
+            rate: Bytes per second of the disk, both ways, in place of those.
+            ranks: The ranks that share the disk.
+        """
+        write, read = (rate or figure.value for figure in (hardware.disk_write, hardware.disk_read))
+        return replace(self, disk_seconds=ranks * (self.tile_writes / write + self.tile_reads / read))
 
 
 class CostCounter(Observer):
@@ -103,6 +128,8 @@ class CostCounter(Observer):
         self.total = Costs()
         self.on_host: Callable[[tuple[Any, ...]], bool] = lambda _: False
         """Returns whether an operator with these arguments runs on the host; a meter knows."""
+        self.is_tile: Callable[[torch.Tensor], bool] = lambda _: False
+        """Returns whether a tensor lies in the tiles of a streamed layer; a meter knows."""
         # Links carry one collective at a time: when they are free, and when what is under way will be there,
         # by the memory that it arrives in.
         self._links_free = 0.0
@@ -144,7 +171,10 @@ class CostCounter(Observer):
         if name in ("lab.to_host", "lab.to_host_whole", "lab.write_host", "lab.from_host"):
             moved: int = args[name == "lab.from_host"].nbytes
             return Costs(
-                host_bytes=moved, host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share)
+                host_bytes=moved,
+                host_seconds=moved / _reached(hardware.host_link, hardware.host_link_share),
+                tile_writes=moved if name == "lab.write_host" else 0,
+                tile_reads=moved if name == "lab.from_host" and self.is_tile(args[0][0]) else 0,
             )
         if name.startswith(FLASH):
             flops = _attention_flops(args, backward=name.endswith("backward"))

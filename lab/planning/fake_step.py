@@ -31,7 +31,7 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
     counter = CostCounter(hardware(machine.device), machine.ranks_per_node)
     workspace = cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
     meter = Meter(clock=counter.now, workspace=workspace, run=counter.observe)
-    counter.on_host = meter.on_host
+    counter.on_host, counter.is_tile = meter.on_host, meter.is_tile
     with (
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),

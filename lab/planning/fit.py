@@ -8,10 +8,11 @@ from itertools import product
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.planning.closed_form import estimate_job
+from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
+from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -23,6 +24,9 @@ within 5% of the plan."""
 
 NEARLY = 1.05
 """Other degrees are worth a plan if by the closed form they need less memory by more than this factor."""
+
+STREAMED = ("streamed", "long")
+"""The recipes that a disk is for."""
 
 SHOWN = 7
 """How many of the recipes that fit are in the text of all of them."""
@@ -60,6 +64,8 @@ def fit(
     ranks_per_node: int = 8,
     device: str = "h100",
     workspace: bool = True,
+    disk: int | str | None = None,
+    disk_rate: int | str | None = None,
     watch: Callable[[int, int, Plan], None] | None = None,
 ) -> Fits:
     """Plan every recipe that may fit, and return those that do, the fastest first.
@@ -68,6 +74,9 @@ def fit(
     checkpointing and offload. Of recipes that differ in degrees alone, two are planned: that with the
     ladder's degrees, and the one that needs the least memory by the closed form. A head chunk smaller than
     the ladder's Ulysses degree takes more time, and is planned only if no larger one may fit.
+
+    With ``disk``, the recipes ``streamed`` and ``long`` are planned too, with their long tensors on a disk of
+    these bytes a node: each with ``offload="inputs"``, and with ``offload="attention"``.
 
     ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``. ``watch`` is called
     with each plan, its number, and how many there will be.
@@ -82,10 +91,15 @@ def fit(
         host_memory=host_memory,
         ranks_per_node=ranks_per_node,
         workspace=workspace,
+        disk=disk,
+        disk_rate=disk_rate,
     )
     shape = shape_of(model)
     base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, shape=shape)
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks))
+    for name, offload in product(STREAMED if machine.disk else (), ("inputs", "attention")):
+        streamed = resolve_recipe(name, model, ranks, base.tokens, shape=shape, offload=offload)
+        recipes[streamed] = None
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []
     for number, job in enumerate(tried, start=1):
@@ -102,15 +116,13 @@ def fit(
 def _promising(shape: Shape, base: Recipe, jobs: list[Job], machine: Machine) -> list[Job]:
     """The jobs that fit by the closed form, or nearly do; if there are none, the one of the least memory."""
     assert machine.device_memory is not None
-    assert machine.host_memory is not None
-    estimates = {job.recipe: estimate_job(shape, job) for job in jobs}
+    estimates = {job.recipe: estimate_on(machine, shape, job) for job in jobs}
     peaks = {recipe: needs.device_peak for recipe, needs in estimates.items()}
-    of_node = min(jobs[0].ranks, machine.ranks_per_node)
     fitting = [
         job
         for job in jobs
         if peaks[job.recipe] <= machine.device_memory * MARGIN
-        and estimates[job.recipe].host_peak * of_node <= machine.host_memory * MARGIN
+        and fits_node(machine, estimates[job.recipe], job.ranks, MARGIN)
     ]
     large = [job for job in fitting if (job.recipe.head_chunk or base.ulysses) >= base.ulysses]
     if not fitting:
@@ -173,9 +185,13 @@ def _none_fits(leanest: Plan) -> str:
     machine = leanest.machine
     assert machine.device_memory is not None
     assert machine.host_memory is not None
+    on_disk = ""
+    if machine.disk_bytes is not None:
+        disk = f"{format_bytes(leanest.disk_peak_per_node)} of {format_bytes(machine.disk_bytes)}"
+        on_disk = f" and {disk} on each disk"
     return (
         f"no recipe fits {format_tokens(leanest.tokens)} tokens on {leanest.ranks} ranks: the leanest needs "
         f"{format_bytes(leanest.device_peak)} of {format_bytes(machine.device_memory)} on each device and "
-        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(machine.host_memory)} on each host; "
-        "more ranks or a shorter context need less"
+        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(machine.host_memory)} on each host"
+        f"{on_disk}; more ranks or a shorter context need less"
     )

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from lab.errors import LabError
 from lab.models import ModelLike
-from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.closed_form import Estimate
+from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
+from lab.recipe.jobs import (
+    Job,
+    Limit,
+    Machine,
+    check_given,
+    make_job,
+    make_machine,
+    memory_name,
+)
 from lab.recipe.recipe import Recipe
 from lab.techniques.ulysses_degrees import degree_pairs
 from lab.units import Ki, Mi, format_bytes, format_lines, format_tokens, round_tokens
@@ -37,7 +46,7 @@ class MaxContext:
     """
 
     tokens: int
-    limit: Literal["device", "host"]
+    limit: Limit
     plan: Plan
     next_plan: Plan
 
@@ -48,14 +57,14 @@ class MaxContext:
     def description(self) -> dict[str, str]:
         """What a terminal and a notebook show: texts by label."""
         plan, next_plan = self.plan, self.next_plan
-        needed = next_plan.device_peak if self.limit == "device" else next_plan.host_peak_per_node
         return {
             "recipe": plan.recipe.summary,
             "max context": f"{round_tokens(self.tokens)} tokens ({self.tokens:,})",
             "device peak": plan.description["device peak"],
             "host peak": plan.description["host peak"],
-            "stopped by": f"{self.limit} memory at {round_tokens(next_plan.tokens)} tokens, which need "
-            f"{format_bytes(needed)}",
+            "disk peak": plan.description["disk peak"],
+            "stopped by": f"{memory_name(self.limit)} at {round_tokens(next_plan.tokens)} tokens, which "
+            f"need {format_bytes(next_plan.needed(self.limit))}",
             "at its peak": str(next_plan.peak),
         }
 
@@ -66,6 +75,7 @@ class MaxContext:
             "limit": self.limit,
             "device_peak": self.plan.device_peak,
             "host_peak": self.plan.host_peak,
+            "disk_peak": self.plan.disk_peak,
             "recipe": self.plan.recipe.to_json(),
         }
 
@@ -81,6 +91,8 @@ def max_context(
     ranks_per_node: int = 8,
     workspace: bool = True,
     device: str = "h100",
+    disk: int | str | None = None,
+    disk_rate: int | str | None = None,
     watch: Callable[[Plan], None] | None = None,
     **knobs: Any,
 ) -> MaxContext:
@@ -90,6 +102,10 @@ def max_context(
     Ulysses degree and the ring degree of the longest context by the closed form. Of pairs that are equal to
     within the resolution, the ladder's is taken, or else that of the largest Ulysses degree. Knobs by hand
     hold: with ``ulysses``, ``ring``, ``head_chunk`` or ``ulysses_backend`` among them nothing is compared.
+
+    With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node. If the attention
+    of the longest context fits there too, the answer has ``offload="attention"``, unless ``offload`` is among
+    the knobs by hand: it runs one attention forward of a layer and not two.
 
     The rest are the settings of ``lab.plan``; ``watch`` is called with each plan.
 
@@ -103,6 +119,8 @@ def max_context(
         host_memory=host_memory,
         ranks_per_node=ranks_per_node,
         workspace=workspace,
+        disk=disk,
+        disk_rate=disk_rate,
     )
     shape = shape_of(model)
 
@@ -110,8 +128,11 @@ def max_context(
         settings = {**knobs, **degrees}
         return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **settings)
 
+    def estimated(tokens: int, degrees: Degrees) -> Estimate:
+        return estimate_on(machine, shape, job(tokens, degrees))
+
     def longest(degrees: Degrees) -> int:
-        return longest_estimated(lambda tokens: estimate_job(shape, job(tokens, degrees)), machine, ranks)
+        return longest_estimated(lambda tokens: estimated(tokens, degrees), machine, ranks)
 
     degrees: Degrees = {}
     usual = job(Ki, degrees).recipe
@@ -124,11 +145,12 @@ def max_context(
             watch(tried)
         return tried
 
-    def estimated(tokens: int) -> Estimate:
-        return estimate_job(shape, job(tokens, degrees))
-
-    fits, beyond = _search(planned, estimated)
+    fits, beyond = _search(planned, lambda tokens: estimated(tokens, degrees))
     assert beyond.limit is not None
+    if machine.disk is not None and isinstance(recipe, str) and fits.recipe.stream and "offload" not in knobs:
+        kept = make_job(model, fits.recipe, tokens=fits.tokens, ranks=ranks, rows=rows, offload="attention")
+        faster = plan_job(replace(kept, recipe_name=recipe), machine)
+        fits = fits if faster.limit else faster
     return MaxContext(fits.tokens, beyond.limit, fits, beyond)
 
 
@@ -184,15 +206,13 @@ def longest_estimated(
     estimated: Callable[[int], Estimate], machine: Machine, ranks: int, off: int = 0
 ) -> int:
     """The most tokens whose estimate fits, with ``off`` bytes more on the device."""
-    of_node = min(ranks, machine.ranks_per_node)
     assert machine.device_memory is not None
-    assert machine.host_memory is not None
     low, high = 1, LONGEST // Ki
     while high - low > 1:
         middle = (low + high) // 2
         needs = estimated(middle * Ki)
         on_device = needs.device_peak + off <= machine.device_memory
-        fits = on_device and needs.host_peak * of_node <= machine.host_memory
+        fits = on_device and fits_node(machine, needs, ranks)
         low, high = (middle, high) if fits else (low, middle)
     return high * Ki if high == LONGEST // Ki else low * Ki
 
@@ -202,15 +222,12 @@ def _up(tokens: int) -> int:
 
 
 def _nothing_fits(plan: Plan) -> str:
-    limit, needed = (
-        (plan.machine.device_memory, plan.device_peak)
-        if plan.limit == "device"
-        else (plan.machine.host_memory, plan.host_peak_per_node)
-    )
-    assert limit is not None
+    assert plan.limit is not None
+    given = plan.machine.given(plan.limit)
+    assert given is not None
     most = max(plan.peak.by_category.items(), key=lambda item: item[1])
+    needed = f"{format_bytes(plan.needed(plan.limit))} of {memory_name(plan.limit)} needed"
     return (
-        f"not even {format_tokens(plan.tokens)} tokens fit: {format_bytes(needed)} of {plan.limit} memory "
-        f"needed, {format_bytes(limit)} given; {most[0]} hold {format_bytes(most[1])}; more ranks or "
-        "fsdp need less"
+        f"not even {format_tokens(plan.tokens)} tokens fit: {needed}, {format_bytes(given)} given; {most[0]} "
+        f"hold {format_bytes(most[1])}; more ranks or fsdp need less"
     )

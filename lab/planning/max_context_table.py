@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lab.errors import RecipeError
 from lab.models import ModelLike
@@ -18,7 +18,7 @@ from lab.planning.fit import MARGIN
 from lab.planning.hardware import hardware
 from lab.planning.max_context import LONGEST, RESOLUTION, Degrees, best_degrees, longest_estimated
 from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
 from lab.recipe.ladder import RECIPE_NAMES
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -97,7 +97,7 @@ class LongestContext:
     model: str
     rental: Rental
     plan: Plan | None
-    limit: Literal["device", "host"] | None
+    limit: Limit | None
     refusal: str = ""
 
     @property
@@ -242,7 +242,7 @@ def _longest(estimated: Callable[[int], Estimate], machine: Machine, rental: Ren
     return longest_estimated(estimated, machine, rental.gpus, outside)
 
 
-def _limit(needs: Estimate, machine: Machine, rental: Rental, off: int) -> Literal["device", "host"] | None:
+def _limit(needs: Estimate, machine: Machine, rental: Rental, off: int) -> Limit | None:
     """The memory that is too small for an estimate, with ``off`` bytes more on the device."""
     assert machine.device_memory is not None
     assert machine.host_memory is not None
@@ -252,9 +252,7 @@ def _limit(needs: Estimate, machine: Machine, rental: Rental, off: int) -> Liter
     return "host" if needs.host_peak * of_node > machine.host_memory else None
 
 
-def _refusal_by_estimate(
-    needs: Estimate, machine: Machine, rental: Rental
-) -> tuple[Literal["device", "host"], str] | None:
+def _refusal_by_estimate(needs: Estimate, machine: Machine, rental: Rental) -> tuple[Limit, str] | None:
     """What stops 1K tokens, and in words, where the closed form leaves no doubt; None where it does."""
     assert machine.device_memory is not None
     needed = needs.device_peak + fixed_workspace(rental.gpus)
@@ -263,8 +261,8 @@ def _refusal_by_estimate(
     return "device", _refusal("device", needed, machine, needs.by_category)
 
 
-def _refusal(limit: Literal["device", "host"], needed: int, machine: Machine, held: dict[str, int]) -> str:
-    given = machine.device_memory if limit == "device" else machine.host_memory
+def _refusal(limit: Limit, needed: int, machine: Machine, held: dict[str, int]) -> str:
+    given = machine.given(limit)
     assert given is not None
     most = max(held, key=lambda category: held[category])
     return (
@@ -289,8 +287,7 @@ def _confirmed(
         if plan.limit is None:
             fits = plan
         elif tokens == Ki:
-            needed = plan.device_peak if plan.limit == "device" else plan.host_peak_per_node
-            refusal = _refusal(plan.limit, needed, machine, plan.peak.by_category)
+            refusal = _refusal(plan.limit, plan.needed(plan.limit), machine, plan.peak.by_category)
             return LongestContext(model, rental, None, plan.limit, refusal)
         else:
             refused, misses = tokens, misses + 1

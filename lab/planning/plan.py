@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
 from lab.planning.shrinking import with_job
 from lab.planning.start import start_of
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
@@ -78,11 +78,18 @@ class Plan:
             f"{format_bytes(self.host_peak_per_node)} per node"
             f"{format_share(self.host_peak_per_node, self.machine.host_memory)}"
         )
+        disk_per_node = (
+            f"{format_bytes(self.disk_peak_per_node)} per node"
+            f"{format_share(self.disk_peak_per_node, self.machine.disk_bytes)}"
+        )
         return {
             "recipe": self.recipe.summary,
             "device peak": f"{format_bytes(self.device_peak)} per rank{on_device}",
             "at the peak": str(self.peak),
             "host peak": f"{format_bytes(self.host_peak)} per rank, {per_node}" if self.host_peak else "",
+            "disk peak": f"{format_bytes(self.disk_peak)} per rank, {disk_per_node}"
+            if self.disk_peak
+            else "",
             "step": f"{format_seconds(self.step_seconds)} on {self.device} (estimate)",
             "note": "; ".join(self.notes),
             "verdict": self.verdict,
@@ -140,7 +147,21 @@ class Plan:
     @property
     def host_peak_per_node(self) -> int:
         """The same of all ranks of a node."""
-        return self.host_peak * min(self.ranks, self.machine.ranks_per_node)
+        return self.host_peak * self._ranks_of_node
+
+    @property
+    def disk_peak(self) -> int:
+        """The most bytes the rank holds at once on the machine's disk."""
+        return self.timeline.disk_peak
+
+    @property
+    def disk_peak_per_node(self) -> int:
+        """The same of all ranks of a node."""
+        return self.disk_peak * self._ranks_of_node
+
+    @property
+    def _ranks_of_node(self) -> int:
+        return min(self.ranks, self.machine.ranks_per_node)
 
     @property
     def peak(self) -> Moment:
@@ -153,7 +174,7 @@ class Plan:
         Args:
             at: Seconds; or ``"peak"``, where this memory holds the most in the step; or a phase's end. The
                 start of the training has no tensors here: ``start`` has its bytes.
-            memory: Which memory: the device's or the host's.
+            memory: Which memory: the device's, the host's or the disk's.
 
         Raises:
             ResultError: There is no such instant or memory.
@@ -161,19 +182,26 @@ class Plan:
         return with_job(self.timeline.holders(at, memory=memory), self.timeline, self.job)
 
     @property
-    def limit(self) -> Literal["device", "host"] | None:
+    def limit(self) -> Limit | None:
         """Which memory refuses it; None where it fits what was given."""
-        device_memory, host_memory = self.machine.device_memory, self.machine.host_memory
-        if device_memory is not None and self.device_peak > device_memory:
-            return "device"
-        if host_memory is not None and self.host_peak_per_node > host_memory:
-            return "host"
+        for memory in get_args(Limit):
+            given = self.machine.given(memory)
+            if given is not None and self.needed(memory) > given:
+                return cast(Limit, memory)
         return None
+
+    def needed(self, memory: Limit) -> int:
+        """Return the bytes that the step needs of a memory: of a device, or of a node's host or disk."""
+        return {
+            "device": self.device_peak,
+            "host": self.host_peak_per_node,
+            "disk": self.disk_peak_per_node,
+        }[memory]
 
     @property
     def fits(self) -> bool | None:
         """Whether it fits the memory that was given; None where none was."""
-        if self.machine.device_memory is None and self.machine.host_memory is None:
+        if all(self.machine.given(memory) is None for memory in get_args(Limit)):
             return None
         return self.limit is None
 
@@ -208,6 +236,8 @@ class Plan:
             "start_peak": self.start.device,
             "host_peak": self.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
+            "disk_peak": self.disk_peak,
+            "disk_peak_per_node": self.disk_peak_per_node,
             "fits": self.fits,
             "limit": self.limit,
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
@@ -216,6 +246,7 @@ class Plan:
             "link_bytes": self.costs.link_bytes,
             "link_seconds": self.costs.link_seconds,
             "host_bytes": self.costs.host_bytes,
+            "disk_seconds": self.costs.disk_seconds,
             "step_seconds": self.step_seconds,
             "notes": list(self.notes),
             "planning_seconds": self.planning_seconds,
@@ -234,13 +265,17 @@ def plan(
     ranks_per_node: int = 8,
     device: str = "h100",
     workspace: bool = True,
+    disk: int | str | None = None,
+    disk_rate: int | str | None = None,
     **knobs: Any,
 ) -> Plan:
     """Plan one training step of ``rows`` rows of ``tokens`` tokens on ``ranks`` ranks; nothing is allocated.
 
     ``workspace`` adds what CUDA takes outside torch's view (``lab/planning/cuda_workspace.py``); off, the
     bytes are those that CPU ranks measure. ``device`` names the hardware of the time estimate.
-    ``host_memory`` is per node. ``knobs`` are set on a ladder's recipe by hand.
+    ``host_memory`` is per node. With ``disk``, bytes of a node such as "4TB", the long tensors of streamed
+    layers are on it and not in host memory; ``disk_rate`` is its rate, such as "3GB/s", in place of that of
+    the hardware table. ``knobs`` are set on a ladder's recipe by hand.
 
     Raises:
         LabError: a model, recipe, size or device that cannot work.
@@ -251,6 +286,8 @@ def plan(
         host_memory=host_memory,
         ranks_per_node=ranks_per_node,
         workspace=workspace,
+        disk=disk,
+        disk_rate=disk_rate,
     )
     shape = shape_of(model)
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
@@ -266,6 +303,10 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     began = time.perf_counter()
     skeleton = fake_model(job.model)
     ring_rank, (timeline, costs) = _fullest(job, machine, skeleton)
+    if machine.disk is not None:
+        ranks = min(job.ranks, machine.ranks_per_node)
+        costs = costs.with_disk(hardware(machine.device), machine.disk.rate, ranks)
+        timeline = timeline.with_tiles_on_disk()
     return Plan(
         job=job,
         machine=machine,

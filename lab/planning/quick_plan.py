@@ -6,14 +6,15 @@ This module imports neither torch nor transformers; a model whose shape is not s
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from lab import models
-from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.closed_form import Estimate
+from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.cuda_workspace import fixed_workspace
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached, model_identity
-from lab.recipe.jobs import Job, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 
@@ -49,13 +50,18 @@ class QuickPlan:
         return self.estimate.host_peak * min(self.job.ranks, self.machine.ranks_per_node)
 
     @property
+    def disk_peak_per_node(self) -> int:
+        """Bytes of a node on its disk."""
+        return self.estimate.disk_peak * min(self.job.ranks, self.machine.ranks_per_node)
+
+    @property
     def fits(self) -> bool | None:
-        """Whether both peaks are below the limits; None where there is no limit."""
-        limits = self.machine.device_memory, self.machine.host_memory
-        peaks = self.device_peak, self.host_peak_per_node
-        if limits == (None, None):
+        """Whether all peaks are below the limits; None where there is no limit."""
+        if all(self.machine.given(memory) is None for memory in get_args(Limit)):
             return None
-        return all(limit is None or peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+        limit = self.machine.device_memory
+        on_device = limit is None or self.device_peak <= limit
+        return on_device and fits_node(self.machine, self.estimate, self.job.ranks)
 
     def to_json(self) -> dict[str, Any]:
         """The answers as plain values."""
@@ -67,6 +73,8 @@ class QuickPlan:
             "device_peak": self.device_peak,
             "host_peak": self.estimate.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
+            "disk_peak": self.estimate.disk_peak,
+            "disk_peak_per_node": self.disk_peak_per_node,
             "fits": self.fits,
             "moment": self.estimate.moment,
             "by_category": self.by_category,
@@ -86,6 +94,8 @@ def quick_plan(
     ranks_per_node: int = 8,
     device: str = "h100",
     workspace: bool = True,
+    disk: int | str | None = None,
+    disk_rate: int | str | None = None,
     **knobs: Any,
 ) -> QuickPlan:
     """Answer as ``lab.plan`` does, from the closed form alone.
@@ -103,6 +113,8 @@ def quick_plan(
         host_memory=host_memory,
         ranks_per_node=ranks_per_node,
         workspace=workspace,
+        disk=disk,
+        disk_rate=disk_rate,
     )
     shape = cached(
         "shapes",
@@ -112,4 +124,4 @@ def quick_plan(
         decode=lambda document: Shape(**document),
     )
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
-    return QuickPlan(job, machine, estimate_job(shape, job))
+    return QuickPlan(job, machine, estimate_on(machine, shape, job))

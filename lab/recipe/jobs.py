@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lab.errors import LabError
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
-from lab.units import LARGEST, check_counts, format_tokens, parse_bytes, parse_tokens
+from lab.units import LARGEST, check_counts, format_tokens, parse_bytes, parse_disk, parse_rate, parse_tokens
 
 if TYPE_CHECKING:
     from lab.models import ModelLike
@@ -94,6 +94,29 @@ def make_job(
     return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
 
 
+Limit = Literal["device", "host", "disk"]
+"""A memory that may be too small."""
+
+
+def memory_name(memory: Limit) -> str:
+    """Return the name of a memory: "device memory", "host memory" or "disk"."""
+    return "disk" if memory == "disk" else f"{memory} memory"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a node, on which the long tensors of streamed layers lie in place of host memory.
+
+    Attributes:
+        nbytes: Its bytes; None for no limit.
+        rate: Bytes per second that it reads, and that it writes; None for those of the hardware table. The
+            ranks of a node share them.
+    """
+
+    nbytes: int | None = None
+    rate: int | None = None
+
+
 @dataclass(frozen=True)
 class Machine:
     """The hardware that a step is planned for.
@@ -105,6 +128,7 @@ class Machine:
         ranks_per_node: The ranks of a node.
         workspace: Whether the bytes that CUDA takes outside torch's view are counted. Without them the bytes
             are those that CPU ranks measure.
+        disk: The disk of a node, for streamed layers; None for host memory alone.
     """
 
     device: str = "h100"
@@ -112,6 +136,16 @@ class Machine:
     host_memory: int | None = None
     ranks_per_node: int = 8
     workspace: bool = True
+    disk: Disk | None = None
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Bytes of a node's disk; None for no limit, or no disk."""
+        return None if self.disk is None else self.disk.nbytes
+
+    def given(self, memory: Limit) -> int | None:
+        """Return the bytes of a memory: of a device, or of a node's host or disk; None for no limit."""
+        return {"device": self.device_memory, "host": self.host_memory, "disk": self.disk_bytes}[memory]
 
 
 def make_machine(
@@ -121,17 +155,23 @@ def make_machine(
     host_memory: int | str | None = None,
     ranks_per_node: int = 8,
     workspace: bool = True,
+    disk: int | str | None = None,
+    disk_rate: int | str | None = None,
 ) -> Machine:
-    """Read the sizes, which may be texts such as "80GiB".
+    """Read the sizes, which may be texts such as "80GiB"; that of a disk, "4TB", and its rate, "3GB/s".
 
     Raises:
-        LabError: a size that cannot be read, or ranks that are no count.
+        LabError: a size that cannot be read, or ranks that are no count; a rate of no disk.
     """
     check_counts({"ranks_per_node": ranks_per_node})
     device_bytes, host_bytes = (
         None if given is None else parse_bytes(given) for given in (device_memory, host_memory)
     )
-    return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace)
+    if disk_rate is not None and disk is None:
+        raise LabError(f"disk_rate={disk_rate!r} without a disk: give its size too, such as disk=4TB")
+    rate = None if disk_rate is None else parse_rate(disk_rate)
+    given = None if disk is None else Disk(parse_disk(disk), rate)
+    return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace, given)
 
 
 def check_given(**memories: int | str | None) -> None:

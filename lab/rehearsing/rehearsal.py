@@ -43,6 +43,11 @@ class Measured:
         return self.timeline.host_peak
 
     @property
+    def disk_peak(self) -> int:
+        """The most bytes the rank held at once in a mapped file."""
+        return self.timeline.disk_peak
+
+    @property
     def step_seconds(self) -> float:
         """Of the step that was measured."""
         return sum(self.seconds.values())
@@ -84,6 +89,9 @@ class Rehearsal(Measured):
             "at the peak": str(self.timeline.peak),
             "host peak": f"{format_bytes(self.host_peak)}, planned {format_bytes(self.plan.host_peak)}"
             if self.host_peak
+            else "",
+            "disk peak": f"{format_bytes(self.disk_peak)}, planned {format_bytes(self.plan.disk_peak)}"
+            if self.disk_peak
             else "",
             "step": f"{format_seconds(self.step_seconds)}: "
             + ", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in self.seconds.items()),
@@ -154,6 +162,7 @@ class Rehearsal(Measured):
             "alloc_retries": self.alloc_retries,
             "outside_torch": self.outside_torch,
             "host_peak": self.host_peak,
+            "disk_peak": self.disk_peak,
             "planned_device_peak": self.plan.device_peak,
             "plan_over_measured": self.plan_over_measured,
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
@@ -193,5 +202,6 @@ class RehearsalTooLarge(LabError):
 
 
 def _without_links(plan: Plan) -> float:
-    """Seconds of a rank that waits for nobody: computation, or copies to the host where they take longer."""
-    return max(plan.costs.device_seconds - plan.costs.link_seconds, plan.costs.host_seconds)
+    """Seconds of a rank that waits for nobody: computation, or copies to the host, or the disk."""
+    costs = plan.costs
+    return max(costs.device_seconds - costs.link_seconds, costs.host_seconds, costs.disk_seconds)

@@ -22,8 +22,9 @@ from lab.memory.out_of_memory import OutOfMemory, unmetered_out_of_memory
 from lab.memory.stopwatch import Stopwatch
 from lab.models.small_copies import first_layers
 from lab.planning.cuda_workspace import nccl_workspace
+from lab.planning.host_folder import check_host_dir
 from lab.planning.plan import Plan, plan_job
-from lab.recipe.jobs import TrainSettings, make_job, make_machine
+from lab.recipe.jobs import Disk, TrainSettings, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 from lab.step.kernel_limits import check_kernel
@@ -32,6 +33,7 @@ from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step
 from lab.techniques.attention.kernels import kernel_support
+from lab.techniques.host_file import HostFolder
 from lab.units import GiB, format_bytes, parse_bytes
 
 DeviceType = Literal["cuda", "cpu"]
@@ -56,6 +58,7 @@ def rehearse(
     machine: DeviceType | None = None,
     device: str = "h100",
     ranks_per_node: int = 8,
+    host_dir: str | Path | None = None,
     watch: Say | None = None,
     **knobs: Any,
 ) -> Rehearsal:
@@ -69,6 +72,9 @@ def rehearse(
     the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
     random unless the model is a directory with weights, in whole.
 
+    ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers. The plan then has the
+    rates of one disk.
+
     ``device_memory`` stands for a smaller GPU, for all that it has: on CUDA the step gets what the context,
     the libraries and NCCL's buffers (by the workspace model, for no peer is there) leave of it. A GPU reports
     less than its name says, so up to 2 GiB more than it reports are the whole GPU.
@@ -77,6 +83,7 @@ def rehearse(
         RehearsalOutOfMemory: it does not fit; the process can go on.
         RehearsalTooLarge: this machine's memory does not hold it, on CPU; nothing was made.
         LabError: a model, recipe, size or machine that cannot work, before anything is made.
+        HostFileError: a folder in memory, or on a disk that is too small; a recipe that streams nothing.
         ClusterError: a GPU that torch cannot use, or that other processes fill.
         DivergedError: the loss is not finite.
     """
@@ -97,12 +104,16 @@ def rehearse(
     planned_for = make_machine(
         device=device, device_memory=limit, ranks_per_node=ranks_per_node, workspace=where == "cuda"
     )
+    host_path = check_host_dir(job, host_dir)
+    if host_path is not None:
+        planned_for = replace(planned_for, disk=Disk())
     say("planning")
     whole = plan_job(job, planned_for)
     planned = whole if part.model is model else plan_job(part, planned_for)
     if where == "cpu":
         _check_room(planned, limit)
-    measured = _measured(settings, planned, where, limit, say)
+    folder = None if host_path is None else HostFolder(host_path, planned.disk_peak)
+    measured = _measured(settings, planned, where, limit, folder, say)
     # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
     gc.collect()
     if where == "cuda":
@@ -122,7 +133,12 @@ def rehearse(
 
 
 def _measured(
-    settings: TrainSettings, planned: Plan, where: DeviceType, limit: int | None, say: Say
+    settings: TrainSettings,
+    planned: Plan,
+    where: DeviceType,
+    limit: int | None,
+    host_folder: HostFolder | None,
+    say: Say,
 ) -> Measured | OutOfMemory:
     """Train as the rank of the plan: the first step under the meter, all others by the clock alone.
 
@@ -136,7 +152,7 @@ def _measured(
             one_rank(planned.recipe, planned.ranks, "loopback", where, ring_rank=planned.ring_rank) as mesh,
         ):
             say("making the model")
-            state = make_rank_state(planned.job, settings, mesh)
+            state = make_rank_state(planned.job, settings, mesh, host_folder=host_folder)
             say("a step under the meter")
             batch = state.batch(0)
             before = bytes_sent()
@@ -146,6 +162,7 @@ def _measured(
             for step in range(1, settings.steps):
                 say(f"step {step} of {settings.steps - 1} by the clock")
                 train_step(state.model, state.optimizer, state.batch(step), meter=timed)
+            state.close()
     except OutOfMemory as error:
         return OutOfMemory(error.moment, error.limit, error.reason)
     except torch.OutOfMemoryError as error:

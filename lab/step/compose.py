@@ -23,6 +23,7 @@ from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.host_file import HostFile
 from lab.techniques.host_state import check_host_backend
 from lab.techniques.inputs import apply_input_checks
 from lab.techniques.liger_loss import apply_liger_loss, liger_fused
@@ -57,7 +58,14 @@ class AppliedRecipe:
         return make_optimizer(self.model, learning_rate=learning_rate)
 
 
-def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: int = 0) -> AppliedRecipe:
+def start(
+    model: models.ModelLike,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    *,
+    seed: int = 0,
+    host_file: HostFile | None = None,
+) -> AppliedRecipe:
     """Make a model on the mesh's device, under a recipe that has been checked; every rank calls this.
 
     With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
@@ -72,10 +80,10 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
     if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
         whole = models.build(model, seed=seed, device=device)
         whole.train()
-        return apply_recipe(whole, recipe, mesh, checked=True)
+        return apply_recipe(whole, recipe, mesh, checked=True, host_file=host_file)
     outline = models.outline(model, seed=seed)
     outline.model.train()
-    applied = apply_recipe(outline.model, recipe, mesh, checked=True)
+    applied = apply_recipe(outline.model, recipe, mesh, checked=True, host_file=host_file)
     origin = refuse_together(outline.origin, mesh.get_group())
     check_same(
         "the seed, or the files of the weights, differ",
@@ -88,7 +96,12 @@ def start(model: models.ModelLike, recipe: Recipe, mesh: DeviceMesh, *, seed: in
 
 
 def apply_recipe(
-    model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, *, checked: bool = False
+    model: PreTrainedModel,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    *,
+    checked: bool = False,
+    host_file: HostFile | None = None,
 ) -> AppliedRecipe:
     """Apply a recipe's techniques to a transformers decoder, in place; parameter names stay as they are.
 
@@ -96,7 +109,8 @@ def apply_recipe(
     and parameters frozen, before. From then on ``lab.loss`` calls the model; it is not copied or pickled.
     With ``fsdp`` the parameters may be on the meta device, to be given memory afterwards, see ``start``.
     A hook of yours on a layer sees what this rank holds: its part of the sequence, and of a batch.
-    With ``checked``, ``Recipe.check`` has let the recipe pass for this model, and is not called again.
+    With ``checked``, ``Recipe.check`` has let the recipe pass for this model, and is not called again. The
+    long tensors of streamed layers lie in ``host_file``, or in host memory where there is none.
 
     Raises:
         ModelError: a family, a config or modules that the techniques are not proved with.
@@ -127,6 +141,7 @@ def apply_recipe(
             overlap=recipe.overlap,
             segment=recipe.segment,
             attention=recipe.offload == "attention",
+            file=host_file,
         )
     elif recipe.head_chunk is not None:
         apply_upipe(model, head_chunk=recipe.head_chunk, group=ulysses, overlap=recipe.overlap)

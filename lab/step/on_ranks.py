@@ -16,6 +16,7 @@ from lab.recipe.jobs import Job, TrainSettings
 from lab.step import data
 from lab.step.batches import Batch, shard_batch
 from lab.step.compose import start
+from lab.techniques.host_file import HostFile, HostFolder, open_host_file
 
 
 def read_source(job: Job, settings: TrainSettings, vocab_size: int) -> Tensor:
@@ -73,6 +74,7 @@ class RankState:
         optimizer: Its optimizer.
         mesh: The mesh over all ranks.
         source: The encoded text, int64 [n].
+        host_file: The file in which the long tensors of streamed layers lie; None for host memory.
     """
 
     job: Job
@@ -81,6 +83,7 @@ class RankState:
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     source: Tensor
+    host_file: HostFile | None = None
 
     @property
     def device(self) -> torch.device:
@@ -93,16 +96,33 @@ class RankState:
         ids = data.batch(self.source, rows=job.rows, length=job.tokens, step=step).to(self.device)
         return shard_batch(ids, job.recipe, self.mesh)
 
+    def close(self) -> None:
+        """Give the disk of the host file its bytes back, after the last step."""
+        if self.host_file is not None:
+            self.host_file.close()
 
-def make_rank_state(job: Job, settings: TrainSettings, mesh: DeviceMesh | None = None) -> RankState:
+
+def make_rank_state(
+    job: Job,
+    settings: TrainSettings,
+    mesh: DeviceMesh | None = None,
+    *,
+    host_folder: HostFolder | None = None,
+) -> RankState:
     """Make the model, the optimizer and the text; every rank of the process group calls this.
 
     ``mesh`` is over all ranks. By default it is that of the machine's devices: CUDA's where there are any.
+    ``host_folder`` is where the long tensors of streamed layers lie, in place of host memory.
+
+    Raises:
+        LabError: as ``start``; a folder that cannot hold the ranks' files.
     """
     if mesh is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    applied = start(job.model, job.recipe, mesh, seed=settings.seed)
+    # The disk is asked first: nothing else is made for a folder that is refused.
+    host_file = None if host_folder is None else open_host_file(host_folder, mesh.get_group())
+    applied = start(job.model, job.recipe, mesh, seed=settings.seed, host_file=host_file)
     optimizer = applied.make_optimizer(learning_rate=settings.learning_rate)
     source = read_source(job, settings, applied.model.config.vocab_size)
-    return RankState(job, settings, applied.model, optimizer, mesh, source)
+    return RankState(job, settings, applied.model, optimizer, mesh, source, host_file)

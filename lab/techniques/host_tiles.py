@@ -12,15 +12,20 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lab.techniques.host_file import HostFile
 from lab.techniques.host_transfer import HostCopier
 from lab.techniques.slices import slices
 
 
 class TileCopiers:
-    """The copiers of a model's tiles: one to the host and one back, so that both directions run at once."""
+    """The copiers of a model's tiles: one to the host and one back, so that both directions run at once.
 
-    def __init__(self) -> None:
-        self.to_host, self.to_device = HostCopier(), HostCopier()
+    Args:
+        file: The file in which the tiles lie; None for host memory.
+    """
+
+    def __init__(self, file: HostFile | None = None) -> None:
+        self.to_host, self.to_device = HostCopier(file=file), HostCopier()
 
 
 class HostTiles:

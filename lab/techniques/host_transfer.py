@@ -3,7 +3,8 @@
 Every copy is one of four operators: ``lab::to_host``, ``lab::to_host_whole``, ``lab::write_host`` and
 ``lab::from_host``. On CPU, device and host are the same memory, but the copies are still made. A meter counts
 the results of the first two, and of ``lab::empty_host``, as host memory, so it measures the same bytes on a
-CPU rank, in a plan on fake tensors, and on a GPU.
+CPU rank, in a plan on fake tensors, and on a GPU. Those of ``lab::empty_mapped`` it counts apart, as bytes on
+a disk.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lab.techniques.host_file import HostFile
 from lab.techniques.host_memory import local_ranks, pinnable
 from lab.techniques.host_pieces import piece_sizes
 from lab.torch_private import FakeTensor
@@ -52,7 +54,10 @@ def _(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:  # noqa: ARG001 (the nam
 
 @torch.library.custom_op("lab::empty_host", mutates_args=())
 def empty_host(sizes: Sequence[int], pins: Sequence[bool]) -> list[Tensor]:
-    """Allocate host memory: a flat uint8 tensor of each of ``sizes`` bytes, pinned where ``pins`` is true."""
+    """Allocate host memory: a flat uint8 tensor of each of ``sizes`` bytes, pinned where ``pins`` is true.
+
+    Nothing but the tiles of streamed layers is allocated by this operator, which a plan relies on.
+    """
     return [
         torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size, pin in zip(sizes, pins, strict=True)
     ]
@@ -207,9 +212,11 @@ class HostCopier:
     Args:
         pinned: The number of bytes that this process may pin in all. By default, the number of bytes that
             ``pinnable`` returns for the ranks of this host.
+        file: Where ``allocate`` takes its memory; None for host memory. No other method uses it.
     """
 
-    def __init__(self, pinned: int | None = None) -> None:
+    def __init__(self, pinned: int | None = None, file: HostFile | None = None) -> None:
+        self._file = file
         self._limit = pinnable(local_ranks(), PINNED_MEMORY.nbytes) if pinned is None else pinned
         self._sending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._stream: torch.cuda.Stream | None = None
@@ -222,7 +229,9 @@ class HostCopier:
         return host
 
     def allocate(self, nbytes: int, device: torch.device) -> list[Tensor]:
-        """Return pieces of host memory for ``nbytes`` bytes, for copies from and to ``device``."""
+        """Return pieces of host memory, or of the file, for copies of ``nbytes`` bytes."""
+        if self._file is not None:
+            return self._file.allocate(nbytes)
         return PINNED_MEMORY.allocate(piece_sizes(nbytes), self._limit, device)
 
     def write(self, x: Tensor, pieces: list[Tensor], offset: int) -> None:

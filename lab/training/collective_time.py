@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import cloudpickle
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from cluster.placement import import_path
-from cluster.watchdog import watched
-from lab.errors import LabError
 from lab.planning.hardware import hardware, nearest
 from lab.planning.plan import plan_job
 from lab.recipe.jobs import Job, Machine
 from lab.step.kernel_limits import check_kernel
 from lab.techniques.attention.kernels import KernelSupport, kernel_support
+from lab.training.planning_process import answer_on_all_ranks
 from lab.units import format_seconds
 
 if TYPE_CHECKING:
@@ -64,14 +57,9 @@ def on_this_rank(job: Job, default: float) -> float | None:
     Raises:
         LabError: the plan failed on rank 0.
     """
-    answers: list[dict[str, Any]] = [{}]
-    if dist.get_rank() == 0:
-        answers = [_in_a_process(job, torch.cuda.get_device_name(), default)]
-    dist.broadcast_object_list(answers, src=0)
-    [answer] = answers
-    if "error" in answer:
-        raise LabError(f"the plan that says how long a collective may take failed: {answer['error']}")
-    seconds: float | None = answer["seconds"]
+    seconds: float | None = answer_on_all_ranks(
+        "how long a collective may take", layers_time, job, torch.cuda.get_device_name(), default
+    )
     return seconds
 
 
@@ -93,35 +81,3 @@ def layers_time(job: Job, device: str, default: float) -> float | None:
         file=sys.stderr,
     )
     return LAYERS * layer
-
-
-def _in_a_process(job: Job, device: str, default: float) -> dict[str, Any]:
-    """Call ``layers_time`` in another process; return its "seconds", or its "error" as a text.
-
-    The process sees no GPU, so that it takes no memory of this rank's, and ends with this one. It can import
-    what this process can, because the job may name a function that makes the model.
-    """
-    process = subprocess.run(
-        watched("lab.training.collective_time"),
-        input=cloudpickle.dumps((job, device, default)),
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    if process.returncode:
-        return {"error": f"its process ended with code {process.returncode}"}
-    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return answer
-
-
-def main() -> None:
-    """Read the pickled arguments of ``layers_time`` from stdin; print its answer as a line of JSON."""
-    arguments = cloudpickle.loads(sys.stdin.buffer.read())
-    try:
-        answer: dict[str, Any] = {"seconds": layers_time(*arguments)}
-    except LabError as error:
-        answer = {"error": str(error)}
-    print("\n" + json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -88,6 +88,7 @@ class Run:
             "at the peak": str(highest.peak) if len(highest) else "",
             "allocated": f"{format_bytes(max(self.allocated))} by CUDA's allocator" if self.allocated else "",
             "host peak": f"{format_bytes(self.host_peak)} per rank" if self.host_peak else "",
+            "disk peak": f"{format_bytes(self.disk_peak)} per rank" if self.disk_peak else "",
         }
 
     @property
@@ -99,6 +100,11 @@ class Run:
     def host_peak(self) -> int:
         """The most host bytes any rank held."""
         return max(timeline.host_peak for timeline in self.timelines)
+
+    @property
+    def disk_peak(self) -> int:
+        """The most bytes any rank held in a mapped file."""
+        return max(timeline.disk_peak for timeline in self.timelines)
 
     def holders(
         self, at: float | str = "peak", *, rank: int | None = None, memory: Memory = "device"

@@ -11,15 +11,17 @@ import torch.distributed as dist
 
 from cluster.errors import RankError, Stopped
 from lab import models
-from lab.errors import DivergedError
+from lab.errors import DivergedError, HostFileError
 from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
+from lab.planning.host_folder import check_host_dir, planned_folder
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import check_finite, make_rank_state, read_source
 from lab.step.training_step import train_step
+from lab.techniques.host_file import HostFolder
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 from lab.training.partial_run import PartialRun
 from lab.training.rank_out_of_memory import RankOutOfMemory
@@ -45,6 +47,7 @@ def run(
     clip_norm: float = 1.0,
     seed: int = 0,
     device_memory: int | str | None = None,
+    host_dir: str | Path | None = None,
     watch: Watch | None = None,
 ) -> Run:
     """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
@@ -56,12 +59,17 @@ def run(
     holds more bytes, as on a device of that size. On GPUs a collective may take three times the longest layer
     of the plan where that is more than the cluster's ``timeout``; it is printed then.
 
+    With ``host_dir`` the long tensors of streamed layers lie in a file of each rank in this folder, in place
+    of host memory: the file has no name, and is as large as the plan says before the first step. Copies
+    between a GPU and the file are slower than those of pinned memory.
+
     A run that is stopped (``Started.stop``, the button of ``lab.show.live()``) returns what it measured until
     then; one that is interrupted raises KeyboardInterrupt, and one that fails its error, each with that as
     ``partial``.
 
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        HostFileError: a folder in memory, or on a disk that is too small; a recipe that streams nothing.
         RankOutOfMemory: which rank, in what, and the cheapest rung that would have fit.
         DivergedError: the loss of a step is not finite.
         RankError: a rank failed; the text names it and holds its traceback.
@@ -71,6 +79,7 @@ def run(
     shape = models.shape_of(config)
     job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
     read_source(job, settings, shape.V)
+    folder = planned_folder(job, check_host_dir(job, host_dir))
 
     partial_run = PartialRun(job, settings)
     tell = watch or _nobody
@@ -90,7 +99,7 @@ def run(
     try:
         check_kernel_on_cluster(job, config, cluster)
         timeout = on_cluster(job, cluster)
-        results = cluster.apply(_train, job, settings, limit, on_record=on_record, timeout=timeout)
+        results = cluster.apply(_train, job, settings, limit, folder, on_record=on_record, timeout=timeout)
     except Stopped:
         stopped = ended("stopped")
         if stopped is None:
@@ -102,6 +111,8 @@ def run(
             raise RankOutOfMemory(error, error.cause, job) from error
         if isinstance(error.cause, DivergedError):
             error.cause.partial = error.partial
+            raise error.cause from error
+        if isinstance(error.cause, HostFileError):
             raise error.cause from error
         raise
     except KeyboardInterrupt as interrupt:
@@ -146,12 +157,12 @@ class _Trained:
     allocated: int | None
 
 
-def _train(job: Job, settings: TrainSettings, limit: int | None) -> _Trained:
+def _train(job: Job, settings: TrainSettings, limit: int | None, host_folder: HostFolder | None) -> _Trained:
     """Runs on every rank."""
     from cluster.live import publish
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    state = make_rank_state(job, settings)
+    state = make_rank_state(job, settings, host_folder=host_folder)
     losses: list[float] = []
     seconds: list[float] = []
 
@@ -170,4 +181,5 @@ def _train(job: Job, settings: TrainSettings, limit: int | None) -> _Trained:
         )
         losses.append(check_finite(settings, step + 1, loss))
         seconds.append(time.perf_counter() - start)
+    state.close()
     return _Trained(tuple(losses), tuple(seconds), meter.timeline(), allocated.bytes())

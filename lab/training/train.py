@@ -14,14 +14,17 @@ import torch.distributed as dist
 
 from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
 from lab import models
-from lab.errors import CheckpointError, DivergedError
+from lab.errors import CheckpointError, DivergedError, HostFileError
+from lab.planning.host_folder import check_host_dir, file_bytes, planned_folder
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import read_source
 from lab.techniques.attention.kernels import kernel_support
+from lab.techniques.host_file import HostFolder
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
 from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
+from lab.training.planning_process import answer_on_all_ranks
 from lab.training.train_loop import CheckpointSettings, StepRecord, from_first_rank, train_on_this_rank
 from lab.units import check_counts, parse_path
 
@@ -61,6 +64,7 @@ def train(
     clip_norm: float = 1.0,
     seed: int = 0,
     timeout: float | None = None,
+    host_dir: str | Path | None = None,
     watch: Callable[[StepRecord], None] | None = None,
     **knobs: Any,
 ) -> Trained:
@@ -73,11 +77,14 @@ def train(
     newest: on as many ranks with the losses that it would have had unbroken, bit for bit (on CPU; CUDA's
     attention sums its gradients in no fixed order), on other ranks or with another recipe up to rounding.
 
+    ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers.
+
     A collective may take ``timeout`` seconds. By default it is the cluster's or torchrun's own; on GPUs it is
     three times the longest layer of the plan where that is more, which is printed then.
 
     Raises:
         LabError: a model, recipe, text or size that cannot work, before anything is launched.
+        HostFileError: a folder in memory, or on a disk that is too small; a recipe that streams nothing.
         ClusterError: a timeout that is no number of seconds from 0.01 to 30 days.
         CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
             written, which leaves the ones before it as they are.
@@ -94,6 +101,7 @@ def train(
     shape = models.shape_of(config)
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
     source = read_source(job, settings, shape.V)
+    host_path = check_host_dir(job, host_dir)
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
         check_kernel(job.recipe, config, job.tokens, device.type, lambda: kernel_support(device))
@@ -121,12 +129,19 @@ def train(
             timeout = on_this_rank(job, DEFAULT_SECONDS["cuda"])
         if timeout is not None:
             set_timeout(timeout)
-        records = train_on_this_rank(job, settings, saving, watch)
+        host_folder = None
+        if host_path is not None:
+            nbytes = answer_on_all_ranks("how large the file of streamed layers is", file_bytes, job)
+            host_folder = HostFolder(host_path, nbytes)
+        records = train_on_this_rank(job, settings, saving, host_folder, watch)
     else:
+        host_folder = planned_folder(job, host_path)
         with nullcontext() if cluster.started else cluster:
             check_kernel_on_cluster(job, config, cluster)
             seconds = on_cluster(job, cluster) if timeout is None else timeout
-            call = partial(cluster.apply, train_on_this_rank, job, settings, saving, timeout=seconds)
+            call = partial(
+                cluster.apply, train_on_this_rank, job, settings, saving, host_folder, timeout=seconds
+            )
             records = _watched(call, watch)
     return Trained(job.title, records, folder)
 
@@ -167,7 +182,7 @@ def _watched(
     """Call the ranks, and hand the records of their steps to ``watch`` as they come.
 
     Raises:
-        CheckpointError, DivergedError: a rank raised it.
+        CheckpointError, DivergedError, HostFileError: a rank raised it.
         RankError: a rank failed otherwise.
     """
     from cluster.errors import RankError
@@ -181,6 +196,6 @@ def _watched(
     except RankError as error:
         if error.kind == CheckpointError.__name__:
             raise CheckpointError(error.message) from error
-        if isinstance(error.cause, DivergedError):
+        if isinstance(error.cause, DivergedError | HostFileError):
             raise error.cause from error
         raise

@@ -18,6 +18,7 @@ from lab.memory.meter import Meter
 from lab.recipe.jobs import Job, TrainSettings
 from lab.step.on_ranks import diverged, make_rank_state
 from lab.step.training_step import NoMeter, train_step
+from lab.techniques.host_file import HostFolder
 from lab.training.checkpoints import Checkpointer
 from lab.training.loss_file import LossFile
 from lab.training.manifest import Manifest, checkpoints_in, sweep
@@ -72,6 +73,7 @@ def train_on_this_rank(
     job: Job,
     settings: TrainSettings,
     saving: CheckpointSettings,
+    host_folder: HostFolder | None = None,
     watch: Callable[[StepRecord], None] | None = None,
 ) -> tuple[StepRecord, ...]:
     """Runs on every rank."""
@@ -84,7 +86,7 @@ def train_on_this_rank(
 
     try:
         from_first_rank(begin)
-        return _train(job, settings, saving, watch, losses)
+        return _train(job, settings, saving, host_folder, watch, losses)
     finally:
         losses.close()
 
@@ -93,13 +95,14 @@ def _train(
     job: Job,
     settings: TrainSettings,
     saving: CheckpointSettings,
+    host_folder: HostFolder | None,
     watch: Callable[[StepRecord], None] | None,
     losses: LossFile,
 ) -> tuple[StepRecord, ...]:
     from cluster.live import publish
 
     leads, first = dist.get_rank() == 0, saving.manifest.step
-    state = make_rank_state(job, settings)
+    state = make_rank_state(job, settings, host_folder=host_folder)
     checkpoints = Checkpointer(saving.folder, keep=saving.keep)
     if saving.start is not None:
         checkpoints.restore(saving.start, state.model, state.optimizer)
@@ -142,6 +145,7 @@ def _train(
             from_first_rank(losses.sync)
             checkpoints.save(state.model, state.optimizer, replace(saving.manifest, step=step))
     checkpoints.close()
+    state.close()
     return tuple(records)
 
 

@@ -61,6 +61,15 @@ def _memory_options(device: str | None, host: str | None) -> Callable[[Callable[
     return add
 
 
+def _disk_options(command: Callable[P, T]) -> Callable[P, T]:
+    command = click.option(
+        "--disk-rate", metavar="RATE", help="Of the disk, reading and writing: 3GB/s. [one NVMe drive's]"
+    )(command)
+    return click.option(
+        "--disk", metavar="BYTES", help="Of a node, for the long tensors of streamed layers: 4TB."
+    )(command)
+
+
 Answer = tuple[Any, str]
 """What a command answers: the plain values that ``--json`` prints, and the text."""
 
@@ -92,6 +101,7 @@ def _answer(document: dict[str, Any]) -> Answer:
 @RECIPE
 @SET
 @_memory_options(None, None)
+@_disk_options
 @click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
 @click.option(
     "--holders",
@@ -214,6 +224,7 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
 @RECIPE
 @SET
 @_memory_options("80GiB", "2TiB")
+@_disk_options
 @click.option("--table", is_flag=True, help="Instead: every preset, or MODEL, on machines that people rent.")
 @click.option("--figure", type=path, help="With --table: also draw it into this PNG file.")
 @one_line_errors
@@ -282,6 +293,7 @@ def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
 @_planning_options
 @TOKENS
 @_memory_options("80GiB", "2TiB")
+@_disk_options
 @one_line_errors
 def fit(model: str, as_json: bool, **settings: Any) -> None:
     """Find the fastest recipes that fit MODEL at this context, and the price in time of less memory."""
@@ -292,7 +304,7 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
 
         with status(f"planning {model}") as say:
             plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried.summary}"), **settings)
-        keys = ("recipe", "device_peak", "host_peak", "step_seconds")
+        keys = ("recipe", "device_peak", "host_peak", "disk_peak", "step_seconds")
         return [pick(keys, planned.to_json()) for planned in plans], fit_text(plans)
 
     print_cached_answer(as_json, make)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from lab.commands.base import (
+    HOST_DIR,
     JSON,
     RECIPE,
     SET,
@@ -38,6 +39,7 @@ from lab.commands.base import (
 @click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="Where it runs. [a GPU, if there is one]")
 @click.option("--device", default="h100", help="The GPU whose links are assumed. [h100]")
 @click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share links. [8]")
+@HOST_DIR
 @JSON
 @one_line_errors
 def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:

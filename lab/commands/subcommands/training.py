@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lab.commands.base import (
+    HOST_DIR,
     JSON,
     RECIPE,
     SET,
@@ -53,6 +54,7 @@ An error that all ranks have is printed once: by rank 0, after which torchrun en
     "--seed", type=integer, default=0, help="The seed of weights that the model does not bring. [0]"
 )
 @click.option("--device-memory", help="A rank that needs more is out of memory: 80GiB.")
+@HOST_DIR
 @click.option("--ranks", type=integer, default=4, help="Ranks to start. [4]")
 @click.option("--profile", default="local", help="Where ranks run; see lab cluster profiles. [local]")
 @click.option(
@@ -78,8 +80,9 @@ def run(
     from cluster.ranks import Cluster
     from lab import models
     from lab.commands.report import run_json, run_text
+    from lab.planning.host_folder import check_host_dir
     from lab.planning.plan import plan_job
-    from lab.recipe.jobs import Machine, TrainSettings, make_job
+    from lab.recipe.jobs import Disk, Machine, TrainSettings, make_job
     from lab.recipe.recipe import parse_knobs
     from lab.step.on_ranks import read_source
     from lab.training.records import Progress
@@ -91,10 +94,12 @@ def run(
         model, recipe, tokens=settings.pop("tokens"), ranks=ranks, rows=settings["rows"], **parse_knobs(knobs)
     )
     # What the ranks would refuse is refused before they are started.
-    told = {name: value for name, value in settings.items() if name not in ("rows", "device_memory")}
+    of_machine = ("rows", "device_memory", "host_dir")
+    told = {name: value for name, value in settings.items() if name not in of_machine}
     read_source(job, TrainSettings(**told), models.shape_of(model).V)
     if settings["device_memory"] is not None:
         parse_bytes(settings["device_memory"])
+    disk = None if check_host_dir(job, settings["host_dir"]) is None else Disk()
     with status(f"starting {ranks} ranks") as say:
 
         def watch(message: object) -> None:
@@ -104,7 +109,7 @@ def run(
 
         with cluster:
             say(f"planning {model}")
-            planned = plan_job(job, Machine(workspace=cluster.device_type == "cuda"))
+            planned = plan_job(job, Machine(workspace=cluster.device_type == "cuda", disk=disk))
             measured = run(model, job.recipe, tokens=job.tokens, cluster=cluster, watch=watch, **settings)
     print_answer(run_json(measured, planned) if as_json else run_text(measured, planned))
 
@@ -134,6 +139,7 @@ def run(
 )
 @click.option("--start-timeout", type=number, default=60.0, help="Seconds for the ranks to start. [60]")
 @click.option("--timeout", type=number, help="Seconds for a collective. [gloo 60; NCCL 600 or 3 layers]")
+@HOST_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
 @one_line_errors
 def train(

@@ -483,7 +483,7 @@ class _Track:
             for box in boxes:
                 boxed[self.groups[box].members] = True
             held = storages.held_at(row)
-            on_host = storages.category[held] == HOST
+            on_host = storages.category[held] >= HOST
             size, ours, small = storages.size[held], belongs[held], belongs[held] & ~boxed[held]
             yield Frame(
                 row=row,

@@ -67,9 +67,9 @@ def name_of(timeline: Timeline, members: Integers, window: Window) -> str:
         return "parameters" if kind.name else "gathered parameters"
     if category == GRADIENTS:
         return _gradient_name(timeline, members)
-    if category == HOST and kind.name:
+    if category >= HOST and kind.name:
         return "model state"
-    if category == HOST:
+    if category >= HOST:
         return _kept(timeline, n, window)
     loaded = _source_of(timeline, n, "lab.from_host")
     if loaded is not None:

@@ -16,6 +16,7 @@ from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import size_of
+from lab.techniques.host_file import HostFile
 from lab.techniques.host_tiles import TileCopiers
 from lab.techniques.streaming.passes import StreamedLayer, layer_backward, run_stages, run_tail
 from lab.techniques.streaming.segments import Segment
@@ -34,6 +35,7 @@ def apply_streaming(
     overlap: bool = False,
     segment: int = 1,
     attention: bool = False,
+    file: HostFile | None = None,
 ) -> None:
     """Replace every decoder layer of ``model`` by one node, with its long tensors in host memory.
 
@@ -67,6 +69,8 @@ def apply_streaming(
         segment: k, the layers of a segment, at least 1. If it does not divide L, the last segment is shorter.
         attention: Keep the outputs of the heads and the LSEs of all layers on the host, from forward to
             backward. Attention then runs once forward.
+        file: Where the inputs, the outputs of heads and the gradients lie, in place of host memory. The LSEs
+            stay in host memory.
 
     Saves:
         Whole hidden states on the device. If the sequence is long beside a tile, the peak of a layer is in
@@ -100,7 +104,7 @@ def apply_streaming(
     stages = schedule(heads, decoder.shape.K, size_of(group), heads if head_chunk is None else head_chunk)
     apply_attention(model)
     state = _ModelState(segment, attention)
-    copiers = TileCopiers()
+    copiers = TileCopiers(file)
     for i, parts in enumerate(decoder.layers):
         layer = StreamedLayer(parts, stages, group, overlap and stages.ranks > 1, tile, copiers)
         parts.module.forward = _streamed(layer, state, i, last=i == len(decoder.layers) - 1)
