@@ -104,6 +104,9 @@ def draws() -> SearchStrategy[Draw]:
         degrees = [d for d in RANKS if d <= ranks]
         checkpoint = draw(st.booleans())
         chunk = draw(st.none() | st.integers(1, heads))
+        offload = draw(st.sampled_from(("none", "inputs", "attention"))) if checkpoint else "none"
+        # A streamed layer keeps its input on the host, and its tile is also that of its MLP.
+        streamed = offload != "none" and draw(st.booleans())
         knobs = {
             "fsdp": draw(st.booleans()),
             "ulysses": draw(st.sampled_from(degrees)),
@@ -111,10 +114,12 @@ def draws() -> SearchStrategy[Draw]:
             "head_chunk": chunk,
             "overlap": draw(st.booleans()) and chunk is not None,
             "checkpoint": checkpoint,
-            "offload": draw(st.sampled_from(("none", "inputs", "attention"))) if checkpoint else "none",
-            "mlp_tile": draw(tiles),
+            "offload": offload,
+            "mlp_tile": None if streamed else draw(tiles),
             "norm_tile": draw(tiles),
             "loss_tile": draw(tiles),
+            "stream": draw(st.integers(1, 300)) if streamed else None,
+            "segment": draw(st.integers(1, 4)) if streamed else 1,
             "compute_dtype": draw(st.sampled_from((None, None, "float64", "float32", "bfloat16"))),
         }
         return Draw(

@@ -8,7 +8,8 @@ from itertools import combinations, product
 from typing import Any
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Estimate, estimate_job, local_sizes
+from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.closed_form_terms import local_sizes
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import TILE
 from lab.recipe.recipe import Recipe

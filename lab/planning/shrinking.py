@@ -11,7 +11,7 @@ from lab.errors import ResultError
 from lab.memory.holders import Holder, Holders
 from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
-from lab.planning.closed_form import local_sizes
+from lab.planning.closed_form_terms import local_sizes
 from lab.recipe.jobs import Job
 
 _IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Parts, estimate_job
+from lab.planning.closed_form import estimate_job
+from lab.planning.closed_form_terms import Parts
 from lab.planning.fit import MARGIN
 from lab.planning.hardware import NODE, fixed_workspace
 from lab.recipe.jobs import Job
