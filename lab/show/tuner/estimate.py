@@ -138,7 +138,10 @@ def _saves(state: State, peak: int) -> dict[str, int]:
     for name in ADJUSTABLE:
         without = fields | NEUTRAL[name]
         if without != fields:
-            recipe = recipe_of(without, state)
+            try:
+                recipe = recipe_of(without, state)
+            except RecipeError:
+                continue  # Another knob of the rung needs it: streamed layers are checkpointed and offloaded.
             job = Job(state.model, recipe, state.tokens, state.ranks)
             saves[name] = estimate_job(state.shape, job).device_peak - peak
     return saves
