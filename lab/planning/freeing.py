@@ -25,8 +25,8 @@ CHEAPEST_FIRST = (
 )  # fmt: skip
 """What may change, in the order of the seconds that it costs: those of ``lab.plan`` for Llama3-8B with 256K
 tokens on 8 ranks, from 0.2 s more than 16.6 s for a tile of the loss to 4.4 s for checkpointing. ``ulysses``
-stands for both degrees, whose product becomes the number of ranks. ``stream``, where layers are offloaded, costs
-0.5 s."""
+stands for both degrees, whose product becomes the number of ranks. ``stream`` costs 0.5 s where layers are
+offloaded, which it needs."""
 
 DEPENDENT = ("offload", "ulysses", "head_chunk", "stream")
 """Of these the value that frees the most depends on the others, and may be the present one."""
