@@ -72,11 +72,19 @@ POINTS = [
     ("llama3-8b", "fast", 3 * Mi, 8, {"head_chunk": 16}),
     ("qwen3-8b", "fast", 512 * Ki, 4, {"head_chunk": None, "rows": 2}),
     ("tiny", "fast", 64 * Ki, 4, {"ring": 2, "head_chunk": None, "loss_tile": None}),
+    ("tiny", "streamed", 64 * Ki, 4, {"layers": 2}),
+    ("llama3-8b", "streamed", 3 * Mi, 8, {"layers": 2}),
+    ("llama3-70b", "streamed", 512 * Ki, 8, {"overlap": True, "head_chunk": 16, "layers": 2}),
+    ("qwen3-8b", "streamed", 64 * Ki, 4, {"rows": 2, "layers": 2}),
+    ("mistral-7b", "streamed", 64 * Ki, 4, {"head_chunk": None, "offload": "attention", "layers": 2}),
+    ("llama3-8b", "long", 10 * Mi, 8, {"layers": 5}),
+    ("qwen3-32b", "long", 8 * Mi, 16, {"segment": 2, "head_chunk": 32, "layers": 2}),
 ]  # fmt: skip
 """Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand.
 
 Of UPipe: fewer and more ranks than key/value heads, norms of heads or none, a ring or none, overlap or none,
-attention's backward in tiles or not, and stages of one head of each rank, of several, and of all.
+attention's backward in tiles or not, and stages of one head of each rank, of several, and of all. Of
+segments: one that is shorter than the others.
 """
 
 
@@ -88,6 +96,19 @@ OF_TINY = [
     ("upipe", {"head_chunk": 16, "mlp_tile": 64}, "norm backward, layer 1"),
 ]
 """Recipes of ``tiny``, knobs, and where the peak is: several moments, and several rules in them."""
+
+STREAMED = Recipe(
+    fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, offload="inputs", norm_tile=16, loss_tile=8,
+    stream=16,
+)  # fmt: skip
+
+OF_STREAMED = [
+    ("qwen3", 72, {"stream": 33}, "head backward, layer 0"),
+    ("granite", 36, {"segment": 2, "offload": "attention", "overlap": True}, "attention backward, layer 0"),
+    ("starcoder2", 500, {"segment": 3, "stream": 300, "compute_dtype": "bfloat16"}, "tail backward, layer 0"),
+    ("llama", 72, {"segment": 2, "fsdp": False, "stream": 70}, "head backward, layer 0"),
+]
+"""Families, the MLP's width, knobs, and where the peak is: H=24, K=6, D=10, E=48, 400 tokens, two ranks."""
 
 
 def config_of(model, layers=LAYERS):
@@ -138,6 +159,17 @@ def test_the_categories_are_the_plans(rung, knobs, moment):
     planned = plan(config, recipe, tokens=tokens, ranks=ranks, workspace=False)
     estimated = estimate_job(models.shape_of(config), Job("tiny", recipe, tokens, ranks))
     assert estimated.moment == moment
+    assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "inner", "knobs", "moment"), OF_STREAMED)
+def test_a_streamed_layer_where_nothing_coincides(family, inner, knobs, moment):
+    config, recipe = reference.config(family, intermediate_size=inner), replace(STREAMED, **knobs)
+    planned = plan(config, recipe, tokens=400, ranks=2, workspace=False)
+    estimated = estimate_job(models.shape_of(config), Job(config, recipe, 400, 2))
+    assert estimated.moment == moment
+    assert estimated.host_peak == planned.host_peak
     assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
 
 
@@ -221,13 +253,14 @@ def test_an_estimate_runs_no_operator_and_makes_no_module(monkeypatch):
 
 
 def test_the_closed_form_imports_nothing_of_the_plan():
-    tree = ast.parse(Path(closed_form.__file__).read_text())
-    of_lab = {
-        n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")
-    }
+    files = Path(closed_form.__file__).parent.glob("closed_form*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    of_lab = {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module.startswith("lab")}
     assert of_lab == {
         "lab",
         "lab.memory.categories",
+        "lab.planning.closed_form_streamed",
+        "lab.planning.closed_form_terms",
         "lab.recipe.jobs",
         "lab.recipe.recipe",
         "lab.shape",

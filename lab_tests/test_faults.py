@@ -139,7 +139,7 @@ def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(two_ranks: Cl
 @pytest.mark.slow
 def test_where_no_rung_fits_the_leanest_is_named(two_ranks: Cluster) -> None:
     with pytest.raises(
-        RankOutOfMemory, match=r"no rung fits that, the leanest is 'upipe', planned at"
+        RankOutOfMemory, match=r"no rung fits that, the leanest is 'streamed', planned at"
     ) as caught:
         lab.run(small(), "upipe", tokens=TOKENS, cluster=two_ranks, device_memory="256KiB")
     assert "before the first operator" in str(caught.value)

@@ -7,7 +7,8 @@ from lab.errors import LabError
 from lab.models import config_of, shape_of
 from lab.planning.fit import Fits, candidates, fit, pareto_front
 from lab.planning.plan import plan
-from lab.units import MiB
+from lab.recipe.ladder import ladder
+from lab.units import Mi, MiB
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,8 @@ def eight_candidates(base, shape, ranks):
     """With the ladder's degrees, each head chunk with each way of keeping inputs, and of the three kinds of
     tiles in turn one.
     """
-    every = [recipe for recipe in candidates(base, shape, ranks) if recipe.ulysses == base.ulysses]
+    usual = [recipe for recipe in candidates(base, shape, ranks) if recipe.ulysses == base.ulysses]
+    every = [recipe for recipe in usual if recipe.stream is None]
     assert len(set(every)) == len(every) == 2 * 4 * 3
     return [recipe for n, recipe in enumerate(every) if n % 3 == n // 3 % 4 % 3]
 
@@ -36,6 +38,18 @@ def plans(seen):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "candidates", eight_candidates)
         return fit(MODEL, device_memory="42MiB", watch=lambda *it: seen.append(it), **SMALL)
+
+
+def test_streamed_layers_are_tried_with_kept_attention_or_segments():
+    base = ladder("llama3-8b", 8, 4 * Mi)["tiling"]
+    every = candidates(base, shape_of("llama3-8b"), 8)
+    streamed = [recipe for recipe in every if recipe.stream and recipe.ulysses == 8]
+    # A chunk of 8, 16 or 32 of the heads, or none.
+    assert len(set(streamed)) == len(streamed) == 4 * 3
+    assert {(recipe.offload, recipe.segment) for recipe in streamed} == {
+        ("inputs", 1), ("attention", 1), ("inputs", 4),
+    }  # fmt: skip
+    assert ladder("llama3-8b", 8, 4 * Mi)["streamed"] in streamed
 
 
 def test_all_returned_recipes_fit_and_the_fastest_is_first(plans):

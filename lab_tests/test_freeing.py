@@ -87,7 +87,8 @@ def test_the_answer_is_one_line():
     assert freed.text == "set loss_tile=16384: 39.7 GiB less at the peak, by the closed form"
     offloaded = cheapest_changes(shape, job, "240GiB").text
     assert "checkpoint=true: " in offloaded
-    assert ", and 7.75 GiB more on the host, by the closed form" in offloaded
+    assert "stream=8192, " in offloaded
+    assert ", and 8.50 GiB more on the host, by the closed form" in offloaded
 
 
 def test_where_nothing_frees_as_much_the_most_is_said():
@@ -101,10 +102,17 @@ def test_where_nothing_frees_as_much_the_most_is_said():
         fewer = {other: value for other, value in found.changes.items() if other != name}
         if name != "checkpoint":  # which the offload needs
             assert freed_by(shape, job, fewer) < found.device
-    shape, job = job_of("upipe", "llama3-8b", "5M", 8)
+    shape, job = job_of("streamed", "llama3-8b", "5M", 8, ulysses=2, ring=4)
     none = cheapest_changes(shape, job, "1GiB")
     assert none.changes == {}
     assert none.text == "no set of knobs frees 1.00 GiB; none makes the peak smaller, by the closed form"
+
+
+def test_offloaded_layers_can_be_streamed_and_take_the_tile_of_the_mlps_place():
+    shape, job = job_of("upipe", "llama3-8b", "5M", 8)
+    found = cheapest_changes(shape, job, "8GiB")
+    assert found.changes == {"stream": 16384, "mlp_tile": None}
+    assert found.text.startswith("set stream=16384, mlp_tile=none: 23.2 GiB less at the peak, and 15.1 GiB")
 
 
 def test_a_knob_that_the_recipe_forbids_is_not_proposed():

@@ -41,6 +41,32 @@ def estimate_of(tuner: tuner_widget.Tuner) -> StateEstimate:
     return tuner.estimate
 
 
+STREAMED = ("streamed", {}), ("long", {}), ("streamed", {"segment": 2, "stream": 8192}), ("tiling", {
+    "mlp_tile": None, "stream": 8192, "head_chunk": 16,
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("rung", "knobs"), STREAMED)
+def test_streamed_layers_have_their_own_bytes_and_stay_streamed_when_scaled_down(
+    rung: str, knobs: dict[str, Any]
+) -> None:
+    tuner = lab.show.tuner("llama3-8b", rung, tokens="5M", ranks=8, workspace=False, **knobs)
+    found = estimate_job(shape_of("llama3-8b"), Job("llama3-8b", tuner.recipe, 5 * Mi, 8))
+    assert (estimate_of(tuner).device, estimate_of(tuner).host) == (found.device_peak, 8 * found.host_peak)
+    # They need checkpointing and offload, so nothing is said of a step without.
+    assert (
+        {"head_chunk", "loss_tile"}
+        <= set(estimate_of(tuner).saves)
+        <= {"head_chunk", "norm_tile", "loss_tile"}
+    )
+    small_recipe = scale_down(tuner.state, 4).state.recipe
+    assert small_recipe.segment == tuner.recipe.segment
+    assert small_recipe.stream == 2048 // 4 // 8
+    refused = estimate_state(tuner.state.with_value("mlp_tile", 4096), "mlp_tile")
+    assert isinstance(refused, Refusal)
+    assert [(s.name, s.value) for s in refused.suggestions] == [("mlp_tile", None)]
+
+
 # ---- what is drawn -------------------------------------------------------------------------------------
 
 

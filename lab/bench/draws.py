@@ -105,6 +105,9 @@ def draws() -> SearchStrategy[Draw]:
         checkpoint = draw(st.booleans())
         chunk = draw(st.none() | st.integers(1, heads))
         ring = draw(st.sampled_from(degrees))
+        offload = draw(st.sampled_from(("none", "inputs", "attention"))) if checkpoint else "none"
+        # A streamed layer keeps its input on the host, and its tile is also that of its MLP.
+        streamed = offload != "none" and draw(st.booleans())
         knobs = {
             "fsdp": draw(st.booleans()),
             "ulysses": draw(st.sampled_from(degrees)),
@@ -114,10 +117,12 @@ def draws() -> SearchStrategy[Draw]:
             # Tiles of one token would be tens of thousands of calls.
             "attention_tile": draw(tiles.map(lambda tile: tile and max(tile, 8))),
             "checkpoint": checkpoint,
-            "offload": draw(st.sampled_from(("none", "inputs", "attention"))) if checkpoint else "none",
-            "mlp_tile": draw(tiles),
+            "offload": offload,
+            "mlp_tile": None if streamed else draw(tiles),
             "norm_tile": draw(tiles),
             "loss_tile": draw(tiles),
+            "stream": draw(st.integers(1, 300)) if streamed else None,
+            "segment": draw(st.integers(1, 4)) if streamed else 1,
             "compute_dtype": draw(st.sampled_from((None, None, "float64", "float32", "bfloat16"))),
             # A plan is of the rank with the most device bytes. In a ring, another one may have larger shards.
             "optimizer": draw(st.sampled_from(("device", "host"))) if ring == 1 else "device",

@@ -12,7 +12,7 @@ from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
-from lab.recipe.ladder import resolve_recipe
+from lab.recipe.ladder import BESIDE, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -71,9 +71,10 @@ def fit(
     """Plan every recipe that may fit, and return those that do, the fastest first.
 
     All shard by FSDP, and the sequence over all ranks; they differ in degrees, head chunk, tiles,
-    checkpointing and offload. Of recipes that differ in degrees alone, two are planned: that with the
-    ladder's degrees, and the one that needs the least memory by the closed form. A head chunk smaller than
-    the ladder's Ulysses degree takes more time, and is planned only if no larger one may fit.
+    checkpointing and offload, and some have streamed layers, in segments or not. Of recipes that differ in
+    degrees alone, two are planned: that with the ladder's degrees, and the one that needs the least memory by
+    the closed form. A head chunk smaller than the ladder's Ulysses degree takes more time, and is planned
+    only if no larger one may fit.
 
     With ``disk``, the recipes ``streamed`` and ``long`` are planned too, with their long tensors on a disk of
     these bytes a node: each with ``offload="inputs"``, and with ``offload="attention"``.
@@ -147,7 +148,7 @@ def _two_of_each(jobs: list[Job], base: Recipe, peaks: dict[Recipe, int]) -> lis
 
 def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
     """Every pair of degrees and head chunk, without checkpointing and with each offload; the loss tiled, or
-    all, or nothing.
+    all, or nothing. And streamed layers, with one input kept of each layer or of a segment.
     """
     offloads = BY_NAME["offload"].choices
     keeps = [(False, offloads[0]), *((True, offload) for offload in offloads)]
@@ -156,6 +157,11 @@ def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
         (None, None, base.loss_tile),
         (base.mlp_tile, base.norm_tile, base.loss_tile),
     )
+    tile = base.mlp_tile or base.stream
+    segment = min(BESIDE["long"][1]["segment"], shape.L)
+    streamed = [{"offload": offload} for offload in offloads[1:]] + [
+        {"offload": "inputs", "segment": segment}
+    ]
     for ulysses, ring in degree_pairs(shape.H, shape.K, ranks):
         chunks = [u for u in range(ulysses, shape.H + 1, ulysses) if shape.H % u == 0]
         for chunk, (checkpoint, offload), (mlp, norm, loss) in product([None, *chunks], keeps, tiles):
@@ -169,7 +175,12 @@ def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
                 mlp_tile=mlp,
                 norm_tile=norm,
                 loss_tile=loss,
+                stream=None,
+                segment=1,
             )
+        tiled = replace(base, ulysses=ulysses, ring=ring, checkpoint=True, mlp_tile=None, stream=tile)
+        for chunk, changed in product([None, *chunks], streamed):
+            yield replace(tiled, **{"head_chunk": chunk, "segment": 1, **changed})
 
 
 def pareto_front(plans: Sequence[Plan]) -> list[Plan]:

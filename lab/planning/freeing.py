@@ -8,7 +8,8 @@ from itertools import combinations, product
 from typing import Any
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Estimate, estimate_job, local_sizes
+from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.closed_form_terms import local_sizes
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import TILE
 from lab.recipe.recipe import Recipe
@@ -20,13 +21,14 @@ Setting = dict[str, Any]
 """Fields of a recipe that change together, with their new values."""
 
 CHEAPEST_FIRST = (
-    "fsdp", "loss_tile", "norm_tile", "offload", "ulysses", "head_chunk", "mlp_tile", "checkpoint",
+    "fsdp", "loss_tile", "norm_tile", "offload", "ulysses", "head_chunk", "stream", "mlp_tile", "checkpoint",
 )  # fmt: skip
 """What may change, in the order of the seconds that it costs: those of ``lab.plan`` for Llama3-8B with 256K
 tokens on 8 ranks, from 0.2 s more than 16.6 s for a tile of the loss to 4.4 s for checkpointing. ``ulysses``
-stands for both degrees, whose product becomes the number of ranks."""
+stands for both degrees, whose product becomes the number of ranks. ``stream`` costs 0.5 s where layers are
+offloaded, which it needs."""
 
-DEPENDENT = ("offload", "ulysses", "head_chunk")
+DEPENDENT = ("offload", "ulysses", "head_chunk", "stream")
 """Of these the value that frees the most depends on the others, and may be the present one."""
 
 MOST_TILES = 64
@@ -101,10 +103,17 @@ class _Search:
         self.shape, self.job, self.wanted = shape, job, wanted
         self._now = estimate_job(shape, job)
         self._known: dict[Recipe, Estimate] = {}
-        # Offload needs checkpointing. Some values are legal with no other: a tile of the loss with Liger.
+        # Offload needs checkpointing, and streamed layers need both. Some values are legal with no other: a
+        # tile of the loss with Liger.
         tried = {name: _settings(name, shape, job) for name in CHEAPEST_FIRST}
+        needed: Setting = {"checkpoint": True}
+        offload: Setting = {} if job.recipe.offload != "none" else {"offload": "inputs"}
         legal = {
-            name: [one for one in values if self._estimate({"checkpoint": {"checkpoint": True}, name: one})]
+            name: [
+                one
+                for one in values
+                if self._estimate({"needed": needed | (offload if name == "stream" else {}), name: one})
+            ]
             for name, values in tried.items()
         }
         self.settings = {name: values for name, values in legal.items() if values}
@@ -119,9 +128,8 @@ class _Search:
         unchanged: list[Setting] = [{}]
         values = [
             # Of tiles, the smallest holds the least, whatever the others are.
-            (unchanged if name in or_unchanged else []) + self.settings[name]
-            if name in DEPENDENT
-            else self.settings[name][-1:]
+            (unchanged if name in or_unchanged else [])
+            + (self.settings[name] if name in DEPENDENT and name != "stream" else self.settings[name][-1:])
             for name in names
         ]
         every = (dict(zip(names, chosen, strict=True)) for chosen in product(*values))
@@ -169,6 +177,8 @@ def _settings(name: str, shape: Shape, job: Job) -> list[Setting]:
     elif name == "head_chunk":
         values = [chunk for chunk in range(shape.H, 0, -1) if shape.H % chunk == 0]
         values = [chunk for chunk in values if chunk < (recipe.head_chunk or shape.H + 1)]
+    elif name == "stream" and recipe.stream is None:
+        return [{"stream": max(1, min(TILE, tokens // 4)), "mlp_tile": None}]
     else:
         most = getattr(recipe, name) or tokens
         values = [2**power for power in range(TILE.bit_length() - 1, -1, -1)]
@@ -204,4 +214,4 @@ def _without_idle(search: _Search, chosen: dict[str, Setting]) -> dict[str, Sett
 
 
 def _value_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -11,8 +11,10 @@ from lab.errors import ResultError
 from lab.memory.holders import Holder, Holders
 from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
-from lab.planning.closed_form import local_sizes
+from lab.planning.closed_form_terms import local_sizes
 from lab.recipe.jobs import Job
+from lab.recipe.ladder import BESIDE
+from lab.recipe.recipe import Recipe
 
 _IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")
 
@@ -61,10 +63,14 @@ def knob_for(holder: Holder, job: Job) -> str:
     fewer_tokens = "more ranks" if shards >= job.ranks else "a larger ulysses or ring"
     if holder.category == "host" and (holder.name or holder.op == "lab.to_host_whole"):
         return "more ranks"
+    place = _IN_LAYER.search(holder.module)
+    if recipe.stream and (place or holder.category == "host"):
+        return (
+            _of_streamed_layer(holder, recipe, (place["part"] if place else None) or "", b, s) or fewer_tokens
+        )
     if holder.category == "host":
         attended = recipe.offload == "attention" and "attn" in holder.module
         return "offload='inputs'" if attended else fewer_tokens
-    place = _IN_LAYER.search(holder.module)
     if place and holder.category == "activations" and not recipe.checkpoint:
         return "checkpoint=true"
     if place and holder.category == "activations" and recipe.offload == "none" and not place["part"]:
@@ -80,6 +86,22 @@ def knob_for(holder: Holder, job: Job) -> str:
             of_tile = tile is None or tile >= s or _is_of_tile(holder, b, s, tile)
             return (_smaller(knob, tile, 1) if of_tile else "") or fewer_tokens
     return fewer_tokens
+
+
+def _of_streamed_layer(holder: Holder, recipe: Recipe, part: str, b: int, s: int) -> str:
+    """Return the setting for a tensor of a streamed layer, or for one on the host; nothing if there is none.
+
+    Its modules see tiles; outside of them are the stages of attention, and the buffers for tiles.
+    """
+    if holder.category == "host":
+        if recipe.offload == "attention":
+            return "offload='inputs'"
+        return "a larger segment" if recipe.segment < BESIDE["long"][1]["segment"] else ""
+    assert recipe.stream is not None
+    buffer = holder.category == "activations" and len(holder.shape) == 1
+    if part or buffer or _is_of_tile(holder, b, s, recipe.stream):
+        return _smaller("stream", min(recipe.stream, s), 1)
+    return _smaller("head_chunk", recipe.head_chunk, recipe.ulysses)
 
 
 def _is_of_tile(holder: Holder, b: int, s: int, tile: int) -> bool:

@@ -57,7 +57,8 @@ def suggest(state: State, changed: str = "") -> list[Suggestion]:
         changed: The knob that the reader has changed; its suggestion comes first.
     """
     suggestions = []
-    for name in sorted(("head_chunk", "offload", "checkpoint", "ranks"), key=lambda name: name != changed):
+    names = ("head_chunk", "mlp_tile", "offload", "checkpoint", "ranks")
+    for name in sorted(names, key=lambda name: name != changed):
         # The state stands for no value, because None is a value.
         value = next((v for v in _nearest(state, name) if is_legal(state.with_value(name, v))), state)
         if value is not state:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Parts, estimate_job
+from lab.planning.closed_form import estimate_job
+from lab.planning.closed_form_terms import Parts
 from lab.planning.cuda_workspace import NODE, fixed_workspace
 from lab.planning.fit import MARGIN
 from lab.recipe.jobs import Job
@@ -137,7 +138,10 @@ def _saves(state: State, peak: int) -> dict[str, int]:
     for name in ADJUSTABLE:
         without = fields | NEUTRAL[name]
         if without != fields:
-            recipe = recipe_of(without, state)
+            try:
+                recipe = recipe_of(without, state)
+            except RecipeError:
+                continue  # Another knob of the rung needs it: streamed layers are checkpointed and offloaded.
             job = Job(state.model, recipe, state.tokens, state.ranks)
             saves[name] = estimate_job(state.shape, job).device_peak - peak
     return saves

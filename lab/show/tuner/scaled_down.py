@@ -14,6 +14,9 @@ from lab.units import format_tokens
 TOKENS = 2048
 """The longest context that Run trains with; it takes a few seconds on two cores."""
 
+UNSCALED = ("checkpoint", "offload", "mlp_tile", "stream", "segment")
+"""The knobs that make a combination legal or not; the tiles among them are scaled afterwards."""
+
 MOST_TILES = 8
 """The most tiles of a rank's tokens. Each tile is a pass through the modules, which has a fixed cost."""
 
@@ -41,12 +44,12 @@ def scale_down(state: State, ranks: int) -> ScaledState:
         ranks=ranks,
         tokens=min(state.tokens, TOKENS),
         workspace=False,
-        by_hand={"checkpoint": fields["checkpoint"], "offload": fields["offload"]},
+        by_hand={name: fields[name] for name in UNSCALED},
     )
     degree = fields["ulysses"] * fields["ring"]
     local, before = _local_tokens(small), max(1, state.tokens // degree)
     by_hand: dict[str, Any] = dict(small.by_hand)
-    for name in TILES:
+    for name in (*TILES, "stream"):
         tile = fields[name]
         by_hand[name] = tile and max(1, -(-local // MOST_TILES), tile * local // before)
     by_hand["head_chunk"] = _head_chunk(state, small, fields["head_chunk"])

@@ -1,0 +1,276 @@
+"""The closed form of a streamed layer: its moments on the device, and its tensors on the host.
+
+The head of a layer computes q, k and v, its tail all that follows attention; see ``apply_streaming``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lab.planning.closed_form_terms import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    RECOMPUTED,
+    TEMPORARY,
+    Held,
+    Parts,
+    Sizes,
+    highest_of,
+    inside_mlp,
+    kernel_bytes,
+    kernel_heads,
+    nested,
+    pair_bytes,
+    plus,
+    weight_sums,
+    wide_norm,
+)
+from lab.techniques.host_pieces import piece_sizes
+from lab.techniques.upipe.schedule import Schedule, schedule
+
+
+def streamed_layers(z: Sizes) -> list[int]:
+    """The layers in which the step may hold the most.
+
+    The lower a layer, the more gradients are there. So of the layers that run a segment again, and of those
+    that do not, with a layer below or none, the lowest is enough.
+    """
+    return sorted({0, 1, 2, z.recipe.segment - 1, z.L - 1} & set(range(z.L)))
+
+
+def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
+    """The moments of a layer's backward: the name, what is held, and how many other layers are whole then.
+
+    dx is written over dy.
+    """
+    place, others = layer % z.recipe.segment, int(layer > 0 and z.n > 1)
+    begins = layer == z.L - 1 or place == z.recipe.segment - 1
+    dy: Parts = {"residual": {ACTIVATION_GRADIENTS: z.A}}
+    if begins and place:
+        # The layer below was gathered in advance, but has run again since, and is not whole any more. While
+        # it ran, less was held than in its backward.
+        others = 0
+    if begins and z.recipe.offload != "attention":
+        yield "attention again", dy | {"attention": _attention_forward(z)}, others
+    made = ACTIVATION_GRADIENTS if z.summed else GRADIENTS
+    done: Held = {made: z.w * _tail_weights(z)}
+    yield "tail backward", dy | _tail_backward(z, made), others
+    yield "attention backward", dy | {"attention": _stages(z), "gradients in flight": done}, others
+    yield "head backward", dy | _head_backward(z, made) | {"gradients in flight": done}, others
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of t tokens, as the tensors of which its passes consist.
+
+    ``before`` of it have run. ``elements`` are those of its input, and x is the bytes of that; q those of all
+    query heads, k those of all keys. ``sent`` is the bytes of one copy to the host, the outputs of a stage.
+    """
+
+    t: int
+    before: int
+    elements: int
+    x: int
+    q: int
+    k: int
+    sent: int
+
+
+def _tiles(z: Sizes) -> list[_Tile]:
+    """The first three tiles. The last one may be shorter; the first has no sums of gradients beside it."""
+    tile, stages = z.recipe.stream or z.s, len(_schedule(z).stages)
+    tiles = []
+    for before, start in enumerate(range(0, z.s, tile)[:3]):
+        t = min(tile, z.s - start)
+        q, elements = z.H * z.h * t // z.s, z.b * t * z.E
+        tiles.append(_Tile(t, before, elements, z.w * elements, q, z.K * z.h * t // z.s, sent=q // stages))
+    return tiles
+
+
+def _buffers(z: Sizes, of_tile: int) -> Held:
+    """The buffers into which tiles come from the host: one is filled while another is computed with."""
+    return {ACTIVATIONS: of_tile * min(2, len(_tiles(z)))}
+
+
+def _tail_weights(z: Sizes) -> int:
+    """The weights of the output projection, of the second norm, and of the MLP."""
+    return z.mlp + z.E * z.H * z.D + z.E * (1 + z.layer_norms)
+
+
+def _sums(z: Sizes, weights: int, made: str) -> Held:
+    """The sums over tiles of the weights' gradients. If they are no wider, they become these: ``made``."""
+    return {made if name == GRADIENTS else name: size for name, size in weight_sums(z, weights).items()}
+
+
+def _tail_backward(z: Sizes, made: str) -> Parts:
+    """The tail of a tile runs forward and is differentiated: the highest moment of any tile.
+
+    Beside it are the joined outputs of the heads, and the copies to the host that may be under way.
+    """
+    first, weights, peaks = _tiles(z)[0], _tail_weights(z), list[Held]()
+    stages = first.q // first.sent
+    sums = _sums(z, weights, made)
+    for tile in _tiles(z):
+        x, q, under_way = tile.x, tile.q, min(2, stages * tile.before)
+        earlier, new = (sums, {}) if tile.before else ({}, sums)
+        # In the function that a tile's gradients come from, y and the gradients of x and of the heads.
+        ends = {TEMPORARY: 2 * x + q + z.w * weights}
+        moments = [
+            plus(
+                _norm_keeps(z, tile),
+                {RECOMPUTED: x},
+                nested(inside_mlp(z, tile.t, {}, RECOMPUTED, TEMPORARY)),
+            ),
+            plus(_norm_backward(z, tile), {TEMPORARY: x + z.w * z.mlp}),
+            plus(ends, {TEMPORARY: x * z.scaled_residual}),
+            plus(ends, new),
+            plus({TEMPORARY: x + q + tile.sent}, new),
+        ]
+        beside = {TEMPORARY: q + under_way * first.sent}
+        peaks.append(plus(earlier, beside, highest_of(*moments)))
+    return {"tiles": _buffers(z, first.x + first.q), "tail": highest_of(*peaks)}
+
+
+def _head_backward(z: Sizes, made: str) -> Parts:
+    """The head of a tile runs forward and is differentiated: the highest moment of any tile.
+
+    Beside it are the joined gradients of q, k and v.
+    """
+    first, weights, peaks = _tiles(z)[0], z.layer - _tail_weights(z), list[Held]()
+    qkv = first.q + 2 * first.k
+    sums = _sums(z, weights, made)
+    # What the norm keeps of its input may be the tile itself, which is in its buffer.
+    buffered = z.layer_norms or z.w == 4
+    keys = 2 * z.w * z.E * z.K * z.D
+    for tile in _tiles(z):
+        x, q, k = tile.x, tile.q, tile.k
+        earlier, new = (sums, {}) if tile.before else ({}, sums)
+        outputs, own = {RECOMPUTED: q + 2 * k}, {TEMPORARY: -x * buffered}
+        keeps = plus(_norm_keeps(z, tile), own, outputs)
+        moments = [
+            # The gradients of the tile before are there until those of this one are joined, and rotated.
+            {TEMPORARY: qkv * (tile.before > 0) + q // 2},
+            # Of the projections, q's is the last. Two gradients of the norm's output, and their sum.
+            plus(keeps, {RECOMPUTED: x, TEMPORARY: 3 * x + keys + q * z.head_norms}),
+            plus(keeps, {TEMPORARY: 3 * x + z.w * weights}),
+            plus(_norm_backward(z, tile), own, outputs, {TEMPORARY: z.w * weights}),
+            plus(outputs, {TEMPORARY: x + z.w * weights}, new),
+        ]
+        if z.head_norms:
+            normed = plus(keeps, {RECOMPUTED: x})
+            of_keys, of_queries = (nested(wide_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
+            moments.append(plus(normed, of_keys, {RECOMPUTED: (4 + z.w) * (q // z.w)}))
+            moments.append(plus(normed, of_queries, {TEMPORARY: k}))
+        peaks.append(plus(earlier, {TEMPORARY: q + 2 * k}, highest_of(*moments)))
+    return {"tiles": _buffers(z, first.x + qkv), "head": highest_of(*peaks)}
+
+
+def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
+    """Its input, which LayerNorm or fp32 keeps as it is; of RMSNorm also the normalised input."""
+    if z.layer_norms:
+        return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
+    scales = z.w * tile.elements + 4 * z.b * tile.t
+    return plus({TEMPORARY if z.w == 4 else RECOMPUTED: 4 * tile.elements}, {RECOMPUTED: scales})
+
+
+def _norm_backward(z: Sizes, tile: _Tile) -> Held:
+    """Of LayerNorm its input, dout and dx."""
+    if z.layer_norms:
+        return {TEMPORARY: 3 * tile.x}
+    return nested(wide_norm(z, TEMPORARY if z.w == 4 else RECOMPUTED, tile.elements))
+
+
+def _norm_forward(tile: _Tile) -> int:
+    """Two tensors in fp32; or one, and the normalised input and the output as computed with."""
+    return max(8 * tile.elements, 4 * tile.elements + 2 * tile.x)
+
+
+# ---- stages ----------------------------------------------------------------------------------------------
+
+
+def _schedule(z: Sizes) -> Schedule:
+    return schedule(z.H, z.K, z.recipe.ulysses, z.recipe.head_chunk or z.H)
+
+
+def _overlaps(z: Sizes) -> bool:
+    return z.recipe.overlap and z.recipe.ulysses > 1 and len(_schedule(z).stages) > 1
+
+
+def _stage_sizes(z: Sizes) -> tuple[int, int]:
+    """The bytes of U heads and of U_kv."""
+    plan = _schedule(z)
+    return plan.chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
+
+
+def _stages(z: Sizes) -> Held:
+    """Attention's backward in a stage: in the kernel; or where a tile's q, k and v are computed."""
+    plan, (u, u_kv), first = _schedule(z), _stage_sizes(z), _tiles(z)[0]
+    lasting = any(not run.closes for stage in plan.stages for run in stage)
+    sums = 2 * u_kv * z.f // z.w * lasting
+    # The next stage's q, k, v, dout and out, if it has keys of its own, as computed and as received.
+    ahead = (6 * u + 4 * u_kv * (plan.slots > plan.slots_in_flight)) * _overlaps(z)
+    stage, heads = 3 * u + 2 * u_kv + ahead, max(kernel_heads(z))
+    lse = {ACTIVATIONS: z.f * z.b * z.s * heads}
+    if z.recipe.attention_tile is None or z.recipe.ring > 1:
+        inside = sums + kernel_bytes(z, heads * z.h, u_kv)
+    else:
+        # In pairs of tiles all is summed wide; then what a stage made is exchanged.
+        inside = 2 * u_kv * z.f // z.w + max(pair_bytes(z, heads * z.h, u_kv), 2 * u_kv - u)
+    kernel = plus(lse, {TEMPORARY: stage + inside})
+    computed = sums + _norm_forward(first) + (stage if ahead else 2 * (u + 2 * u_kv))
+    return highest_of(kernel, plus(_buffers(z, first.x), {TEMPORARY: computed}))
+
+
+def _attention_forward(z: Sizes) -> Held:
+    """A stage forward: in the kernel; or where a tile's q, k and v are computed. LSEs wait for the end."""
+    (u, u_kv), first, lse = _stage_sizes(z), _tiles(z)[0], z.f * z.b * z.s
+    heads, qkv = max(kernel_heads(z)), u + 2 * u_kv
+    ahead = 2 * qkv * _overlaps(z)
+    ring = (heads * z.h * z.f // z.w + 4 * u_kv + 3 * heads * lse) * (z.recipe.ring > 1)
+    kernel = {TEMPORARY: qkv + ahead + lse * z.H + heads * z.h + ring}
+    computed = 2 * qkv + ahead + lse * (z.H - _schedule(z).chunk) + _norm_forward(first)
+    return highest_of(kernel, plus(_buffers(z, first.x), {TEMPORARY: computed}))
+
+
+# ---- host ------------------------------------------------------------------------------------------------
+
+
+def streamed_host(z: Sizes) -> Iterator[tuple[int, int]]:
+    """What layers have on the host when the backward of a segment's last layer runs: in tiles, and the rest.
+
+    There are the inputs of the segments up to this one and of its layers, the outputs of heads and LSEs of
+    its layers (of all layers up to it, if they are kept), and the gradients in that backward. With the
+    optimizer on the host, the gradients of the weights of the layers above are there too. LSEs and these are
+    no tiles.
+    """
+    k, kept = z.recipe.segment, z.recipe.offload == "attention"
+    plan = _schedule(z)
+    outputs = len(plan.stages) * _pages(plan.chunk * z.h)
+    lses = sum(_pages(z.f * z.b * z.s * heads) for heads in kernel_heads(z))
+    grads = _head_gradients(z, plan)
+    for number, first in enumerate(range(0, z.L, k), start=1):
+        length = min(k, z.L - first)
+        layers, above = first * kept + length, z.L - first - length
+        tiles = (number + length - 1) * _pages(z.A) + layers * outputs + grads
+        yield tiles, layers * lses + 4 * z.layer_shard * above * (z.recipe.optimizer == "host")
+
+
+def _head_gradients(z: Sizes, plan: Schedule) -> int:
+    """The most that gradients of the heads take: a stage frees those of its outputs, and adds dk and dv."""
+    stages, made, of_stage = len(plan.stages), 0, _pages(plan.chunk * z.h)
+    most = stages * of_stage
+    for number, runs in enumerate(plan.stages, start=1):
+        made += sum(
+            2 * _pages(z.h * len(run.slots) * plan.ranks // plan.replicas) for run in runs if run.closes
+        )
+        most = max(most, max(stages - number - _overlaps(z), 0) * of_stage + made)
+    return most
+
+
+def _pages(nbytes: int) -> int:
+    return sum(piece_sizes(nbytes))

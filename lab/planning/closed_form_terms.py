@@ -1,0 +1,229 @@
+"""The terms of the closed form: its letters, sums of bytes by category, and what several parts hold alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from lab.memory.categories import CATEGORIES
+from lab.recipe.jobs import Job
+from lab.recipe.recipe import Recipe
+from lab.shape import Shape
+from lab.techniques.upipe.schedule import schedule
+
+WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, RECOMPUTED, ACTIVATION_GRADIENTS, TEMPORARY, _ = CATEGORIES
+
+Held = dict[str, int]
+"""Bytes by category."""
+
+Parts = dict[str, Held]
+"""Device bytes of one rank at one moment, by part of the model or of the step, and by category."""
+
+
+def bytes_of(held: Held) -> int:
+    """The sum over categories."""
+    return sum(held.values())
+
+
+def plus(*several: Held) -> Held:
+    """The sum, category by category."""
+    names = {name: None for held in several for name in held}
+    return {name: sum(held.get(name, 0) for held in several) for name in names}
+
+
+def nested(held: Held) -> Held:
+    """What a technique holds while it differentiates inside its own backward: gradients are freed there."""
+    freed = held.get(GRADIENTS, 0) + held.get(ACTIVATION_GRADIENTS, 0)
+    return plus({name: size for name, size in held.items() if "gradients" not in name}, {TEMPORARY: freed})
+
+
+def highest_of(*moments: Held) -> Held:
+    """The moment at which the most is held."""
+    return max(moments, key=bytes_of)
+
+
+# ---- the letters -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The letters: tensors of one rank's b*s tokens in bytes, weights of the whole model in elements.
+
+    w bytes an element as computed with, f an element of a sum; ``n`` ranks share a parameter; ``copied``:
+    parameters are cast or gathered, so modules work on a copy of them; ``summed``: they are not, and each
+    gradient is copied to be summed over ranks; ``reduced`` bytes an element of a gradient once it is summed.
+    M is one tensor inside the MLP, h one head, ``sent`` all keys as exchanged (where K < C, each to C/K
+    ranks), ``table`` the embedding, ``root`` all outside the layers, ``matrices`` those of an MLP.
+    ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most.
+    ``head_norms``: q and k are normed.
+    """
+
+    recipe: Recipe
+    L: int
+    E: int
+    H: int
+    K: int
+    D: int
+    V: int
+    b: int
+    s: int
+    w: int
+    f: int
+    n: int
+    reduced: int
+    copied: bool
+    summed: bool
+    tied: bool
+    head_norms: bool
+    layer_norms: bool
+    relu_squared: bool
+    scaled_residual: bool
+    divided_logits: bool
+    A: int
+    M: int
+    h: int
+    mlp: int
+    matrices: int
+    layer: int
+    table: int
+    root: int
+    layer_shard: int
+    shard: int
+    sent: int
+
+
+def sizes_of(shape: Shape, job: Job) -> Sizes:
+    """The letters of a job; ``shape`` is that of its model."""
+    recipe, ranks = job.recipe, job.ranks
+    w = WIDTHS[recipe.compute_dtype]
+    L, E, H, K, D, V = shape.L, shape.E, shape.H, shape.K, shape.D, shape.V
+    tied, head_norms = shape.tied, shape.head_norms
+    b, s = local_sizes(job)
+    n = ranks if recipe.fsdp else 1
+    (layer, root), (layer_shard, root_shard) = _weights(shape, 1), _weights(shape, n)
+    token, f, copied = w * b * s, max(w, 4), recipe.fsdp or recipe.compute_dtype is not None
+    return Sizes(
+        recipe, L, E, H, K, D, V, b, s, w, f, n,
+        # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
+        reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
+        tied=tied, head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
+        scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
+        A=token * E, M=token * shape.I, h=token * D, mlp=shape.matrices * E * shape.I + shape.mlp_biases,
+        matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
+        shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
+    )  # fmt: skip
+
+
+def local_sizes(job: Job) -> tuple[int, int]:
+    """Return b and s, the rows of a rank's batch and the tokens of each that are on the rank."""
+    recipe = job.recipe
+    degree = recipe.ulysses * recipe.ring
+    padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
+    return -(-job.rows * degree // job.ranks), -(-job.tokens // padded) * padded // degree
+
+
+def _weights(shape: Shape, n: int) -> tuple[int, int]:
+    """The weights of a layer, and those outside the layers, on the rank of ``n`` that has the most.
+
+    The rows of each are divided over the ranks: of a projection's matrix, its outputs.
+    """
+
+    def most(rows: int) -> int:
+        return -(-rows // n)
+
+    E, D, I = shape.E, shape.D, shape.I  # noqa: E741
+    attention = E * (most(shape.H * D) + 2 * most(shape.K * D)) + shape.H * D * most(E)
+    mlp = (shape.matrices - 1) * E * most(I) + I * most(E)
+    norm = most(E) * (1 + shape.layer_norms)
+    vectors = most(shape.attention_biases) + most(shape.mlp_biases) + 2 * most(D) * shape.head_norms
+    return attention + mlp + vectors + 2 * norm, (2 - shape.tied) * E * most(shape.V) + norm
+
+
+# ---- what several parts hold alike -------------------------------------------------------------------------
+
+
+def kernel_heads(z: Sizes) -> list[int]:
+    """The heads of each run of a layer's kernel, summed over the Ulysses ranks: UPipe has several runs."""
+    if not z.recipe.head_chunk:
+        return [z.H]
+    plan = schedule(z.H, z.K, z.recipe.ulysses, z.recipe.head_chunk)
+    return [plan.ranks * len(run.slots) * len(run.queries) for stage in plan.stages for run in stage]
+
+
+def kernel_bytes(z: Sizes, q: int, k: int) -> int:
+    """dq, dk and dv; in a ring also what travels, and wide sums; a ring of two passes nothing on.
+
+    Of keys that come from another rank, all queries meet half, or half the queries meet all. The first dq is
+    its own sum if that is not wider.
+    """
+    wide_q, wide_k = q * z.f // z.w, k * z.f // z.w
+    if z.recipe.ring == 1:
+        return _call(z, q, k)
+    part = max(_call(z, q, k, keys=2), _call(z, q, k, queries=2))
+    if z.recipe.ring == 2:
+        return wide_q + max(q * (z.f > z.w) + 6 * k + 2 * wide_k, part + 2 * k + 4 * wide_k)
+    return wide_q + part + 4 * k + 4 * wide_k
+
+
+def _call(z: Sizes, q: int, k: int, *, queries: int = 1, keys: int = 1) -> int:
+    """dq, dk and dv of one call of the kernel, with one of so many parts of the queries and of the keys.
+
+    In tiles, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded of them.
+    """
+    dq, dk = q // queries, k // keys
+    if z.recipe.attention_tile is None:
+        return dq + 2 * dk
+    return dq + 2 * dk * z.f // z.w + max(pair_bytes(z, q, k, queries, keys), dk * (z.f > z.w))
+
+
+def pair_bytes(z: Sizes, q: int, k: int, queries: int = 1, keys: int = 1) -> int:
+    """dq, dk and dv of a pair of tiles, and the sum of dq; ``q`` and ``k`` are bytes of all tokens."""
+    tokens = z.s * z.recipe.ulysses
+    tile = z.recipe.attention_tile or tokens
+    return (min(tile, tokens // queries) * (q + q * z.f // z.w) + min(tile, tokens // keys) * 2 * k) // tokens
+
+
+def wide_norm(z: Sizes, kept: str, elements: int) -> Held:
+    """The backward of RMSNorm: its input, two gradients and three products, or what is more."""
+    wide = max(6 * 4, 4 * z.w + 4)
+    gradients = {ACTIVATION_GRADIENTS: (wide - 16) * elements}
+    return plus({kept: 4 * elements}, {TEMPORARY: 12 * elements}, gradients)
+
+
+def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None) -> Held:
+    """The higher of two moments in the backward of an MLP that sees t tokens.
+
+    ``kept`` is the category of what its forward keeps, and ``output`` that of a tile's output, which is there
+    while the tile is differentiated. ``copies`` are those of the tile's input.
+
+    Early, six tensors [b, t, I] (where the MLP is not gated three, or five of ReLU squared) and the last
+    matrix's weight gradient; late, the gradients of all matrices and one such tensor with dx. A gated MLP has
+    two dx; a tile, which keeps its input, also has their sum.
+    """
+    one, x = z.M * t // z.s, z.A * t // z.s
+    gated = z.matrices == 3
+    tensors = 6 if gated else 5 if z.relu_squared else 3
+    out = {output: x} if output else {}
+    # What a multiplied residual makes of dy is there until the last matrix has run.
+    dout = z.A * z.scaled_residual * (not output)
+    half, inner = tensors // 2, (2 * one if z.relu_squared else 0)
+    early = highest_of(
+        {kept: (tensors - half) * one - inner, TEMPORARY: inner, ACTIVATION_GRADIENTS: half * one},
+        {kept: 3 * one, ACTIVATION_GRADIENTS: (2 * gated) * one + dout},
+    )
+    early = plus(early, out, copies, {GRADIENTS: z.w * z.mlp // z.matrices})
+    if not gated:
+        late = plus(out, {ACTIVATION_GRADIENTS: one + x})
+    elif output:
+        late = {ACTIVATION_GRADIENTS: max(one, x) + 3 * x}
+    else:
+        late = {ACTIVATION_GRADIENTS: one + 2 * x}
+    return highest_of(early, plus(late, {GRADIENTS: z.w * z.mlp}))
+
+
+def weight_sums(z: Sizes, weights: int) -> Held:
+    """The sums of tiles' gradients: the gradients themselves, or wider ones of which they are made."""
+    return {GRADIENTS if z.f == z.w else TEMPORARY: z.f * weights}
