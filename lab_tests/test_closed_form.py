@@ -259,6 +259,7 @@ def test_the_closed_form_imports_nothing_of_the_plan():
     assert of_lab == {
         "lab",
         "lab.memory.categories",
+        "lab.planning.closed_form",
         "lab.planning.closed_form_streamed",
         "lab.planning.closed_form_terms",
         "lab.recipe.jobs",

@@ -226,16 +226,20 @@ def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
 
 
 def _kept_on_host(z: Sizes, tiles: bool) -> int:
-    """All inputs but the last layer's, where backward begins; all outputs and LSEs, one of each kernel."""
+    """All inputs but the last layer's, where backward begins; all outputs and LSEs, one of each kernel.
+
+    With the optimizer on the host, the gradients of the last layer come while those of the others wait.
+    """
     if z.recipe.offload == "none":
         return 0
     if z.recipe.stream:
         return max(in_tiles * tiles + rest for in_tiles, rest in streamed_host(z))
-    inputs = (z.L - 1) * sum(piece_sizes(z.A))
-    if z.recipe.offload == "inputs":
-        return inputs
-    lses = sum(sum(piece_sizes(z.f * z.b * z.s * heads)) for heads in kernel_heads(z))
-    return inputs + z.L * (sum(piece_sizes(z.H * z.h)) + lses)
+    inputs, attended = (z.L - 1) * sum(piece_sizes(z.A)), 0
+    if z.recipe.offload == "attention":
+        attended = sum(piece_sizes(z.H * z.h))
+        attended += sum(sum(piece_sizes(z.f * z.b * z.s * heads)) for heads in kernel_heads(z))
+    grads = 4 * z.layer_shard * (z.recipe.optimizer == "host")
+    return inputs + max(z.L * attended, (z.L - 1) * attended + grads)
 
 
 def _waiting(z: Sizes, layer: int) -> int:

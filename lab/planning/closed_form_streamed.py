@@ -208,7 +208,10 @@ def _stage_sizes(z: Sizes) -> tuple[int, int]:
 
 
 def _stages(z: Sizes) -> Held:
-    """Attention's backward in a stage: in the kernel; or where a tile's q, k and v are computed."""
+    """Attention's backward in a stage: in the kernel; or where a tile's q, k and v are computed.
+
+    In tiles it may be higher where dout and the output are exchanged.
+    """
     plan, (u, u_kv), first = _schedule(z), _stage_sizes(z), _tiles(z)[0]
     lasting = any(not run.closes for stage in plan.stages for run in stage)
     sums = 2 * u_kv * z.f // z.w * lasting
@@ -221,9 +224,11 @@ def _stages(z: Sizes) -> Held:
     else:
         # In pairs of tiles all is summed wide; then what a stage made is exchanged.
         inside = 2 * u_kv * z.f // z.w + max(pair_bytes(z, heads * z.h, u_kv), 2 * u_kv - u)
-    kernel = plus(lse, {TEMPORARY: stage + inside})
-    computed = sums + _norm_forward(first) + (stage if ahead else 2 * (u + 2 * u_kv))
-    return highest_of(kernel, plus(_buffers(z, first.x), {TEMPORARY: computed}))
+    kernel, exchange = plus(lse, {TEMPORARY: stage + inside}), stage + u * (z.recipe.ulysses > 1) + sums
+    # A stage that computes its keys and values has no sums yet.
+    computed = stage + sums if ahead else 2 * u + max(4 * u_kv, 2 * u_kv + sums)
+    tile = plus(_buffers(z, first.x), {TEMPORARY: computed + _norm_forward(first)})
+    return highest_of(kernel, {TEMPORARY: exchange}, tile)
 
 
 def _attention_forward(z: Sizes) -> Held:
