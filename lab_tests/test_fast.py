@@ -67,7 +67,7 @@ def test_where_attention_takes_most_of_the_time_fast_takes_less():
 
 def test_fit_tries_fast():
     base = resolve_recipe("tiling", "tiny", 4, 4096)
-    tried = list(candidates(base, shape_of("tiny"), 4))
+    tried = list(candidates(base, shape_of("tiny"), 4, 4096))
     assert len(set(tried)) == len(tried)
     assert resolve_recipe("fast", "tiny", 4, 4096) in tried
 

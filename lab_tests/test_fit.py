@@ -7,7 +7,7 @@ from lab.errors import LabError
 from lab.models import config_of, shape_of
 from lab.planning.fit import Fits, candidates, fit, pareto_front
 from lab.planning.plan import plan
-from lab.recipe.ladder import ladder
+from lab.recipe.ladder import ladder, resolve_recipe
 from lab.units import Mi, MiB
 
 pytestmark = pytest.mark.slow
@@ -23,11 +23,11 @@ def seen():
     return []
 
 
-def eight_candidates(base, shape, ranks):
+def eight_candidates(base, shape, ranks, tokens):
     """With the ladder's degrees, each head chunk with each way of keeping inputs, and of the three kinds of
     tiles in turn one.
     """
-    usual = [recipe for recipe in candidates(base, shape, ranks) if recipe.ulysses == base.ulysses]
+    usual = [recipe for recipe in candidates(base, shape, ranks, tokens) if recipe.ulysses == base.ulysses]
     every = [recipe for recipe in usual if recipe.stream is None]
     assert len(set(every)) == len(every) == 2 * 4 * 3
     return [recipe for n, recipe in enumerate(every) if n % 3 == n // 3 % 4 % 3]
@@ -40,16 +40,18 @@ def plans(seen):
         return fit(MODEL, device_memory="42MiB", watch=lambda *it: seen.append(it), **SMALL)
 
 
-def test_streamed_layers_are_tried_with_kept_attention_or_segments():
+def test_streamed_layers_are_tried_with_kept_attention_with_segments_and_with_the_optimizer_on_the_host():
     base = ladder("llama3-8b", 8, 4 * Mi)["tiling"]
-    every = candidates(base, shape_of("llama3-8b"), 8)
+    every = candidates(base, shape_of("llama3-8b"), 8, 4 * Mi)
     streamed = [recipe for recipe in every if recipe.stream and recipe.ulysses == 8]
     # A chunk of 8, 16 or 32 of the heads, or none.
-    assert len(set(streamed)) == len(streamed) == 4 * 3
-    assert {(recipe.offload, recipe.segment) for recipe in streamed} == {
-        ("inputs", 1), ("attention", 1), ("inputs", 4),
+    assert len(set(streamed)) == len(streamed) == 4 * 6
+    assert {(recipe.offload, recipe.segment, recipe.optimizer) for recipe in streamed} == {
+        ("inputs", 1, "device"), ("attention", 1, "device"), ("inputs", 1, "host"), ("attention", 1, "host"),
+        ("inputs", 4, "host"), ("attention", 4, "host"),
     }  # fmt: skip
-    assert ladder("llama3-8b", 8, 4 * Mi)["streamed"] in streamed
+    for name in ("streamed", "long"):
+        assert resolve_recipe(name, "llama3-8b", 8, 4 * Mi) in streamed
 
 
 def test_all_returned_recipes_fit_and_the_fastest_is_first(plans):
@@ -64,7 +66,7 @@ def test_nothing_that_fits_is_left_out(plans):
     base = plan(MODEL, "tiling", tokens=2048, ranks=4, workspace=False).recipe
     fitting = {
         recipe
-        for recipe in eight_candidates(base, shape_of(MODEL), 4)
+        for recipe in eight_candidates(base, shape_of(MODEL), 4, 2048)
         if plan(MODEL, recipe, device_memory="42MiB", **SMALL).fits
     }
     # One of the others is refused by its closed form, and one by its plan.

@@ -81,10 +81,15 @@ def test_what_stops_a_model_that_does_not_fit_at_all(monkeypatch):
     """The optimizer state of 70B parameters is twenty times the memory: no plan is needed to know."""
     monkeypatch.setattr(table, "plan_job", None)
     [cell] = longest_contexts(("llama3-70b",), RENTALS[:1])
-    assert (cell.plan, cell.tokens, cell.limit) == (None, 0, "device")
+    assert (cell.plan, cell.tokens, cell.limit) == (None, 0, "host")
     assert cell.summary.startswith("llama3-70b on 1 x RTX 4090: not even 1K tokens fit: 1.")
-    assert "TiB of device memory needed, 23.6 GiB given; optimizer " in cell.refusal
+    assert cell.refusal.endswith("TiB of host memory needed, 64.0 GiB given")
     assert cell.to_json()["refusal"] == cell.refusal
+    # Without the optimizer on the host, it is the device that is too small.
+    monkeypatch.setattr(table, "RECIPE_NAMES", ("upipe", "streamed"))
+    [cell] = longest_contexts(("llama3-70b",), RENTALS[:1])
+    assert (cell.plan, cell.tokens, cell.limit) == (None, 0, "device")
+    assert "TiB of device memory needed, 23.6 GiB given; optimizer " in cell.refusal
 
 
 def test_a_recipe_that_the_model_forbids_is_no_candidate(monkeypatch):

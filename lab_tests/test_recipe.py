@@ -220,7 +220,7 @@ def test_the_rung_of_a_row_is_the_one_that_introduces_the_knob():
 
 def test_fit_varies_the_knobs_that_are_searched_and_no_other():
     base = ladder("tiny", 2, 4096)["upipe"]
-    recipes = [recipe.to_json() for recipe in candidates(base, shape_of("tiny"), 2)]
+    recipes = [recipe.to_json() for recipe in candidates(base, shape_of("tiny"), 2, 4096)]
     varied = {name for name in BY_NAME if len({recipe[name] for recipe in recipes}) > 1}
     assert varied == {knob.name for knob in KNOBS if knob.searched}
 

@@ -12,7 +12,7 @@ from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
-from lab.recipe.ladder import BESIDE, resolve_recipe
+from lab.recipe.ladder import BESIDE, attention_tile
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -24,9 +24,6 @@ within 5% of the plan."""
 
 NEARLY = 1.05
 """Other degrees are worth a plan if by the closed form they need less memory by more than this factor."""
-
-STREAMED = ("streamed", "long")
-"""The recipes that a disk is for."""
 
 SHOWN = 7
 """How many of the recipes that fit are in the text of all of them."""
@@ -71,13 +68,12 @@ def fit(
     """Plan every recipe that may fit, and return those that do, the fastest first.
 
     All shard by FSDP, and the sequence over all ranks; they differ in degrees, head chunk, tiles,
-    checkpointing and offload, and some have streamed layers, in segments or not. Of recipes that differ in
-    degrees alone, two are planned: that with the ladder's degrees, and the one that needs the least memory by
-    the closed form. A head chunk smaller than the ladder's Ulysses degree takes more time, and is planned
-    only if no larger one may fit.
+    checkpointing and offload, and some have streamed layers. Of recipes that differ in degrees alone, two are
+    planned: that with the ladder's degrees, and the one that needs the least memory by the closed form. A
+    head chunk smaller than the ladder's Ulysses degree takes more time, as the optimizer on the host does,
+    and segments, and so these are planned only if nothing else may fit.
 
-    With ``disk``, the recipes ``streamed`` and ``long`` are planned too, with their long tensors on a disk of
-    these bytes a node: each with ``offload="inputs"``, and with ``offload="attention"``.
+    With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node.
 
     ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``. ``watch`` is called
     with each plan, its number, and how many there will be.
@@ -97,10 +93,7 @@ def fit(
     )
     shape = shape_of(model)
     base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, shape=shape)
-    recipes = dict.fromkeys(candidates(base.recipe, shape, ranks))
-    for name, offload in product(STREAMED if machine.disk else (), ("inputs", "attention")):
-        streamed = resolve_recipe(name, model, ranks, base.tokens, shape=shape, offload=offload)
-        recipes[streamed] = None
+    recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []
     for number, job in enumerate(tried, start=1):
@@ -125,17 +118,26 @@ def _promising(shape: Shape, base: Recipe, jobs: list[Job], machine: Machine) ->
         if peaks[job.recipe] <= machine.device_memory * MARGIN
         and fits_node(machine, estimates[job.recipe], job.ranks, MARGIN)
     ]
-    large = [job for job in fitting if (job.recipe.head_chunk or base.ulysses) >= base.ulysses]
     if not fitting:
         return [min(jobs, key=lambda job: peaks[job.recipe])]
-    return _two_of_each(large or fitting, base, peaks)
+    fewest = min(_slower(job.recipe, base) for job in fitting)
+    return _two_of_each([job for job in fitting if _slower(job.recipe, base) == fewest], base, peaks)
+
+
+def _slower(recipe: Recipe, base: Recipe) -> int:
+    """Count what a recipe has that takes more time and is for memory alone."""
+    small_chunk = (recipe.head_chunk or base.ulysses) < base.ulysses
+    return small_chunk + (recipe.optimizer == "host") + (recipe.segment > 1)
 
 
 def _two_of_each(jobs: list[Job], base: Recipe, peaks: dict[Recipe, int]) -> list[Job]:
-    """Of jobs that differ in degrees alone, the one with the degrees of ``base``, and the leanest."""
+    """Of jobs that differ in degrees alone, the one with the degrees of ``base``, and the leanest.
+
+    attention_tile follows from the degrees.
+    """
     alike: dict[Recipe, list[Job]] = {}
     for job in jobs:
-        alike.setdefault(replace(job.recipe, ulysses=1, ring=1), []).append(job)
+        alike.setdefault(replace(job.recipe, ulysses=1, ring=1, attention_tile=None), []).append(job)
     chosen: list[Job] = []
     for group in alike.values():
         usual = [job for job in group if job.recipe.ulysses == base.ulysses]
@@ -146,9 +148,10 @@ def _two_of_each(jobs: list[Job], base: Recipe, peaks: dict[Recipe, int]) -> lis
     return chosen
 
 
-def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
+def candidates(base: Recipe, shape: Shape, ranks: int, tokens: int) -> Iterator[Recipe]:
     """Every pair of degrees and head chunk, without checkpointing and with each offload; the loss tiled, or
-    all, or nothing. And streamed layers, with one input kept of each layer or of a segment.
+    all, or nothing. And streamed layers with each offload that they can have, on their own, with the
+    optimizer on the host, and with segments too.
     """
     offloads = BY_NAME["offload"].choices
     keeps = [(False, offloads[0]), *((True, offload) for offload in offloads)]
@@ -158,10 +161,8 @@ def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
         (base.mlp_tile, base.norm_tile, base.loss_tile),
     )
     tile = base.mlp_tile or base.stream
-    segment = min(BESIDE["long"][1]["segment"], shape.L)
-    streamed = [{"offload": offload} for offload in offloads[1:]] + [
-        {"offload": "inputs", "segment": segment}
-    ]
+    long = {"segment": min(BESIDE["long"][1]["segment"], shape.L), "optimizer": "host"}
+    kinds = ({"segment": 1}, {"segment": 1, "optimizer": "host"}, long)
     for ulysses, ring in degree_pairs(shape.H, shape.K, ranks):
         chunks = [u for u in range(ulysses, shape.H + 1, ulysses) if shape.H % u == 0]
         for chunk, (checkpoint, offload), (mlp, norm, loss) in product([None, *chunks], keeps, tiles):
@@ -178,9 +179,17 @@ def candidates(base: Recipe, shape: Shape, ranks: int) -> Iterator[Recipe]:
                 stream=None,
                 segment=1,
             )
-        tiled = replace(base, ulysses=ulysses, ring=ring, checkpoint=True, mlp_tile=None, stream=tile)
-        for chunk, changed in product([None, *chunks], streamed):
-            yield replace(tiled, **{"head_chunk": chunk, "segment": 1, **changed})
+        streamed = replace(
+            base,
+            ulysses=ulysses,
+            ring=ring,
+            attention_tile=attention_tile(tokens, ring),
+            checkpoint=True,
+            mlp_tile=None,
+            stream=tile,
+        )
+        for chunk, offload, kind in product([None, *chunks], offloads[1:], kinds):
+            yield replace(streamed, **{"head_chunk": chunk, "offload": offload, **kind})
 
 
 def pareto_front(plans: Sequence[Plan]) -> list[Plan]:

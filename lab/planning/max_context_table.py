@@ -5,7 +5,7 @@ The closed form chooses the recipe of a cell, and the context; plans of that rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,18 +256,24 @@ def _refusal_by_estimate(needs: Estimate, machine: Machine, rental: Rental) -> t
     """What stops 1K tokens, and in words, where the closed form leaves no doubt; None where it does."""
     assert machine.device_memory is not None
     needed = needs.device_peak + fixed_workspace(rental.gpus)
-    if needed <= MARGIN * machine.device_memory:
-        return None
-    return "device", _refusal("device", needed, machine, needs.by_category)
+    if needed > MARGIN * machine.device_memory:
+        return "device", _refusal("device", needed, machine, needs.by_category)
+    if _limit(needs, machine, rental, 0) == "host":
+        of_node = needs.host_peak * min(rental.gpus, machine.ranks_per_node)
+        return "host", _refusal("host", of_node, machine)
+    return None
 
 
-def _refusal(limit: Limit, needed: int, machine: Machine, held: dict[str, int]) -> str:
-    given = machine.given(limit)
+def _refusal(limit: Limit, needed: int, machine: Machine, held: Mapping[str, int] | None = None) -> str:
+    """What stops 1K tokens, in words; with the category that a device has the most of, if that is given."""
+    given, most = machine.given(limit), ""
     assert given is not None
-    most = max(held, key=lambda category: held[category])
+    if held is not None:
+        category = max(held, key=lambda name: held[name])
+        most = f"; {category} {format_bytes(held[category])}"
     return (
         f"not even {format_tokens(Ki)} tokens fit: {format_bytes(needed)} of {limit} memory needed, "
-        f"{format_bytes(given)} given; {most} {format_bytes(held[most])}"
+        f"{format_bytes(given)} given{most}"
     )
 
 
@@ -287,7 +293,8 @@ def _confirmed(
         if plan.limit is None:
             fits = plan
         elif tokens == Ki:
-            refusal = _refusal(plan.limit, plan.needed(plan.limit), machine, plan.peak.by_category)
+            held = plan.peak.by_category if plan.limit == "device" else None
+            refusal = _refusal(plan.limit, plan.needed(plan.limit), machine, held)
             return LongestContext(model, rental, None, plan.limit, refusal)
         else:
             refused, misses = tokens, misses + 1

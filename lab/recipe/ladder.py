@@ -64,8 +64,6 @@ def _ladder(
     ulysses, ring = sequence_degrees(shape, ranks, knobs)
     tile = max(1, min(TILE, tokens // (ulysses * ring) // 4))
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
-    # A ring sums the gradients of its steps in fp32, beside which those of tiles would be more bytes.
-    attention_tile = max(1, min(ATTENTION_TILE, tokens // 4)) if ring == 1 else None
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
         "fsdp": {"fsdp": True, "optimizer": "device"},
@@ -74,7 +72,7 @@ def _ladder(
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
         "upipe": {"head_chunk": ulysses, "overlap": False},
-        "streamed": {"stream": tile, "segment": 1, "attention_tile": attention_tile},
+        "streamed": {"stream": tile, "segment": 1, "attention_tile": attention_tile(tokens, ring)},
     }
     # The tile of a streamed layer is also that of its MLP.
     whole_layer: dict[str, Any] = (
@@ -85,6 +83,15 @@ def _ladder(
         set_here = {**added, **{k: v for k, v in knobs.items() if k in added}}
         recipe = replace(recipe, **set_here, **(whole_layer if name == "streamed" else {}))
         yield name, recipe
+
+
+def attention_tile(tokens: int, ring: int) -> int | None:
+    """Return the tile of attention's backward in the recipes with streamed layers.
+
+    A ring has none: it sums the gradients of its steps in fp32, and the sums of tiles would be more bytes
+    beside these.
+    """
+    return max(1, min(ATTENTION_TILE, tokens // 4)) if ring == 1 else None
 
 
 def sequence_degrees(shape: Shape, ranks: int, knobs: Mapping[str, Any]) -> tuple[int, int]:
