@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lab.torch_private import DispatchMode, is_wrapper
+
+_DEVICE = torch.ops.prim.device.default
+"""What torch's C++ runs to read the device of a fake tensor; half of the operators of a plan are this one. It
+is not observed: the tensors of a run have no such operator."""
 
 
 class Observer(DispatchMode):
@@ -26,6 +32,9 @@ class Observer(DispatchMode):
 
         A wrapper, such as a DTensor, is first replaced by the tensors in it; their operators are passed on.
         """
+        if func is _DEVICE:
+            # The attribute is read without the dispatcher.
+            return args[0].device
         if any(map(is_wrapper, types)):
             return NotImplemented
         return self.observe(func, args, kwargs or {})

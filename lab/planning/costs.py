@@ -34,9 +34,6 @@ NOTHING = (
 )  # fmt: skip
 """Operators that touch no element, though they are no views."""
 
-DEVICE = torch.ops.prim.device.default
-"""What torch's C++ runs to read the device of a fake tensor; half of the operators of a plan are this one."""
-
 FLASH = "aten._scaled_dot_product_flash_attention"
 
 
@@ -141,9 +138,6 @@ class CostCounter(Observer):
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator and add what it costs."""
-        if func is DEVICE:
-            # The attribute is read without the dispatcher.
-            return args[0].device
         result = func(*args, **kwargs)
         name = str(func.overloadpacket)
         if name == ARRIVAL:
