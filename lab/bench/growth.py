@@ -25,7 +25,8 @@ def measure_growth(tokens: int, doublings: int, steps: int, say: Say) -> list[Ro
 
     First each rung of the ladder runs on two ranks, with a context that is doubled ``doublings`` times from
     ``tokens``. Then the top rung runs on 1, 2 and 4 ranks: with as many tokens a rank as the longest context
-    has on two ranks, and with that context in all. The seconds are medians of ``steps`` after a first step.
+    has on two ranks, and with that context in all. Last, ``upipe`` and ``streamed`` run on two ranks with
+    four times the longest context. The seconds are medians of ``steps`` after a first step.
 
     Returns:
         A row for each measurement. "x" is the ratio to the row before. "bytes a token" is the growth of the
@@ -35,7 +36,8 @@ def measure_growth(tokens: int, doublings: int, steps: int, say: Say) -> list[Ro
     series = [("context", [Setting(rung, 2, n) for n in contexts]) for rung in RUNGS]
     each = [Setting(RUNGS[-1], ranks, contexts[-1] // 2 * ranks) for ranks in RANKS]
     in_all = [Setting(RUNGS[-1], ranks, contexts[-1]) for ranks in RANKS]
-    series += [("ranks, tokens each", each), ("ranks, tokens in all", in_all)]
+    rungs = [Setting(rung, 2, 4 * contexts[-1]) for rung in ("upipe", "streamed")]
+    series += [("ranks, tokens each", each), ("ranks, tokens in all", in_all), ("rungs", rungs)]
     points: dict[Setting, Point] = {}
     for ranks in RANKS:
         with Cluster(ranks=ranks) as cluster:
