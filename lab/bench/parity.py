@@ -41,7 +41,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "deepspeed": {"ulysses": 2, "ulysses_backend": "deepspeed"},
     "upipe": {"ulysses": 2, "head_chunk": 2},
     "overlap": {"ulysses": 2, "head_chunk": 2, "overlap": True},
-    "attention tiles": {"ulysses": 2, "head_chunk": 4, "attention_tile": 7},
+    "pairs": {"ulysses": 2, "head_chunk": 4, "attention_tile": 7},
     "ring": {"ring": 4},
     "hybrid": {"ulysses": 2, "ring": 2, "head_chunk": 4},
     "checkpoint": {"checkpoint": True},
@@ -62,26 +62,23 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 
 
 def measure_parity(say: Say) -> list[Row]:
-    """Return a row for each model, with the largest relative gradient error of each technique, in fp64.
+    """Return a row for each technique, with the largest relative gradient error in each model, in fp64.
 
     The error of a parameter is the Frobenius norm of the difference to plain transformers' gradient, over the
     norm of that gradient. It is measured on four ranks, from a checkpoint that transformers saved. It is None
     if a technique refuses the model.
     """
     with TemporaryDirectory() as folder, Cluster(ranks=4) as cluster:
-        rows: list[Row] = []
+        rows: list[dict[str, str | None]] = [{"technique": name} for name in TECHNIQUES]
         for family, heads, kv_heads in MODELS:
             say(f"{family}, {heads} query heads and {kv_heads} key/value heads")
             checkpoint = Path(folder) / f"{family}-{heads}-{kv_heads}"
             save_checkpoint(checkpoint, family, heads, kv_heads)
             work = [(str(checkpoint), Recipe(**knobs)) for knobs in TECHNIQUES.values()]
             errors = cluster.apply(relative_errors, work)[0]
-            cells = {
-                name: None if error is None else f"{error[1]:.0e}"
-                for name, error in zip(TECHNIQUES, errors, strict=True)
-            }
-            rows.append({"model": f"{family} {heads}/{kv_heads}", **cells})
-        return rows
+            for row, error in zip(rows, errors, strict=True):
+                row[f"{family} {heads}/{kv_heads}"] = None if error is None else f"{error[1]:.0e}"
+        return [*rows]
 
 
 def token_ids() -> Tensor:

@@ -34,7 +34,7 @@ def rows_text(rows: Sequence[Row], *, as_json: bool) -> str:
 
 def table_text(table: Table) -> str:
     """Return a table as plain text, also in a notebook. Brackets in its cells are text and not markup."""
-    console = Console(width=130, force_jupyter=False, color_system=None, markup=False, emoji=False)
+    console = Console(width=140, force_jupyter=False, color_system=None, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
