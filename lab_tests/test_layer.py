@@ -22,7 +22,6 @@ from lab.show.one_layer.frames import Frame, Lane, LayerFrames, layer_frames
 from lab.show.one_layer.gif import check_animation, write_gif
 from lab.show.one_layer.names import Moving
 from lab.show.one_layer.packing import Interval, pack
-from lab.show.one_layer.strip import key_frames
 from lab.show.one_layer.travels import arrivals, flights
 from lab.techniques.upipe.schedule import schedule
 
@@ -152,7 +151,6 @@ def test_what_lies_on_a_disk_has_the_place_of_what_lies_on_the_host():
     )
     content = player_content(on_disk)
     assert content["categories"][-1][0] == "disk"
-    assert key_frames(on_disk) == key_frames(on_host)
 
 
 def test_offload_copies_the_layers_input_to_the_host_where_it_waits_for_backward():
