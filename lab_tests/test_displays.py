@@ -20,6 +20,7 @@ from lab.models import config_of
 from lab.planning.fit import Fits
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import Plan
+from lab.recipe.jobs import Disk
 from lab.rehearsing.rehearsal import Rehearsal
 from lab.show.displays import MOST_RANKS, display_of
 from lab.units import MiB, format_bytes
@@ -68,6 +69,12 @@ def started(plan: Plan, more: int) -> Moment:
     device, by = plan.timeline.device_peak + more, plan.start.by_category
     other = by["other"] + device - plan.start.device
     return replace(plan.start, device=device, by_category={**by, "other": other})
+
+
+def with_disk(plan: Plan) -> Plan:
+    """The plan with three times its host bytes on a disk too."""
+    machine = replace(plan.machine, disk=Disk(3 * 2**40))
+    return replace(plan, machine=machine, timeline=replace(plan.timeline, disk=3 * plan.timeline.host))
 
 
 def held(result: Any) -> list[int]:
@@ -206,13 +213,19 @@ def test_what_measured_nothing_has_no_picture(shell):
         assert Elements(table.data["text/html"]).hints == []
 
 
-@pytest.mark.parametrize(("limit", "sizes"), [("device", "device_peak"), ("host", "host_peak_per_node")])
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [("device", "device_peak"), ("host", "host_peak_per_node"), ("disk", "disk_peak_per_node")],
+)
 def test_the_bars_of_the_longest_context_are_of_the_memory_that_stops_it(results, limit, sizes):
     longest = replace(results["MaxContext"], limit=limit)
+    if limit == "disk":
+        longest = replace(longest, plan=with_disk(longest.plan), next_plan=with_disk(longest.next_plan))
+        assert "disk peak" in display_of(longest).html
     bars = display_of(longest).draw().text
     for plan in (longest.plan, longest.next_plan):
         assert f"{plan.tokens} tokens {format_bytes(getattr(plan, sizes))}" in bars
-    assert bars.endswith({"device": "at 80.0 GiB.", "host": "at 2.00 TiB."}[limit])
+    assert bars.endswith({"device": "at 80.0 GiB.", "host": "at 2.00 TiB.", "disk": "at 3.00 TiB."}[limit])
 
 
 @pytest.mark.parametrize("name", NAMES)

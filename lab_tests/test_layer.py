@@ -138,6 +138,21 @@ def test_checkpointing_computes_the_forward_again_in_backward_alone():
     assert travels(layer, backward=True).count(Moving.ALL_TO_ALL) == 8
 
 
+def test_what_lies_on_a_disk_has_the_place_of_what_lies_on_the_host():
+    plan = lab.plan("tiny", "streamed", tokens=1024, ranks=4, workspace=False, disk="1TB")
+    on_disk, on_host = layer_frames(plan, None, 3), frames_of("streamed")
+    assert on_disk.host_width == on_host.host_width > 0
+    pairs = zip(on_disk.lanes[0].boxes, on_host.lanes[0].boxes, strict=True)
+    moved = [(one.category, other.category) for one, other in pairs if one.category != other.category]
+    assert set(moved) == {("disk", "host")}
+    pairs = zip(on_disk.lanes[0].boxes, on_host.lanes[0].boxes, strict=True)
+    assert all(
+        (one.name, one.bytes, one.slot) == (other.name, other.bytes, other.slot) for one, other in pairs
+    )
+    content = player_content(on_disk)
+    assert content["categories"][-1][0] == "disk"
+
+
 def test_offload_copies_the_layers_input_to_the_host_where_it_waits_for_backward():
     layer = frames_of("offload")
     assert travels(layer, backward=False).count(Moving.TO_HOST) == 1

@@ -40,6 +40,20 @@ SMALL = {
         "fit_tokens": "16K",
         "stacks": "['upipe']",
     },
+    "10_past_five_million": {
+        "model": "{model}",
+        "tokens": "64K",
+        "segment": "2",
+        "further": "96K",
+        "further_ranks": "8",
+        "further_ulysses": "8",
+        "tiny_tokens": "1024",
+        "tiny_layers": "3",
+        "yours": "{model}",
+        "your_tokens": "64K",
+        "your_ranks": "8",
+        "your_ulysses": "8",
+    },
 }
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 

@@ -93,7 +93,7 @@ def test_the_difference_is_that_of_the_published_pairs(first, second, published)
 
 
 def test_every_category_has_a_colour_of_its_own():
-    assert list(COLOURS) == [*CATEGORIES, "host"]
+    assert list(COLOURS) == [*CATEGORIES, "host", "disk"]
     close = {pair: difference(*(COLOURS[name] for name in pair)) for pair in combinations(COLOURS, 2)}
     assert {pair: value for pair, value in close.items() if value < 11.9} == {}
 

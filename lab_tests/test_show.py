@@ -106,6 +106,17 @@ def test_host_bytes_get_a_lane_of_their_own() -> None:
     )
 
 
+def test_a_disk_has_a_lane_below_that_of_the_host() -> None:
+    picture = lab.show.timeline(finished_run(2, host=MiB, disk=3 * MiB))
+    axes = picture.figure.axes
+    assert [one.get_ylabel().split("\n")[0] for one in axes[::2]] == ["MiB", "host", "disk"]
+    tops = [max(path.vertices[:, 1].max() for c in one.collections for path in c.get_paths()) for one in axes]
+    assert tops[2:] == [59 * MiB] * 2 + [3 * 59 * MiB] * 2
+    assert count_pixels(picture, palette.COLOURS["disk"]) > 10_000
+    only = lab.show.timeline({"disk": timeline_builder(disk=MiB).since()}).figure.axes
+    assert [one.get_ylabel().split("\n")[0] for one in only] == ["MiB", "disk"]
+
+
 def test_operators_can_stand_where_seconds_would_lie() -> None:
     figure = lab.show.timeline(timeline_builder(rows=11).since(), over="operators").figure
     assert figure.axes[0].get_xlim() == (0, 2 * 3 * 11 - 1)

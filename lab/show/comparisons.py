@@ -28,7 +28,7 @@ def stack(
 
     Args:
         bars: By name, a moment of a timeline (its device bytes), or bytes by category: the categories of a
-            timeline, and ``"host"``.
+            timeline, ``"host"`` and ``"disk"``.
         title: A title above the picture.
         limit: Bytes at which a line is drawn, for instance the memory of the device.
         longest: Bytes at which longer bars are cut and marked, so that one bar does not hide the others.

@@ -67,7 +67,7 @@ def display_of(result: Result) -> DisplayedResult:
     """Return what a notebook displays of a result."""
     match result:
         case Plan():
-            numbers = peak_table({"": (result.peak, result.host_peak)})
+            numbers = peak_table({"": (result.peak, result.host_peak, result.disk_peak)})
             return DisplayedResult(result.title, result.description, numbers, lambda: timeline(result))
         case Timeline():
             return _of_timeline(result)
@@ -120,10 +120,11 @@ def _of_max_context(result: MaxContext) -> DisplayedResult:
     def draw() -> Picture:
         if result.limit == "device":
             return stack({name: plan.peak for name, plan in plans.items()}, limit=machine.device_memory)
-        nodes = {name: {"host": plan.host_peak_per_node} for name, plan in plans.items()}
-        return stack(nodes, limit=machine.host_memory)
+        memory: str = result.limit
+        nodes = {name: {memory: plan.needed(result.limit)} for name, plan in plans.items()}
+        return stack(nodes, limit=machine.given(result.limit))
 
-    numbers = peak_table({name: (plan.peak, plan.host_peak) for name, plan in plans.items()})
+    numbers = peak_table({name: (plan.peak, plan.host_peak, plan.disk_peak) for name, plan in plans.items()})
     return DisplayedResult(result.plan.title, result.description, numbers, draw)
 
 
@@ -159,6 +160,6 @@ def _of_fits(fits: Fits) -> DisplayedResult:
     return DisplayedResult(job.subject, lines, numbers, lambda: memory_vs_speed(points))
 
 
-def _peaks(rows: Timeline) -> tuple[Moment, int]:
-    """Return the instant of the device peak, and the host peak in bytes."""
-    return rows.peak, rows.host_peak
+def _peaks(rows: Timeline) -> tuple[Moment, int, int]:
+    """Return the instant of the device peak, and the peaks of the host and of the disk in bytes."""
+    return rows.peak, rows.host_peak, rows.disk_peak

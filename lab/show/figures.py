@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, get_args, runtime_checkable
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -18,7 +18,16 @@ from lab.memory.timeline import Moment, Timeline
 from lab.show.live.recorded import Recorded
 from lab.show.live.widget import display_recorded, is_in_browser
 from lab.show.palette import COLOURS
-from lab.show.panels import Over, draw_host, draw_phases, draw_planned, draw_stack, make_panel, row_positions
+from lab.show.panels import (
+    Lane,
+    Over,
+    draw_lane,
+    draw_phases,
+    draw_planned,
+    draw_stack,
+    make_panel,
+    row_positions,
+)
 from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
@@ -89,27 +98,27 @@ def timeline(
         _check_workspace(timelines, plan)
     columns = 1 if isinstance(measured, Mapping) else columns_for(len(timelines))
     rows = ceil(len(timelines) / columns)
-    lanes = 2 if any(t.host_peak for t in timelines) else 1
-    height = 0.75 + rows * ((1.65 if rows > 1 else 2.6) + 0.45 * (lanes - 1))
+    lanes = _lanes(timelines)
+    height = 0.75 + rows * ((1.65 if rows > 1 else 2.6) + 0.45 * len(lanes))
     with styled_figure(height) as figure:
         grid = figure.subplots(
-            rows * lanes,
+            rows * (1 + len(lanes)),
             columns,
             sharex=True,
             squeeze=False,
-            gridspec_kw={"height_ratios": [1, 0.22][:lanes] * rows},
+            gridspec_kw={"height_ratios": [1, *[0.22] * len(lanes)] * rows},
         )
         for number, (name, one) in enumerate(by_name.items()):
             row, column = divmod(number, columns)
-            axes = grid[row * lanes, column]
+            axes, *below = grid[row * (1 + len(lanes)) : (row + 1) * (1 + len(lanes)), column]
             panel = make_panel(one, over, 1 / columns)
             draw_phases(axes, panel)
             draw_stack(axes, panel)
             if plan is not None:
                 draw_planned(axes, one, plan, over)
             _write_title(axes, name, one.peak, 152 // columns)
-            if lanes == 2:
-                draw_host(grid[row * lanes + 1, column], panel)
+            for lane_axes, lane in zip(below, lanes, strict=True):
+                draw_lane(lane_axes, panel, lane)
         _align_axes(grid.tolist(), timelines, lanes, over, plan)
         marks = _legend(lanes, plan)
         draw_header(figure, title, list(marks.values()), list(marks))
@@ -191,16 +200,16 @@ def peak_text(peak: Moment) -> str:
 def _align_axes(
     grid: Sequence[Sequence[Axes]],
     timelines: Sequence[Timeline],
-    lanes: int,
+    lanes: Sequence[Lane],
     over: Over,
     plan: Timeline | None,
 ) -> None:
     """Give all panels the same axes, and write numbers at the left and at the bottom only."""
     tops = [max([t.device_peak for t in timelines] + ([plan.device_peak] if plan else []))]
-    tops.append(max(t.host_peak for t in timelines))
+    tops.extend(_highest(timelines, lane) for lane in lanes)
     end = max(float(row_positions(t, over)[-1]) for t in timelines)
     for number, row in enumerate(grid):
-        lane = number % lanes
+        lane = number % len(tops)
         # The names of the phases are in the space above the highest peak.
         top = max(tops[lane], 1) * (1.12 if lane == 0 else 1.05)
         for column, axes in enumerate(row):
@@ -208,22 +217,30 @@ def _align_axes(
             byte_axis(axes.yaxis, tops[lane], ticks=4 if lane == 0 else 1)
             simplify_axes(axes)
             axes.set_xlim(0, end)
-            rank = number // lanes * len(row) + column
+            rank = number // len(tops) * len(row) + column
             axes.set_visible(rank < len(timelines))
             if column > 0:
                 axes.tick_params(labelleft=False)
                 axes.set_ylabel("")
-            elif lane == 1:
-                axes.set_ylabel(f"host\n{axes.get_ylabel()}")
-            if lane == lanes - 1 and rank + len(row) >= len(timelines):
+            elif lane > 0:
+                axes.set_ylabel(f"{lanes[lane - 1]}\n{axes.get_ylabel()}")
+            if lane == len(lanes) and rank + len(row) >= len(timelines):
                 axes.tick_params(labelbottom=True)
                 axes.set_xlabel(over)
 
 
-def _legend(lanes: int, plan: Timeline | None) -> dict[str, Artist]:
+def _lanes(timelines: Sequence[Timeline]) -> list[Lane]:
+    """Return the memories beside the device that hold something."""
+    return [lane for lane in get_args(Lane) if _highest(timelines, lane)]
+
+
+def _highest(timelines: Sequence[Timeline], lane: Lane) -> int:
+    return max(one.host_peak if lane == "host" else one.disk_peak for one in timelines)
+
+
+def _legend(lanes: Sequence[Lane], plan: Timeline | None) -> dict[str, Artist]:
     """Return the marks of the legend by name."""
-    names = [*CATEGORIES, *(["host"] if lanes == 2 else [])]
-    marks: dict[str, Artist] = {name: Patch(color=COLOURS[name]) for name in names}
+    marks: dict[str, Artist] = {name: Patch(color=COLOURS[name]) for name in (*CATEGORIES, *lanes)}
     if plan is not None:
         marks["planned"] = Line2D([], [], **OVERLAY)
     return marks

@@ -56,20 +56,21 @@ def line_table(lines: Mapping[str, str]) -> str:
     )
 
 
-def peak_table(peaks: Mapping[str, tuple[Moment, int]], corner: str = "") -> str:
-    """Return a table of peaks, with a column for each: its device bytes, their categories, its host bytes.
+def peak_table(peaks: Mapping[str, tuple[Moment, int, int]], corner: str = "") -> str:
+    """Return a table of peaks, a column each: device bytes, their categories, and bytes on host and disk.
 
     A category of which no peak has bytes has no row.
 
     Args:
-        peaks: The instant of the device peak and the bytes of the host peak, by the name of the column. One
-            that has no name has no header.
+        peaks: The instant of the device peak, the bytes of the host peak and those of the disk peak, by the
+            name of the column. One that has no name has no header.
         corner: The text beside the names.
     """
-    rows = {"device peak": ("", [peak.device for peak, _ in peaks.values()])}
+    rows = {"device peak": ("", [peak.device for peak, *_ in peaks.values()])}
     for category in CATEGORIES:
-        rows[category] = (COLOURS[category], [peak.by_category[category] for peak, _ in peaks.values()])
-    rows["host peak"] = (COLOURS["host"], [host for _, host in peaks.values()])
+        rows[category] = (COLOURS[category], [peak.by_category[category] for peak, *_ in peaks.values()])
+    rows["host peak"] = (COLOURS["host"], [host for _, host, _ in peaks.values()])
+    rows["disk peak"] = (COLOURS["disk"], [disk for *_, disk in peaks.values()])
     header = [[cell(name, tag="th") for name in (corner, *peaks)]] * any(peaks)
     cells = [
         [cell(label, tag="th", align="left", colour=colour), *map(byte_cell, sizes)]

@@ -12,8 +12,9 @@ COLOURS = {
     "temporary buffers": "#56B4E9",
     "other": "#AAAAAA",
     "host": "#8877FF",
+    "disk": "#665533",
 }
-"""The colour of each category of bytes: those of a timeline, then host memory.
+"""The colour of each category of bytes: those of a timeline, then host memory and a disk.
 
 Five are of Okabe and Ito's palette. To every kind of colour-blind eye, any two differ by 12 in CIEDE2000, and
 two that are stacked side by side by 17. No series has one of these colours.

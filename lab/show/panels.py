@@ -1,4 +1,4 @@
-"""The parts of a panel of a memory timeline: bytes by category, phases, host bytes, and a plan's line."""
+"""The parts of a panel of a memory timeline: bytes by category, phases, other memories, and a plan's line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from lab.show.scales import simplify_axes
 
 Over = Literal["seconds", "operators"]
 """The horizontal axis: the seconds of the step, or its operators one by one."""
+
+Lane = Literal["host", "disk"]
+"""A memory beside the device's, which has a lane below the stack."""
 
 _COLUMNS = 1000
 """How many intervals of time are drawn in a whole picture: fewer than its pixels."""
@@ -87,10 +90,12 @@ def draw_phases(axes: Axes, panel: Panel) -> None:
         axes.vlines(at[steps], 0, 1, transform=upright, color=TEXT, linewidth=0.6, linestyle=(0, (2, 2)))
 
 
-def draw_host(axes: Axes, panel: Panel) -> None:
-    """Draw the bytes in host memory."""
-    at, rows = panel.positions, panel.rows
-    axes.fill_between(at, 0, rows.host, step="post", facecolor=COLOURS["host"], linewidth=0, label="host")
+def draw_lane(axes: Axes, panel: Panel, memory: Lane) -> None:
+    """Draw the bytes in host memory, or those on the disk."""
+    held = panel.rows.host if memory == "host" else panel.rows.disk
+    axes.fill_between(
+        panel.positions, 0, held, step="post", facecolor=COLOURS[memory], linewidth=0, label=memory
+    )
     simplify_axes(axes)
 
 

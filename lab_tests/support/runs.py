@@ -13,7 +13,9 @@ OPERATORS = (Op("aten.mm", "5x7 7x11"), Op("aten.silu", "5x11"), Op("aten.add", 
 PEAK = 700 * MiB
 
 
-def timeline_builder(rank: int = 0, *, steps: int = 2, rows: int = 60, host: int = 0) -> TimelineBuilder:
+def timeline_builder(
+    rank: int = 0, *, steps: int = 2, rows: int = 60, host: int = 0, disk: int = 0
+) -> TimelineBuilder:
     """A timeline of ``rows`` rows a phase whose peak is in the last step's backward, in ``layers.3``."""
     builder = TimelineBuilder()
     seconds = 0.01 * (rank + 1)
@@ -34,6 +36,7 @@ def timeline_builder(rank: int = 0, *, steps: int = 2, rows: int = 60, host: int
                     module=module,
                     op=OPERATORS[0] if top else OPERATORS[row % 3],
                     step=step,
+                    disk=disk * row,
                 )
     return builder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lab.memory.categories import CATEGORIES, OTHER
+from lab.memory.categories import MEMORIES, OTHER
 from lab.show.one_layer.frames import Box, Frame, Lane, LayerFrames
 from lab.show.one_layer.travels import arrivals, flights
 from lab.show.palette import COLOURS
@@ -32,7 +32,7 @@ def player_content(layer: LayerFrames) -> dict[str, Any]:
         "shelves": layer.shelves,
         "hostWidth": _rounded(layer.host_width),
         "backward": layer.backward,
-        "categories": [[name, COLOURS[name]] for name in (*CATEGORIES, "host")],
+        "categories": [[name, COLOURS[name]] for name in MEMORIES],
         "captions": [
             [caption.phase, list(caption.stage or ()), caption.module, caption.text]
             for caption in layer.captions
@@ -61,7 +61,7 @@ def player_content(layer: LayerFrames) -> dict[str, Any]:
 
 
 def _box(box: Box, unit: int) -> list[Any]:
-    category = (*CATEGORIES, "host").index(box.category)
+    category = MEMORIES.index(box.category)
     place = box.slot.shelf, _rounded(box.slot.left)
     return [box.name, box.about, category, _rounded(box.bytes / unit), box.first, box.end, *place]
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from lab.memory.categories import OTHER
+from lab.memory.categories import CATEGORIES, OTHER
 from lab.show.one_layer.frames import Box, LayerFrames
 from lab.show.one_layer.travels import Flight, Part, arrivals, flights
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, TEXT
@@ -43,7 +43,7 @@ class Plane:
         """Return the left edge, the upper edge and the width of a part of a box."""
         box = self.layer.lanes[part.lane].boxes[part.box]
         size = box.bytes / self.layer.unit
-        left = box.slot.left + part.start * size + (self.host_left if box.category == "host" else 0.0)
+        left = box.slot.left + part.start * size + (0.0 if box.category in CATEGORIES else self.host_left)
         return left, self.top(part.lane) + box.slot.shelf, part.length * size
 
 

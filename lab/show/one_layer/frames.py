@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lab.memory.categories import CATEGORIES, HOST
+from lab.memory.categories import CATEGORIES, HOST, MEMORIES
 from lab.memory.storages import Integers, Storages
 from lab.memory.timeline import Timeline
 from lab.planning.shrinking import hidden_state_bytes
@@ -34,7 +34,7 @@ class Box:
     Attributes:
         name: What it is, in two or three words.
         about: Its dtype and shape, and the operator and the module that made it.
-        category: One of ``CATEGORIES``, or ``"host"``.
+        category: One of ``MEMORIES``. A box on the disk is drawn beside those of the host.
         bytes: Its bytes.
         first: The first frame in which it is held.
         end: The first frame in which it is no longer held.
@@ -424,10 +424,10 @@ class _Track:
 
     def category(self, box: int) -> str:
         storages = self.view.timeline.storages
-        return (*CATEGORIES, "host")[int(storages.category[self.groups[box].members[0]])]
+        return MEMORIES[int(storages.category[self.groups[box].members[0]])]
 
     def on_host(self, box: int) -> bool:
-        return self.category(box) == "host"
+        return self.category(box) not in CATEGORIES
 
     def travel(self, number: int) -> Travel | None:
         """What moves in a frame."""

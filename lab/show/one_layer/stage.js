@@ -33,7 +33,8 @@ class Plan {
   // The left edge, the upper edge and the width of a part of a box.
   place(lane, box, start = 0, length = 1) {
     const [, , category, size, , , shelf, left] = box;
-    const origin = category === this.content.categories.length - 1 ? this.host : LABELS;
+    // The last two categories are the host's and the disk's.
+    const origin = category >= this.content.categories.length - 2 ? this.host : LABELS;
     return [origin + (left + start * size) * this.scale, this.laneTop(lane) + shelf * SHELF, length * size * this.scale];
   }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matplotlib.patches import Patch
 
+from lab.memory.categories import CATEGORIES
 from lab.show.one_layer.drawing import Plane, draw_lanes
 from lab.show.one_layer.frames import LayerFrames
 from lab.show.palette import COLOURS
@@ -49,7 +50,7 @@ def key_frames(layer: LayerFrames) -> list[int]:
     """Return the numbers of the frames that say the most, in order."""
     lane = layer.lanes[0]
     held = [
-        sum(lane.boxes[n].bytes for n in frame.boxes if lane.boxes[n].category != "host")
+        sum(lane.boxes[n].bytes for n in frame.boxes if lane.boxes[n].category in CATEGORIES)
         for frame in lane.frames
     ]
     chosen = [
