@@ -13,8 +13,8 @@ from lab.memory.meter import Meter
 from lab.memory.workspace import Workspace
 from lab.models import shape_of
 from lab.planning import fake_step as walking
+from lab.planning.cuda_workspace import cuda_workspace, flash_backward_workspace
 from lab.planning.fake_step import fake_step
-from lab.planning.hardware import cuda_workspace, flash_backward_workspace
 from lab.recipe.jobs import Machine, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import torch_refusal

@@ -184,7 +184,9 @@ class Starting:
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.hold(0))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
         patch.setattr(module, "AllocatedPeak", lambda _: AllocatedPeak(torch.device("cuda")))
-        patch.setattr(module, "make_rank_state", lambda *told: (self.hold(90 * MIB), made(*told))[1])
+        patch.setattr(
+            module, "make_rank_state", lambda *told, **kw: (self.hold(90 * MIB), made(*told, **kw))[1]
+        )
         patch.setattr(
             module, "train_step", lambda *args, **kw: (self.hold(50 * MIB), stepped(*args, **kw))[1]
         )
@@ -207,12 +209,12 @@ def test_a_run_brings_the_allocators_peak_with_it(
     alone: None, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, settings = make_job(small_config(), "plain", ranks=1, tokens=TOKENS), TrainSettings(1, digits)
-    result = run._train(job, settings, None)
+    result = run._train(job, settings, None, None)
     assert result.allocated is None
     timeline = result.timeline
     assert Run("", job, settings, (), (), (timeline,)).device_peak == timeline.device_peak
     Starting(monkeypatch, run)
-    result = run._train(job, settings, None)
+    result = run._train(job, settings, None, None)
     assert result.allocated == 50 * MIB > timeline.device_peak
     held = Run("", job, settings, (), (), (timeline, timeline), allocated=(result.allocated, 40 * MIB))
     assert held.device_peak == 50 * MIB

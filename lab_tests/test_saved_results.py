@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab.bench.reference import build, config, error
 from lab.decoder import Patch
 from lab.errors import RecipeError
+from lab.memory.categories import HOST
 from lab.memory.meter import Meter
 from lab.techniques import host_transfer
 from lab.techniques.attention.hf_attention import apply_attention
@@ -140,7 +141,7 @@ class HeldInBackward(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
-            self.seen.append(sum(self.meter._bytes[:-1]))
+            self.seen.append(sum(self.meter._bytes[:HOST]))
         return func(*args, **(kwargs or {}))
 
 

@@ -65,7 +65,7 @@ def test_the_shards_of_any_number_of_ranks_are_the_whole_model(config, ranks):
 def losses(model, recipe, **settings):
     """Runs on every rank: the losses of two steps."""
     job = make_job(model, recipe, ranks=dist.get_world_size(), tokens=40, rows=3)
-    return train_on_rank(job, TrainSettings(2, **settings), None).losses
+    return train_on_rank(job, TrainSettings(2, **settings), None, None).losses
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)

@@ -146,6 +146,7 @@ KNOBS: tuple[Knob, ...] = (
         label="attention tile",
         cost="Tokens of queries and of keys that attention's backward sees at once: fewer hold less, in more "
         "and shorter calls of the kernel",
+        searched=True,
     ),
     Knob(
         "checkpoint",
@@ -248,6 +249,7 @@ KNOBS: tuple[Knob, ...] = (
         label="optimizer",
         cost="Where sharded parameters, gradients and Adam's state are: on the host they cross the host link "
         "each step, and the CPU steps",
+        searched=True,
     ),
 )
 """One row for each field of ``Recipe``, in the order of its fields."""

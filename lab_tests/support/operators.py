@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.memory.categories import HOST
 from lab.memory.meter import Meter
 
 
@@ -57,5 +58,5 @@ class BytesAtAttention(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
-            self.seen.append(sum(self.meter._bytes[:-1]))
+            self.seen.append(sum(self.meter._bytes[:HOST]))
         return result
