@@ -36,7 +36,8 @@ class ScriptedAllocator:
         self.began = self.ended = 0
 
     def now(self, action: str, size: int) -> None:
-        self.events.append({"action": action, "size": size, "time_us": time.time_ns() // 1000})
+        # Rounded up: the row of an operator that ended within this microsecond comes before the event.
+        self.events.append({"action": action, "size": size, "time_us": -(-time.time_ns() // 1000)})
 
     def begin(self) -> int:
         self.began += 1
