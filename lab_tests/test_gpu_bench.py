@@ -299,7 +299,7 @@ def test_compiling_is_measured_where_the_row_is(monkeypatch):
 def test_no_technique_changes_a_gradient():
     found = gpu_row.figures(Item("gradients", 1, "tiny", 128, 2), "cpu")
     assert found["failed"] is None
-    assert len(found["distances"]) == 9
+    assert len(found["distances"]) == 12
     assert found["distances"]["checkpoint"] == found["distances"]["upipe"] == 0
     assert 0 < found["worst"] < 1e-4
 

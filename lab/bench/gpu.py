@@ -127,13 +127,13 @@ ITEMS = (
     _attention(15, "cudnn", 4, 1, 64 * Ki, 5),
     _attention(15, "torch", 4, 1, 64 * Ki, 5),
     Item("gradients", 60, tokens=64 * Ki, layers=3),
-    # Planned over measured for every rung; UPipe over Ulysses, and fast over upipe, in seconds.
+    # Planned over measured for every rung; UPipe over Ulysses, and streamed and fast over upipe, in seconds.
     *(_rehearse(15, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),
     *(
         _rehearse(20, 128 * Ki, 2, rung)
-        for rung in ("ulysses", "checkpoint", "offload", "tiling", "upipe", "fast")
+        for rung in ("ulysses", "checkpoint", "offload", "tiling", "upipe", "streamed", "long", "fast")
     ),
-    *(_rehearse(60, Mi, 2, rung) for rung in ("tiling", "upipe", "fast")),
+    *(_rehearse(60, Mi, 2, rung) for rung in ("tiling", "upipe", "streamed", "fast")),
     _rehearse(70, Mi, 2, "upipe", kernel="torch"),
     _rehearse(60, Mi, 2, "upipe", overlap=True),
     # Operations a second by kernel, and kernels past 2^31 elements.
@@ -148,6 +148,7 @@ ITEMS = (
     _attention(80, "torch", 1, 1, 5 * Mi, 0),
     # 5M tokens at full width, as one rank of 8.
     _rehearse(260, 5 * Mi, 1, "upipe", steps=0),
+    _rehearse(270, 5 * Mi, 1, "streamed", steps=0),
     _rehearse(220, 5 * Mi, 1, "fast", steps=0),
     _rehearse(260, 5 * Mi, 1, "tiling", steps=0),
     # All layers: is what two of them are extrapolated to right? And what compiling is worth.

@@ -29,6 +29,9 @@ GROUPS: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
         ("fast", {}),
         ("fast", {"overlap": True}),
         ("upipe", {"kernel": "auto"}),
+        ("streamed", {}),
+        ("streamed", {"attention_tile": None}),
+        ("long", {}),
     ),
 )
 """Groups of recipes whose gradients are equal but for rounding. The recipes of a group exchange the same
