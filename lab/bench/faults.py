@@ -294,7 +294,8 @@ def _losses(folder: Path) -> list[tuple[int, float]]:
 
 def _kill_tree(process: subprocess.Popen[str]) -> None:
     parent = psutil.Process(process.pid)
-    for one in [*parent.children(recursive=True), parent]:
+    # The parent first: one that lives sees the end of its compiler, and removes its lock.
+    for one in [parent, *parent.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             one.kill()
     process.communicate()
