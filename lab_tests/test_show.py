@@ -226,11 +226,12 @@ def test_a_momentary_peak_is_drawn_as_wide_as_a_stretch() -> None:
 
 
 def decode(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> list[tuple[Any, ...]]:
-    """As the script reads it: seconds, total, host, phase, module, op, step of each row."""
+    """As the script reads it: seconds, total, host, disk, phase, module, op, step of each row."""
     names.update(enumerate(content["names"], content["known"]))
-    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 14).astype(float)
+    table = np.frombuffer(buffer, dtype=np.float32).reshape(-1, 15).astype(float)
     return [
-        (row[0], row[1:9].sum(), row[9], *(names[int(n)] for n in row[10:13]), int(row[13])) for row in table
+        (row[0], row[1:9].sum(), row[9], row[10], *(names[int(n)] for n in row[11:14]), int(row[14]))
+        for row in table
     ]
 
 
@@ -251,6 +252,7 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
         assert row[1:] == (
             moment.device,
             moment.host,
+            moment.disk,
             moment.phase,
             moment.module,
             f"{moment.op} {moment.shapes}",
@@ -261,7 +263,7 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
 def test_a_message_is_small_and_holds_the_peak() -> None:
     timeline = timeline_builder(rows=4000).since()
     content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
-    assert len(buffer) <= 2 * messages.INTERVALS * 14 * 4
+    assert len(buffer) <= 2 * messages.INTERVALS * 15 * 4
     assert len(json.dumps(content)) < 1000
     assert max(row[1] for row in decode(content, buffer, {})) == PEAK
 

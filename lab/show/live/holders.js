@@ -3,7 +3,7 @@ const UNNAMED = "#767676"; // of tensors of several categories together
 
 class HoldersPanel {
   constructor(parent, look, act) {
-    this.colours = Object.fromEntries([...look.categories, ["host", look.host], ["", UNNAMED]]);
+    this.colours = Object.fromEntries([...look.categories, ["host", look.host], ["disk", look.disk], ["", UNNAMED]]);
     this.act = act;
     this.order = { key: "bytes", down: true };
     this.root = add(parent, "div", "lab-holders");
@@ -54,7 +54,7 @@ class HoldersPanel {
     this.freed.textContent = freed?.text ?? "";
     this.root.classList.toggle("lab-holders-stale", waitingForKernel);
     this.answer = error ? null : answer;
-    const what = selected.memory === "host" ? " in host memory" : "";
+    const what = { device: "", host: " in host memory", disk: " on the disk" }[selected.memory];
     const total = answer ? `${formatBytes(answer.total)}${what}` : "";
     this.name.textContent = error ? "" : answer ? [answer.name, total].filter(Boolean).join(" · ") : "";
     this.when.textContent = error ?? (waitingForKernel || !answer ? "asking the kernel …" : answer.when);

@@ -40,8 +40,8 @@ class Names:
 def browser_message(progress: Progress, names: Names) -> tuple[dict[str, Any], bytes]:
     """Turn a message of a rank into one for the browser: its content, and its rows as float32.
 
-    A row is: seconds, the bytes of each category, the bytes on the host, the numbers of its phase,
-    module and operator, and its step. The script reads them by position.
+    A row is: seconds, the bytes of each category, the bytes on the host and on the disk, the numbers of its
+    phase, module and operator, and its step. The script reads them by position.
     """
     rows = progress.timeline
     rows = rows.rows(thin_rows(rows.seconds, rows.total, INTERVALS))
@@ -90,7 +90,7 @@ def recorded_messages(recorded: Recorded) -> Iterator[tuple[dict[str, Any], list
 
 
 def _table(rows: Timeline, at: Positions, names: Names) -> bytes:
-    columns = (at, rows.device, rows.host, _name_numbers(rows, names), rows.step)
+    columns = (at, rows.device, rows.host, rows.disk, _name_numbers(rows, names), rows.step)
     return np.column_stack(columns).astype(np.float32).tobytes()
 
 

@@ -1,6 +1,7 @@
 // A panel for each rank, on one canvas with the same axes. Lengths are CSS pixels of `ratio` device pixels.
 const STRIP = 18; // the height of the names of the phases, above the highest peak
 const LANE_GAP = 8;
+const LANES = ["host", "disk"]; // the memories below the device's, where there is something in them
 
 // The places of the panels of the shown ranks, and the ends of their axes, which hidden ranks count for too.
 function arrange(store, width, height, hidden) {
@@ -9,11 +10,12 @@ function arrange(store, width, height, hidden) {
   const most = store.stacked ? 1 : Math.floor(width / 190);
   const columns = Math.max(1, Math.min(count <= 3 ? count : Math.ceil(count / 2), most));
   const rows = Math.ceil(count / columns);
-  const [left, right, below, title, gap] = [56, 14, 20, 22, 18];
+  const [left, right, axis, title, gap] = [56, 14, 20, 22, 18];
   const across = (width - left - right - gap * (columns - 1)) / columns;
-  const down = (height - below - LANE_GAP * (rows - 1)) / rows;
-  const host = largest(store, (row) => row.host);
-  const lane = host > 0 ? Math.max(14, Math.round(0.17 * (down - title))) : 0;
+  const down = (height - axis - LANE_GAP * (rows - 1)) / rows;
+  const lanes = LANES.map((memory) => ({ memory, most: largest(store, (row) => row[memory]) })).filter(({ most }) => most > 0);
+  const lane = Math.max(14, Math.round(0.17 * (down - title)));
+  const below = lanes.length * (lane + LANE_GAP);
   const panels = visible.map(({ rank, number }, n) => ({
     rank,
     number,
@@ -22,14 +24,15 @@ function arrange(store, width, height, hidden) {
     x: Math.round(left + (n % columns) * (across + gap)),
     y: Math.round(Math.floor(n / columns) * (down + LANE_GAP) + title),
     width: Math.floor(across),
-    height: Math.floor(down - title - (lane && lane + LANE_GAP)),
+    height: Math.floor(down - title - below),
     lane,
+    below,
     leftmost: n % columns === 0,
     lowest: n + columns >= count,
   }));
   const last = largest(store, (row) => row.seconds) || 1;
   // While ranks run the axis ends at a round number, so that it changes seldom.
-  const scale = { seconds: store.recorded ? last : roundUp(last), over: store.over, bytes: highestPeak(store) || 1, host };
+  const scale = { seconds: store.recorded ? last : roundUp(last), over: store.over, bytes: highestPeak(store) || 1, lanes };
   return { panels, scale };
 }
 
@@ -39,7 +42,7 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
   const up = (bytes) => floor - (bytes / scale.bytes) * (height - STRIP);
   panel.columns = byColumn(rank.rows, scale.seconds, Math.round(width * ratio));
   const runs = phaseRuns(panel.columns, ratio);
-  drawTitle(pen, panel);
+  drawTitle(pen, panel, scale.lanes);
   for (const run of runs) drawPhase(pen, panel, run, names[run.phase], look.tints[names[run.phase]]);
   drawByteTicks(pen, panel, scale.bytes, up, ratio);
   // From the whole stack down to its lowest part, each painted over the one before, so that no gaps are seen.
@@ -53,12 +56,12 @@ function drawPanel(pen, panel, scale, look, names, ratio) {
   fill(pen, 0.5, x, floor - 0.5, width, 1);
   if (rank.planned?.at.length) drawPlanned(pen, panel, scale, up);
   if (rank.peak) ring(pen, x + (rank.peak.seconds / scale.seconds) * width, up(rank.peak.total));
-  if (panel.lane) {
-    const bottom = floor + LANE_GAP + panel.lane;
-    fillArea(pen, panel, bottom, (row) => bottom - (row.host / scale.host) * panel.lane, look.host, ratio);
+  scale.lanes.forEach(({ memory, most }, n) => {
+    const bottom = floor + (n + 1) * (LANE_GAP + panel.lane);
+    fillArea(pen, panel, bottom, (row) => bottom - (row[memory] / most) * panel.lane, look[memory], ratio);
     fill(pen, 0.5, x, bottom - 0.5, width, 1);
-    if (panel.leftmost) write(pen, 0.7, "right", "host", x - 8, bottom - panel.lane / 2);
-  }
+    if (panel.leftmost) write(pen, 0.7, "right", memory, x - 8, bottom - panel.lane / 2);
+  });
   if (panel.lowest) drawSecondTicks(pen, panel, scale);
 }
 
@@ -74,7 +77,7 @@ function phaseRuns(columns, ratio) {
   return runs;
 }
 
-function drawTitle(pen, panel) {
+function drawTitle(pen, panel, lanes) {
   const { x, y, width, rank } = panel;
   pen.font = pen.font.replace(/^/, "600 ");
   write(pen, 1, "left", panel.name, x, y - 10);
@@ -83,9 +86,10 @@ function drawTitle(pen, panel) {
   if (!rank.peak) return;
   const peak = `peak ${formatBytes(rank.peak.total)}`;
   const now = panel.ended ? "" : `now ${formatBytes(rank.rows.at(-1).total)}`;
-  const held = panel.ended ? rank.rows.reduce((top, row) => Math.max(top, row.host), 0) : rank.rows.at(-1).host;
-  const host = panel.lane ? `host ${formatBytes(held)}` : "";
-  const texts = [[now, peak, host], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
+  const most = (memory) => rank.rows.reduce((top, row) => Math.max(top, row[memory]), 0);
+  const held = (memory) => formatBytes(panel.ended ? most(memory) : rank.rows.at(-1)[memory]);
+  const below = lanes.map(({ memory }) => `${memory} ${held(memory)}`);
+  const texts = [[now, peak, ...below], [now, peak], [peak]].map((parts) => parts.filter(Boolean).join(" · "));
   const fits = texts.find((text) => after + pen.measureText(text).width <= width) ?? "";
   write(pen, 0.75, "left", fits, x + after, y - 10);
 }
@@ -129,7 +133,7 @@ function drawPlanned(pen, panel, scale, up) {
 }
 
 function drawSecondTicks(pen, panel, { seconds, over }) {
-  const bottom = panel.y + panel.height + (panel.lane && panel.lane + LANE_GAP);
+  const bottom = panel.y + panel.height + panel.below;
   const [name, size] = over === "seconds" ? timeUnitFor(seconds) : [over, 1];
   ticks(seconds / size, Math.min(6, panel.width / 50)).forEach((tick, n, all) => {
     const text = n === all.length - 1 ? `${+tick.toFixed(3)} ${name}` : `${+tick.toFixed(3)}`;

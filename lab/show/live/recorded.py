@@ -118,7 +118,7 @@ def _items(holders: Holders) -> list[dict[str, Any]]:
         size, count = sum(one.bytes for one in rest), sum(one.count for one in rest)
         items.append(_unnamed("", size, count, "the other tensors"))
     if holders.unheld:
-        other = "other" if holders.memory == "device" else "host"
+        other = "other" if holders.memory == "device" else holders.memory
         items.append(_unnamed(other, holders.unheld, 1, "held by no tensor"))
     return items
 

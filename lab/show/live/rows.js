@@ -1,7 +1,7 @@
 // The rows of each rank, and functions of them. In a message, a row is: seconds, the bytes of each category, the
-// bytes on the host, the numbers of its phase, module and operator, and its step.
+// bytes on the host and on the disk, the numbers of its phase, module and operator, and its step.
 const CATEGORIES = 8;
-const WIDTH = CATEGORIES + 6;
+const WIDTH = CATEGORIES + 7;
 const MOST_ROWS = 3000; // of a rank; more rows are reduced to a third of this number
 const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 
@@ -79,10 +79,10 @@ function addRows(rank, numbers) {
   for (let start = 0; start < numbers.length; start += WIDTH) {
     const sizes = numbers.subarray(start + 1, start + 1 + CATEGORIES);
     const seconds = numbers[start];
-    const [host, phase, module, op, step] = numbers.subarray(start + 1 + CATEGORIES, start + WIDTH);
+    const [host, disk, phase, module, op, step] = numbers.subarray(start + 1 + CATEGORIES, start + WIDTH);
     let total = 0;
     const tops = Array.from(sizes, (size) => (total += size)); // of the categories stacked on each other
-    const row = { seconds, sizes, tops, total, host, phase, module, op, step };
+    const row = { seconds, sizes, tops, total, host, disk, phase, module, op, step };
     if (!rank.peak || row.total > rank.peak.total) rank.peak = row;
     rank.rows.push(row);
   }

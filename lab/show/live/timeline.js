@@ -164,11 +164,13 @@ class View {
     this.ready = true;
   }
 
-  // The panel under the pointer, the row that it shows there, and whether that is in the lane of host memory.
+  // The panel under the pointer, the row that it shows there, and the memory: the device's, or that of a lane below.
   under([x, y]) {
-    const panel = this.panels?.find((p) => x >= p.x && x < p.x + p.width && y >= p.y - 20 && y < p.y + p.height + p.lane + 8);
+    const panel = this.panels?.find((p) => x >= p.x && x < p.x + p.width && y >= p.y - 20 && y < p.y + p.height + p.below);
     const row = panel?.columns[Math.floor((x - panel.x) * this.ratio)];
-    return row && { panel, row, memory: y > panel.y + panel.height + LANE_GAP / 2 ? "host" : "device" };
+    if (!row) return row;
+    const lane = Math.floor((y - panel.y - panel.height - LANE_GAP / 2) / (panel.lane + LANE_GAP));
+    return { panel, row, memory: this.scale.lanes[lane]?.memory ?? "device" };
   }
 
   markSelected(pen) {
@@ -177,7 +179,7 @@ class View {
     for (const panel of this.panels) {
       const asked = answer.all || panel.number === answer.rank;
       const x = panel.x + (answer.position / this.scale.seconds) * panel.width;
-      fill(pen, asked ? 1 : 0.35, x - (asked ? 1 : 0.5), panel.y, asked ? 2 : 1, panel.height + (panel.lane && panel.lane + LANE_GAP));
+      fill(pen, asked ? 1 : 0.35, x - (asked ? 1 : 0.5), panel.y, asked ? 2 : 1, panel.height + panel.below);
     }
   }
 
@@ -200,7 +202,9 @@ class View {
       swatch(line(this.readout, "", formatBytes(row.sizes[n])), category, colour);
     });
     line(this.readout, "device", formatBytes(row.total), "lab-live-total");
-    if (this.scale.host) swatch(line(this.readout, "", formatBytes(row.host)), "host", this.look.host);
+    for (const { memory } of this.scale.lanes) {
+      swatch(line(this.readout, "", formatBytes(row[memory])), memory, this.look[memory]);
+    }
     this.readout.hidden = false;
     const fits = this.canvas.clientWidth - x > this.readout.offsetWidth + 24;
     const top = this.canvas.offsetTop + Math.min(y, this.look.height - this.readout.offsetHeight);

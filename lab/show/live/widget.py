@@ -43,6 +43,7 @@ class TimelineWidget(anywidget.AnyWidget):
             look={
                 "categories": [[name, COLOURS[name]] for name in CATEGORIES],
                 "host": COLOURS["host"],
+                "disk": COLOURS["disk"],
                 "tints": PHASE_TINTS,
                 "height": height,
                 "waiting": waiting,
