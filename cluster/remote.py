@@ -169,6 +169,8 @@ def _end_groups_of_earlier_calls() -> None:
     for group in groups:
         dist.destroy_process_group(group)
     if groups:
+        # DTensor would find a mesh of this call in its caches as an equal one of an earlier call.
+        torch_private.clear_mesh_caches()
         # Models refer to their groups in reference cycles.
         gc.collect()
 

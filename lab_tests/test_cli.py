@@ -24,7 +24,7 @@ from lab.training.records import Run
 from lab.units import format_bytes
 
 
-def two_candidates(base, shape, ranks):
+def two_candidates(base, shape, ranks, tokens):
     return [base, replace(base, head_chunk=32)]
 
 
@@ -204,6 +204,8 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     monkeypatch.setattr("lab.planning.fit.candidates", two_candidates)
     fitting = asked(f"fit tiny --tokens 1K {small}")
     assert len(fitting) == 2
-    assert all(f.keys() == {"recipe", "device_peak", "host_peak", "step_seconds"} for f in fitting)
+    assert all(
+        f.keys() == {"recipe", "device_peak", "host_peak", "disk_peak", "step_seconds"} for f in fitting
+    )
     assert saved_answers([f"{words} --json" for words in answers]) == list(answers.values())
     assert all(text.startswith("tiny") for text in saved_answers(answers))

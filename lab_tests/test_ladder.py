@@ -35,7 +35,9 @@ def test_the_device_peak_falls_on_every_rung_and_the_loss_stays(ranks4):
         assert {t.device_peak for t in run.timelines} == {run.device_peak}
 
     block_input = LOCAL * HIDDEN * 4
-    assert [run.host_peak for run in runs.values()] == [0] * 4 + [(LAYERS - 1) * block_input] * 3
+    *others, streamed = (run.host_peak for run in runs.values())
+    assert others == [0] * 4 + [(LAYERS - 1) * block_input] * 3
+    assert streamed > LAYERS * block_input
     # The peak of both is at the loss, where all but two of the block inputs make the difference.
     assert runs["checkpoint"].device_peak - runs["offload"].device_peak == (LAYERS - 1) * block_input
 
