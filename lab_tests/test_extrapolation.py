@@ -13,7 +13,7 @@ import lab
 from lab.memory.timeline import Timeline
 from lab.planning import plan as planning
 from lab.planning.costs import Costs
-from lab.planning.extrapolation import extrapolate
+from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.recipe.jobs import Job, Machine, make_job
 from lab_tests.support.models import small_config
@@ -50,9 +50,17 @@ def walks(monkeypatch) -> list[int]:
     return depths
 
 
-WALKED = {"plain": True, "fsdp": False, "checkpoint": False, "offload": True, "upipe": True, "fast": False}
-"""Recipes, and whether the workspace is planned too: the meter's own bytes are among what is extrapolated.
+WALKED = {
+    "plain": (16, True),
+    "fsdp": (9, False),
+    "checkpoint": (9, False),
+    "offload": (9, True),
+    "upipe": (9, True),
+    "fast": (9, False),
+}
+"""Recipes, their layers, and whether the workspace is planned too: the meter's own bytes are among the rest.
 
+With 16 layers the norms of all gradients take two blocks of the allocator; those of few layers take one.
 The two rungs that are left out add no rows of their own: "checkpoint" has the exchanges of "ulysses", and
 "upipe" the tiles of "tiling".
 """
@@ -60,18 +68,22 @@ The two rungs that are left out add no rows of their own: "checkpoint" has the e
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", WALKED)
-def test_nine_layers_are_those_walked_in_full(walks, rung):
-    workspace = WALKED[rung]
+def test_layers_are_those_walked_in_full(walks, rung):
+    layers, workspace = WALKED[rung]
     job, machine = asked(rung, workspace)
-    plan = lab.plan(config(), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
+    plan = lab.plan(config(layers), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
     assert walks == [2, 5]
-    check(plan, *fake_step(job, machine, 9))
+    check(plan, *fake_step(plan.job, machine, layers))
 
 
 SEGMENTS = {
     "long, the last one shorter": (11, "long", {"segment": 2}),
     "kept attention": (12, "streamed", {"segment": 3, "offload": "attention"}),
-    "without FSDP, one layer at the end": (13, "streamed", {"segment": 4, "fsdp": False}),
+    "without FSDP, one layer at the end": (
+        13,
+        "streamed",
+        {"segment": 4, "fsdp": False, "offload": "attention"},
+    ),
 }
 """The layers, the recipe and its knobs."""
 
@@ -85,10 +97,14 @@ def test_segments_are_those_walked_in_full(walks, name):
     recipe = make_job(config(layers), rung, tokens=TOKENS, ranks=RANKS, **knobs).recipe
     plan = lab.plan(config(layers), recipe, tokens=TOKENS, ranks=RANKS)
     k = recipe.segment
-    assert walks[0] == 2
+    assert len(walks) == walks[0] == 2
     assert k + 4 <= walks[1] < 2 * k + 4
     assert (layers - walks[1]) % k == 0
-    check(plan, *fake_step(plan.job, plan.machine, layers))
+    whole, costs = fake_step(plan.job, plan.machine, layers)
+    check(plan, whole, costs)
+    on_disk, whole_on_disk = plan.timeline.with_tiles_on_disk(), whole.with_tiles_on_disk()
+    assert on_disk.disk.tolist() == whole_on_disk.disk.tolist()
+    assert on_disk.host.tolist() == whole_on_disk.host.tolist()
 
 
 def check(plan: planning.Plan, whole: Timeline, costs: Costs) -> None:
@@ -162,7 +178,9 @@ def test_layers_that_differ_are_walked_in_full(walks):
 @pytest.mark.slow
 def test_steps_that_do_not_correspond_are_not_extrapolated(walks, monkeypatch):
     (job, machine), other = asked("plain"), asked("checkpoint")
-    extrapolated = partial(extrapolate, layers=9, segment=1, allocation=workspace_of(job, machine).allocation)
+    extrapolated = partial(
+        extrapolate, depths=depths_to_walk(9, 1), allocation=workspace_of(job, machine).allocation
+    )
     shallow, deep = walk(job, machine, 2), walk(job, machine, 5)
     assert extrapolated(shallow, deep) is not None
     assert extrapolated(shallow, walk(*other, 5)) is None

@@ -28,6 +28,8 @@ from lab_tests.support.models import small_config
 
 FP32 = 4
 
+DEPTHS = extrapolation.depths_to_walk(8, segment=1)
+
 
 def job_of(recipe: str, layers: int) -> Job:
     """Four ranks; every axis and every quotient differs."""
@@ -53,7 +55,7 @@ def step_of(recipe: str, layers: int, *, workspace: bool = False) -> tuple[Timel
 
 def walks_of(recipe: str) -> tuple[fake_step.Walk, fake_step.Walk]:
     """The two steps from which one of more layers without segments is extrapolated."""
-    depths = extrapolation.SHALLOW, extrapolation.depth_to_walk(8, 1)
+    depths = DEPTHS.shallow, DEPTHS.deep
     shallow, deep = (fake_step.walk(job_of(recipe, n), Machine(workspace=False), n) for n in depths)
     return shallow, deep
 
@@ -93,7 +95,7 @@ def test_what_no_tensor_holds_is_the_workspace() -> None:
 @pytest.mark.parametrize("recipe", ["plain", "offload", "upipe"])
 def test_an_extrapolated_plan_names_the_tensors_of_every_layer(recipe: str) -> None:
     walked, _ = step_of(recipe, 8)
-    of_all = extrapolation.extrapolate(*walks_of(recipe), layers=8, segment=1, allocation=int)
+    of_all = extrapolation.extrapolate(*walks_of(recipe), DEPTHS, int)
     assert of_all is not None
     extrapolated, _ = of_all
     for row in (
@@ -110,7 +112,7 @@ def test_an_extrapolated_plan_names_the_tensors_of_every_layer(recipe: str) -> N
 
 def test_storages_that_do_not_add_up_are_not_extrapolated() -> None:
     shallow, deep = walks_of("fsdp")
-    extrapolated = partial(extrapolation.extrapolate, layers=8, segment=1, allocation=int)
+    extrapolated = partial(extrapolation.extrapolate, depths=DEPTHS, allocation=int)
     assert extrapolated(shallow, deep) is not None
     for walk, module in ((deep, "model.layers.2.mlp.up_proj"), (deep, "model.layers.4"), (shallow, "")):
         storages, modules = walk.timeline.storages, walk.timeline.modules

@@ -165,19 +165,15 @@ def extrapolated_entries(
 
 
 def _aligned(operators: list[str], others: list[str]) -> dict[int, int]:
-    """Return the place of each row of a part among the rows of another.
+    """Return the row among others of each row of a part, for the first rows and the last ones that are alike.
 
-    One of them may have further rows, in one place: the first layers and the last ones prefetch less.
-
-    Raises:
-        LookupError: The two differ by more.
+    The first layers of a step, and the last ones, prefetch less than the others.
     """
     fewer, more = min(len(operators), len(others)), len(others) - len(operators)
     before = next((i for i in range(fewer) if operators[i] != others[i]), fewer)
-    after = len(operators) - (fewer - before)
-    if operators[after:] != others[after + more :]:
-        raise LookupError(operators, others)
-    return {i: i if i < before else i + more for i in (*range(before), *range(after, len(operators)))}
+    after = next((i for i in range(fewer - before) if operators[-1 - i] != others[-1 - i]), fewer - before)
+    last = range(len(operators) - after, len(operators))
+    return {i: i for i in range(before)} | {i: i + more for i in last}
 
 
 def _spans(storages: Storages, parts: Parts) -> Iterator[tuple[Span, Entry]]:

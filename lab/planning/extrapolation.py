@@ -29,30 +29,30 @@ EDGE = 2
 """The first layers, and the last ones, that are not repeated."""
 
 SHALLOW = 2
-"""The layers of the second step."""
+"""The layers of the second step. The input of a single one would be held by the model, as no other's is."""
 
 _LAYER = re.compile(r"\bmodel\.layers\.(\d+)")
 
 
-def depth_to_walk(layers: int, segment: int) -> int:
-    """Return the fewest layers to walk for a model of ``layers`` layers in segments of ``segment``.
+def depths_to_walk(layers: int, segment: int) -> Depths:
+    """Return how many layers to walk for a model of ``layers`` layers in segments of ``segment``.
 
-    Their last segment is as long as that of the whole model.
+    The last segment of the deeper step is as long as that of the whole model.
     """
     least = EDGE + segment + EDGE
-    return least + (layers - least) % segment
+    return Depths(SHALLOW, least + (layers - least) % segment, layers, range(EDGE, EDGE + segment))
 
 
 def extrapolate(
-    shallow: Walk, deep: Walk, layers: int, segment: int, allocation: Callable[[int], int]
+    shallow: Walk, deep: Walk, depths: Depths, allocation: Callable[[int], int]
 ) -> tuple[Timeline, Costs] | None:
-    """Return the step of ``layers`` layers.
+    """Return the step of all layers.
 
     Args:
-        shallow: The walk of ``SHALLOW`` layers.
-        deep: The walk of ``depth_to_walk`` layers.
-        layers: The layers of the whole model, more than those of ``deep``.
-        segment: k, the layers of a unit.
+        shallow: The walk of ``depths.shallow`` layers. Its last layer must be the first of a segment if that
+            of the whole model is: it then ends with other operators.
+        deep: The walk of ``depths.deep`` layers.
+        depths: What ``depths_to_walk`` returned.
         allocation: Takes the bytes of a storage on the device; returns those that are reserved for it.
 
     Returns:
@@ -64,7 +64,6 @@ def extrapolate(
     outside = _alike_outside(shallow.timeline, shallow_parts, timeline, parts)
     if outside is None:
         return None
-    depths = Depths(SHALLOW, depth_to_walk(layers, segment), layers, range(EDGE, EDGE + segment))
     target, rows, shifts = _repeated(parts, depths)
     seconds, fewer = np.diff(timeline.seconds, prepend=0.0), np.diff(shallow.timeline.seconds, prepend=0.0)
     for of_deep, of_shallow in outside:

@@ -17,7 +17,7 @@ from lab import decoder, models
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
-from lab.planning.extrapolation import SHALLOW, depth_to_walk, extrapolate
+from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
@@ -427,11 +427,14 @@ def _step(document: dict[str, Any]) -> Step:
 def _extrapolated(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step | None:
     """The step of ``layers`` layers that are alike, from those of fewer; None if it cannot be had so."""
     segment = job.recipe.segment
-    depth = depth_to_walk(layers, segment)
-    if layers <= SHALLOW + depth:
+    depths = depths_to_walk(layers, segment)
+    if layers <= depths.shallow + depths.deep:
         return None
-    shallow, deep = (walk(job, machine, few, ring_rank=ring_rank) for few in (SHALLOW, depth))
-    return extrapolate(shallow, deep, layers, segment, workspace_of(job, machine).allocation)
+    # A layer that is a segment for itself at the end keeps its input, as without segments.
+    of_few = replace(job, recipe=replace(job.recipe, segment=1)) if layers % segment == 1 else job
+    shallow = walk(of_few, machine, depths.shallow, ring_rank=ring_rank)
+    deep = walk(job, machine, depths.deep, ring_rank=ring_rank)
+    return extrapolate(shallow, deep, depths, workspace_of(job, machine).allocation)
 
 
 def _layer(path: str) -> int:
