@@ -1,4 +1,8 @@
-"""A step that is extrapolated from five and six layers is the step of all layers, in every row."""
+"""A step that is extrapolated from a few layers is the step of all layers, in every row and storage."""
+
+from collections import defaultdict
+from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -6,9 +10,11 @@ from torch import nn
 from transformers import LlamaForCausalLM, PretrainedConfig
 
 import lab
+from lab.memory.timeline import Timeline
 from lab.planning import plan as planning
-from lab.planning.extrapolation import extrapolate
-from lab.planning.fake_step import fake_step
+from lab.planning.costs import Costs
+from lab.planning.extrapolation import depths_to_walk, extrapolate
+from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.recipe.jobs import Job, Machine, make_job
 from lab_tests.support.models import small_config
 
@@ -32,17 +38,29 @@ def walks(monkeypatch) -> list[int]:
     """How many layers each walk had."""
     depths = []
 
-    def walked(job, machine, layers, **of_ring):
-        depths.append(layers)
-        return fake_step(job, machine, layers, **of_ring)
+    def recorded(make):
+        def walked(job, machine, layers, **of_ring):
+            depths.append(layers)
+            return make(job, machine, layers, **of_ring)
 
-    monkeypatch.setattr(planning, "fake_step", walked)
+        return walked
+
+    monkeypatch.setattr(planning, "fake_step", recorded(fake_step))
+    monkeypatch.setattr(planning, "walk", recorded(walk))
     return depths
 
 
-WALKED = {"plain": True, "fsdp": False, "checkpoint": False, "offload": True, "upipe": True, "fast": False}
-"""Recipes, and whether the workspace is planned too: the meter's own bytes are among what is extrapolated.
+WALKED = {
+    "plain": (16, True),
+    "fsdp": (9, False),
+    "checkpoint": (9, False),
+    "offload": (9, True),
+    "upipe": (9, True),
+    "fast": (9, False),
+}
+"""Recipes, their layers, and whether the workspace is planned too: the meter's own bytes are among the rest.
 
+With 16 layers the norms of all gradients take two blocks of the allocator; those of few layers take one.
 The two rungs that are left out add no rows of their own: "checkpoint" has the exchanges of "ulysses", and
 "upipe" the tiles of "tiling".
 """
@@ -50,19 +68,54 @@ The two rungs that are left out add no rows of their own: "checkpoint" has the e
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", WALKED)
-def test_nine_layers_are_those_walked_in_full(walks, rung):
-    workspace = WALKED[rung]
+def test_layers_are_those_walked_in_full(walks, rung):
+    layers, workspace = WALKED[rung]
     job, machine = asked(rung, workspace)
-    plan = lab.plan(config(), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
-    assert walks == [5, 6]
-    whole, costs = fake_step(job, machine, 9)
+    plan = lab.plan(config(layers), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
+    assert walks == [2, 5]
+    check(plan, *fake_step(plan.job, machine, layers))
+
+
+SEGMENTS = {
+    "long, the last one shorter": (11, "long", {"segment": 2}),
+    "kept attention": (12, "streamed", {"segment": 3, "offload": "attention"}),
+    "without FSDP, one layer at the end": (
+        13,
+        "streamed",
+        {"segment": 4, "fsdp": False, "offload": "attention"},
+    ),
+}
+"""The layers, the recipe and its knobs."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments_are_those_walked_in_full(walks, name):
+    layers, rung, knobs = SEGMENTS[name]
+    # s = 60: two tiles, the second of them shorter; one stage of all heads.
+    knobs = {"head_chunk": 12, "stream": 45, "loss_tile": 60, "attention_tile": None, **knobs}
+    recipe = make_job(config(layers), rung, tokens=TOKENS, ranks=RANKS, **knobs).recipe
+    plan = lab.plan(config(layers), recipe, tokens=TOKENS, ranks=RANKS)
+    k = recipe.segment
+    assert len(walks) == walks[0] == 2
+    assert k + 4 <= walks[1] < 2 * k + 4
+    assert (layers - walks[1]) % k == 0
+    whole, costs = fake_step(plan.job, plan.machine, layers)
+    check(plan, whole, costs)
+    on_disk, whole_on_disk = plan.timeline.with_tiles_on_disk(), whole.with_tiles_on_disk()
+    assert on_disk.disk.tolist() == whole_on_disk.disk.tolist()
+    assert on_disk.host.tolist() == whole_on_disk.host.tolist()
+
+
+def check(plan: planning.Plan, whole: Timeline, costs: Costs) -> None:
+    """Compare a plan with the walk of all layers."""
     for name, said in columns(plan.timeline).items():
         assert said == columns(whole)[name], name
+    assert storages(plan.timeline) == storages(whole)
     np.testing.assert_allclose(plan.timeline.seconds, whole.seconds, rtol=1e-9)
-    for number in ("flops", "link_bytes", "host_bytes"):
-        assert getattr(plan.costs, number) == getattr(costs, number)
-    assert plan.costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-9)
-    assert plan.costs.host_seconds == pytest.approx(costs.host_seconds, rel=1e-9)
+    for number, of_all in asdict(costs).items():
+        assert getattr(plan.costs, number) == pytest.approx(of_all, rel=1e-9), number
+        assert not isinstance(of_all, int) or getattr(plan.costs, number) == of_all, number
 
 
 def columns(timeline):
@@ -76,8 +129,22 @@ def columns(timeline):
     }
 
 
+def storages(timeline):
+    """All that is known of each storage but the time, which the rows have."""
+    held, moves = timeline.storages, defaultdict(list)
+    for entry, row, written in held.moves.tolist():
+        moves[entry].append((row, written))
+    columns = (held.first, held.end, held.size, held.category, held.step)
+    return sorted(
+        (*numbers, held.kinds[kind], timeline.modules[module], timeline.phases[phase], moves[i])
+        for i, (*numbers, kind, module, phase) in enumerate(
+            np.stack((*columns, held.kind, held.module, held.phase), axis=1).tolist()
+        )
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "walked"), [(1, [1]), (6, [6]), (7, [5, 6])])
+@pytest.mark.parametrize(("layers", "walked"), [(1, [1]), (7, [7]), (8, [2, 5])])
 def test_few_layers_are_walked(walks, layers, walked):
     plan = lab.plan(config(layers), "plain", tokens=TOKENS, ranks=RANKS)
     assert walks == walked
@@ -87,7 +154,7 @@ def test_few_layers_are_walked(walks, layers, walked):
 
 def one_wider(wide: int | None):
     def make():
-        model = LlamaForCausalLM._from_config(config(7), attn_implementation="sdpa")
+        model = LlamaForCausalLM._from_config(config(8), attn_implementation="sdpa")
         if wide is not None:
             mlp = model.model.layers[wide].mlp
             mlp.gate_proj, mlp.up_proj = (nn.Linear(48, 96, bias=False) for _ in range(2))
@@ -100,19 +167,24 @@ def one_wider(wide: int | None):
 @pytest.mark.slow
 def test_layers_that_differ_are_walked_in_full(walks):
     alike = lab.plan(one_wider(None), "plain", tokens=TOKENS, ranks=RANKS, compute_dtype=None)
-    assert walks == [5, 6]
-    for wide in (0, 3, 6):  # the last is in neither of the two that are walked where layers are alike
+    assert walks == [2, 5]
+    for wide in (0, 3, 7):  # the last is in neither of the two that are walked where layers are alike
         walks.clear()
         plan = lab.plan(one_wider(wide), "plain", tokens=TOKENS, ranks=RANKS, compute_dtype=None)
-        assert walks == [7]
+        assert walks == [8]
         assert plan.costs.flops - alike.costs.flops == 6 * TOKENS * 3 * 48 * 24
 
 
 @pytest.mark.slow
 def test_steps_that_do_not_correspond_are_not_extrapolated(walks, monkeypatch):
-    (shallow, _), (deep, _) = fake_step(*asked("plain"), 5), fake_step(*asked("checkpoint"), 6)
-    assert extrapolate(shallow, deep, 9) is None
+    (job, machine), other = asked("plain"), asked("checkpoint")
+    extrapolated = partial(
+        extrapolate, depths=depths_to_walk(9, 1), allocation=workspace_of(job, machine).allocation
+    )
+    shallow, deep = walk(job, machine, 2), walk(job, machine, 5)
+    assert extrapolated(shallow, deep) is not None
+    assert extrapolated(shallow, walk(*other, 5)) is None
     monkeypatch.setattr(planning, "extrapolate", lambda *_: None)
-    plan = lab.plan(config(7), "plain", tokens=TOKENS, ranks=RANKS, rows=3)
-    assert walks == [5, 6, 7]
-    assert "model.layers.6.mlp" in plan.timeline.modules
+    plan = lab.plan(config(8), "plain", tokens=TOKENS, ranks=RANKS, rows=3)
+    assert walks == [2, 5, 8]
+    assert "model.layers.7.mlp" in plan.timeline.modules

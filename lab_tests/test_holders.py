@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from lab_tests.support.models import small_config
 
 FP32 = 4
 
+DEPTHS = extrapolation.depths_to_walk(8, segment=1)
+
 
 def job_of(recipe: str, layers: int) -> Job:
     """Four ranks; every axis and every quotient differs."""
@@ -48,6 +51,13 @@ def step_of(recipe: str, layers: int, *, workspace: bool = False) -> tuple[Timel
         timeline, _ = fake_step.fake_step(job_of(recipe, layers), Machine(workspace=workspace), layers)
     counted = meters[0].rows.since()
     return timeline, np.column_stack((counted.device.sum(axis=1), counted.host))
+
+
+def walks_of(recipe: str) -> tuple[fake_step.Walk, fake_step.Walk]:
+    """The two steps from which one of more layers without segments is extrapolated."""
+    depths = DEPTHS.shallow, DEPTHS.deep
+    shallow, deep = (fake_step.walk(job_of(recipe, n), Machine(workspace=False), n) for n in depths)
+    return shallow, deep
 
 
 def contents(holders: Holders) -> list[tuple[object, ...]]:
@@ -85,9 +95,9 @@ def test_what_no_tensor_holds_is_the_workspace() -> None:
 @pytest.mark.parametrize("recipe", ["plain", "offload", "upipe"])
 def test_an_extrapolated_plan_names_the_tensors_of_every_layer(recipe: str) -> None:
     walked, _ = step_of(recipe, 8)
-    shallow, deep = (step_of(recipe, depth)[0] for depth in (extrapolation.SHALLOW, extrapolation.DEEP))
-    extrapolated = extrapolation.extrapolate(shallow, deep, 8)
-    assert extrapolated is not None
+    of_all = extrapolation.extrapolate(*walks_of(recipe), DEPTHS, int)
+    assert of_all is not None
+    extrapolated, _ = of_all
     for row in (
         0,
         *np.random.default_rng(7).integers(len(walked), size=5).tolist(),
@@ -101,11 +111,16 @@ def test_an_extrapolated_plan_names_the_tensors_of_every_layer(recipe: str) -> N
 
 
 def test_storages_that_do_not_add_up_are_not_extrapolated() -> None:
-    shallow, deep = (step_of("fsdp", depth)[0] for depth in (extrapolation.SHALLOW, extrapolation.DEEP))
-    storages = replace(deep.storages, size=deep.storages.size + 8 * (np.arange(len(deep.storages)) == 99))
-    assert extrapolation.extrapolate(shallow, deep, 8) is not None
-    assert extrapolation.extrapolate(shallow, replace(deep, storages=storages), 8) is None
-    assert extrapolation.extrapolate(replace(shallow, storages=storages), deep, 8) is None
+    shallow, deep = walks_of("fsdp")
+    extrapolated = partial(extrapolation.extrapolate, depths=DEPTHS, allocation=int)
+    assert extrapolated(shallow, deep) is not None
+    for walk, module in ((deep, "model.layers.2.mlp.up_proj"), (deep, "model.layers.4"), (shallow, "")):
+        storages, modules = walk.timeline.storages, walk.timeline.modules
+        larger = storages.size + 8 * (
+            np.arange(len(storages)) == np.flatnonzero(storages.module == modules.index(module))[0]
+        )
+        other = walk._replace(timeline=replace(walk.timeline, storages=replace(storages, size=larger)))
+        assert extrapolated(*(other if one is walk else one for one in (shallow, deep))) is None, module
 
 
 # ---- categories ------------------------------------------------------------------------------------------

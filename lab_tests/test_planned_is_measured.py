@@ -90,7 +90,7 @@ CASES = {
     "tile of 5": (odd(), Recipe(ulysses=2, mlp_tile=5, norm_tile=8, loss_tile=5), 40, 1),
     "tile of 8": (odd(), Recipe(fsdp=True, ulysses=2, mlp_tile=8, norm_tile=5, loss_tile=8), 40, 3),
     "bf16": (odd(), Recipe(fsdp=True, ulysses=2, checkpoint=True, compute_dtype="bfloat16"), 500, 1),
-    "optimizer on the host": (odd(num_hidden_layers=7), replace(OFFLOAD, optimizer="host"), 250, 1),
+    "optimizer on the host": (odd(num_hidden_layers=8), replace(OFFLOAD, optimizer="host"), 250, 1),
     "optimizer on the host, bf16, tied heads": (
         odd(Qwen2Config, tie_word_embeddings=True),
         replace(UPIPE, optimizer="host", compute_dtype="bfloat16"), 100, 3,
@@ -99,7 +99,7 @@ CASES = {
     "biases, tied heads": (odd(Qwen2Config, tie_word_embeddings=True), UPIPE, 500, 1),
     "norms of heads, rows that do not divide": (odd(Qwen3Config, head_dim=28), UPIPE, 500, 3),
     "tied heads on replicas": (odd(tie_word_embeddings=True), Recipe(), 250, 1),
-    "eight layers": (odd(num_hidden_layers=8), OFFLOAD, 250, 1),
+    "ten layers": (odd(num_hidden_layers=10), OFFLOAD, 250, 1),
     "overlap": (odd(), replace(UPIPE, head_chunk=4, overlap=True), 500, 1),
     "overlap, norms of heads": (
         odd(Qwen3Config, head_dim=28), replace(UPIPE, head_chunk=12, overlap=True), 500, 3,
@@ -114,12 +114,12 @@ CASES = {
     ),
     "streamed, tied heads, biases": (odd(Qwen2Config, tie_word_embeddings=True), STREAMED, 500, 1),
     "streamed, overlap, kept attention": (
-        odd(num_hidden_layers=7), replace(STREAMED, overlap=True, offload="attention"), 500, 1,
+        odd(num_hidden_layers=8), replace(STREAMED, overlap=True, offload="attention"), 500, 1,
     ),
     "streamed, bf16 on replicas": (
         odd(), replace(STREAMED, fsdp=False, ulysses=1, compute_dtype="bfloat16"), 100, 3,
     ),
-    "segments of three": (odd(num_hidden_layers=8), replace(STREAMED, segment=3), 500, 1),
+    "segments of three": (odd(num_hidden_layers=11), replace(STREAMED, segment=3), 500, 1),
     "segments, kept attention, no FSDP": (
         odd(num_hidden_layers=3), replace(STREAMED, fsdp=False, segment=2, offload="attention"), 500, 3,
     ),
@@ -127,11 +127,12 @@ CASES = {
     "attention tiles, no UPipe": (
         odd(), replace(OFFLOAD, attention_tile=60, compute_dtype="bfloat16"), 250, 3,
     ),
-    "kept attention": (odd(num_hidden_layers=7), replace(OFFLOAD, offload="attention"), 250, 1),
+    "kept attention": (odd(num_hidden_layers=8), replace(OFFLOAD, offload="attention"), 250, 1),
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows.
 
-A plan of more than six layers is extrapolated, here by one layer and by two.
+A plan of more than seven layers is extrapolated, here by three layers and by five; one of more than ten with
+segments of three, by three.
 """
 
 

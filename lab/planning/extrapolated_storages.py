@@ -1,20 +1,25 @@
-"""From the storages of a model's first 5 and first 6 layers to those of all of them.
+"""From the storages of a model's first layers to those of all of them.
 
 A storage is held from one place of the step to another. A place is a row of a part: of a layer in a phase, or
-of what is outside the layers. A storage that was made in layer 3 of the deeper step is made in every layer
-between, and freed as many layers further on. Storages outside the layers have, with each layer, as many more
-entries as the deeper step has more than the shallower; an operator on all parameters makes one of each.
+of what is outside the layers. A storage of a layer that is repeated is made and freed again in each layer
+that repeats it. Storages outside the layers have, with each layer, as many more entries as the deeper step
+has more than the shallower; an operator on all parameters makes one of each.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from lab.memory.categories import HOST
 from lab.memory.holders import LAYER
 from lab.memory.storages import Entry, Move, Storages, TensorKind
 
@@ -25,15 +30,94 @@ Parts = Mapping[Part, slice]
 """The rows of each part, in order."""
 
 
+@dataclass(frozen=True)
+class Depths:
+    """How many layers the steps have.
+
+    Attributes:
+        shallow: Those of the shallower step.
+        deep: Those of the deeper step.
+        whole: Those of the whole step.
+        repeated: The layers of the deeper step that stand for all between the first and the last ones. Their
+            number divides ``whole - deep``.
+    """
+
+    shallow: int
+    deep: int
+    whole: int
+    repeated: range
+
+    def shifts(self, layer: int) -> range:
+        """Return what is added to the number of a layer of the deeper step, for each layer that repeats it.
+
+        Outside the layers, where ``layer`` is -1, it is 0.
+        """
+        more = self.whole - self.deep
+        if layer in self.repeated:
+            return range(0, more + 1, len(self.repeated))
+        return range(more, more + 1) if layer >= self.repeated.stop else range(1)
+
+    @property
+    def growth(self) -> float:
+        """What the whole step has more than the deeper, over what the deeper has more than the shallower."""
+        return (self.whole - self.deep) / (self.deep - self.shallow)
+
+    def grown(self, deep: Any, shallow: Any) -> Any:
+        """Return the value in the whole step of what grows by one amount a layer.
+
+        Args:
+            deep: Its value in the deeper step, an integer or an array of integers.
+            shallow: That in the shallower step.
+
+        Raises:
+            LookupError: The amount is no integer.
+        """
+        amount, remainder = divmod((deep - shallow) * (self.whole - self.deep), self.deep - self.shallow)
+        if np.any(remainder):
+            raise LookupError(deep, shallow)
+        return deep + amount
+
+
+class Repeat(NamedTuple):
+    """The rows of a part of the whole step, and the part of the deeper step that they repeat."""
+
+    rows: slice
+    part: Part
+
+
 class Place(NamedTuple):
     """A row, counted from the first row of its part; ``part`` is None behind the last row of all."""
 
     part: Part | None
     offset: int
 
+    @property
+    def layer(self) -> int:
+        """The layer of its part; -1 for none."""
+        return -1 if self.part is None else self.part[1]
+
+
+class Span(NamedTuple):
+    """The places at which a storage is made, freed and moved; of a move, also whether it writes."""
+
+    made: Place
+    freed: Place
+    moves: tuple[tuple[Place, bool], ...]
+
+    @property
+    def layer(self) -> int:
+        """The first layer at which it is; -1 if it is at none."""
+        places = (self.made, self.freed, *(place for place, _ in self.moves))
+        return next((place.layer for place in places if place.layer >= 0), -1)
+
 
 def extrapolated_entries(
-    shallow: tuple[Storages, Parts], deep: tuple[Storages, Parts], target: Parts, middle: int, extra: int
+    shallow: tuple[Storages, Parts],
+    deep: tuple[Storages, Parts],
+    target: Mapping[Part, Repeat],
+    operators: Mapping[Part, list[str]],
+    depths: Depths,
+    allocation: Callable[[int], int],
 ) -> Iterator[Entry]:
     """Yield the entries of the whole step.
 
@@ -41,53 +125,59 @@ def extrapolated_entries(
         shallow: The storages of the shallower step, and its parts.
         deep: Those of the deeper step.
         target: The parts of the whole step, in which layers are numbered as in the whole model.
-        middle: The layer of the deeper step that stands for all between.
-        extra: How many layers more the whole step has than the deeper.
+        operators: The operators of the rows of each part of the deeper step.
+        depths: The layers of the three steps.
+        allocation: Takes the bytes of a storage on the device; returns those that are reserved for it.
 
     Raises:
         LookupError: The two steps do not determine the entries of the whole.
     """
-    end: int = max(rows.stop for rows in target.values())
+    end: int = max(repeat.rows.stop for repeat in target.values())
+    aligned = cache(lambda part, other: _aligned(operators[part], operators[other]))
 
-    def row_of(place: Place) -> int:
+    def row_of(place: Place, shift: int) -> int:
         if place.part is None:
             return end
-        rows = target[place.part]
-        row: int = rows.start + place.offset
-        if row >= rows.stop:
-            raise LookupError(place)
+        phase, layer, which = place.part
+        rows, part = target[phase, layer + shift if layer >= 0 else layer, which]
+        offset = place.offset if part == place.part else aligned(place.part, part)[place.offset]
+        row: int = rows.start + offset
         return row
 
-    outside_shallow = _outside(*shallow)
-    outside_deep = _outside(*deep)
-    for between, entries in outside_deep.items():
-        for entry in _grown(entries, outside_shallow.pop(between, []), extra):
-            yield entry._replace(first=row_of(between[0]), end=row_of(between[1]))
+    def placed(entry: Entry, span: Span, shift: int) -> Entry:
+        return entry._replace(
+            first=row_of(span.made, shift),
+            end=row_of(span.freed, shift),
+            kind=entry.kind._replace(name=_renamed(entry.kind.name, shift)),
+            moves=tuple(Move(row_of(place, shift), written) for place, written in span.moves),
+        )
+
+    outside_shallow, outside_deep = _outside(*shallow), _outside(*deep)
+    for span, entries in outside_deep.items():
+        for entry in _grown(entries, outside_shallow.pop(span, []), depths, allocation):
+            yield placed(entry, span, 0)
     if outside_shallow:
         raise LookupError(outside_shallow)
-
-    def moved(place: Place, by: int) -> Place:
-        if place.part is None or place.part[1] < 0:
-            return place
-        phase, layer, which = place.part
-        return Place((phase, layer + by, which), place.offset)
-
-    for made, freed, entry, transfers in _entries(*deep):
-        layer = _layer(made) if _layer(made) >= 0 else _layer(freed)
-        if layer < 0:
-            continue
-        shifts = range(extra + 1) if layer == middle else [extra if layer > middle else 0]
-        for shift in shifts:
-            kind = entry.kind._replace(name=_renamed(entry.kind.name, shift))
-            first, last = row_of(moved(made, shift)), row_of(moved(freed, shift))
-            moves = tuple(Move(row_of(moved(at, shift)), written) for at, written in transfers)
-            yield Entry(first, last, entry.size, entry.category, kind, moves)
+    for span, entry in _spans(*deep):
+        if span.layer >= 0:
+            for shift in depths.shifts(span.layer):
+                yield placed(entry, span, shift)
 
 
-def _entries(
-    storages: Storages, parts: Parts
-) -> Iterator[tuple[Place, Place, Entry, list[tuple[Place, bool]]]]:
-    """Yield each entry with the places at which it is made and freed, and those of its moves."""
+def _aligned(operators: list[str], others: list[str]) -> dict[int, int]:
+    """Return the row among others of each row of a part, for the first rows and the last ones that are alike.
+
+    The first layers of a step, and the last ones, prefetch less than the others.
+    """
+    fewer, more = min(len(operators), len(others)), len(others) - len(operators)
+    before = next((i for i in range(fewer) if operators[i] != others[i]), fewer)
+    after = next((i for i in range(fewer - before) if operators[-1 - i] != others[-1 - i]), fewer - before)
+    last = range(len(operators) - after, len(operators))
+    return {i: i for i in range(before)} | {i: i + more for i in last}
+
+
+def _spans(storages: Storages, parts: Parts) -> Iterator[tuple[Span, Entry]]:
+    """Yield each entry, without its moves, and its places."""
     names = list(parts)
     starts = [part.start for part in parts.values()]
     rows = max(part.stop for part in parts.values())
@@ -103,64 +193,67 @@ def _entries(
     for index, row, written in storages.moves.tolist():
         moves[index].append((place(row), bool(written)))
     for index, (first, end, size, category, kind) in enumerate(np.stack(columns, axis=1).tolist()):
-        entry = Entry(first, end, size, category, storages.kinds[kind])
-        yield place(first), place(end), entry, moves[index]
+        span = Span(place(first), place(end), tuple(moves[index]))
+        yield span, Entry(first, end, size, category, storages.kinds[kind])
 
 
-def _outside(storages: Storages, parts: Parts) -> dict[tuple[Place, Place], list[Entry]]:
-    """The entries that are neither made nor freed in a layer, by the places at which they are.
-
-    Their moves are left out: no layer has them.
-    """
-    outside: dict[tuple[Place, Place], list[Entry]] = defaultdict(list)
-    for made, freed, entry, _ in _entries(storages, parts):
-        if _layer(made) < 0 and _layer(freed) < 0:
-            outside[made, freed].append(entry)
+def _outside(storages: Storages, parts: Parts) -> dict[Span, list[Entry]]:
+    """Return the entries that are at no layer, by their places."""
+    outside: dict[Span, list[Entry]] = defaultdict(list)
+    for span, entry in _spans(storages, parts):
+        if span.layer < 0:
+            outside[span].append(entry)
     return outside
 
 
-def _grown(deep: list[Entry], shallow: list[Entry], extra: int) -> Iterator[Entry]:
-    """Yield what two lists between the same places become with ``extra`` more layers.
+def _grown(
+    deep: list[Entry], shallow: list[Entry], depths: Depths, allocation: Callable[[int], int]
+) -> Iterator[Entry]:
+    """Yield what two lists between the same places become in the whole step.
 
     Raises:
-        LookupError: The shallower has an entry that the deeper lacks.
+        LookupError: They do not differ by as many entries, or by as many elements, for each layer.
     """
     if len(deep) == len(shallow):
         for more, less in zip(deep, shallow, strict=True):
-            if more.category != less.category:
-                raise LookupError(more)
-            kind = more.kind._replace(shape=_longer(more.kind, less.kind, extra))
-            yield more._replace(size=more.size + extra * (more.size - less.size), kind=kind)
+            yield _longer(more, less, depths, allocation)
         return
-    # Entries for each layer: those that the deeper step has more are those of its last layer.
-    remaining = defaultdict(list)
-    for entry in shallow:
-        remaining[_identity(entry)].append(entry)
-    for entry in deep:
-        yield entry
-        known = remaining[_identity(entry)]
-        if known:
-            known.pop()
-        else:
-            for shift in range(1, extra + 1):
+    groups: dict[tuple[int, int, TensorKind], tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
+    for which, entries in enumerate((deep, shallow)):
+        for entry in entries:
+            name = LAYER.sub("*", entry.kind.name)
+            groups[entry.size, entry.category, entry.kind._replace(name=name)][which].append(entry)
+    for more_entries, less_entries in groups.values():
+        yield from more_entries
+        whole = depths.grown(len(more_entries), len(less_entries))
+        # One of each that is added is named after the last layer, or none has the number of a layer.
+        last = [e for e in more_entries if LAYER.findall(e.kind.name) in ([], [str(depths.deep - 1)])]
+        added, layers = whole - len(more_entries), depths.whole - depths.deep
+        if added < 0 or (added and len(last) < added // layers):
+            raise LookupError(more_entries)
+        for shift in range(1, layers + 1):
+            for entry in last[: added // layers]:
                 yield entry._replace(kind=entry.kind._replace(name=_renamed(entry.kind.name, shift)))
-    if any(remaining.values()):
-        raise LookupError(remaining)
 
 
-def _identity(entry: Entry) -> tuple[int, int, TensorKind]:
-    return entry.size, entry.category, entry.kind
-
-
-def _longer(deep: TensorKind, shallow: TensorKind, extra: int) -> tuple[int, ...]:
-    """The shape of a tensor that has an element for each parameter."""
-    if len(deep.shape) != len(shallow.shape):
+def _longer(deep: Entry, shallow: Entry, depths: Depths, allocation: Callable[[int], int]) -> Entry:
+    """Return a tensor that may have some elements for each layer, as it is in the whole step."""
+    kind = deep.kind
+    if deep.category != shallow.category or kind._replace(shape=shallow.kind.shape) != shallow.kind:
         raise LookupError(deep)
-    return tuple(d + extra * (d - s) for d, s in zip(deep.shape, shallow.shape, strict=True))
+    if kind.shape == shallow.kind.shape and deep.size == shallow.size:
+        return deep
+    if len(kind.shape) != len(shallow.kind.shape):
+        raise LookupError(deep)
 
+    def size_of(shape: tuple[int, ...]) -> int:
+        nbytes = prod(shape) * getattr(torch, kind.dtype).itemsize
+        return nbytes if deep.category == HOST else allocation(nbytes)
 
-def _layer(place: Place) -> int:
-    return -1 if place.part is None else place.part[1]
+    shape = tuple(depths.grown(d, s) for d, s in zip(kind.shape, shallow.kind.shape, strict=True))
+    if (deep.size, shallow.size) != (size_of(kind.shape), size_of(shallow.kind.shape)):
+        raise LookupError(deep)
+    return deep._replace(size=size_of(shape), kind=kind._replace(shape=shape))
 
 
 def _renamed(name: str, shift: int) -> str:

@@ -1,126 +1,192 @@
-"""From the steps of a model's first 5 and first 6 layers to the step of all of them, row by row, to the byte.
+"""From the step of a model's first few layers to the step of all of them, row by row, to the byte.
 
-What is held at a row of a layer grows by one amount with each layer before it (their kept inputs), and by
-another with each layer after it (in backward their gradients): it is ``a + b*before + c*after``. Two depths
-give b and c, for layer 2 of the shallower step and layer 3 of the deeper have the same layers after them,
-and layer 3 of both the same before. The first three layers and the last two stay as they were walked, for
-prefetching begins and ends there. Everything outside the layers grows by one amount a layer.
+A unit is a segment of k layers, or one layer where there are no segments. In the step that is walked, the two
+first layers and the two last ones are as in the whole model: prefetching begins and ends there. Of the layers
+between, k in a row stand for all the others. Their rows are repeated once for each further unit, and so are
+the storages that are made and freed in them. The bytes of a row are the sum of its storages.
+
+What is outside the layers grows by one amount a layer. A second step, of two layers, gives this amount.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
-from lab.memory.categories import CATEGORIES, HOST, OTHER
-from lab.memory.storages import Rows, storages_of
+from lab.memory.categories import HOST, OTHER
+from lab.memory.storages import Integers, Rows, storages_of
 from lab.memory.timeline import Timeline
-from lab.planning.extrapolated_storages import Part, extrapolated_entries
+from lab.planning.costs import Costs
+from lab.planning.extrapolated_storages import Depths, Part, Parts, Repeat, extrapolated_entries
+from lab.planning.fake_step import Walk
 
-SHALLOW, DEEP = 5, 6
-"""The depths that are walked."""
+EDGE = 2
+"""The first layers, and the last ones, that are not repeated."""
 
-MIDDLE = 3
-"""The layer of the deeper step that stands for all between: the first with all its kind around it."""
+SHALLOW = 2
+"""The layers of the second step. The input of a single one would be held by the model, as no other's is."""
 
 _LAYER = re.compile(r"\bmodel\.layers\.(\d+)")
 
 
-def extrapolate(shallow: Timeline, deep: Timeline, layers: int) -> Timeline | None:
-    """Return the timeline of ``layers`` layers, more than 6.
+def depths_to_walk(layers: int, segment: int) -> Depths:
+    """Return how many layers to walk for a model of ``layers`` layers in segments of ``segment``.
 
-    The storages are extrapolated apart, and must add up to the bytes of every row.
+    The last segment of the deeper step is as long as that of the whole model.
+    """
+    least = EDGE + segment + EDGE
+    return Depths(SHALLOW, least + (layers - least) % segment, layers, range(EDGE, EDGE + segment))
+
+
+def extrapolate(
+    shallow: Walk, deep: Walk, depths: Depths, allocation: Callable[[int], int]
+) -> tuple[Timeline, Costs] | None:
+    """Return the step of all layers.
+
+    Args:
+        shallow: The walk of ``depths.shallow`` layers. Its last layer must be the first of a segment if that
+            of the whole model is: it then ends with other operators.
+        deep: The walk of ``depths.deep`` layers.
+        depths: What ``depths_to_walk`` returned.
+        allocation: Takes the bytes of a storage on the device; returns those that are reserved for it.
 
     Returns:
-        None if the two differ in a row's operator, or where the storages do not add up.
+        The timeline and the costs. None if the two walks differ in an operator outside the layers, or if the
+        storages do not fit together: at each row of a layer the same bytes of each category must be made and
+        freed, and as many storages be moved, as at the row that it repeats.
     """
-    extra = layers - DEEP
-    shallow_parts, values, shallow_values = _parts(shallow), _values(deep), _values(shallow)
-    rows: list[npt.NDArray[np.int64]] = []
-    columns: list[npt.NDArray[np.float64]] = []
-    shifts: list[int] = []
-    target: dict[Part, slice] = {}
-    deep_parts, length = _parts(deep), 0
-    for (phase, layer, which), part in deep_parts.items():
-        # The same rows of the shallower step, with one layer fewer after them, or one layer fewer before.
-        fewer_after = shallow_parts.get((phase, layer - (layer > MIDDLE), which))
-        fewer_before = shallow_parts.get((phase, layer - (layer >= MIDDLE), which))
-        if not (_alike(shallow, fewer_after, deep, part) and _alike(shallow, fewer_before, deep, part)):
-            return None
-        after = values[part] - shallow_values[fewer_after]
-        before = values[part] - shallow_values[fewer_before]
-        copies = range(extra + 1) if layer == MIDDLE else [extra if layer > MIDDLE else 0]
-        for copy in copies if phase == "forward" else reversed(copies):
-            rows.append(np.arange(part.start, part.stop))
-            columns.append(values[part] + copy * before + (extra - copy) * after)
-            shifts.append(copy)
-            begin, length = length, length + part.stop - part.start
-            target[phase, layer + copy, which] = slice(begin, length)
-    whole = _assembled(deep, rows, columns, shifts)
+    timeline, parts, shallow_parts = deep.timeline, _parts(deep.timeline), _parts(shallow.timeline)
+    outside = _alike_outside(shallow.timeline, shallow_parts, timeline, parts)
+    if outside is None:
+        return None
+    target, rows, shifts = _repeated(parts, depths)
+    seconds, fewer = np.diff(timeline.seconds, prepend=0.0), np.diff(shallow.timeline.seconds, prepend=0.0)
+    for of_deep, of_shallow in outside:
+        seconds[of_deep] += depths.growth * (seconds[of_deep] - fewer[of_shallow])
+    whole = _renumbered(timeline, rows, shifts, seconds[rows].cumsum())
     try:
         entries = extrapolated_entries(
-            (shallow.storages, shallow_parts), (deep.storages, deep_parts), target, MIDDLE, extra
+            (shallow.timeline.storages, shallow_parts),
+            (timeline.storages, parts),
+            target,
+            {part: _operators(timeline, of_part) for part, of_part in parts.items()},
+            depths,
+            allocation,
         )
         storages = storages_of(entries, Rows(whole.seconds, whole.module, whole.phase, whole.step))
+        costs = _costs(shallow, deep, outside, parts, depths)
     except LookupError:
         return None
+    inside = np.concatenate([np.arange(r.start, r.stop) for part, (r, _) in target.items() if part[1] >= 0])
     held = storages.bytes_of(len(whole), HOST + 1)
-    adds_up = (held[:, :OTHER] == whole.device[:, :OTHER]).all() and (held[:, HOST] == whole.host).all()
-    return replace(whole, storages=storages) if adds_up else None
+    device = np.column_stack((held[:, :OTHER], whole.device[:, OTHER]))
+    whole = replace(whole, device=device, host=held[:, HOST], storages=storages)
+    fits = np.array_equal(_changes(whole)[inside], _changes(timeline)[rows[inside]])
+    return (whole, costs) if fits else None
 
 
 def _parts(timeline: Timeline) -> dict[Part, slice]:
     of_module = [int(m[1]) if (m := _LAYER.search(path)) else -1 for path in timeline.modules]
     layer = np.array(of_module)[timeline.module]
-    for phase in range(len(timeline.phases)):
+    for phase, name in enumerate(timeline.phases):
         inside = np.flatnonzero((timeline.phase == phase) & (layer >= 0))
-        # What runs between two layers, or where no module is known, goes with the layer before it.
-        for row in range(inside[0], inside[-1]) if len(inside) else ():
-            if layer[row + 1] < 0:
-                layer[row + 1] = layer[row]
+        if len(inside):
+            rows = slice(inside[0], inside[-1] + 1)
+            # A row between two layers, where no module is known, goes with that of the smaller number. The
+            # layers of a segment that run again, before the backward of its last layer, go with the last.
+            order = slice(None, None, 1 if name == "forward" else -1)
+            layer[rows] = np.maximum.accumulate(layer[rows][order])[order]
     parts: dict[Part, slice] = {}
     for (phase, of), group in groupby(range(len(timeline)), lambda r: (timeline.phase[r], layer[r])):
-        rows = list(group)
+        numbers = list(group)
         name = timeline.phases[phase]
         which = sum(key[:2] == (name, of) for key in parts)
-        parts[name, int(of), which] = slice(rows[0], rows[-1] + 1)
+        parts[name, int(of), which] = slice(numbers[0], numbers[-1] + 1)
     return parts
 
 
-def _values(timeline: Timeline) -> npt.NDArray[np.float64]:
-    """What is extrapolated, by row: seconds since the row before, device bytes by category, host bytes."""
-    return np.column_stack((np.diff(timeline.seconds, prepend=0.0), timeline.device, timeline.host))
+def _alike_outside(
+    shallow: Timeline, shallow_parts: Parts, deep: Timeline, parts: Parts
+) -> list[tuple[slice, slice]] | None:
+    """Return the rows of the deeper and of the shallower step that are outside the layers, part by part.
+
+    None if the same operators did not make them.
+    """
+    pairs = {part: (rows, shallow_parts.get(part)) for part, rows in parts.items() if part[1] < 0}
+    alike = []
+    for rows, others in pairs.values():
+        if others is None or _operators(deep, rows) != _operators(shallow, others):
+            return None
+        alike.append((rows, others))
+    return alike if len(alike) == sum(layer < 0 for _, layer, _ in shallow_parts) else None
 
 
-def _alike(shallow: Timeline, rows: slice | None, deep: Timeline, part: slice) -> bool:
-    """Whether the same operators made the rows."""
-    if rows is None:
-        return False
-    return [shallow.ops[i].name for i in shallow.op[rows]] == [deep.ops[i].name for i in deep.op[part]]
+def _operators(timeline: Timeline, rows: slice) -> list[str]:
+    return [timeline.ops[i].name for i in timeline.op[rows]]
 
 
-def _assembled(
-    deep: Timeline,
-    rows: list[npt.NDArray[np.int64]],
-    values: list[npt.NDArray[np.float64]],
-    shifts: list[int],
+def _repeated(parts: Parts, depths: Depths) -> tuple[dict[Part, Repeat], Integers, Integers]:
+    """Return the parts of the whole step; the row of the deeper step that each row repeats; and its shift.
+
+    The shift of a row is what is added to the number of its layer.
+    """
+    target: dict[Part, Repeat] = {}
+    rows: list[Integers] = []
+    shifts: list[Integers] = []
+    length = 0
+    for _, group in groupby(parts, lambda part: part[1] in depths.repeated or part):
+        unit = list(group)
+        copies = depths.shifts(unit[0][1])
+        for shift in copies if unit[0][0] == "forward" else reversed(copies):
+            for phase, layer, which in unit:
+                walked = parts[phase, layer, which]
+                rows.append(np.arange(walked.start, walked.stop))
+                shifts.append(np.full(len(rows[-1]), shift))
+                after = slice(length, length + len(rows[-1]))
+                target[phase, layer + shift, which] = Repeat(after, (phase, layer, which))
+                length += len(rows[-1])
+    return target, np.concatenate(rows), np.concatenate(shifts)
+
+
+def _renumbered(
+    deep: Timeline, rows: Integers, shifts: Integers, seconds: npt.NDArray[np.float64]
 ) -> Timeline:
+    """Return these rows of the deeper step, at these seconds, in the modules of their layers."""
     modules: dict[str, int] = {}
 
     def renamed(module: int, shift: int) -> int:
         path = _LAYER.sub(lambda m: f"model.layers.{int(m[1]) + shift}", deep.modules[module])
         return modules.setdefault(path, len(modules))
 
-    columns = np.concatenate(values)
-    return replace(
-        deep.take(np.concatenate(rows)),
-        seconds=columns[:, 0].cumsum(),
-        device=columns[:, 1 : 1 + len(CATEGORIES)].astype(np.int64),
-        host=columns[:, -1].astype(np.int64),
-        module=np.array([renamed(m, s) for r, s in zip(rows, shifts, strict=True) for m in deep.module[r]]),
-        modules=tuple(modules),
+    pairs, which = np.unique(np.stack((deep.module[rows], shifts)), axis=1, return_inverse=True)
+    module = np.array([renamed(*pair) for pair in pairs.T.tolist()])[which.ravel()]
+    return replace(deep.take(rows), seconds=seconds, module=module, modules=tuple(modules))
+
+
+def _changes(timeline: Timeline) -> Integers:
+    """Return how each row changes the bytes of each category, and how many storages it reads and writes."""
+    held = np.column_stack((timeline.device[:, :OTHER], timeline.host))
+    moved = np.zeros((len(timeline), 2), dtype=np.int64)
+    np.add.at(moved, (timeline.storages.moves[:, 1], timeline.storages.moves[:, 2]), 1)
+    return np.hstack((np.diff(held, axis=0, prepend=0), moved))
+
+
+def _costs(
+    shallow: Walk, deep: Walk, outside: list[tuple[slice, slice]], parts: Parts, depths: Depths
+) -> Costs:
+    """Return the costs of the whole step."""
+    layers = ((rows, layer) for (_, layer, _), rows in parts.items() if layer >= 0)
+    total = sum((deep.costs_of(rows) * len(depths.shifts(layer)) for rows, layer in layers), Costs())
+    of_deep = sum((deep.costs_of(rows) for rows, _ in outside), Costs())
+    of_shallow = sum((shallow.costs_of(rows) for _, rows in outside), Costs())
+    return total + Costs(
+        *(
+            depths.grown(more, less) if isinstance(more, int) else more + depths.growth * (more - less)
+            for more, less in zip(astuple(of_deep), astuple(of_shallow), strict=True)
+        )
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from lab import models
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
-from lab.memory.workspace import NO_WORKSPACE
+from lab.memory.workspace import NO_WORKSPACE, Workspace
 from lab.planning.costs import CostCounter, Costs
 from lab.planning.cuda_workspace import cuda_workspace
 from lab.planning.hardware import hardware
@@ -22,15 +23,50 @@ from lab.techniques.slices import short_loops
 from lab.torch_private import FakeTensorMode, cached_layouts
 
 
+class Walk(NamedTuple):
+    """A step that was planned operator by operator.
+
+    Attributes:
+        timeline: What the rank held: n rows.
+        costs: What the step has cost at each row, from its beginning [n].
+    """
+
+    timeline: Timeline
+    costs: list[Costs]
+
+    def costs_of(self, rows: slice) -> Costs:
+        """Return what these rows cost."""
+        before: Costs = self.costs[rows.start - 1] if rows.start else Costs()
+        until: Costs = self.costs[rows.stop - 1]
+        return until + before * -1
+
+
 def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> tuple[Timeline, Costs]:
     """Train the model's first ``layers`` layers for one step, as the first rank of ``ring_rank``.
 
     Returns:
         What the rank held, and what the step costs.
     """
+    timeline, costs = walk(job, machine, layers, ring_rank=ring_rank)
+    return timeline, costs[-1]
+
+
+def workspace_of(job: Job, machine: Machine) -> Workspace:
+    """Return the bytes to add to those of a rank's tensors: on CPU ranks, none."""
+    return cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
+
+
+def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk:
+    """Do the same as ``fake_step``, and return the costs by row."""
     counter = CostCounter(hardware(machine.device), machine.ranks_per_node)
-    workspace = cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
-    meter = Meter(clock=counter.now, workspace=workspace, run=counter.observe)
+    costs: list[Costs] = []
+
+    def clock() -> float:
+        # The meter reads it when it is made, and then at each row.
+        costs.append(counter.total)
+        return counter.now()
+
+    meter = Meter(clock=clock, workspace=workspace_of(job, machine), run=counter.observe)
     counter.on_host, counter.is_tile = meter.on_host, meter.is_tile
     with (
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
@@ -53,4 +89,4 @@ def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) ->
         ids = torch.zeros(job.rows, job.tokens, dtype=torch.int64)
         batch = shard_batch(ids, job.recipe, mesh)
         train_step(model, optimizer, batch, meter=meter)
-    return meter.timeline(), counter.total
+    return Walk(meter.timeline(), costs[1:])

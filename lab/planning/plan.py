@@ -17,8 +17,8 @@ from lab import decoder, models
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
-from lab.planning.extrapolation import DEEP, SHALLOW, extrapolate
-from lab.planning.fake_step import fake_step
+from lab.planning.extrapolation import depths_to_walk, extrapolate
+from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
 from lab.planning.shrinking import with_job
@@ -400,9 +400,8 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
     alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
 
     def make() -> Step:
-        if alike and len(layers) > DEEP and job.recipe.segment == 1:
-            return _extrapolated(job, machine, len(layers), ring_rank)
-        return fake_step(job, machine, len(layers), ring_rank=ring_rank)
+        extrapolated = _extrapolated(job, machine, len(layers), ring_rank) if alike else None
+        return extrapolated or fake_step(job, machine, len(layers), ring_rank=ring_rank)
 
     if callable(job.model):
         # Its code is part of what the plan depends on, and nothing that could be looked up.
@@ -425,15 +424,17 @@ def _step(document: dict[str, Any]) -> Step:
     return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
 
 
-def _extrapolated(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step:
-    """The step of ``layers`` layers that are alike, from those of fewer layers."""
-    (shallow, less), (deep, more) = (
-        fake_step(job, machine, depth, ring_rank=ring_rank) for depth in (SHALLOW, DEEP)
-    )
-    timeline = extrapolate(shallow, deep, layers)
-    if timeline is None:
-        return fake_step(job, machine, layers, ring_rank=ring_rank)
-    return timeline, more + (more + less * -1) * (layers - DEEP)
+def _extrapolated(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step | None:
+    """The step of ``layers`` layers that are alike, from those of fewer; None if it cannot be had so."""
+    segment = job.recipe.segment
+    depths = depths_to_walk(layers, segment)
+    if layers <= depths.shallow + depths.deep:
+        return None
+    # A layer that is a segment for itself at the end keeps its input, as without segments.
+    of_few = replace(job, recipe=replace(job.recipe, segment=1)) if layers % segment == 1 else job
+    shallow = walk(of_few, machine, depths.shallow, ring_rank=ring_rank)
+    deep = walk(job, machine, depths.deep, ring_rank=ring_rank)
+    return extrapolate(shallow, deep, depths, workspace_of(job, machine).allocation)
 
 
 def _layer(path: str) -> int:
