@@ -10,6 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cluster.torch_private import clear_mesh_caches
 from lab.errors import LabError
 from lab.recipe.recipe import Recipe
 from lab.step import loopback
@@ -82,3 +83,5 @@ def one_rank(
             yield init_device_mesh(device_type, (ranks,))
         finally:
             dist.destroy_process_group()
+            # DTensor would find a later mesh in its caches as an equal one of this group, which is gone.
+            clear_mesh_caches()
