@@ -77,14 +77,12 @@ def test_layers_are_those_walked_in_full(walks, rung):
 
 
 SEGMENTS = {
-    "long, the last one shorter": (11, "long", {"segment": 2}),
-    "kept attention": (12, "streamed", {"segment": 3, "offload": "attention"}),
-    "without FSDP, one layer at the end": (
-        13,
-        "streamed",
-        {"segment": 4, "fsdp": False, "offload": "attention"},
+    "long, kept attention, one layer at the end": (11, "long", {"segment": 2, "offload": "attention"}),
+    "streamed, a segment runs again in the first layers": (12, "streamed", {"segment": 3}),
+    "fp32 without FSDP, one layer at the end": (
+        13, "streamed", {"segment": 4, "offload": "attention", "fsdp": False, "compute_dtype": None},
     ),
-}
+}  # fmt: skip
 """The layers, the recipe and its knobs."""
 
 

@@ -56,13 +56,13 @@ def extrapolate(
         allocation: Takes the bytes of a storage on the device; returns those that are reserved for it.
 
     Returns:
-        The timeline and the costs. None if the two walks differ in an operator outside the layers, or if the
-        storages do not fit together: at each row of a layer the same bytes of each category must be made and
-        freed, and as many storages be moved, as at the row that it repeats.
+        The timeline and the costs. None if the two walks differ in an operator outside the layers, if layers
+        do not repeat, or if the storages do not fit together: at each row of a layer the same bytes of each
+        category must be made and freed, and as many storages be moved, as at the row that it repeats.
     """
     timeline, parts, shallow_parts = deep.timeline, _parts(deep.timeline), _parts(shallow.timeline)
     outside = _alike_outside(shallow.timeline, shallow_parts, timeline, parts)
-    if outside is None:
+    if outside is None or not _repeats(timeline, parts, depths.repeated):
         return None
     target, rows, shifts = _repeated(parts, depths)
     seconds, fewer = np.diff(timeline.seconds, prepend=0.0), np.diff(shallow.timeline.seconds, prepend=0.0)
@@ -124,6 +124,19 @@ def _alike_outside(
             return None
         alike.append((rows, others))
     return alike if len(alike) == sum(layer < 0 for _, layer, _ in shallow_parts) else None
+
+
+def _repeats(deep: Timeline, parts: Parts, repeated: range) -> bool:
+    """Return whether the layer after those that are repeated has the rows of the first of them."""
+    changes = _changes(deep)
+    for (phase, layer, which), rows in parts.items():
+        if layer == repeated.start:
+            others = parts.get((phase, repeated.stop, which), slice(0))
+            if _operators(deep, rows) != _operators(deep, others):
+                return False
+            if not np.array_equal(changes[rows], changes[others]):
+                return False
+    return True
 
 
 def _operators(timeline: Timeline, rows: slice) -> list[str]:
