@@ -118,6 +118,34 @@ def apply_recipe(
             attention or loss that is not on this machine.
         LabError: ranks with other weights or another recipe.
     """
+    apply_techniques(model, recipe, mesh, checked=checked, host_file=host_file)
+    # After all of these, so that FSDP's hooks wrap them: parameters are whole whenever a module runs.
+    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
+    if recipe.fsdp:
+        apply_fsdp(model, mesh=mesh, compute_dtype=dtype, on_host=recipe.optimizer == "host")
+    else:
+        apply_replication(model, mesh=mesh, compute_dtype=dtype)
+    # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
+    check_inputs(model, recipe, mesh)
+    return AppliedRecipe(model, recipe)
+
+
+def apply_techniques(
+    model: PreTrainedModel,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    *,
+    checked: bool = False,
+    host_file: HostFile | None = None,
+) -> None:
+    """Apply the techniques that change what runs inside the model, and leave its parameters as they are.
+
+    ``apply_recipe`` shards or replicates the parameters after this. Where another library does it instead,
+    ``check_inputs`` follows when that library has changed the model.
+
+    Raises:
+        LabError: as ``apply_recipe``.
+    """
     # What one rank alone would refuse, all refuse together; nothing has been changed until here.
     kernel = refuse_together(partial(_kernel, model, recipe, mesh, checked), mesh.get_group())
     check_same_model(model, str(recipe), mesh.get_group())
@@ -168,16 +196,12 @@ def apply_recipe(
         apply_tiled_loss(model, tile=recipe.loss_tile)
     else:
         apply_loss(model)
-    # After all of these, so that FSDP's hooks wrap them: parameters are whole whenever a module runs.
-    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
-    if recipe.fsdp:
-        apply_fsdp(model, mesh=mesh, compute_dtype=dtype, on_host=recipe.optimizer == "host")
-    else:
-        apply_replication(model, mesh=mesh, compute_dtype=dtype)
-    # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
+
+
+def check_inputs(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
+    """Check the arguments of every forward from now on; see ``apply_input_checks``."""
     index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
     apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
-    return AppliedRecipe(model, recipe)
 
 
 def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: bool) -> Kernel:
