@@ -1,0 +1,31 @@
+"""Recipes in the trainers that people use: Trainer, TRL's SFTTrainer, and Accelerate alone.
+
+The packages that this folder imports are an extra: ``pip install -e '.[hf]'``.
+"""
+
+from typing import TYPE_CHECKING
+
+from lab import load_on_first_use
+
+if TYPE_CHECKING:
+    from lab.hf.applying import apply
+    from lab.hf.training_arguments import arguments
+    from lab.hf.shared_sequences import parallelism
+    from lab.hf.planning import fit, plan
+    from lab.hf.timeline import MemoryTimeline
+    from lab.hf.trainer import LongContext
+
+__all__ = ["LongContext", "MemoryTimeline", "apply", "arguments", "fit", "parallelism", "plan"]
+
+__getattr__ = load_on_first_use(
+    __name__,
+    {
+        "LongContext": "lab.hf.trainer",
+        "MemoryTimeline": "lab.hf.timeline",
+        "arguments": "lab.hf.training_arguments",
+        "fit": "lab.hf.planning",
+        "parallelism": "lab.hf.shared_sequences",
+        "plan": "lab.hf.planning",
+        "apply": "lab.hf.applying",
+    },
+)

@@ -1,0 +1,260 @@
+"""A recipe on a trainer's model: what the lab does, and what accelerate does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
+
+from lab.errors import RecipeError
+from lab.hf.batches import shard_rows
+from lab.recipe.recipe import Recipe
+from lab.step.compose import apply_recipe, apply_techniques, check_inputs
+from lab.techniques.exchange import sum_over_ranks
+from lab.techniques.loss import IGNORED
+from lab.techniques.precision import accumulation_dtype
+from lab.techniques.sharding import reshape_mesh
+
+Sharding = Literal["lab", "accelerate"]
+"""Who shards or replicates the parameters and combines their gradients: the lab, which sums them over ranks,
+or accelerate (by DDP or FSDP2), which averages them."""
+
+
+@dataclass(frozen=True, eq=False)
+class LongContextModel:
+    """A trainer's model with a recipe, on this rank.
+
+    Attributes:
+        inner: The transformers model, inside of PEFT's where there are adapters.
+        recipe: The recipe.
+        mesh: All P ranks.
+        sequence: The C*R ranks that share a sequence; None where every rank has its own.
+        sharding: Who shards the parameters.
+        accelerator: The accelerator that prepares the model.
+    """
+
+    inner: PreTrainedModel
+    recipe: Recipe
+    mesh: DeviceMesh
+    sequence: dist.ProcessGroup | None
+    sharding: Sharding
+    accelerator: Accelerator
+
+    @property
+    def shared(self) -> int:
+        """C*R, the ranks that share a sequence."""
+        return self.recipe.ulysses * self.recipe.ring
+
+    def shard(self, inputs: Any) -> dict[str, Tensor]:
+        """Return this rank's part of a batch; see ``shard_rows``."""
+        recipe = self.recipe
+        return shard_rows(
+            inputs,
+            ulysses=recipe.ulysses,
+            ring=recipe.ring,
+            index=self.mesh.get_local_rank() % self.shared,
+            vocab_size=self.inner.config.vocab_size,
+            sequence=self.sequence,
+            everyone=self.mesh.get_group(),
+        )
+
+    def count(self, parts: Iterable[Mapping[str, Tensor]]) -> int:
+        """Return the labels of all ranks in the micro-batches of which ``parts`` are this rank's parts."""
+        own = sum(int((part["shifted_labels"] != IGNORED).sum()) for part in parts)
+        total = torch.tensor(own, device=self.accelerator.device)
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return int(total)
+
+    def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: Tensor | float) -> Tensor:
+        """Return the sum of the cross-entropies of all ranks over ``labels``, the same number on every rank.
+
+        Its gradients are exact whoever combines them: where the lab sums them over ranks, a rank's share is
+        that of its own labels; where accelerate averages them, it is P times that.
+
+        Args:
+            model: The model as accelerate returned it.
+            part: What ``shard`` returned.
+            labels: The labels of all ranks, and of all micro-batches of an update; see ``count``.
+
+        Raises:
+            RecipeError: There is no label; a scheduler that accelerate steps for each rank.
+        """
+        if not float(labels) > 0:
+            raise RecipeError(
+                "a batch in which every label is ignored: there is no token to predict; give labels, or drop such rows"
+            )
+        self._check_schedulers()
+        if self.sharding == "lab":
+            own: Tensor = self.inner(**part).loss
+            return sum_over_ranks(own, self.mesh.get_group()) / labels
+        if getattr(self.inner.forward, "sequence", None) is None:
+            # Now that accelerate has changed the model.
+            check_inputs(self.inner, self.recipe, self.mesh)
+        own = model(**part).loss
+        total = sum_over_ranks(own, self.mesh.get_group())
+        # The value of the sum, and P times its gradient.
+        return (total + (self.mesh.size() - 1) * (total - total.detach())) / labels
+
+    def _check_schedulers(self) -> None:
+        """Refuse a scheduler that would run C*R times too fast: the ranks of a sequence have one batch."""
+        for scheduler in self.accelerator._schedulers:
+            if self.shared > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
+                raise RecipeError(
+                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do not give "
+                    "it to accelerator.prepare, or set step_scheduler_with_optimizer=False"
+                )
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside of PEFT's, or the model itself."""
+    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, assignment]
+    return inner
+
+
+def mesh_of_all(accelerator: Accelerator) -> DeviceMesh:
+    """Return a mesh of all ranks; a process that was started alone becomes a group of one."""
+    device_type = accelerator.device.type
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel:
+    """Apply a recipe to a model before accelerate prepares it; every rank calls this.
+
+    Where accelerate has an FSDP plugin, it shards, and the lab applies what is inside of the model. Without
+    one the lab does both, except for replicas in the parameters' own dtype, which DDP keeps equal.
+
+    Args:
+        model: A transformers model, or PEFT's around one.
+        recipe: The recipe.
+        accelerator: The accelerator that will prepare the model.
+
+    Raises:
+        LabError: See ``lab.apply_recipe``; a recipe that contradicts accelerate's configuration.
+    """
+    inner, mesh = inner_model(model), mesh_of_all(accelerator)
+    check_parallelism(recipe, accelerator)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    by_accelerate = plugin is not None or (
+        mesh.size() > 1 and not recipe.fsdp and recipe.compute_dtype is None
+    )
+    applied = LongContextModel(
+        inner,
+        recipe,
+        mesh,
+        _sequence_group(recipe, mesh),
+        "accelerate" if by_accelerate else "lab",
+        accelerator,
+    )
+    if not by_accelerate:
+        apply_recipe(inner, recipe, mesh)
+        # Accelerate returns a model with this mark as it is.
+        model._is_accelerate_prepared = True
+        return applied
+    if plugin is not None:
+        _set_precision(plugin, recipe, inner)
+    apply_techniques(inner, recipe, mesh)
+    return applied
+
+
+def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel | None:
+    """Return what a model is to which ``lab.apply_recipe`` was applied by hand; None for any other.
+
+    Raises:
+        RecipeError: It was made for other degrees than the recipe's.
+    """
+    inner = inner_model(model)
+    degrees = getattr(inner.forward, "sequence", None)
+    if degrees is None:
+        return None
+    if degrees != (recipe.ulysses, recipe.ring):
+        raise RecipeError(
+            f"a model with a recipe of ulysses={degrees[0]}, ring={degrees[1]}, and arguments with one of "
+            f"ulysses={recipe.ulysses}, ring={recipe.ring}: give the arguments the recipe that was applied"
+        )
+    check_parallelism(recipe, accelerator)
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        raise RecipeError(
+            "accelerate's FSDP beside a model that a recipe has sharded: leave accelerate's FSDP out"
+        )
+    mesh = mesh_of_all(accelerator)
+    model._is_accelerate_prepared = True
+    return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), "lab", accelerator)
+
+
+def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Refuse a recipe that accelerate's configuration contradicts.
+
+    Raises:
+        RecipeError: The first contradiction.
+    """
+    shared = recipe.ulysses * recipe.ring
+    config = accelerator.parallelism_config
+    sizes = {} if config is None else {"tp_size": config.tp_size, "sp_size": config.sp_size}
+    for name, size in sizes.items():
+        if size > 1:
+            raise RecipeError(
+                f"{name}={size} in the parallelism_config beside a recipe: its ulysses and ring shard sequences, and "
+                "its fsdp the parameters; leave it out"
+            )
+    cp_size = 1 if config is None else config.cp_size
+    if cp_size != shared:
+        raise RecipeError(
+            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, ring={recipe.ring}: {shared} "
+            "ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
+        )
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        raise RecipeError(
+            "DeepSpeed's engine beside a recipe: both would shard the model; use fsdp=True in the recipe"
+        )
+    if accelerator.mixed_precision != "no":
+        raise RecipeError(
+            f"mixed_precision={accelerator.mixed_precision!r} beside a recipe: autocast would run around the "
+            "techniques; use compute_dtype='bfloat16' in the recipe"
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return
+    if plugin.fsdp_version != 2:
+        raise RecipeError(
+            "FSDP version 1 beside a recipe: its flat parameters hide the weights; use version 2"
+        )
+    if plugin.activation_checkpointing:
+        raise RecipeError(
+            "activation_checkpointing of FSDP beside a recipe: use checkpoint=True in the recipe"
+        )
+    if plugin.cpu_ram_efficient_loading:
+        raise RecipeError(
+            "cpu_ram_efficient_loading beside a recipe: it makes the parameters anew, without what a recipe set; "
+            "set it to False"
+        )
+    if not recipe.fsdp or recipe.optimizer == "host":
+        raise RecipeError(
+            f"accelerate's FSDP beside a recipe with fsdp={recipe.fsdp}, optimizer={recipe.optimizer!r}: accelerate "
+            "shards; use fsdp=True and optimizer='device', or leave accelerate's FSDP out"
+        )
+
+
+def _sequence_group(recipe: Recipe, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    shared = recipe.ulysses * recipe.ring
+    if shared == 1:
+        return None
+    return reshape_mesh(mesh, (-1, shared), ("data", "sequence")).get_group("sequence")
+
+
+def _set_precision(plugin: Any, recipe: Recipe, model: PreTrainedModel) -> None:
+    """Let accelerate's FSDP cast and reduce as the lab's does."""
+    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=accumulation_dtype(dtype or model.dtype)
+    )

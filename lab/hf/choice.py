@@ -1,0 +1,35 @@
+"""The recipe that training arguments carry, until the model and the ranks are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lab.recipe.ladder import resolve_recipe
+from lab.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    """A recipe, or a name of one and what its knobs derive from.
+
+    Attributes:
+        recipe: A recipe, or the name of one.
+        tokens: S, the tokens of the longest row, from which the tiles of a named recipe derive.
+        knobs: Fields of the recipe that are set by hand.
+    """
+
+    recipe: str | Recipe
+    tokens: int
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    def resolve(self, config: PretrainedConfig, ranks: int) -> Recipe:
+        """Return the recipe for a model on P ranks.
+
+        Raises:
+            LabError: a recipe that the model or the ranks forbid.
+        """
+        return resolve_recipe(self.recipe, config, ranks, self.tokens, **self.knobs)

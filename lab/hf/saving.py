@@ -1,0 +1,137 @@
+"""What Trainer saves of a model whose parameters the lab has sharded.
+
+The weights are gathered one by one into plain files, as ``save_pretrained`` writes them. The optimizer's state
+is written as shards, by every rank, and read again on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lab.errors import CheckpointError
+from lab.training.checkpoint_reader import CheckpointReader, write_index
+
+FOLDER = "optimizer_shards"
+"""The folder of the optimizer's state inside a checkpoint of Trainer."""
+
+
+def whole_state(model: nn.Module, *, adapters: bool) -> dict[str, Tensor]:
+    """Return the whole weights by name, in host memory; on ranks other than the first, an empty dict.
+
+    Every rank calls this. A rank holds one whole parameter at a time; the first rank keeps them all.
+
+    Args:
+        model: The model.
+        adapters: Whether only the parameters that are trained are kept: those of adapters, and of modules
+            that are saved with them.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if adapters and name not in trained:
+            continue
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            whole[name] = full.detach().cpu().clone()
+    return whole
+
+
+def load_whole_state(model: nn.Module, files: list[Path]) -> set[str]:
+    """Copy the tensors of safetensors files into a model, sharded or not; return their names.
+
+    Every rank reads the files, and keeps its shards.
+
+    Raises:
+        CheckpointError: A file has a tensor that the model lacks, or of another shape.
+    """
+    target = model.state_dict()
+    names: set[str] = set()
+    for file in files:
+        for name, value in load_file(file).items():
+            own = target.get(name)
+            if own is None or own.shape != value.shape:
+                raise CheckpointError(
+                    f"{file} has {name} of shape {list(value.shape)}, and the model has "
+                    f"{'none' if own is None else list(own.shape)}: give a checkpoint of this model"
+                )
+            with torch.no_grad():
+                if isinstance(own, DTensor):
+                    value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+                own.copy_(value)
+            names.add(name)
+    return names
+
+
+def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the optimizer's state into ``folder``; every rank writes its shards.
+
+    Raises:
+        CheckpointError: It could not be written.
+    """
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    try:
+        metadata = save(_moments(model, optimizer), storage_writer=FileSystemWriter(folder))
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} could not be written: {_cause(error)}") from error
+    if dist.get_rank() == 0:
+        write_index(folder, metadata)
+    dist.barrier()
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read what ``save_optimizer`` wrote into an optimizer, in place. No code of the files is run.
+
+    Raises:
+        CheckpointError: The folder is damaged, or of another model.
+    """
+    reader = CheckpointReader(folder)
+    reader.read_metadata()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(_moments(model, optimizer), storage_reader=reader)
+    except CheckpointException as error:
+        raise CheckpointError(f"{folder} cannot be read into this optimizer: {_cause(error)}") from error
+
+
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make AdamW's state at once, so that the first step uses as much memory as every other."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state by the names of the parameters, the live tensors themselves."""
+    return {
+        "optimizer": {
+            name: optimizer.state[parameter]
+            for name, parameter in model.named_parameters()
+            if parameter in optimizer.state
+        }
+    }
+
+
+def _cause(error: CheckpointException) -> str:
+    _, (cause, _) = min(error.failures.items())
+    return str(cause).partition("\n")[0] or type(cause).__name__

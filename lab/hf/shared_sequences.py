@@ -1,0 +1,71 @@
+"""What accelerate is told of a recipe: which ranks share a sequence, and so get the same batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lab.errors import RecipeError
+from lab.recipe.recipe import Recipe
+
+
+@dataclass(repr=False)
+class SharedSequences(ParallelismConfig):
+    """Groups of ``cp_size`` ranks that share one sequence; ``dp_shard_size`` groups have different batches.
+
+    Accelerate then gives the ranks of a group the same batch, and counts the batches of different groups. Its
+    own context parallelism, which would put hooks on the attention, stays off.
+    """
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether accelerate shards sequences itself: never."""
+        return False
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of all ranks, by groups and by the ranks of a group; FSDP shards over both."""
+        shape = (self.dp_shard_size, self.cp_size)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_shard", "cp"))
+        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sizes as plain values."""
+        return dict(self._sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainer saves its arguments; a mesh belongs to this process.
+        return {name: value for name, value in vars(self).items() if name != "device_mesh"}
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Refuse another number of processes; accelerate's own check refuses CPU ranks."""
+        if self.total_size != accelerator.num_processes:
+            raise RecipeError(
+                f"a recipe for {self.total_size} ranks on {accelerator.num_processes}: make the parallelism "
+                f"for {accelerator.num_processes} ranks"
+            )
+
+
+def parallelism(recipe: Recipe, ranks: int) -> SharedSequences | None:
+    """Return the ``parallelism_config`` that Accelerate and Trainer need for a recipe.
+
+    Args:
+        recipe: The recipe. Its C*R ranks share a sequence, C = ``ulysses`` and R = ``ring``.
+        ranks: P, all ranks.
+
+    Returns:
+        The configuration; None where every rank has sequences of its own.
+
+    Raises:
+        RecipeError: C*R does not divide P.
+    """
+    shared = recipe.ulysses * recipe.ring
+    if ranks % shared:
+        raise RecipeError(
+            f"ulysses={recipe.ulysses} x ring={recipe.ring} on {ranks} ranks: their product must divide the ranks"
+        )
+    return None if shared == 1 else SharedSequences(dp_shard_size=ranks // shared, cp_size=shared)

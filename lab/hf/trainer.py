@@ -1,0 +1,267 @@
+"""Recipes inside transformers' Trainer and TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+
+from lab.errors import CheckpointError, RecipeError
+from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
+from lab.hf.training_arguments import check_arguments
+from lab.hf.shared_sequences import SharedSequences, parallelism
+from lab.hf.saving import (
+    FOLDER,
+    load_optimizer,
+    load_whole_state,
+    make_moments,
+    save_optimizer,
+    whole_state,
+)
+from lab.recipe.recipe import Recipe
+from lab.step.training_step import gradient_norm
+
+if TYPE_CHECKING:
+    Base = Trainer
+else:
+    # The class is mixed into Trainer, or into a subclass of it.
+    Base = object
+
+KNOWN = {
+    "transformers.trainer": {"Trainer"},
+    "trl.trainer.sft_trainer": {"SFTTrainer"},
+    "trl.trainer.base_trainer": {"_BaseTrainer"},
+}
+"""The trainers, by module, with which the losses were compared."""
+
+
+class LongContext(Base):
+    """A recipe in ``Trainer`` or ``SFTTrainer``: ``class Trainer(lab.hf.LongContext, SFTTrainer): ...``.
+
+    The arguments are made by ``lab.hf.arguments``, which says the recipe. Losses, gradients, the norm by which
+    they are clipped and the logged values are those of the plain trainer in one process, with a batch of
+    ``per_device_train_batch_size`` rows per group of C*R ranks that share a sequence.
+
+    1. The ranks of a group get the same batch; each takes its part of every row. Labels are shifted before.
+    2. The model's forward returns the sum over a rank's labels, of which the loss is the share of all labels
+       of the update, of all ranks and micro-batches.
+    3. The lab shards or replicates the parameters, as the recipe says, and sums gradients. Where the arguments
+       have ``fsdp``, accelerate's FSDP2 shards; replicas in the parameters' own dtype are kept by DDP.
+
+    Saving writes plain files of ``save_pretrained``. Entropy and token accuracy, which SFTTrainer logs, are
+    not, because they need the logits of all tokens.
+
+    Raises:
+        RecipeError: Arguments without a recipe, or with settings that it is not right with, see
+            ``lab.hf.arguments``; another trainer, such as DPO's; ``compute_loss_func``, ``compute_metrics``.
+        LabError: See ``lab.apply_recipe``.
+    """
+
+    _applied: LongContextModel | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            root = base.__module__.partition(".")[0]
+            if root in ("trl", "transformers") and issubclass(base, Trainer):
+                if base.__name__ not in KNOWN.get(base.__module__, ()):
+                    raise RecipeError(
+                        f"LongContext with {base.__name__}: its loss was not compared; use Trainer or SFTTrainer"
+                    )
+
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if kwargs.get(name) is not None:
+                raise RecipeError(
+                    f"{name} beside a recipe: it takes the logits of all tokens, which never exist; leave it out"
+                )
+        if args is None:
+            raise RecipeError(
+                "no arguments: make them by lab.hf.arguments(TrainingArguments, recipe='upipe', ...)"
+            )
+        check_arguments(args)
+        super().__init__(model, args, *rest, **kwargs)
+        if self.compute_loss_func is not None or self.compute_metrics is not None:
+            raise RecipeError(
+                "compute_loss_func and compute_metrics take logits, which never exist; leave them out"
+            )
+        if self.args.n_gpu > 1:
+            raise RecipeError(
+                f"one process that sees {self.args.n_gpu} GPUs: start one process for each GPU by torchrun"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the recipe for this model, and tell accelerate which ranks share a sequence."""
+        if self.model is None:
+            raise RecipeError("model_init beside a recipe: give the model itself")
+        inner = inner_model(self.model)
+        # SFTTrainer replaces it afterwards by one that computes entropies, which a recipe does not call.
+        self._forward = vars(inner).get("forward")
+        self.recipe: Recipe = check_arguments(self.args).resolve(inner.config, self.args.world_size)
+        given = self.args.parallelism_config
+        if given is not None and not isinstance(given, SharedSequences):
+            raise RecipeError(
+                f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, tp_size={given.tp_size} "
+                "beside a recipe, which makes its own: leave it out"
+            )
+        self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
+        super().create_accelerator_and_postprocess()
+
+    @property
+    def applied(self) -> LongContextModel:
+        """The model with its recipe, which is applied when this is first asked for."""
+        if self._applied is None:
+            inner = inner_model(self.model)
+            if self._forward is None:
+                vars(inner).pop("forward", None)
+            else:
+                inner.forward = self._forward
+            self._applied = applied_before(self.model, self.recipe, self.accelerator) or apply(
+                self.model, self.recipe, self.accelerator
+            )
+        return self._applied
+
+    # ---- training ----------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # The weights are loaded, and the optimizer is not made yet.
+        self.applied  # noqa: B018
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make AdamW with its state."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.applied.sharding == "lab":
+            make_moments(optimizer)
+        return optimizer
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's parts of the micro-batches of an update, and the count of all their labels."""
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        return [self.applied.shard(sample) for sample in samples], count
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Return the share of the loss that the labels of this micro-batch are, the same on every rank."""
+        if return_outputs or num_items_in_batch is None:
+            raise RecipeError(
+                "a loss with outputs, or without the count of labels: a recipe has the loss alone, of training_step"
+            )
+        return self.applied.loss(model, inputs, num_items_in_batch)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.applied.sharding == "accelerate":
+            return super()._clip_grad_norm(model)
+        norm = gradient_norm(self.applied.inner)
+        nn.utils.clip_grads_with_norm_(
+            self.applied.inner.parameters(), self.args.max_grad_norm, norm, foreach=True
+        )
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self.applied.sharding == "lab":
+            return gradient_norm(self.applied.inner)
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    # ---- evaluation --------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on all ranks; a loss counts once for each group of ranks that share a sequence."""
+        first = self._applied is None
+        applied = self.applied
+        if first and applied.sharding == "accelerate" and self.is_fsdp_enabled:
+            raise RecipeError(
+                "evaluation before training with accelerate's FSDP: it shards a model with its optimizer; train "
+                "first, or leave fsdp out of the arguments"
+            )
+        self.gather_function = self._gather_losses
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather_losses(self, losses: Tensor) -> Tensor:
+        gathered: Tensor = self.accelerator.gather(losses)
+        once = gathered.view(-1, len(losses))[:: self.applied.shared].flatten()
+        state = self.accelerator.gradient_state
+        # The last batch has rows of the first again, where the rows do not divide.
+        return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """Return the mean loss over the labels of all ranks' batches."""
+        inputs = self._prepare_inputs(inputs)
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        with torch.no_grad():
+            part = self.applied.shard(inputs)
+            return self.applied.loss(model, part, count).detach(), None, None
+
+    # ---- saving and resuming -----------------------------------------------------------------------------
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the lab has sharded the model, so that Trainer's own saving would write shards."""
+        return self._applied is not None and self._applied.sharding == "lab"
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as ``save_pretrained`` does; every rank calls this."""
+        if not self._sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = whole_state(self.model, adapters=isinstance(self.model, PeftModel))
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_optimizer(Path(output_dir) / FOLDER, self.applied.inner, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._sharded or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder, scheduler = Path(checkpoint) / FOLDER, Path(checkpoint) / SCHEDULER_NAME
+        if not folder.is_dir() or not scheduler.is_file():
+            raise CheckpointError(
+                f"{checkpoint} has no {FOLDER} and {SCHEDULER_NAME}: it was saved with another recipe or with "
+                "save_only_model; resume from a checkpoint of this trainer"
+            )
+        load_optimizer(folder, self.applied.inner, self.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if getattr(self._forward, "sequence", None) is not None:
+            # The lab's own apply_recipe has sharded the model.
+            self.applied  # noqa: B018
+        if not self._sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        folder = Path(resume_from_checkpoint)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files or isinstance(self.model, PeftModel):
+            raise CheckpointError(
+                f"{folder} cannot be read into a model that is sharded already: make the trainer anew, then call "
+                "train(resume_from_checkpoint=...)"
+            )
+        load_whole_state(self.applied.inner, files)
+
+    def _load_best_model(self) -> None:
+        if not self._sharded:
+            super()._load_best_model()
+            return
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)

@@ -1,0 +1,153 @@
+"""Training arguments with a recipe, and the settings that would make a trainer compute something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from transformers import TrainingArguments
+
+from lab.errors import RecipeError
+from lab.hf.choice import RecipeChoice
+from lab.recipe.recipe import Recipe
+from lab.units import parse_tokens
+
+A = TypeVar("A", bound=TrainingArguments)
+
+CHOICE = "long_context"
+"""The attribute of training arguments that has the ``RecipeChoice``."""
+
+
+def arguments(
+    kind: type[A],
+    *,
+    recipe: str | Recipe,
+    tokens: int | str | None = None,
+    knobs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> A:
+    """Return training arguments for a trainer with ``LongContext``: where the recipe is said, once.
+
+    Args:
+        kind: ``TrainingArguments``, ``SFTConfig``, or a subclass.
+        recipe: A recipe, or the name of one: it is then made for the trainer's model and ranks.
+        tokens: The tokens of the longest row, from which the tiles of a named recipe derive. By default
+            ``max_length``.
+        knobs: Fields of the recipe that are set by hand.
+        settings: Fields of ``kind``. ``bf16`` sets the recipe's ``compute_dtype``: parameters are cast for
+            forward and backward, and autocast stays off. Gradient checkpointing is off by default, because
+            it is part of a recipe; evaluation returns losses alone; a loss that is not finite is logged as it
+            is.
+
+    Raises:
+        RecipeError: A setting that ``check_arguments`` refuses; no number of tokens for a named recipe.
+    """
+    declared = {field.name: field.default for field in fields(kind)}
+    chosen = dict(knobs or {})
+    if settings.get("fp16"):
+        raise RecipeError("fp16=True: gradients would need a loss scale, which no recipe has; use bf16=True")
+    bf16 = settings.pop("bf16", None)
+    if bf16 is None and not isinstance(recipe, Recipe):
+        # TRL's default of None stands for bf16.
+        bf16 = declared["bf16"] is not False
+    if bf16 is not None:
+        _set_dtype(recipe, chosen, "bfloat16" if bf16 else None)
+    usual = {
+        "activation_checkpointing"
+        if "activation_checkpointing" in declared
+        else "gradient_checkpointing": False,
+        "gradient_checkpointing": False,
+        "prediction_loss_only": True,
+        "logging_nan_inf_filter": False,
+    }
+    # The name that is given counts: one is an alias of the other.
+    if settings.get("gradient_checkpointing") or settings.get("activation_checkpointing"):
+        raise RecipeError(_CHECKPOINTING)
+    made = kind(**{**usual, **settings, "bf16": False})
+    if tokens is None:
+        tokens = getattr(made, "max_length", None)
+    if tokens is None and isinstance(recipe, str):
+        raise RecipeError(
+            f"recipe={recipe!r} without tokens: its tiles derive from the longest row; give tokens, such as 128K"
+        )
+    setattr(made, CHOICE, RecipeChoice(recipe, 1 if tokens is None else parse_tokens(tokens), chosen))
+    check_arguments(made)
+    return made
+
+
+_CHECKPOINTING = (
+    "gradient_checkpointing=True beside a recipe: a layer would be recomputed twice; leave it out, and use a "
+    "recipe with checkpoint=True"
+)
+
+_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "fp16": ((False,), "gradients would need a loss scale, which no recipe has; use bf16=True"),
+    "bf16": ((False,), "autocast would run around the techniques; make the arguments by lab.hf.arguments, whose "
+             "bf16 sets the recipe's compute_dtype"),
+    "label_smoothing_factor": ((0.0, 0), "a recipe's loss is the cross-entropy; set it to 0"),
+    "neftune_noise_alpha": ((None,), "noise on embeddings is not supported; leave it out"),
+    "deepspeed": ((None, "", {}), "DeepSpeed's engine and a recipe would both shard the model; leave it out, and "
+                  "use fsdp=True in the recipe"),
+    "packing": ((False,), "packed documents would attend to each other; set it to False"),
+    "eval_packing": ((False, None), "packed documents would attend to each other; set it to False"),
+    "padding_free": ((False,), "rows without padding are one row of several documents, which would attend to each "
+                     "other; set it to False"),
+    "loss_type": (("nll",), "a recipe's loss is the cross-entropy; use 'nll'"),
+    "activation_offloading": ((False,), "a recipe has its own; use one with offload='inputs'"),
+    "use_liger_kernel": ((False,), "it replaces modules that the techniques call; use loss_kernel='liger' in the "
+                         "recipe"),
+    "torch_compile": ((False,), "the techniques run uncompiled; use compile='tiles' in the recipe"),
+    "average_tokens_across_devices": ((True,), "the loss of a part of a sequence is a share of all labels; set it to "
+                                      "True"),
+    "auto_find_batch_size": ((False,), "a recipe is applied once; ask lab.hf.fit(trainer, ...) instead"),
+    "prediction_loss_only": ((True,), "logits of a whole sequence never exist; set it to True"),
+    "fp16_full_eval": ((False,), "the model is evaluated as it is trained; set it to False"),
+    "bf16_full_eval": ((False,), "the model is evaluated as it is trained; set it to False"),
+    "batch_eval_metrics": ((False,), "evaluation returns losses alone; set it to False"),
+}  # fmt: skip
+"""The settings with the only values that are right with a recipe, and what would work."""
+
+
+def check_arguments(args: TrainingArguments) -> RecipeChoice:
+    """Return the recipe that training arguments carry, and refuse settings that it is not right with.
+
+    Raises:
+        RecipeError: Arguments without a recipe; the first setting of ``_ONLY`` with another value; gradient
+            checkpointing; an optimizer other than AdamW; batches that the first process distributes.
+    """
+    choice: RecipeChoice | None = getattr(args, CHOICE, None)
+    if choice is None:
+        raise RecipeError(
+            "training arguments without a recipe: make them by lab.hf.arguments(TrainingArguments, recipe='upipe', "
+            "...), with SFTConfig for SFTTrainer"
+        )
+    for name, (works, reason) in _ONLY.items():
+        value = getattr(args, name, works[0])
+        if value not in works:
+            raise RecipeError(f"{name}={value!r} beside a recipe: {reason}")
+    if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
+        raise RecipeError(_CHECKPOINTING)
+    if str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"):
+        raise RecipeError(
+            f"optim={args.optim!s} beside a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
+        )
+    config = args.accelerator_config
+    if config.dispatch_batches or config.split_batches:
+        raise RecipeError(
+            "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the same "
+            "batch themselves; leave both out"
+        )
+    return choice
+
+
+def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -> None:
+    """Let ``bf16`` decide the compute dtype, unless the recipe or a knob has said another."""
+    said = recipe.compute_dtype if isinstance(recipe, Recipe) else knobs.get("compute_dtype", dtype)
+    said = knobs.get("compute_dtype", said)
+    if said != dtype:
+        raise RecipeError(
+            f"bf16={dtype is not None} with compute_dtype={said!r} in the recipe: they say different dtypes; leave "
+            "bf16 out"
+        )
+    knobs["compute_dtype"] = dtype
