@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -121,11 +123,23 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
 
 def mesh_of_all(accelerator: Accelerator) -> DeviceMesh:
     """Return a mesh of all ranks; a process that was started alone becomes a group of one."""
+    _end_groups_at_exit()
     device_type = accelerator.device.type
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+@cache
+def _end_groups_at_exit() -> None:
+    """End gloo's groups before the process ends: threads of gloo that still run would abort it."""
+
+    def end() -> None:
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+
+    atexit.register(end)
 
 
 def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel:

@@ -49,16 +49,15 @@ def whole_state(model: nn.Module, *, adapters: bool) -> dict[str, Tensor]:
     return whole
 
 
-def load_whole_state(model: nn.Module, files: list[Path]) -> set[str]:
-    """Copy the tensors of safetensors files into a model, sharded or not; return their names.
+def load_whole_state(model: nn.Module, files: list[Path]) -> None:
+    """Copy the tensors of safetensors files into a model, sharded or not.
 
     Every rank reads the files, and keeps its shards.
 
     Raises:
         CheckpointError: A file has a tensor that the model lacks, or of another shape.
     """
-    target = model.state_dict()
-    names: set[str] = set()
+    target = {_stored_name(name, model): value for name, value in model.state_dict().items()}
     for file in files:
         for name, value in load_file(file).items():
             own = target.get(name)
@@ -71,8 +70,12 @@ def load_whole_state(model: nn.Module, files: list[Path]) -> set[str]:
                 if isinstance(own, DTensor):
                     value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
                 own.copy_(value)
-            names.add(name)
-    return names
+
+
+def _stored_name(name: str, model: nn.Module) -> str:
+    """Return the name of a tensor in a file: PEFT leaves out the name of the adapter."""
+    adapter = getattr(model, "active_adapter", None)
+    return name.replace(f".{adapter}", "") if isinstance(adapter, str) else name
 
 
 def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -250,14 +250,10 @@ class LongContext(Base):
         if not self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        folder = Path(resume_from_checkpoint)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files or isinstance(self.model, PeftModel):
-            raise CheckpointError(
-                f"{folder} cannot be read into a model that is sharded already: make the trainer anew, then call "
-                "train(resume_from_checkpoint=...)"
-            )
-        load_whole_state(self.applied.inner, files)
+        files = sorted(Path(resume_from_checkpoint).glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{resume_from_checkpoint} has no *.safetensors: give a checkpoint of this trainer")
+        load_whole_state(self.model, files)
 
     def _load_best_model(self) -> None:
         if not self._sharded:
