@@ -75,7 +75,7 @@ class LongContextModel:
         dist.all_reduce(total, group=self.mesh.get_group())
         return int(total)
 
-    def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: Tensor | float) -> Tensor:
+    def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: float) -> Tensor:
         """Return the sum of the cross-entropies of all ranks over ``labels``, the same number on every rank.
 
         Its gradients are exact whoever combines them: where the lab sums them over ranks, a rank's share is
@@ -89,7 +89,7 @@ class LongContextModel:
         Raises:
             RecipeError: There is no label; a scheduler that accelerate steps for each rank.
         """
-        if not float(labels) > 0:
+        if not labels > 0:
             raise RecipeError(
                 "a batch in which every label is ignored: there is no token to predict; give labels, or drop such rows"
             )

@@ -15,6 +15,7 @@ from lab.errors import CheckpointError, RecipeError
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
 from lab.hf.training_arguments import check_arguments
 from lab.hf.shared_sequences import SharedSequences, parallelism
+from lab.hf.planning import outline
 from lab.hf.saving import (
     FOLDER,
     load_optimizer,
@@ -104,7 +105,8 @@ class LongContext(Base):
         inner = inner_model(self.model)
         # SFTTrainer replaces it afterwards by one that computes entropies, which a recipe does not call.
         self._forward = vars(inner).get("forward")
-        self.recipe: Recipe = check_arguments(self.args).resolve(inner.config, self.args.world_size)
+        self.outline = outline(inner)
+        self.recipe = self.recipe_for(self.args.world_size)
         given = self.args.parallelism_config
         if given is not None and not isinstance(given, SharedSequences):
             raise RecipeError(
@@ -113,6 +115,10 @@ class LongContext(Base):
             )
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
         super().create_accelerator_and_postprocess()
+
+    def recipe_for(self, ranks: int) -> Recipe:
+        """Return the recipe of the arguments for this model on P ranks."""
+        return check_arguments(self.args).resolve(inner_model(self.model).config, ranks)
 
     @property
     def applied(self) -> LongContextModel:
@@ -145,17 +151,19 @@ class LongContext(Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's parts of the micro-batches of an update, and the count of all their labels."""
         samples, count = super().get_batch_samples(*args, **kwargs)
-        return [self.applied.shard(sample) for sample in samples], count
+        if count is None:
+            raise RecipeError("batches without labels: give a collator for language modeling")
+        return [self.applied.shard(self._prepare_inputs(sample)) for sample in samples], float(count)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Return the share of the loss that the labels of this micro-batch are, the same on every rank."""
-        if return_outputs or num_items_in_batch is None:
-            raise RecipeError(
-                "a loss with outputs, or without the count of labels: a recipe has the loss alone, of training_step"
-            )
-        return self.applied.loss(model, inputs, num_items_in_batch)
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Add this micro-batch's share to the gradients, and return its share of the loss."""
+        model.train()
+        loss = self.applied.loss(model, inputs, num_items_in_batch)
+        if self.applied.sharding == "lab":
+            loss.backward()
+        else:
+            self.accelerator.backward(loss)
+        return loss.detach()
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.applied.sharding == "accelerate":
@@ -200,7 +208,7 @@ class LongContext(Base):
         count = self._get_num_items_in_batch([inputs], self.args.device)
         with torch.no_grad():
             part = self.applied.shard(inputs)
-            return self.applied.loss(model, part, count).detach(), None, None
+            return self.applied.loss(model, part, float(count)), None, None
 
     # ---- saving and resuming -----------------------------------------------------------------------------
 
