@@ -9,11 +9,11 @@ from lab import load_on_first_use
 
 if TYPE_CHECKING:
     from lab.hf.applying import apply
-    from lab.hf.training_arguments import arguments
-    from lab.hf.shared_sequences import parallelism
     from lab.hf.planning import fit, plan
+    from lab.hf.shared_sequences import parallelism
     from lab.hf.timeline import MemoryTimeline
     from lab.hf.trainer import LongContext
+    from lab.hf.training_arguments import arguments
 
 __all__ = ["LongContext", "MemoryTimeline", "apply", "arguments", "fit", "parallelism", "plan"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
 from lab.errors import RecipeError
@@ -22,12 +22,11 @@ from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe, apply_techniques, check_inputs
 from lab.techniques.exchange import sum_over_ranks
 from lab.techniques.loss import IGNORED
-from lab.techniques.precision import accumulation_dtype
 from lab.techniques.sharding import reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
-"""Who shards or replicates the parameters and combines their gradients: the lab, which sums them over ranks,
-or accelerate (by DDP or FSDP2), which averages them."""
+"""Who combines the gradients of ranks: the lab, which sums them, or accelerate by DDP, which averages "
+"them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,7 @@ class LongContextModel:
         recipe: The recipe.
         mesh: All P ranks.
         sequence: The C*R ranks that share a sequence; None where every rank has its own.
-        sharding: Who shards the parameters.
+        sharding: Who combines the gradients of ranks.
         accelerator: The accelerator that prepares the model.
     """
 
@@ -91,7 +90,8 @@ class LongContextModel:
         """
         if not labels > 0:
             raise RecipeError(
-                "a batch in which every label is ignored: there is no token to predict; give labels, or drop such rows"
+                "a batch in which every label is ignored: there is no token to predict; give labels, or "
+                "drop such rows"
             )
         self._check_schedulers()
         if self.sharding == "lab":
@@ -110,7 +110,8 @@ class LongContextModel:
         for scheduler in self.accelerator._schedulers:
             if self.shared > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
                 raise RecipeError(
-                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do not give "
+                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do "
+                    "not give "
                     "it to accelerator.prepare, or set step_scheduler_with_optimizer=False"
                 )
 
@@ -145,8 +146,9 @@ def _end_groups_at_exit() -> None:
 def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel:
     """Apply a recipe to a model before accelerate prepares it; every rank calls this.
 
-    Where accelerate has an FSDP plugin, it shards, and the lab applies what is inside of the model. Without
-    one the lab does both, except for replicas in the parameters' own dtype, which DDP keeps equal.
+    The lab shards or replicates the parameters, also where accelerate has an FSDP plugin: accelerate's own
+    units would put the head apart from the loss, whose tiles need it whole. Replicas in the parameters' own
+    dtype are left to DDP.
 
     Args:
         model: A transformers model, or PEFT's around one.
@@ -159,26 +161,20 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
     inner, mesh = inner_model(model), mesh_of_all(accelerator)
     check_parallelism(recipe, accelerator)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    by_accelerate = plugin is not None or (
-        mesh.size() > 1 and not recipe.fsdp and recipe.compute_dtype is None
-    )
-    applied = LongContextModel(
-        inner,
-        recipe,
-        mesh,
-        _sequence_group(recipe, mesh),
-        "accelerate" if by_accelerate else "lab",
-        accelerator,
-    )
-    if not by_accelerate:
+    if plugin is not None and inner is not model:
+        raise RecipeError(
+            f"accelerate's FSDP with a {type(model).__name__}: it would shard the adapters again; leave "
+            "accelerate's "
+            "FSDP out, and the recipe's fsdp=True shards them"
+        )
+    by_ddp = mesh.size() > 1 and not recipe.fsdp and recipe.compute_dtype is None
+    sharding: Sharding = "accelerate" if by_ddp else "lab"
+    if by_ddp:
+        apply_techniques(inner, recipe, mesh)
+    else:
         apply_recipe(inner, recipe, mesh)
-        # Accelerate returns a model with this mark as it is.
-        model._is_accelerate_prepared = True
-        return applied
-    if plugin is not None:
-        _set_precision(plugin, recipe, inner)
-    apply_techniques(inner, recipe, mesh)
-    return applied
+        _leave_as_it_is(model, accelerator)
+    return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), sharding, accelerator)
 
 
 def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel | None:
@@ -202,8 +198,17 @@ def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -
             "accelerate's FSDP beside a model that a recipe has sharded: leave accelerate's FSDP out"
         )
     mesh = mesh_of_all(accelerator)
-    model._is_accelerate_prepared = True
+    _leave_as_it_is(model, accelerator)
     return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), "lab", accelerator)
+
+
+def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
+    """Have accelerate return the model as it is: one with this mark, and with FSDP one that is sharded."""
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        # It would look for the classes of layers, which FSDP has renamed.
+        plugin.auto_wrap_policy = None
 
 
 def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
@@ -218,13 +223,15 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
     for name, size in sizes.items():
         if size > 1:
             raise RecipeError(
-                f"{name}={size} in the parallelism_config beside a recipe: its ulysses and ring shard sequences, and "
+                f"{name}={size} in the parallelism_config beside a recipe: its ulysses and ring shard "
+                "sequences, and "
                 "its fsdp the parameters; leave it out"
             )
     cp_size = 1 if config is None else config.cp_size
     if cp_size != shared:
         raise RecipeError(
-            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, ring={recipe.ring}: {shared} "
+            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, "
+            f"ring={recipe.ring}: {shared} "
             "ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
         )
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
@@ -239,24 +246,28 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return
+    if not recipe.fsdp:
+        raise RecipeError(
+            "accelerate's FSDP beside a recipe with fsdp=False: they contradict each other; set fsdp=True "
+            "in the "
+            "recipe, or leave accelerate's FSDP out"
+        )
     if plugin.fsdp_version != 2:
         raise RecipeError(
             "FSDP version 1 beside a recipe: its flat parameters hide the weights; use version 2"
         )
-    if plugin.activation_checkpointing:
-        raise RecipeError(
-            "activation_checkpointing of FSDP beside a recipe: use checkpoint=True in the recipe"
-        )
-    if plugin.cpu_ram_efficient_loading:
-        raise RecipeError(
-            "cpu_ram_efficient_loading beside a recipe: it makes the parameters anew, without what a recipe set; "
-            "set it to False"
-        )
-    if not recipe.fsdp or recipe.optimizer == "host":
-        raise RecipeError(
-            f"accelerate's FSDP beside a recipe with fsdp={recipe.fsdp}, optimizer={recipe.optimizer!r}: accelerate "
-            "shards; use fsdp=True and optimizer='device', or leave accelerate's FSDP out"
-        )
+    refused = {
+        "activation_checkpointing": bool(plugin.activation_checkpointing),
+        "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "reshard_after_forward": not plugin.reshard_after_forward,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise RecipeError(
+                f"{name}={getattr(plugin, name)} of accelerate's FSDP beside a recipe, which has checkpoint "
+                "and "
+                "optimizer for this: leave it out"
+            )
 
 
 def _sequence_group(recipe: Recipe, mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -264,11 +275,3 @@ def _sequence_group(recipe: Recipe, mesh: DeviceMesh) -> dist.ProcessGroup | Non
     if shared == 1:
         return None
     return reshape_mesh(mesh, (-1, shared), ("data", "sequence")).get_group("sequence")
-
-
-def _set_precision(plugin: Any, recipe: Recipe, model: PreTrainedModel) -> None:
-    """Let accelerate's FSDP cast and reduce as the lab's does."""
-    dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=accumulation_dtype(dtype or model.dtype)
-    )

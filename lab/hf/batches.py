@@ -79,32 +79,37 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
     for name, value in inputs.items():
         if name not in INPUTS and value is not None:
             raise RecipeError(
-                f"a batch with {name}: a recipe takes {', '.join(INPUTS)}; packed and padding-free rows are not "
+                f"a batch with {name}: a recipe takes {', '.join(INPUTS)}; packed and padding-free rows are "
+                "not "
                 "supported"
             )
     input_ids, labels = inputs["input_ids"], inputs["labels"]
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or labels.shape != input_ids.shape:
         raise RecipeError(
-            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give two of "
+            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give "
+            "two of "
             "shape [rows, tokens], with 2 tokens or more"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
         raise RecipeError(
-            f"input_ids with token {high if low >= 0 else low}: the model's vocabulary ends at {vocab_size - 1}; "
-            "take the tokenizer that belongs to the model"
+            f"input_ids with token {wrong}: the model's vocabulary ends at {vocab_size - 1}; take the tokenizer "
+            "that belongs to the model"
         )
     counted = labels[labels != IGNORED]
     if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocab_size):
         raise RecipeError(
-            f"labels outside of 0 to {vocab_size - 1}: give tokens of the model, or {IGNORED} where nothing is "
+            f"labels outside of 0 to {vocab_size - 1}: give tokens of the model, or {IGNORED} where nothing "
+            "is "
             "predicted"
         )
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
         if mask.shape != input_ids.shape:
             raise RecipeError(
-                f"attention_mask of shape {list(mask.shape)}: give one of shape {list(input_ids.shape)}, 1 for "
+                f"attention_mask of shape {list(mask.shape)}: give one of shape {list(input_ids.shape)}, 1 "
+                "for "
                 "tokens and 0 for padding at the end of rows"
             )
         is_token = boolean_mask(mask)

@@ -1,7 +1,7 @@
 """What Trainer saves of a model whose parameters the lab has sharded.
 
-The weights are gathered one by one into plain files, as ``save_pretrained`` writes them. The optimizer's state
-is written as shards, by every rank, and read again on any number of ranks.
+The weights are gathered one by one into plain files, as ``save_pretrained`` writes them. The optimizer's
+state is written as shards, by every rank, and read again on any number of ranks.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def parallelism(recipe: Recipe, ranks: int) -> SharedSequences | None:
     shared = recipe.ulysses * recipe.ring
     if ranks % shared:
         raise RecipeError(
-            f"ulysses={recipe.ulysses} x ring={recipe.ring} on {ranks} ranks: their product must divide the ranks"
+            f"ulysses={recipe.ulysses} x ring={recipe.ring} on {ranks} ranks: their product must divide the "
+            "ranks"
         )
     return None if shared == 1 else SharedSequences(dp_shard_size=ranks // shared, cp_size=shared)

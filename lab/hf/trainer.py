@@ -13,8 +13,6 @@ from transformers.trainer import SCHEDULER_NAME
 
 from lab.errors import CheckpointError, RecipeError
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
-from lab.hf.training_arguments import check_arguments
-from lab.hf.shared_sequences import SharedSequences, parallelism
 from lab.hf.planning import outline
 from lab.hf.saving import (
     FOLDER,
@@ -24,6 +22,8 @@ from lab.hf.saving import (
     save_optimizer,
     whole_state,
 )
+from lab.hf.shared_sequences import SharedSequences, parallelism
+from lab.hf.training_arguments import check_arguments
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm
 
@@ -44,15 +44,15 @@ KNOWN = {
 class LongContext(Base):
     """A recipe in ``Trainer`` or ``SFTTrainer``: ``class Trainer(lab.hf.LongContext, SFTTrainer): ...``.
 
-    The arguments are made by ``lab.hf.arguments``, which says the recipe. Losses, gradients, the norm by which
-    they are clipped and the logged values are those of the plain trainer in one process, with a batch of
-    ``per_device_train_batch_size`` rows per group of C*R ranks that share a sequence.
+    The arguments are made by ``lab.hf.arguments``, which says the recipe. Losses, gradients, the norm by
+    which they are clipped and the logged values are those of the plain trainer in one process, with a batch
+    of ``per_device_train_batch_size`` rows per group of C*R ranks that share a sequence.
 
     1. The ranks of a group get the same batch; each takes its part of every row. Labels are shifted before.
     2. The model's forward returns the sum over a rank's labels, of which the loss is the share of all labels
        of the update, of all ranks and micro-batches.
-    3. The lab shards or replicates the parameters, as the recipe says, and sums gradients. Where the arguments
-       have ``fsdp``, accelerate's FSDP2 shards; replicas in the parameters' own dtype are kept by DDP.
+    3. The lab shards or replicates the parameters, as the recipe says, and sums gradients, also where the
+       arguments have ``fsdp``. Replicas in the parameters' own dtype are kept equal by DDP.
 
     Saving writes plain files of ``save_pretrained``. Entropy and token accuracy, which SFTTrainer logs, are
     not, because they need the logits of all tokens.
@@ -68,12 +68,13 @@ class LongContext(Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__:
-            root = base.__module__.partition(".")[0]
-            if root in ("trl", "transformers") and issubclass(base, Trainer):
-                if base.__name__ not in KNOWN.get(base.__module__, ()):
-                    raise RecipeError(
-                        f"LongContext with {base.__name__}: its loss was not compared; use Trainer or SFTTrainer"
-                    )
+            foreign = base.__module__.partition(".")[0] in ("trl", "transformers") and issubclass(
+                base, Trainer
+            )
+            if foreign and base.__name__ not in KNOWN.get(base.__module__, ()):
+                raise RecipeError(
+                    f"LongContext with {base.__name__}: its loss was not compared; use Trainer or SFTTrainer"
+                )
 
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
@@ -81,7 +82,8 @@ class LongContext(Base):
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if kwargs.get(name) is not None:
                 raise RecipeError(
-                    f"{name} beside a recipe: it takes the logits of all tokens, which never exist; leave it out"
+                    f"{name} beside a recipe: it takes the logits of all tokens, which never exist; leave "
+                    "it out"
                 )
         if args is None:
             raise RecipeError(
@@ -110,10 +112,18 @@ class LongContext(Base):
         given = self.args.parallelism_config
         if given is not None and not isinstance(given, SharedSequences):
             raise RecipeError(
-                f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, tp_size={given.tp_size} "
+                f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, "
+                f"tp_size={given.tp_size} "
                 "beside a recipe, which makes its own: leave it out"
             )
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
+        if self.recipe.fsdp:
+            # Without it, accelerate's FSDP would hold whole gradients from one micro-batch to the next.
+            config = self.args.accelerator_config
+            config.gradient_accumulation_kwargs = {
+                **(config.gradient_accumulation_kwargs or {}),
+                "sync_each_batch": True,
+            }
         super().create_accelerator_and_postprocess()
 
     def recipe_for(self, ranks: int) -> Recipe:
@@ -183,13 +193,7 @@ class LongContext(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks; a loss counts once for each group of ranks that share a sequence."""
-        first = self._applied is None
-        applied = self.applied
-        if first and applied.sharding == "accelerate" and self.is_fsdp_enabled:
-            raise RecipeError(
-                "evaluation before training with accelerate's FSDP: it shards a model with its optimizer; train "
-                "first, or leave fsdp out of the arguments"
-            )
+        self.applied  # noqa: B018
         self.gather_function = self._gather_losses
         return super().evaluation_loop(*args, **kwargs)
 
@@ -243,7 +247,8 @@ class LongContext(Base):
         folder, scheduler = Path(checkpoint) / FOLDER, Path(checkpoint) / SCHEDULER_NAME
         if not folder.is_dir() or not scheduler.is_file():
             raise CheckpointError(
-                f"{checkpoint} has no {FOLDER} and {SCHEDULER_NAME}: it was saved with another recipe or with "
+                f"{checkpoint} has no {FOLDER} and {SCHEDULER_NAME}: it was saved with another recipe or "
+                "with "
                 "save_only_model; resume from a checkpoint of this trainer"
             )
         load_optimizer(folder, self.applied.inner, self.optimizer)
@@ -260,7 +265,9 @@ class LongContext(Base):
             return
         files = sorted(Path(resume_from_checkpoint).glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{resume_from_checkpoint} has no *.safetensors: give a checkpoint of this trainer")
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no *.safetensors: give a checkpoint of this trainer"
+            )
         load_whole_state(self.model, files)
 
     def _load_best_model(self) -> None:

@@ -69,7 +69,8 @@ def arguments(
         tokens = getattr(made, "max_length", None)
     if tokens is None and isinstance(recipe, str):
         raise RecipeError(
-            f"recipe={recipe!r} without tokens: its tiles derive from the longest row; give tokens, such as 128K"
+            f"recipe={recipe!r} without tokens: its tiles derive from the longest row; give tokens, such as "
+            "128K"
         )
     setattr(made, CHOICE, RecipeChoice(recipe, 1 if tokens is None else parse_tokens(tokens), chosen))
     check_arguments(made)
@@ -83,22 +84,27 @@ _CHECKPOINTING = (
 
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "fp16": ((False,), "gradients would need a loss scale, which no recipe has; use bf16=True"),
-    "bf16": ((False,), "autocast would run around the techniques; make the arguments by lab.hf.arguments, whose "
+    "bf16": ((False,), "autocast would run around the techniques; make the arguments by lab.hf.arguments, "
+    "whose "
              "bf16 sets the recipe's compute_dtype"),
     "label_smoothing_factor": ((0.0, 0), "a recipe's loss is the cross-entropy; set it to 0"),
     "neftune_noise_alpha": ((None,), "noise on embeddings is not supported; leave it out"),
-    "deepspeed": ((None, "", {}), "DeepSpeed's engine and a recipe would both shard the model; leave it out, and "
+    "deepspeed": ((None, "", {}), "DeepSpeed's engine and a recipe would both shard the model; leave it "
+    "out, and "
                   "use fsdp=True in the recipe"),
     "packing": ((False,), "packed documents would attend to each other; set it to False"),
     "eval_packing": ((False, None), "packed documents would attend to each other; set it to False"),
-    "padding_free": ((False,), "rows without padding are one row of several documents, which would attend to each "
+    "padding_free": ((False,), "rows without padding are one row of several documents, which would attend "
+    "to each "
                      "other; set it to False"),
     "loss_type": (("nll",), "a recipe's loss is the cross-entropy; use 'nll'"),
     "activation_offloading": ((False,), "a recipe has its own; use one with offload='inputs'"),
-    "use_liger_kernel": ((False,), "it replaces modules that the techniques call; use loss_kernel='liger' in the "
+    "use_liger_kernel": ((False,), "it replaces modules that the techniques call; use loss_kernel='liger' "
+    "in the "
                          "recipe"),
     "torch_compile": ((False,), "the techniques run uncompiled; use compile='tiles' in the recipe"),
-    "average_tokens_across_devices": ((True,), "the loss of a part of a sequence is a share of all labels; set it to "
+    "average_tokens_across_devices": ((True,), "the loss of a part of a sequence is a share of all labels; "
+    "set it to "
                                       "True"),
     "auto_find_batch_size": ((False,), "a recipe is applied once; ask lab.hf.fit(trainer, ...) instead"),
     "prediction_loss_only": ((True,), "logits of a whole sequence never exist; set it to True"),
@@ -119,7 +125,8 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     choice: RecipeChoice | None = getattr(args, CHOICE, None)
     if choice is None:
         raise RecipeError(
-            "training arguments without a recipe: make them by lab.hf.arguments(TrainingArguments, recipe='upipe', "
+            "training arguments without a recipe: make them by lab.hf.arguments(TrainingArguments, "
+            "recipe='upipe', "
             "...), with SFTConfig for SFTTrainer"
         )
     for name, (works, reason) in _ONLY.items():
@@ -135,7 +142,8 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     config = args.accelerator_config
     if config.dispatch_batches or config.split_batches:
         raise RecipeError(
-            "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the same "
+            "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the "
+            "same "
             "batch themselves; leave both out"
         )
     return choice
@@ -147,7 +155,8 @@ def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -
     said = knobs.get("compute_dtype", said)
     if said != dtype:
         raise RecipeError(
-            f"bf16={dtype is not None} with compute_dtype={said!r} in the recipe: they say different dtypes; leave "
+            f"bf16={dtype is not None} with compute_dtype={said!r} in the recipe: they say different "
+            "dtypes; leave "
             "bf16 out"
         )
     knobs["compute_dtype"] = dtype
