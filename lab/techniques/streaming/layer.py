@@ -52,7 +52,8 @@ def apply_streaming(
 
     With ``segment`` = k > 1, only the input of every k-th layer is kept. When backward reaches the last layer
     of a segment, the segment's layers run forward once more, and each leaves its input and the outputs of its
-    heads on the host. Attention still runs twice forward and once backward per layer.
+    heads on the host. Attention still runs twice forward and once backward per layer. A segment also begins
+    at the first layer that backward reaches, and at a layer whose input a hook changed.
 
     Letters: b rows, s tokens of one rank, E hidden size, H query heads, K key/value heads, D head_dim, C
     ranks of ``group``, L layers, k = ``segment``, U = ``head_chunk``, U_kv = C times the schedule's
