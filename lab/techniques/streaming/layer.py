@@ -21,7 +21,7 @@ from lab.techniques.streaming.passes import StreamedLayer, layer_backward, run_s
 from lab.techniques.streaming.segments import Segment
 from lab.techniques.tiling import check_tile
 from lab.techniques.upipe.schedule import schedule
-from lab.torch_private import is_held_elsewhere, storage_id
+from lab.torch_private import is_held_elsewhere, storage_id, version
 from lab.units import check_counts
 
 
@@ -121,7 +121,7 @@ class _ModelState:
     def __init__(self, segment_length: int, keeps_outputs: bool) -> None:
         self._segment_length, self._keeps_outputs = segment_length, keeps_outputs
         self._segment: Segment | None = None
-        # The output of the newest layer and its version, until the next layer begins.
+        # The output of the newest layer, and how often it was changed in place, until the next layer begins.
         self._output: tuple[Tensor, int] | None = None
 
     def begin_layer(self, index: int, run: _Run, x: Tensor, *, backward_follows: bool) -> None:
@@ -144,7 +144,7 @@ class _ModelState:
         if last:
             self._segment = None
         elif run.segment is not None:
-            self._output = output.detach(), output._version
+            self._output = output.detach(), version(output)
 
 
 @dataclass
@@ -158,13 +158,13 @@ class _Run:
     place: int = 0
 
 
-def _is_unchanged(x: Tensor, output: Tensor, version: int) -> bool:
-    """Return whether ``x`` has the memory of ``output``, which nothing has written since that version."""
+def _is_unchanged(x: Tensor, output: Tensor, changes: int) -> bool:
+    """Return whether ``x`` is ``output``, changed in place as often as ``output`` was then."""
     return (
         storage_id(x.untyped_storage()) == storage_id(output.untyped_storage())
         and (x.shape, x.stride(), x.storage_offset())
         == (output.shape, output.stride(), output.storage_offset())
-        and x._version == version
+        and version(x) == changes
     )
 
 
