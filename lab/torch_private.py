@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, _guards, nn
 from torch._C import _distributed_c10d
 from torch._subclasses import fake_tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor import DTensor
@@ -149,8 +148,8 @@ def is_held_elsewhere(gradient: Tensor) -> bool:
     A hook may have stored the tensor, a view of it, or its storage.
 
     Args:
-        gradient: An argument of ``backward`` of a function with one output, which is decorated with
-            ``once_differentiable``. ``backward`` has no other reference to it, and passes it on directly.
+        gradient: An argument of ``backward`` of a function with one output. ``backward`` has no other
+            reference to it, and passes it on directly.
     """
     return any(count > own for count, own in zip(_references(gradient), _own_references(), strict=True))
 
@@ -171,7 +170,6 @@ def _own_references() -> tuple[int, int, int]:
             return x * 2
 
         @staticmethod
-        @once_differentiable
         def backward(_: Any, gradient: Tensor) -> Tensor:
             counted.append(count_in_callee(gradient))
             return gradient

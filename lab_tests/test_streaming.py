@@ -37,6 +37,10 @@ def loss(model):
     return loss_of(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
 
 
+def trained_gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.fixture(scope="module")
 def plain():
     """A model of five layers, untouched, and its gradients."""
@@ -89,12 +93,81 @@ def test_frozen_weights_get_no_gradient_and_no_stage_of_backward_runs_for_the_ta
     streamed(model, head_chunk=12)
     with Calls() as calls:
         loss(model).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = trained_gradients(model)
     assert error(found, {name: plain[1][name] for name in found}) < 1e-13
     assert len(found) == 4
     # Two stages a layer: five layers run forward and again, all but layer 0 run backward.
     assert calls["attention forward"] == 2 * LAYERS * 2
     assert calls["attention backward"] == (LAYERS - 1) * 2
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("knobs", [{"segment": 3}, {"segment": 4, "attention": True}], ids=str)
+def test_a_segment_begins_at_the_first_layer_that_backward_reaches(plain, knobs, frozen):
+    model = copy.deepcopy(plain[0])
+    model.model.embed_tokens.requires_grad_(False)
+    for layer in model.model.layers[:frozen]:
+        layer.requires_grad_(False)
+    streamed(model, **knobs)
+    loss(model).backward()
+    found = trained_gradients(model)
+    assert {name.split(".")[2] for name in found if "layers" in name} == {*map(str, range(frozen, LAYERS))}
+    assert error(found, {name: plain[1][name] for name in found}) < 1e-13
+
+
+CHANGES = {
+    "another tensor": lambda y: 2 * y,
+    "the same memory": lambda y: y.mul_(2),
+    "a part of the same memory": lambda y: y[:, :-3],
+    "another order": lambda y: y.flip(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_hook_that_changes_what_a_layer_returns_is_part_of_a_segment_that_runs_again(plain, change):
+    models = exact_rotary(copy.deepcopy(plain[0])), copy.deepcopy(plain[0])
+    for model in models:
+        model.model.layers[1].register_forward_hook(lambda *arguments: change(arguments[2]))
+        model.model.layers[2].register_forward_pre_hook(lambda _, arguments: pad(arguments[0]))
+    streamed(models[1], segment=3)
+    for model in models:
+        loss(model).backward()
+    assert error(gradients(models[1]), gradients(models[0])) < 1e-13
+
+
+def pad(x):
+    return x if x.shape[1] == TOKENS else torch.cat([x, x[:, : TOKENS - x.shape[1]]], 1)
+
+
+def test_a_hook_that_cuts_the_graph_ends_a_segment(plain):
+    models = exact_rotary(copy.deepcopy(plain[0])), copy.deepcopy(plain[0])
+    for model in models:
+        model.model.layers[1].register_forward_hook(lambda *arguments: arguments[2].detach())
+        model.model.layers[2].requires_grad_(False)
+    streamed(models[1], segment=5)
+    for model in models:
+        loss(model).backward()
+    found, wanted = (trained_gradients(model) for model in reversed(models))
+    assert found.keys() == wanted.keys()
+    assert error(found, wanted) < 1e-13
+
+
+def test_a_forward_that_fails_leaves_nothing_to_the_next_one(plain):
+    model = copy.deepcopy(plain[0])
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    streamed(model, segment=5)
+    hook = model.model.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss(model)
+    hook.remove()
+    loss(model).backward()
+    found = trained_gradients(model)
+    assert error(found, {name: plain[1][name] for name in found}) < 1e-13
+
+
+def fail(*_):
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize(("knobs", "forwards"), [({}, 2), ({"segment": 2}, 2), ({"attention": True}, 1)])
@@ -233,6 +306,15 @@ def test_a_double_backward_is_refused(plain):
     model = streamed(copy.deepcopy(plain[0]))
     with pytest.raises(RecipeError, match="create_graph=True through a streamed layer"):
         torch.autograd.grad(loss(model), list(model.parameters())[:1], create_graph=True)
+
+
+def test_a_double_backward_is_refused_where_the_first_gradient_has_no_graph(plain):
+    """The gradient of a sum is constant; that of the tiled loss has no graph."""
+    model = streamed(copy.deepcopy(plain[0]))
+    tables = (torch.randn(1, 4, 10, dtype=torch.float64),) * 2
+    y = model.model.layers[0](torch.randn(1, 4, 48, dtype=torch.float64), position_embeddings=tables)
+    with pytest.raises(RecipeError, match="create_graph=True through a streamed layer"):
+        y.sum().backward(create_graph=True)
 
 
 @pytest.mark.parametrize(

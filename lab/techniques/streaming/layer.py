@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
@@ -22,7 +21,7 @@ from lab.techniques.streaming.passes import StreamedLayer, layer_backward, run_s
 from lab.techniques.streaming.segments import Segment
 from lab.techniques.tiling import check_tile
 from lab.techniques.upipe.schedule import schedule
-from lab.torch_private import is_held_elsewhere
+from lab.torch_private import is_held_elsewhere, storage_id, version
 from lab.units import check_counts
 
 
@@ -53,7 +52,8 @@ def apply_streaming(
 
     With ``segment`` = k > 1, only the input of every k-th layer is kept. When backward reaches the last layer
     of a segment, the segment's layers run forward once more, and each leaves its input and the outputs of its
-    heads on the host. Attention still runs twice forward and once backward per layer.
+    heads on the host. Attention still runs twice forward and once backward per layer. A segment also begins
+    at the first layer that backward reaches, and at a layer whose input a hook changed.
 
     Letters: b rows, s tokens of one rank, E hidden size, H query heads, K key/value heads, D head_dim, C
     ranks of ``group``, L layers, k = ``segment``, U = ``head_chunk``, U_kv = C times the schedule's
@@ -110,13 +110,41 @@ def apply_streaming(
         parts.module.forward = _streamed(layer, state, i, last=i == len(decoder.layers) - 1)
 
 
-@dataclass
 class _ModelState:
-    """What the layers of a model share: the settings, and the segment of the newest forward pass."""
+    """What the layers of a model share in a forward pass.
 
-    segment_length: int
-    keeps_outputs: bool
-    segment: Segment | None = None
+    Args:
+        segment_length: k.
+        keeps_outputs: Whether the layers keep the outputs of their heads.
+    """
+
+    def __init__(self, segment_length: int, keeps_outputs: bool) -> None:
+        self._segment_length, self._keeps_outputs = segment_length, keeps_outputs
+        self._segment: Segment | None = None
+        # The output of the newest layer, and how often it was changed in place, until the next layer begins.
+        self._output: tuple[Tensor, int] | None = None
+
+    def begin_layer(self, index: int, run: _Run, x: Tensor, *, backward_follows: bool) -> None:
+        """Give a layer's run its place in a segment.
+
+        Each k-th layer begins a segment. So does a layer whose input is not the output of the layer before
+        it, because a hook changed it, and a layer before which no backward follows: when a segment runs
+        again, each of its layers but the first gets what the layer before it has computed.
+        """
+        output, self._output = self._output, None
+        if index % self._segment_length == 0 or output is None or not _is_unchanged(x, *output):
+            self._segment = None
+        if backward_follows:
+            if self._segment is None:
+                self._segment = Segment(run.cos, run.sin, self._keeps_outputs)
+            run.segment, run.place = self._segment, len(self._segment)
+
+    def end_layer(self, run: _Run, output: Tensor, *, last: bool) -> None:
+        """Note what the next layer of the segment is expected to get; forget the segment after the last."""
+        if last:
+            self._segment = None
+        elif run.segment is not None:
+            self._output = output.detach(), version(output)
 
 
 @dataclass
@@ -128,6 +156,16 @@ class _Run:
     sin: Tensor
     segment: Segment | None = None
     place: int = 0
+
+
+def _is_unchanged(x: Tensor, output: Tensor, changes: int) -> bool:
+    """Return whether ``x`` is ``output``, changed in place as often as ``output`` was then."""
+    return (
+        storage_id(x.untyped_storage()) == storage_id(output.untyped_storage())
+        and (x.shape, x.stride(), x.storage_offset())
+        == (output.shape, output.stride(), output.storage_offset())
+        and version(x) == changes
+    )
 
 
 def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: bool) -> Patch:
@@ -152,14 +190,10 @@ def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: boo
         cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
         parameters = [p for p in module.parameters() if p.requires_grad]
         run = _Run(layer, cos, sin)
-        if torch.is_grad_enabled() and (hidden_states.requires_grad or parameters):
-            run.place = index % state.segment_length
-            if run.place == 0 or state.segment is None:
-                state.segment = Segment(cos, sin, state.keeps_outputs)
-            run.segment = state.segment
-            if last:
-                state.segment = None
+        backward_follows = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(parameters))
+        state.begin_layer(index, run, hidden_states, backward_follows=backward_follows)
         out: Tensor = _StreamedLayer.apply(run, hidden_states, *parameters)  # type: ignore[no-untyped-call]
+        state.end_layer(run, out, last=last)
         return out
 
     return Patch(forward, module.forward)
@@ -182,18 +216,17 @@ class _StreamedLayer(Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
+        if torch.is_grad_enabled():
+            raise RecipeError(
+                "a backward with create_graph=True through a streamed layer, which overwrites its gradients: "
+                "leave create_graph out, or set stream=None"
+            )
         if run.segment is None:
             raise RecipeError(
                 "a second backward through a streamed layer: the first one overwrote what it needs; call "
                 "backward once, without retain_graph, or set stream=None"
-            )
-        if dy.requires_grad:
-            raise RecipeError(
-                "a backward with create_graph=True through a streamed layer, which overwrites its gradients: "
-                "leave create_graph out, or set stream=None"
             )
         segment, run.segment = run.segment, None
         if not dy.is_contiguous():

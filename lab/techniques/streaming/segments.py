@@ -29,6 +29,10 @@ class Segment:
         self._inputs: list[HostTiles | None] = []
         self._tensors: list[HostTensors | None] = []
 
+    def __len__(self) -> int:
+        """Return the number of layers that have run forward."""
+        return len(self._layers)
+
     def keep(self, layer: StreamedLayer, x: Tensor, tensors: HostTensors) -> None:
         """Keep what backward needs of the next layer: of the first one, start to send x to the host.
 
