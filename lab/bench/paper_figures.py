@@ -1,4 +1,4 @@
-"""Figures of papers and guides, one row for each number, with the recipe of this lab that corresponds to it."""
+"""Published figures, one row for each number, with the recipe of this lab that corresponds to it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from lab.training.manifest import (
     newest,
     remove_all_but,
 )
-from lab.units import format_bytes
+from lab.units import format_bytes, parse_file_size
 
 WRITING = timedelta(hours=2)
 """How long a rank waits for the slowest disk; a rank that dies is noticed at once."""
@@ -170,7 +170,7 @@ class _Writer(FileSystemWriter):
         remove_all_but(self._keep, self._whole.parent)
 
 
-def export(folder: Path, out: Path, *, max_file: int = models.MAX_FILE) -> Path:
+def export(folder: Path, out: Path, *, max_file: str | int = models.MAX_FILE) -> Path:
     """Write the newest checkpoint in ``folder`` as a Hugging Face directory ``out``; returns the checkpoint.
 
     Runs in one process, which never holds the whole model: the weights are read and written one file at a
@@ -179,12 +179,15 @@ def export(folder: Path, out: Path, *, max_file: int = models.MAX_FILE) -> Path:
     Args:
         folder: The folder of the checkpoints.
         out: The directory, new or empty.
-        max_file: The most bytes of weights in a file and in memory. A larger tensor has a file of its own.
+        max_file: The most bytes of weights in a file, such as "5GB". A larger tensor has a file of its own.
+            Memory holds a file, and the largest part of a tensor that a rank wrote.
 
     Raises:
+        LabError: ``max_file`` is no size.
         CheckpointError: no checkpoint, one that is damaged, an ``out`` that has something in it or that
             cannot be written.
     """
+    size = parse_file_size(max_file)
     out = out.absolute()
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise CheckpointError(f"{out} is there already: give a folder that is new or empty")
@@ -206,7 +209,7 @@ def export(folder: Path, out: Path, *, max_file: int = models.MAX_FILE) -> Path:
     # A name of its own: a folder that an export which was killed has left is not written into.
     part = out.with_name(f"{out.name}-{uuid4()}{PART}")
     try:
-        models.save(model, part, read, max_file=max_file)
+        models.save(model, part, read, max_file=size)
         for path in (*part.iterdir(), part):
             _sync(path)
         if out.exists():
