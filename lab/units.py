@@ -48,6 +48,15 @@ def parse_disk(text: str | int) -> int:
     return _parse(text, _DISK, "the size of a disk", "4TB, 500GB or 2TiB")
 
 
+def parse_file_size(text: str | int) -> int:
+    """Return the bytes of a file that a text such as ``"5GB"``, or an integer, means; units as of a disk.
+
+    Raises:
+        LabError: It is not a positive whole number of bytes.
+    """
+    return _parse(text, _DISK, "the size of a file", "5GB, 500MB or 2GiB")
+
+
 def parse_rate(text: str | int) -> int:
     """Return the bytes per second that a text such as ``"3GB/s"``, or an integer, means.
 

@@ -1,5 +1,7 @@
 """Checkpoints are written whole, refused for another model or run, and exported to the same logits."""
 
+import ctypes
+import gc
 import json
 import os
 import pickle
@@ -8,10 +10,12 @@ import subprocess
 import threading
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -19,7 +23,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import models
+from lab.commands.cli import main
 from lab.errors import CheckpointError
+from lab.models import weight_files
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.step.on_ranks import make_rank_state
 from lab.step.training_step import NoMeter, make_optimizer, train_step
@@ -27,6 +33,7 @@ from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.loss_file import LossFile
 from lab.training.manifest import Manifest, checkpoints_in, config_document
+from lab.units import MiB
 from lab_tests.support.models import small_config
 from lab_tests.support.training import ROWS, TOKENS
 
@@ -75,6 +82,13 @@ def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, 
     expected = trained(input_ids=ids).logits
     torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=0, atol=0)
     assert not torch.allclose(untrained(input_ids=ids).logits, expected)
+    export(tmp_path, tmp_path / "several", max_file="30KB")
+    assert len(list((tmp_path / "several").glob("model-*.safetensors"))) > 3
+    for whole in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "several"),
+        models.build(tmp_path / "several"),
+    ):
+        torch.testing.assert_close(dict(whole.state_dict()), held, rtol=0, atol=0)
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -385,6 +399,63 @@ def test_what_was_never_whole_is_removed_and_never_gone_on_from(train, tmp_path)
     assert not list(run.glob("*.part"))
 
 
+def test_an_export_that_is_interrupted_leaves_nothing(train, tmp_path, monkeypatch):
+    train()
+    save_file, written = weight_files.save_file, []
+
+    def interrupted(tensors, path, metadata):
+        assert not (tmp_path / "out").exists()
+        if written:
+            raise KeyboardInterrupt
+        written.append(path)
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(weight_files, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path / "run", tmp_path / "out", max_file="20KB")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out")) == []
+    assert written[0].parent.name.endswith(".part")
+
+
+def test_the_command_takes_the_largest_file(train, tmp_path):
+    train()
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--max-file", "20KB"]
+    exported = CliRunner().invoke(main, words)
+    assert exported.stdout == f"{tmp_path / 'run' / 'step-00000002'} is now in {tmp_path / 'out'}\n"
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+def memory(name):
+    """A line of this process's status, in bytes."""
+    [line] = [s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+def test_an_export_never_holds_the_whole_model(alone, tmp_path):
+    """Beside a file and a tensor, it holds the two blocks of 16 MiB of a checksum."""
+    config = small_config(hidden_size=516, intermediate_size=2048, num_hidden_layers=7, vocab_size=1500)
+    model = models.build(config)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    checkpoints = Checkpointer(tmp_path / "run", keep=1)
+    facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 1, step=1)
+    checkpoints.save(model, torch.optim.SGD(model.parameters()), facts)
+    checkpoints.close()
+    # Memory that was freed and not given back would hide as much of the export's.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew.
+    except OSError as error:
+        pytest.skip(f"the peak of a process cannot be reset here: {error}")
+    before = memory("VmRSS")
+    export(tmp_path / "run", tmp_path / "out", max_file=8 * MiB)
+    held = memory("VmHWM") - before
+    assert held <= 8 * MiB + largest + 32 * MiB + 4 * MiB < whole / 1.9
+    exported = models.build(tmp_path / "out")
+    torch.testing.assert_close(dict(exported.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
 @pytest.fixture
 def full(tmp_path):
     """Mounts a file system of so many bytes at a folder."""
@@ -448,14 +519,16 @@ def test_wherever_the_disk_is_full_it_is_said(alone, tmp_path, full, room):
         checkpoints.wait()
 
 
-def test_an_export_that_a_full_disk_does_not_take(train, tmp_path, full):
+@pytest.mark.parametrize("max_file", ["5GB", "20KB"])
+def test_an_export_that_a_full_disk_does_not_take(train, tmp_path, full, max_file):
     train()
     disk = full(64 * 1024)
     with pytest.raises(
         CheckpointError, match=r"out could not be written: .*; .*step-00000002 stays$"
     ) as refused:
-        export(tmp_path / "run", disk / "out")
+        export(tmp_path / "run", disk / "out", max_file=max_file)
     assert "No space left on device" in str(refused.value)
+    assert "\n" not in str(refused.value)
     assert not list(disk.iterdir())
 
 

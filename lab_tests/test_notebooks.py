@@ -30,6 +30,9 @@ SMALL = {
         "stacks": "['upipe']",
         "ablation": "False",
         "searched": "[]",
+        "trl_ranks": "[]",
+        "stages": "[1, 2]",
+        "stage_tokens": "128K",
     },
     "08_road_to_5m": {
         "model": "{model}",

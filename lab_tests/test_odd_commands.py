@@ -101,6 +101,7 @@ COMMANDS = [
     "export nowhere out",
     "export file out",
     "export folder file",
+    *with_value("export folder new", "--max-file", BYTES),
     *(f"execute {name}" for name in ["not_json.ipynb", "future.ipynb", "syntax.ipynb", "folder", LONG]),
     *with_value("execute 00_memory_wall", "--out", ["file", "file/below", LONG]),
     "execute 00_memory_wall -p nothing 3",

@@ -28,11 +28,17 @@ def test_the_figures_are_the_papers():
     assert one(what="model state", method="plain").value == 119
     assert one(what="longest context", ranks=16, model="llama3-8b", method="upipe").value == 8 * Mi
     assert one(what="memory", model="llama3.2-3b").value == 37
+    trl = {(row.what, row.ranks, row.tokens): (row.value, row.unit) for row in rows(method="trl")}
+    assert trl == {
+        ("step", 8, Mi): (380, "s"),
+        ("memory", 8, Mi): (56.2, "GB a GPU"),
+        ("step", 16, 2 * Mi): (696, "s"),
+    }
 
 
 def test_each_number_stands_once_with_unit_and_source():
     found = rows()
-    assert len(found) == 2 * 5 * 8 + 7 * 3 + (4 + 2 + 4) + 6 * 3 + 3 + 1
+    assert len(found) == 2 * 5 * 8 + 7 * 3 + (4 + 2 + 4) + 6 * 3 + 3 + 1 + 3
     places = Counter((r.what, r.model, r.ranks, r.method, r.tokens, r.source) for r in found)
     assert set(places.values()) == {1}
     assert all(row.unit and row.source for row in found)
@@ -60,6 +66,9 @@ def test_the_names_of_methods_are_read_as_what_they_stand_for():
     assert loss.knobs == {"ulysses": 1, "ring": 1, "loss_tile": 16 * Ki}
     assert both.knobs == {"ulysses": 8, "ring": 1, "loss_tile": 16 * Ki, "offload": "inputs"}
     assert "optimizer offload" in both.differs
+    guide = one(what="step", ranks=16, method="trl")
+    assert (guide.rung, guide.knobs) == ("offload", {"ulysses": 1, "ring": 16, "loss_tile": 16 * Ki})
+    assert "does not state" in guide.differs
 
 
 def test_contexts_of_a_broken_million_are_whole_and_a_step_is_taken_at_its_methods_longest():

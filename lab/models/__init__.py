@@ -7,8 +7,10 @@ from lab import load_on_first_use
 if TYPE_CHECKING:
     from lab.models.load import ModelLike, Outline, build, config_of, outline, save, shape_of
     from lab.models.small_copies import small_copy
+    from lab.models.weight_files import MAX_FILE, weights_of
 
 __all__ = [
+    "MAX_FILE",
     "ModelLike",
     "Outline",
     "build",
@@ -17,11 +19,13 @@ __all__ = [
     "save",
     "shape_of",
     "small_copy",
+    "weights_of",
 ]
 
 __getattr__ = load_on_first_use(
     __name__,
     {
+        "MAX_FILE": "lab.models.weight_files",
         "ModelLike": "lab.models.load",
         "Outline": "lab.models.load",
         "build": "lab.models.load",
@@ -30,5 +34,6 @@ __getattr__ = load_on_first_use(
         "save": "lab.models.load",
         "shape_of": "lab.models.load",
         "small_copy": "lab.models.small_copies",
+        "weights_of": "lab.models.weight_files",
     },
 )

@@ -8,17 +8,17 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -33,7 +33,7 @@ from lab.decoder import SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
 from lab.models.first_values import fill
 from lab.models.presets import PRESETS
-from lab.models.weight_files import WeightFiles, allocate
+from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
 from lab.techniques.rope import check_rope
 from lab.torch_private import detect_fake_mode
@@ -173,14 +173,31 @@ def build(
     return empty.model
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model as a Hugging Face directory.
+def save(
+    model: PreTrainedModel, folder: Path, read: ReadWeights | None = None, *, max_file: int = MAX_FILE
+) -> None:
+    """Write a model as a Hugging Face directory, as ``save_pretrained`` does, with one file in memory.
 
-    transformers imports DeepSpeed here if it and accelerate are installed, and DeepSpeed logs to stdout. Its
-    lines are sent to stderr, because stdout has the answer of a command and nothing else.
+    Args:
+        model: The model. Its parameters may be on the meta device if ``read`` is given.
+        folder: The folder, which is made.
+        read: Returns the values of parameters by name, for one file at a time; None stands for the model's.
+        max_file: The most bytes of weights in a file.
+
+    Raises:
+        OSError, SafetensorError: A file cannot be written.
     """
-    with redirect_stdout(sys.stderr):
-        model.save_pretrained(folder)
+    weights = weights_of(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = copy.deepcopy(model.config)
+    config.dtype, config.architectures = model.dtype, [type(model).__name__]
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    write_weights(weights, folder, read or partial(_values, weights), max_file)
+
+
+def _values(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    return {name: weights[name].detach() for name in names}
 
 
 def _folder(model: str | Path | Callable[[], object]) -> Path | None:

@@ -1,14 +1,17 @@
-"""Parameters without memory are allocated, and read from safetensors one shard at a time."""
+"""Parameters without memory are allocated; weights are read from safetensors by shards, written by files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 from zlib import crc32
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -16,8 +19,16 @@ from lab.errors import ModelError
 from lab.models.first_values import shard_of
 from lab.torch_private import offloaded_parameters, reset_shards
 
+INDEX = "model.safetensors.index.json"
+
 COMPARED_ELEMENTS = 2**22
 """How many elements of two tied tensors are compared at once."""
+
+MAX_FILE = 5 * 10**9
+"""The largest file of weights, in bytes."""
+
+ReadWeights: TypeAlias = Callable[[list[str]], Mapping[str, Tensor]]
+"""Returns the weights of these names; they are let go before the next ones are asked for."""
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -42,6 +53,59 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             reset_shards(module)
 
 
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's own tensors by name, the live ones; a head that is the embedding counts once."""
+    weights: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not any(tensor is seen for seen in weights.values()):
+            weights[name] = tensor
+    return weights
+
+
+def write_weights(weights: Mapping[str, Tensor], folder: Path, read: ReadWeights, max_file: int) -> None:
+    """Write weights as safetensors: ``model.safetensors``, or several files and their index.
+
+    It holds the tensors of one file at a time, and no copy of them. torch's ``HuggingFaceStorageWriter``
+    would hold each file three times: its tensors, and its bytes twice.
+
+    Args:
+        weights: Shapes and dtypes by name; on the meta device too.
+        folder: The folder.
+        read: Returns the values, for one file at a time.
+        max_file: The most bytes of tensors in a file. A tensor of more bytes has a file of its own.
+
+    Raises:
+        OSError, SafetensorError: A file cannot be written.
+    """
+    groups = list(_groups(weights, max_file))
+    places: dict[str, str] = {}
+    for number, names in enumerate(groups, 1):
+        several = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
+        file = f"model{several}.safetensors"
+        save_file(dict(read(names)), folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    if len(groups) > 1:
+        totals = {
+            "total_parameters": sum(weight.numel() for weight in weights.values()),
+            "total_size": sum(weight.nbytes for weight in weights.values()),
+        }
+        index = json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True)
+        (folder / INDEX).write_text(index + "\n", encoding="utf-8")
+
+
+def _groups(weights: Mapping[str, Tensor], max_file: int) -> Iterator[list[str]]:
+    """Yield the names of each file's tensors, in the order of the model."""
+    names: list[str] = []
+    size = 0
+    for name, weight in weights.items():
+        if names and size + weight.nbytes > max_file:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += weight.nbytes
+    yield names
+
+
 class WeightFiles:
     """The safetensors files of a directory in the Hugging Face layout.
 
@@ -51,7 +115,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+        single, index = folder / "model.safetensors", folder / INDEX
         self._files: dict[str, Path] = {}
         if single.is_file():
             with safe_open(single, framework="pt") as file:

@@ -70,23 +70,25 @@ class CheckpointReader(FileSystemReader):
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the metadata of all ranks.
+        """Return the metadata of all ranks; the index is read once.
 
         Raises:
             CheckpointError: The index is damaged; or it has a tensor whose chunks are not exactly the tensor,
                 or a chunk that is not in a file of the folder.
         """
-        path = self._checkpoint / FILE
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-            metadata = _metadata(entries, self._checkpoint)
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        path = self.checkpoint / FILE
+        if self._metadata is None:
+            try:
+                entries = json.loads(path.read_text(encoding="utf-8"))
+                self._metadata = _metadata(entries, self.checkpoint)
+            except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters.
@@ -97,7 +99,7 @@ class CheckpointReader(FileSystemReader):
         dtypes = {value.properties.dtype for value in self._tensors().values()}
         if len(dtypes) != 1:
             raise CheckpointError(
-                f"{self._checkpoint / FILE} is damaged: its parameters have {len(dtypes)} dtypes, not one"
+                f"{self.checkpoint / FILE} is damaged: its parameters have {len(dtypes)} dtypes, not one"
             )
         return dtypes.pop()
 
@@ -122,7 +124,7 @@ class CheckpointReader(FileSystemReader):
         for name in sorted(there.keys() | here.keys()):
             if there.get(name) != here.get(name):
                 raise CheckpointError(
-                    f"{self._checkpoint} is damaged: {abbreviate(name)} is {there.get(name, 'missing')}, and "
+                    f"{self.checkpoint} is damaged: {abbreviate(name)} is {there.get(name, 'missing')}, and "
                     f"{here.get(name, 'missing')} in a model of its config"
                 )
 

@@ -32,11 +32,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from lab import models
 from lab.errors import CheckpointError, ModelError
-from lab.torch_private import FakeTensorMode
 from lab.training.checkpoint_reader import CheckpointReader, write_index
 from lab.training.manifest import (
     PART,
@@ -47,7 +46,7 @@ from lab.training.manifest import (
     newest,
     remove_all_but,
 )
-from lab.units import format_bytes
+from lab.units import format_bytes, parse_file_size
 
 WRITING = timedelta(hours=2)
 """How long a rank waits for the slowest disk; a rank that dies is noticed at once."""
@@ -100,7 +99,7 @@ class Checkpointer:
         Raises:
             CheckpointError: what it holds is not this model's.
         """
-        _load(checkpoint, _state(model, optimizer), self._group)
+        _load(CheckpointReader(checkpoint), _state(model, optimizer), self._group)
 
     def wait(self) -> None:
         """Wait until the last save is whole on disk.
@@ -165,21 +164,30 @@ class _Writer(FileSystemWriter):
                     )
         write_index(self._part, metadata)
         self._manifest.complete(self._part)
-        _sync_folder(self._part)
+        _sync(self._part)
         self._part.rename(self._whole)
-        _sync_folder(self._whole.parent)
+        _sync(self._whole.parent)
         remove_all_but(self._keep, self._whole.parent)
 
 
-def export(folder: Path, out: Path) -> Path:
+def export(folder: Path, out: Path, *, max_file: str | int = models.MAX_FILE) -> Path:
     """Write the newest checkpoint in ``folder`` as a Hugging Face directory ``out``; returns the checkpoint.
 
-    Runs in one process and holds the whole model; the optimizer's state is not read.
+    Runs in one process, which never holds the whole model: the weights are read and written one file at a
+    time. The optimizer's state is only checked.
+
+    Args:
+        folder: The folder of the checkpoints.
+        out: The directory, new or empty.
+        max_file: The most bytes of weights in a file, such as "5GB". A larger tensor has a file of its own.
+            Memory holds a file, and the largest part of a tensor that a rank wrote.
 
     Raises:
+        LabError: ``max_file`` is no size.
         CheckpointError: no checkpoint, one that is damaged, an ``out`` that has something in it or that
             cannot be written.
     """
+    size = parse_file_size(max_file)
     out = out.absolute()
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise CheckpointError(f"{out} is there already: give a folder that is new or empty")
@@ -187,27 +195,36 @@ def export(folder: Path, out: Path) -> Path:
         raise CheckpointError(f"{out} has the place of a checkpoint: give a folder outside of {folder}")
     checkpoint, manifest = newest(folder)
     reader = CheckpointReader(checkpoint)
-    config, weights = _outline(manifest, checkpoint)
+    model = _skeleton(manifest, checkpoint)
+    weights = models.weights_of(model)
     reader.check_sizes(weights)
-    model = models.build(config)
     model.to(dtype=reader.dtype())  # type: ignore[call-arg]
-    _load(checkpoint, {"model": _weights(model)}, None)
     model.config.use_cache = True
+
+    def read(names: list[str]) -> dict[str, Tensor]:
+        values = {name: torch.empty_like(weights[name], dtype=model.dtype, device="cpu") for name in names}
+        _load(reader, {"model": values}, None)
+        return values
+
     # A name of its own: a folder that an export which was killed has left is not written into.
     part = out.with_name(f"{out.name}-{uuid4()}{PART}")
     try:
-        models.save(model, part)
+        models.save(model, part, read, max_file=size)
+        for path in (*part.iterdir(), part):
+            _sync(path)
         if out.exists():
             out.rmdir()
         part.rename(out)
+        _sync(out.parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(f"{out} could not be written: {error}; {checkpoint} stays") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return checkpoint
 
 
-def _outline(manifest: Manifest, checkpoint: Path) -> tuple[PretrainedConfig, dict[str, Tensor]]:
-    """Return the config in a manifest, and the parameters of its model by name, as fake tensors.
+def _skeleton(manifest: Manifest, checkpoint: Path) -> PreTrainedModel:
+    """Return the model of the config in a manifest, on the meta device.
 
     Raises:
         CheckpointError: The config would be refused in a model's directory, too.
@@ -215,26 +232,24 @@ def _outline(manifest: Manifest, checkpoint: Path) -> tuple[PretrainedConfig, di
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(manifest.config), encoding="utf-8")
         try:
-            config = models.config_of(folder)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                return config, _weights(models.build(config, weights=False))
+            return models.outline(folder).model
         except ModelError as error:
             said = str(error).replace(folder, "its config")
             raise CheckpointError(f"{checkpoint} is damaged: {said}") from error
 
 
-def _load(checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def _load(reader: CheckpointReader, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Read into the tensors of ``state``, with the ranks of a group or in one process."""
     try:
         with warnings.catch_warnings():
             # That it reads in one process, which is what is asked for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            reader = CheckpointReader(checkpoint)
             # Torch would answer a file that is refused with a traceback in the log, and with another reason.
             reader.read_metadata()
             load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CheckpointError(f"{checkpoint} cannot be read into this model: {_cause(error)}") from error
+        said = f"{reader.checkpoint} cannot be read into this model: {_cause(error)}"
+        raise CheckpointError(said) from error
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -243,18 +258,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     Torch's own ``get_state_dict`` would do the same for optimizers whose state is not made yet; this lab's
     always is, so what is saved and what is loaded into are the same tensors.
     """
-    weights = _weights(model)
+    weights = models.weights_of(model)
     moments = {name: optimizer.state[weight] for name, weight in weights.items() if weight in optimizer.state}
     return {"model": weights, "optimizer": moments}
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state by name; a head that is the embedding counts once."""
-    weights: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not any(tensor is seen for seen in weights.values()):
-            weights[name] = tensor
-    return weights
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -269,9 +275,9 @@ def _cause(error: CheckpointException) -> str:
     return f"{message} (rank {rank})"
 
 
-def _sync_folder(folder: Path) -> None:
-    """Have a folder's names on disk, as fsync has a file's bytes."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Have a file's bytes on disk, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

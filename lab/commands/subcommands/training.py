@@ -167,12 +167,13 @@ def train(
 @click.command()
 @click.argument("checkpoint", type=path)
 @click.argument("out", type=path)
+@click.option("--max-file", metavar="BYTES", default="5GB", help="Of weights in a file, and in memory. [5GB]")
 @one_line_errors
-def export(checkpoint: Path, out: Path) -> None:
+def export(checkpoint: Path, out: Path, max_file: str) -> None:
     """Write the newest checkpoint in the folder CHECKPOINT as a Hugging Face directory OUT."""
     from lab.training.checkpoints import export
 
-    click.echo(f"{export(checkpoint, out)} is now in {out}")
+    click.echo(f"{export(checkpoint, out, max_file=max_file)} is now in {out}")
 
 
 def _train_as_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -> None:
