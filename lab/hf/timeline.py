@@ -176,7 +176,7 @@ class MemoryTimeline(TrainerCallback):
     def _begin(self, state: TrainerState) -> None:
         trainer = self._trainer
         step, steps = state.global_step, state.max_steps
-        self._title = f"{type(inner_model(trainer.model)).__name__} · step {step + 1} of {steps}"
+        self._title = f"{type(trainer).__name__} · step {step + 1} of {steps}"
         self._live(Started(self._stop, 1))
         self._meter = Meter(lambda rows: self._live(Progress(0, 1, step, steps, None, rows)), first_step=step)
         self._measured.enter_context(self._meter.measure(_measured_model(trainer.model), trainer.optimizer))
