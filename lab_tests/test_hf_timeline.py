@@ -1,4 +1,4 @@
-"""The callback that shows the memory of a Trainer's step: the same losses, files, logs, and what is refused."""
+"""The callback that shows the memory of a Trainer's step: losses, files, logs, and what is refused."""
 
 import json
 from collections.abc import Iterator
@@ -181,7 +181,7 @@ class Failure(TrainerCallback):
 def test_an_error_in_the_step_passes_on_and_leaves_what_was_measured(tmp_path: Path) -> None:
     callback = lab.hf.MemoryTimeline()
     failing = trainer(tmp_path, callback, Failure(step=2))
-    with pytest.raises(RuntimeError, match="^failed in the middle$"):
+    with pytest.raises(RuntimeError, match=r"^failed in the middle$"):
         failing.train()
     assert callback.timeline is not None
     assert [phase for phase, *_ in callback.timeline.spans()] == ["forward", "backward", "optimizer"]
@@ -198,7 +198,7 @@ def test_an_error_in_the_step_passes_on_and_leaves_what_was_measured(tmp_path: P
 def test_an_error_in_another_step_leaves_nothing(tmp_path: Path) -> None:
     callback = lab.hf.MemoryTimeline(step=3)
     failing = trainer(tmp_path, callback, Failure(step=2))
-    with pytest.raises(RuntimeError, match="^failed in the middle$"):
+    with pytest.raises(RuntimeError, match=r"^failed in the middle$"):
         failing.train()
     assert callback.timeline is None
     assert not (tmp_path / "memory_timeline.json").exists()
@@ -260,13 +260,13 @@ def test_a_notebook_draws_the_step_while_it_runs_and_can_stop_training(
 
 @pytest.mark.parametrize("step", [0, -2, 1.5, True, (2,), "2"])
 def test_a_step_is_one_number(step: Any) -> None:
-    with pytest.raises(LabError, match="^step=.*: give the number of one training step, counted from 1$"):
+    with pytest.raises(LabError, match=r"^step=.*: give the number of one training step, counted from 1$"):
         lab.hf.MemoryTimeline(step)
 
 
 def test_what_would_be_measured_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twice = trainer(tmp_path, lab.hf.MemoryTimeline(), lab.hf.MemoryTimeline(step=3))
-    with pytest.raises(LabError, match="^two MemoryTimelines in one trainer"):
+    with pytest.raises(LabError, match=r"^two MemoryTimelines in one trainer"):
         twice.train()
     check_left(twice)
     one = trainer(tmp_path, lab.hf.MemoryTimeline())

@@ -138,7 +138,7 @@ class MemoryTimeline(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add to the logs of training, which all ranks write together; those of evaluation stay as they are."""
+        """Add to the logs of training, which all ranks make together, and not to those of evaluation."""
         if not logs or not logs.keys() & {"learning_rate", "train_runtime"}:
             return
         accelerator = self._trainer.accelerator
@@ -229,7 +229,7 @@ class MemoryTimeline(TrainerCallback):
         return run
 
     def _leave_after_errors(self, run_epoch: Callable[..., Any]) -> Callable[..., Any]:
-        """Stop measuring when an error, an interrupt or the end of the data ends the epoch inside of a step."""
+        """Stop measuring where an error or the end of the data ends an epoch inside of a step."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -290,7 +290,8 @@ def _check(trainer: Trainer) -> None:
         raise LabError("two MemoryTimelines in one trainer would measure each other: give one")
     if args.n_gpu > 1:
         raise LabError(
-            f"MemoryTimeline in one process that sees {args.n_gpu} GPUs: start one process for each by torchrun"
+            f"MemoryTimeline in one process that sees {args.n_gpu} GPUs: start one process for each GPU by "
+            "torchrun"
         )
     if trainer.is_deepspeed_enabled:
         raise LabError(
@@ -306,13 +307,13 @@ def _check(trainer: Trainer) -> None:
         )
     if getattr(args, "activation_offloading", False) and args.device.type == "cuda":
         raise LabError(
-            "MemoryTimeline with activation_offloading=True: its host memory would count as the device's; set it "
-            "to False"
+            "MemoryTimeline with activation_offloading=True: its host memory would count as the device's; set "
+            "it to False"
         )
 
 
 def _measured_model(model: Any) -> Any:
-    """Return the model whose modules and parameters the timeline names: inside of PEFT's, that of transformers."""
+    """Return the model whose modules and parameters the timeline names: that inside of PEFT's."""
     inner = inner_model(model)
     # Prompt tuning has parameters around it.
     return inner if set(model.parameters()) <= set(inner.parameters()) else model
