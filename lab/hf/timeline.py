@@ -307,8 +307,8 @@ def _check(trainer: Trainer) -> None:
         )
     if getattr(args, "activation_offloading", False) and args.device.type == "cuda":
         raise LabError(
-            "MemoryTimeline with activation_offloading=True: its host memory would count as the device's; set "
-            "it to False"
+            "MemoryTimeline with activation_offloading=True: its host memory would count as the device's; "
+            "set it to False"
         )
 
 
