@@ -141,6 +141,7 @@ class Meter(Observer):
         every_operator: Whether the timeline has rows of the operators that change no bytes, too.
         run: Runs each operator, given with its arguments, and returns its result. A plan gives the method
             that counts what the operator costs: one dispatch mode takes less time than two.
+        first_step: The number of the first step that is measured, counted from 0.
     """
 
     def __init__(
@@ -155,10 +156,11 @@ class Meter(Observer):
         run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda func, args, kwargs: func(
             *args, **kwargs
         ),
+        first_step: int = 0,
     ) -> None:
         super().__init__()
         self.rows = TimelineBuilder()
-        self._step = -1
+        self._step = first_step - 1
         self._on_growth, self._interval = on_growth, interval
         self._sent, self._sent_at = 0, 0.0
         self._clock, self._start = clock, clock()
@@ -206,7 +208,9 @@ class Meter(Observer):
             if parameter.grad is not None:
                 self._mark([(name, parameter.grad)], HOST if parameter in on_host else GRADIENTS)
         for owner, values in optimizer.state.items() if optimizer is not None else ():
-            state = ((names.get(owner, ""), value) for value in values.values())
+            # Some optimizers have numbers beside tensors.
+            tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
+            state = ((names.get(owner, ""), tensor) for tensor in tensors)
             self._mark(state, HOST if owner in on_host else OPTIMIZER)
         self._model = model
         hooks = [hook for path, module in model.named_modules() for hook in self._follow(path, module)]

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from lab.show.figures import timeline
+from lab.show.figures import HasTimelines, timeline
 from lab.show.live.messages import Names, browser_message
 from lab.show.live.widget import CellOutput, TimelineWidget, is_in_browser
 from lab.show.picture import Picture
-from lab.training.records import Ended, Progress, Run, Started
+from lab.training.records import Ended, Progress, Started
 
 _WARM_UP = 0.4
 """Seconds for which the first messages are held back: a browser that still loads the script loses them."""
@@ -40,12 +40,12 @@ class LiveTimeline:
         self._view: _View | None = None
         self._stop: Callable[[], None] = _do_nothing
 
-    def __call__(self, message: Started | Progress | Run | Ended) -> None:
-        """Draw a message of a rank; at the end of the run, leave its picture."""
+    def __call__(self, message: Started | Progress | HasTimelines | Ended) -> None:
+        """Draw a message of a rank; at the end, given the run or another result, leave its picture."""
         if isinstance(message, Started):
             self._stop = message.stop
-            self._open(f"starting {message.ranks} ranks")
-        elif isinstance(message, Run):
+            self._open(f"starting {message.ranks} rank{'s' if message.ranks > 1 else ''}")
+        elif isinstance(message, HasTimelines):
             self._finish(message)
         elif isinstance(message, Ended):
             self._discard()
@@ -58,7 +58,7 @@ class LiveTimeline:
         if self._view is None and (self._display or is_in_browser()):
             self._view = _View(self._height, self._stop, self._display or CellOutput(), waiting)
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: HasTimelines) -> None:
         drawn = timeline(run)
         picture = Picture(drawn.figure, drawn.text)
         if self._view is None:

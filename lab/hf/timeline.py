@@ -1,0 +1,335 @@
+"""The memory of one step of a Trainer, measured by a callback."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from lab.errors import LabError
+from lab.hf.applying import inner_model
+from lab.hf.trainer import LongContext
+from lab.memory.cuda import AllocatedPeak
+from lab.memory.export import write_chrome_trace
+from lab.memory.meter import Meter
+from lab.memory.timeline import Timeline
+from lab.show.figures import timeline as draw
+from lab.show.live.timeline import live
+from lab.torch_private import uncompiled
+from lab.training.records import Ended, Progress, Started
+
+FILE = "memory_timeline"
+"""The files' name in the output directory, without what says the rank and the format."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeteredStep:
+    """One measured step, as ``lab.show`` takes it; ``timelines`` has that of this rank alone."""
+
+    title: str
+    timelines: tuple[Timeline, ...]
+
+
+class MemoryTimeline(TrainerCallback):
+    """Shows the memory of a training step: ``Trainer(..., callbacks=[lab.hf.MemoryTimeline()])``.
+
+    It works with ``Trainer`` and ``SFTTrainer``, with and without ``lab.hf.LongContext``, and changes no
+    number of the training. Every operator of one optimizer step is measured, from the first forward of its
+    micro-batches to the optimizer; evaluation is not. The measured step takes longer, and all others take
+    the same time as without the callback.
+
+    - In a notebook the timeline is drawn while the step runs. When it has ended, its picture is displayed,
+      and a click on it shows who holds the bytes; a script prints the peak in a line.
+    - ``args.output_dir`` gets ``memory_timeline.json``, which ``Timeline.from_json`` reads,
+      ``memory_timeline.png``, and ``memory_timeline.trace.json`` for https://ui.perfetto.dev. They are those
+      of rank 0; every other rank writes ``memory_timeline_rank1.json`` and so on. After an error in the step
+      they have what was measured until then.
+    - Trainer's logs, and so whatever ``report_to`` names, get beside the loss:
+
+      - ``tokens_per_second``: the tokens of all ranks, padding included, over the seconds of the steps since
+        the log before. Neither the measured step counts nor the time between steps, such as evaluation.
+      - ``device_peak_bytes``, and ``host_peak_bytes`` where there are any: the most bytes that a rank held in
+        the measured step, once, in the log after it.
+      - ``allocated_peak_bytes`` on CUDA: the most bytes that the allocator of a rank has held since training
+        began. For that, the allocator's own peak is reset at the beginning.
+
+    Args:
+        step: The optimizer step to measure, counted from 1 where training begins or resumes. By default the
+            second, because the first makes the optimizer's state.
+
+    Attributes:
+        step: The same.
+        timeline: The timeline of this rank; None until the step has run.
+
+    Raises:
+        LabError: A step that is no number from 1 on. When training begins: a second MemoryTimeline; one
+            process that trains on several GPUs; DeepSpeed's engine, FSDP version 1, a compiled model, or
+            TRL's offloading of activations on CUDA, whose bytes the meter would miss or misplace.
+    """
+
+    def __init__(self, step: int = 2) -> None:
+        if type(step) is not int or step < 1:
+            raise LabError(f"step={step!r}: give the number of one training step, counted from 1")
+        self.step = step
+        self.timeline: Timeline | None = None
+        # What is undone when training ends, and when the measured step ends.
+        self._training, self._measured = ExitStack(), ExitStack()
+
+    # ---- Trainer's events --------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Prepare to count tokens, and to be told of errors."""
+        trainer = _calling_trainer()
+        _check(trainer)
+        self._training.close()
+        self._trainer, self.timeline = trainer, None
+        self._first, self._stopped = state.global_step, False
+        self._live = live() if state.is_world_process_zero else _show_nothing
+        self._allocated = AllocatedPeak(args.device)
+        self._step_tokens = self._tokens = 0
+        self._seconds = 0.0
+        self._peaks = (0, 0)
+        # What the first adds to the logs is reported by those behind it.
+        handler = trainer.callback_handler
+        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
+        self._training.enter_context(_replaced(trainer, "training_step", self._count_tokens))
+        self._training.enter_context(_replaced(trainer, "_run_epoch", self._leave_after_errors))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Begin to measure, if it is this step."""
+        if state.global_step == self._first + self.step - 1:
+            self._begin(state)
+        self._began = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """End the measurement, or count the time that the step took."""
+        if state.global_step == self._first + self.step:
+            self._measured.close()
+            self._finish()
+        else:
+            if args.device.type == "cuda":
+                torch.cuda.synchronize()
+            self._seconds += time.perf_counter() - self._began
+            self._tokens += self._step_tokens
+        self._step_tokens = 0
+        control.should_training_stop |= self._stopped
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add to the logs of training, which all ranks make together, and not to those of evaluation."""
+        if not logs or not logs.keys() & {"learning_rate", "train_runtime"}:
+            return
+        accelerator = self._trainer.accelerator
+        own = [self._tokens, *self._peaks, self._allocated.bytes() or 0]
+        ranks = accelerator.gather(torch.tensor(own, device=accelerator.device)).view(-1, len(own))
+        device, host, allocated = ranks[:, 1:].amax(0).tolist()
+        values = {
+            "device_peak_bytes": device,
+            "host_peak_bytes": host,
+            "allocated_peak_bytes": allocated,
+        }
+        if self._seconds:
+            tokens = int(ranks[:, 0].sum()) // _ranks_of_a_batch(self._trainer)
+            values["tokens_per_second"] = tokens / self._seconds
+        values = {name: value for name, value in values.items() if value}
+        logs.update(values)
+        # Trainer has copied the logs before this event.
+        state.log_history[-1].update(values)
+        self._tokens, self._seconds, self._peaks = 0, 0.0, (0, 0)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Warn if the step did not come."""
+        self._training.close()
+        if self.timeline is None:
+            warnings.warn(
+                f"MemoryTimeline(step={self.step}) measured nothing: training ended after "
+                f"{state.global_step - self._first} steps; give an earlier step",
+                stacklevel=2,
+            )
+
+    # ---- the measured step -------------------------------------------------------------------------------
+
+    def _begin(self, state: TrainerState) -> None:
+        trainer = self._trainer
+        step, steps = state.global_step, state.max_steps
+        self._title = f"{type(trainer).__name__} · step {step + 1} of {steps}"
+        self._live(Started(self._stop, 1))
+        self._meter = Meter(lambda rows: self._live(Progress(0, 1, step, steps, None, rows)), first_step=step)
+        self._measured.enter_context(self._meter.measure(_measured_model(trainer.model), trainer.optimizer))
+        self._phase = self._measured.enter_context(ExitStack())
+        self._measured.enter_context(_replaced(trainer.accelerator, "backward", self._name_phases))
+        self._enter("forward")
+
+    def _enter(self, phase: str) -> None:
+        self._phase.close()
+        self._phase.enter_context(self._meter.phase(phase))
+
+    def _name_phases(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Name what is before a backward, the backward, and what is after it."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            self._enter("backward")
+            backward(*args, **kwargs)
+            # After the last micro-batch the gradients are clipped.
+            self._enter("optimizer" if self._trainer.accelerator.sync_gradients else "forward")
+
+        return run
+
+    def _finish(self) -> None:
+        """Keep the timeline, write the files and show the picture."""
+        timeline = self.timeline = self._meter.timeline()
+        del self._meter
+        self._peaks = timeline.device_peak, timeline.host_peak
+        if not len(timeline):
+            self._live(Ended("failed"))
+            return
+        step = MeteredStep(self._title, (timeline,))
+        try:
+            _write(step, Path(self._trainer.args.output_dir), self._trainer.args.process_index)
+        except (OSError, LabError) as error:
+            warnings.warn(f"MemoryTimeline could not write its files: {error}", stacklevel=2)
+        self._live(step)
+
+    def _stop(self) -> None:
+        """End training after this step; the button of the live timeline calls this."""
+        self._stopped = True
+
+    # ---- what runs inside Trainer's own methods ----------------------------------------------------------
+
+    def _count_tokens(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+            self._step_tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+            return training_step(model, inputs, *args, **kwargs)
+
+        return run
+
+    def _leave_after_errors(self, run_epoch: Callable[..., Any]) -> Callable[..., Any]:
+        """Stop measuring where an error or the end of the data ends an epoch inside of a step."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run_epoch(*args, **kwargs)
+            except BaseException:
+                if hasattr(self, "_meter"):
+                    self._measured.__exit__(*sys.exc_info())
+                    self._finish()
+                self._training.close()
+                raise
+            finally:
+                self._measured.close()
+
+        return run
+
+
+@contextmanager
+def _replaced(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """Wrap a method of one object in this context."""
+    before = vars(owner).get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _show_nothing(_: object) -> None:
+    """Stand for the live timeline on all ranks but one."""
+
+
+def _calling_trainer() -> Trainer:
+    """Return the trainer that calls an event now: no argument of an event refers to it.
+
+    Raises:
+        LabError: There is none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise LabError("MemoryTimeline outside of a Trainer: give it as Trainer(..., callbacks=[...])")
+
+
+def _check(trainer: Trainer) -> None:
+    """Refuse what would be measured wrongly.
+
+    Raises:
+        LabError: See ``MemoryTimeline``.
+    """
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if sum(isinstance(one, MemoryTimeline) for one in trainer.callback_handler.callbacks) > 1:
+        raise LabError("two MemoryTimelines in one trainer would measure each other: give one")
+    if args.n_gpu > 1:
+        raise LabError(
+            f"MemoryTimeline in one process that sees {args.n_gpu} GPUs: start one process for each GPU by "
+            "torchrun"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise LabError(
+            "MemoryTimeline with DeepSpeed's engine, whose buffers have no parameter's name: leave it out"
+        )
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise LabError(
+            "MemoryTimeline with FSDP version 1, whose flat parameters hide the weights: use version 2"
+        )
+    if args.torch_compile or uncompiled(trainer.model_wrapped) is not trainer.model_wrapped:
+        raise LabError(
+            "MemoryTimeline with a compiled model, whose operators cannot be seen: set torch_compile=False"
+        )
+    if getattr(args, "activation_offloading", False) and args.device.type == "cuda":
+        raise LabError(
+            "MemoryTimeline with activation_offloading=True: its host memory would count as the device's; "
+            "set it to False"
+        )
+
+
+def _measured_model(model: Any) -> Any:
+    """Return the model whose modules and parameters the timeline names: that inside of PEFT's."""
+    inner = inner_model(model)
+    # Prompt tuning has parameters around it.
+    return inner if set(model.parameters()) <= set(inner.parameters()) else model
+
+
+def _ranks_of_a_batch(trainer: Trainer) -> int:
+    """Return how many ranks are given the same tokens."""
+    # LongContext gives each rank its part.
+    return 1 if isinstance(trainer, LongContext) else trainer.get_cp_size() * trainer.get_tp_size()
+
+
+def _write(step: MeteredStep, folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    [timeline] = step.timelines
+    name = f"{FILE}_rank{rank}.json" if rank else f"{FILE}.json"
+    (folder / name).write_text(json.dumps(timeline.to_json()))
+    if rank == 0:
+        (folder / f"{FILE}.png").write_bytes(draw(step).png)
+        write_chrome_trace([timeline], folder / f"{FILE}.trace.json")
