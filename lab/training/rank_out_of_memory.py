@@ -44,9 +44,10 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
     """
-    shape = shape_of(job.model)
+    shape, few = shape_of(job.model), job.with_few_batches.accumulate
+    sizes = {"tokens": job.tokens, "ranks": job.ranks, "rows": job.rows, "accumulate": few}
     rungs = {
-        rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, shape=shape)
+        rung: make_job(job.model, rung, shape=shape, **sizes)
         for rung in RUNGS
     }
     likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}
