@@ -51,7 +51,10 @@ class Job:
 
     @property
     def with_few_batches(self) -> Job:
-        """The same job with at most two micro-batches: each later one holds what the second does."""
+        """The same job with at most two micro-batches.
+
+        Each later one takes as long as the second, and holds as much, but for the tokens of those before it.
+        """
         return replace(self, accumulate=min(self.accumulate, 2))
 
     @property

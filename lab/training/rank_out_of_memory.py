@@ -44,8 +44,8 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
     """
-    shape, few = shape_of(job.model), job.with_few_batches.accumulate
-    sizes = {"tokens": job.tokens, "ranks": job.ranks, "rows": job.rows, "accumulate": few}
+    shape = shape_of(job.model)
+    sizes = {"tokens": job.tokens, "ranks": job.ranks, "rows": job.rows, "accumulate": job.accumulate}
     rungs = {
         rung: make_job(job.model, rung, shape=shape, **sizes)
         for rung in RUNGS
