@@ -12,7 +12,16 @@ from lab.errors import LabError
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
-from lab.units import LARGEST, abbreviate, check_counts, format_tokens, parse_bytes, parse_disk, parse_rate, parse_tokens
+from lab.units import (
+    LARGEST,
+    abbreviate,
+    check_counts,
+    format_tokens,
+    parse_bytes,
+    parse_disk,
+    parse_rate,
+    parse_tokens,
+)
 
 if TYPE_CHECKING:
     from lab.models import ModelLike
