@@ -145,13 +145,13 @@ def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monke
         ("--steps 2 --checkpoint new --set heads=4", "a recipe has no field 'heads'"),
         ("--steps 2 --checkpoint new --text nowhere", "no text at 'nowhere'"),
         ("--steps 2 --checkpoint new --accumulate 0", "accumulate=0: it takes a whole number, 1 or more"),
-        ("--steps 2 --checkpoint new --warmup 3", "warmup=3: it takes a whole number of steps from 0 to the 2"),
+        ("--steps 2 --checkpoint new --warmup 3", "warmup=3: it takes a whole number of steps from 0 to the"),
         ("--steps 2 --checkpoint new --warmup -1", "warmup=-1: it takes a whole number of steps from 0 to"),
         ("--steps 2 --checkpoint new --schedule linear", "schedule='linear': it takes constant or cosine"),
         ("--steps 2 --checkpoint new --weight-decay nan", "weight_decay=nan: it takes a finite number, 0 or"),
         ("--steps 2 --checkpoint new --weight-decay -1", "weight_decay=-1.0: it takes a finite number, 0 or"),
         ("--steps 2 --checkpoint new --validate nowhere", "no text at 'nowhere'"),
-        ("--steps 2 --checkpoint new --validate one", "validate='one' has one token: give a text of 2 tokens"),
+        ("--steps 2 --checkpoint new --validate one", "validate='one' has one token: give a text of 2"),
         ("--steps 2 --checkpoint new --profile moon", ""),
         ("--steps 2 --checkpoint new --ranks 0", "ranks=0: a whole number of ranks is needed"),
     ],
@@ -264,9 +264,7 @@ def test_a_scheduled_training_resumes_bit_for_bit_and_reports_its_validation(alo
     assert after.losses == whole.losses[3:]
     assert [step.validation_loss for step in after.steps] == of_text[3:]
     assert [line["loss"] for line in lines(scheduled["checkpoint"])] == list(whole.losses)
-    with pytest.raises(
-        CheckpointError, match="is of another run: steps 5 there and 7 here; losses would not"
-    ):
+    with pytest.raises(CheckpointError, match="is of another run: steps 5 there and 7 here; losses"):
         lab.train(small_config(), **scheduled | {"resume": True, "steps": 7})
     # Warm-up, schedule and weight decay change the losses, each for itself.
     for other in ({"warmup": 0}, {"schedule": "constant"}, {"weight_decay": 5.0}):
@@ -280,9 +278,7 @@ def test_a_scheduled_training_resumes_bit_for_bit_and_reports_its_validation(alo
 def test_a_validation_that_is_not_finite_ends_training(alone, train_settings, digits, monkeypatch):
     monkeypatch.setattr(RankState, "validation_loss", lambda _: math.nan)
     settings = train_settings | {"validate": digits, "compute_dtype": None}
-    with pytest.raises(
-        DivergedError, match=r"^the validation loss after step 2 \(loss 4\.\d+\) is nan; there is"
-    ):
+    with pytest.raises(DivergedError, match=r"^the validation loss after step 2 \(loss 4\.\d+\) is nan; "):
         lab.train(small_config(), "plain", steps=3, cluster=None, **settings)
 
 
@@ -292,6 +288,7 @@ def test_the_command_line_passes_every_setting_on(monkeypatch, tmp_path):
     words = "train tiny --tokens 40 --steps 9 --checkpoint new --accumulate 3 --warmup 2 --schedule cosine"
     run = CliRunner().invoke(main, [*words.split(), "--weight-decay", "0.1", "--validate", str(tmp_path)])
     assert run.exit_code == 0, run.output
-    assert {name: asked[name] for name in ("accumulate", "warmup", "schedule", "weight_decay", "validate")} == {
+    names = ("accumulate", "warmup", "schedule", "weight_decay", "validate")
+    assert {name: asked[name] for name in names} == {
         "accumulate": 3, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1, "validate": tmp_path,
     }  # fmt: skip
