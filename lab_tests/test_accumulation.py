@@ -94,14 +94,14 @@ UPIPE = Recipe(
     mlp_tile=96, norm_tile=112, loss_tile=104,
 )  # fmt: skip
 PLANNED = {
-    "replicas": (Recipe(), 2, 3, 3),
-    "upipe, extrapolated": (UPIPE, 8, 1, 2),
-    "streamed": (replace(UPIPE, mlp_tile=None, stream=96), 3, 3, 2),
+    "replicas": (Recipe(), 1, 3, 3, 2),
+    "fsdp": (Recipe(fsdp=True), 2, 1, 2, 2),
+    "upipe, extrapolated": (replace(UPIPE, head_chunk=12), 8, 1, 2, 1),
     "segments, optimizer on the host": (
-        replace(UPIPE, mlp_tile=None, stream=96, segment=2, optimizer="host"), 3, 1, 3,
+        replace(UPIPE, head_chunk=None, mlp_tile=None, stream=96, segment=2, optimizer="host"), 3, 1, 2, 1,
     ),
 }  # fmt: skip
-"""The recipe, the layers, the rows of a micro-batch, and the micro-batches."""
+"""The recipe, the layers, the rows of a micro-batch, the micro-batches, and the steps."""
 
 
 def answers(timeline: Timeline) -> list[object]:
@@ -115,14 +115,14 @@ def answers(timeline: Timeline) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_planned_bytes_are_measured_bytes(ranks4, digits, name):
-    recipe, layers, rows, accumulate = PLANNED[name]
+    recipe, layers, rows, accumulate, steps = PLANNED[name]
     config = small_config(num_attention_heads=24, vocab_size=104, num_hidden_layers=layers)
     size = {"tokens": 250, "rows": rows}
-    run = lab.run(config, recipe, text=digits, cluster=ranks4, steps=2, accumulate=accumulate, **size)
+    run = lab.run(config, recipe, text=digits, cluster=ranks4, steps=steps, accumulate=accumulate, **size)
     job = make_job(config, recipe, ranks=4, accumulate=accumulate, **size)
     planned = answers(plan_job(job, Machine(workspace=False)).timeline)
-    of_steps = [[timeline.rows(timeline.step == step) for step in range(2)] for timeline in run.timelines]
-    assert [[answers(step) for step in steps] for steps in of_steps] == [[planned] * 2] * 4
+    for timeline in run.timelines:
+        assert [answers(timeline.rows(timeline.step == step)) for step in range(steps)] == [planned] * steps
     assert [phase for phase, *_ in planned[0]] == ["forward", "backward"] * accumulate + ["optimizer"]
     # The first micro-batch begins without gradients.
     assert planned[0][2][1] > planned[0][0][1]
