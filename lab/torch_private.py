@@ -265,6 +265,19 @@ def reset_shards(module: FSDPModule) -> None:
         parameter.reset_sharded_param()
 
 
+def forget_forward(model: nn.Module) -> None:
+    """Let FSDP hold no parameters that a forward has gathered, and not await that forward's backward.
+
+    The outermost unit keeps its parameters until backward. The next backward would gather parameters in
+    the order of both forwards.
+    """
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        unit.reshard()
+        for group in _fsdp_groups(unit):
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+
+
 def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters of a unit of FSDP, those of the units inside it left out.
 
@@ -309,10 +322,15 @@ class _CopiedParameter(_fsdp_param.FSDPParam):
 
 def _fsdp_parameters(module: FSDPModule) -> list[Any]:
     """Return FSDP's record of each parameter of a unit."""
+    return [parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params]
+
+
+def _fsdp_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP's records of the groups in which a unit gathers its parameters."""
     state: Any = module._get_fsdp_state()
     # In releases before 2.13 the name is in the singular, and its value is None without parameters.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [parameter for group in filter(None, groups) for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
 
 
 @contextmanager

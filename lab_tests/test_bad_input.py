@@ -19,13 +19,14 @@ from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import parse_knobs
+from lab.step import on_ranks
 from lab.step.training_step import make_optimizer
-from lab.training import manifest, train_loop
+from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.manifest import Manifest, checkpoints_in, config_document
 from lab.training.train_loop import CheckpointSettings, train_on_this_rank
 from lab_tests.support.models import small_config, tiny_with_infinite_head
-from lab_tests.support.training import ROWS, TOKENS
+from lab_tests.support.training import ROWS, TOKENS, manifest_of
 
 COUNT = "it takes a whole number, 1 or more"
 RATE = "it takes a finite number, 0 or more, for instance 0.001"
@@ -251,7 +252,7 @@ def test_the_error_of_a_loss_that_is_not_finite_says_that_a_save_failed(alone, t
 
 def with_one_bad_shard(*arguments):
     """Runs on every rank: train; after each step one rank's shard of the norms of heads has a NaN."""
-    step = train_loop.train_step
+    step = on_ranks.train_step
 
     def stepped(model, *args, **settings):
         loss = step(model, *args, **settings)
@@ -261,7 +262,7 @@ def with_one_bad_shard(*arguments):
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_loop, "train_step", stepped)
+        patch.setattr(on_ranks, "train_step", stepped)
         try:
             train_on_this_rank(*arguments)
         except DivergedError as error:
@@ -273,7 +274,7 @@ def test_one_ranks_shard_that_is_not_finite_ends_all_alike(ranks4, digits, tmp_p
     # Of six numbers on four ranks the last holds none.
     config = small_config(Qwen3Config, head_dim=6)
     job = make_job(config, "fsdp", ranks=4, tokens=TOKENS, rows=ROWS)
-    facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 4)
+    facts = manifest_of(config_document(config), ranks=4)
     saving = CheckpointSettings(tmp_path, 1, 2, facts, None)
     [said, *others] = ranks4.apply(with_one_bad_shard, job, TrainSettings(1, digits), saving)
     assert said.startswith("after step 1 (loss ")

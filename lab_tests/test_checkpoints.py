@@ -32,10 +32,10 @@ from lab.step.training_step import NoMeter, make_optimizer, train_step
 from lab.training import manifest
 from lab.training.checkpoints import Checkpointer, export
 from lab.training.loss_file import LossFile
-from lab.training.manifest import Manifest, checkpoints_in, config_document
+from lab.training.manifest import checkpoints_in, config_document
 from lab.units import MiB
 from lab_tests.support.models import small_config
-from lab_tests.support.training import ROWS, TOKENS
+from lab_tests.support.training import ROWS, TOKENS, manifest_of
 
 
 @pytest.fixture
@@ -53,9 +53,7 @@ def save_on_rank(job, settings, folder):
     """Runs on every rank: one step, one checkpoint; the whole state as the ranks hold it together."""
     state = make_rank_state(job, settings)
     train_step(state.model, state.optimizer, state.batch(0), meter=NoMeter())
-    facts = Manifest(
-        config_document(job.model), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, dist.get_world_size(), step=1
-    )
+    facts = manifest_of(config_document(job.model), ranks=dist.get_world_size(), step=1)
     checkpoints = Checkpointer(folder, keep=2)
     checkpoints.save(state.model, state.optimizer, facts)
     checkpoints.close()
@@ -141,7 +139,11 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
     for knob, value, said in [
         ("text", other, "text [0-9a-f]{16} there and [0-9a-f]{16} here"),
         ("tokens", 80, "tokens 40 there and 80 here"),
-        ("rows", 1, "rows 3 there and 1 here"),
+        ("rows", 1, "rows_per_step 3 there and 1 here"),
+        ("accumulate", 2, "rows_per_step 3 there and 6 here"),
+        ("warmup", 1, "warmup 0 there and 1 here"),
+        ("schedule", "cosine", "schedule constant there and cosine here"),
+        ("weight_decay", 0.0, "weight_decay 0.01 there and 0.0 here"),
         ("seed", 1, "seed 0 there and 1 here"),
         ("learning_rate", 1e-2, "learning_rate 0.001 there and 0.01 here"),
         ("clip_norm", 2.0, "clip_norm 1.0 there and 2.0 here"),
@@ -150,7 +152,8 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
             CheckpointError, match=f"step-00000002 is of another run: {said}; losses would not"
         ):
             train(**going_on | {knob: value})
-    assert len(train(recipe="tiling", **going_on).losses) == 1
+    # The rows of a step may be other micro-batches.
+    assert len(train(recipe="tiling", **going_on, rows=1, accumulate=3).losses) == 1
 
 
 def flip(step):
@@ -188,7 +191,7 @@ def edit(**fields):
         (edit(files=None), r"its manifest\.json has files=None"),
         (edit(files={}), r"'\.metadata' is not in its manifest\.json"),
         (edit(step=3), r"its manifest\.json has step=3"),
-        (edit(rows="3"), r"its manifest\.json has rows='3'"),
+        (edit(rows_per_step="3"), r"its manifest\.json has rows_per_step='3'"),
         (edit(config={"model_type": "own"}), r"its manifest\.json has model_type='own'"),
     ],
     ids=[
@@ -512,9 +515,7 @@ def test_wherever_the_disk_is_full_it_is_said(alone, tmp_path, full, room):
     disk = full(room)
     model = torch.nn.Linear(200, 200)
     checkpoints = Checkpointer(disk, keep=1)
-    checkpoints.save(
-        model, torch.optim.AdamW(model.parameters()), Manifest({}, "", 1, 1, 0, 1.0, 1.0, {}, 1, step=1)
-    )
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), manifest_of({}, ranks=1, step=1))
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoints.wait()
 
@@ -541,9 +542,7 @@ def test_training_goes_on_while_the_disk_is_written(alone, tmp_path, monkeypatch
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: go.wait(60) and fsync(handle))
     checkpoints = Checkpointer(tmp_path, keep=1)
-    checkpoints.save(
-        model, optimizer, Manifest(config_document(model.config), "", 1, 1, 0, 1.0, 1.0, {}, 1, step=7)
-    )
+    checkpoints.save(model, optimizer, manifest_of(config_document(model.config), ranks=1, step=7))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -564,7 +563,7 @@ def test_files_that_rank_0_does_not_see_are_no_checkpoint(alone, tmp_path):
     """As where each node has a disk of its own."""
     from lab.training.checkpoints import _Writer
 
-    facts = Manifest({}, "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 2, step=1)
+    facts = manifest_of({}, ranks=2, step=1)
     writer = _Writer(tmp_path / "a.part", tmp_path / "a", facts, keep=2)
     (tmp_path / "a.part").mkdir()
     elsewhere = WriteResult(MetadataIndex("x"), 4, _StorageInfo("__1_0.distcp", 0, 4))

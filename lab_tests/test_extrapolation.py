@@ -105,6 +105,15 @@ def test_segments_are_those_walked_in_full(walks, name):
     assert on_disk.host.tolist() == whole_on_disk.host.tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["plain", "checkpoint"])
+def test_micro_batches_are_those_walked_in_full(walks, rung):
+    job, machine = make_job(config(), rung, tokens=TOKENS, ranks=RANKS, accumulate=2), Machine()
+    plan = planning.plan_job(job, machine)
+    assert walks == [2, 5]
+    check(plan, *fake_step(job, machine, 9))
+
+
 def check(plan: planning.Plan, whole: Timeline, costs: Costs) -> None:
     """Compare a plan with the walk of all layers."""
     for name, said in columns(plan.timeline).items():

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -17,7 +19,9 @@ from click.testing import CliRunner
 import lab
 from lab import models
 from lab.commands.cli import main
-from lab.errors import CheckpointError
+from lab.errors import CheckpointError, DivergedError
+from lab.recipe.jobs import TrainSettings
+from lab.step.on_ranks import RankState
 from lab.training import manifest
 from lab.training.loss_file import LossFile
 from lab_tests.support.models import small_config
@@ -140,6 +144,14 @@ def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monke
         ("--steps 2 --checkpoint file", "no checkpoints can be kept in {}/file: File exists"),
         ("--steps 2 --checkpoint new --set heads=4", "a recipe has no field 'heads'"),
         ("--steps 2 --checkpoint new --text nowhere", "no text at 'nowhere'"),
+        ("--steps 2 --checkpoint new --accumulate 0", "accumulate=0: it takes a whole number, 1 or more"),
+        ("--steps 2 --checkpoint new --warmup 3", "warmup=3: it takes a whole number of steps from 0 to the"),
+        ("--steps 2 --checkpoint new --warmup -1", "warmup=-1: it takes a whole number of steps from 0 to"),
+        ("--steps 2 --checkpoint new --schedule linear", "schedule='linear': it takes constant or cosine"),
+        ("--steps 2 --checkpoint new --weight-decay nan", "weight_decay=nan: it takes a finite number, 0 or"),
+        ("--steps 2 --checkpoint new --weight-decay -1", "weight_decay=-1.0: it takes a finite number, 0 or"),
+        ("--steps 2 --checkpoint new --validate nowhere", "no text at 'nowhere'"),
+        ("--steps 2 --checkpoint new --validate one", "validate='one' has one token: give a text of 2"),
         ("--steps 2 --checkpoint new --profile moon", ""),
         ("--steps 2 --checkpoint new --ranks 0", "ranks=0: a whole number of ranks is needed"),
     ],
@@ -148,6 +160,7 @@ def test_train_refuses_in_one_line_before_it_starts_ranks(tmp_path, monkeypatch,
     monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "one").write_text("1")
     run = CliRunner().invoke(main, ["train", "tiny", "--tokens", "40", *words.split()])
     assert run.exit_code == 2
     assert run.stdout == ""
@@ -216,3 +229,66 @@ def test_killed_at_a_random_moment_under_torchrun_and_resumed(digits, tmp_path):
     assert [line["step"] for line in found] == list(range(1, steps + 1))
     assert [line["loss"] for line in found[: len(whole)]] == [line["loss"] for line in whole], moment
     assert not list((tmp_path / "run").glob("*.part"))
+
+
+def test_the_learning_rate_is_a_function_of_the_step():
+    settings = TrainSettings(10, learning_rate=0.4, warmup=4, schedule="cosine")
+    rates = [settings.learning_rate_of(step) for step in range(1, 11)]
+    assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert rates[4:] == pytest.approx([0.4 * (1 + math.cos(math.pi * n / 6)) / 2 for n in range(1, 7)])
+    assert rates[-1] == 0
+    constant = replace(settings, schedule="constant")
+    assert [constant.learning_rate_of(step) for step in (1, 4, 10)] == [0.1, 0.4, 0.4]
+    assert TrainSettings(3, warmup=3, schedule="cosine").learning_rate_of(3) == 1e-3
+
+
+@pytest.fixture
+def scheduled(train_settings, digits):
+    return train_settings | {
+        "cluster": None, "compute_dtype": None, "steps": 5, "every": 1, "keep": 9, "rows": 1, "accumulate": 3,
+        "learning_rate": 1e-2, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1, "validate": digits,
+    }  # fmt: skip
+
+
+def test_a_scheduled_training_resumes_bit_for_bit_and_reports_its_validation(alone, scheduled, tmp_path):
+    scheduled |= {"recipe": "plain"}
+    whole = lab.train(small_config(), **scheduled)
+    of_text = [step.validation_loss for step in whole.steps]
+    assert [line["validation_loss"] for line in lines(scheduled["checkpoint"])] == of_text
+    # The last step has learning rate 0, and no other: the last two checkpoints have the same parameters.
+    assert of_text[-1] == of_text[-2]
+    assert len(set(of_text)) == 4
+    shutil.rmtree(scheduled["checkpoint"] / "step-00000005")
+    shutil.rmtree(scheduled["checkpoint"] / "step-00000004")
+    after = lab.train(small_config(), **scheduled | {"resume": True})
+    assert after.losses == whole.losses[3:]
+    assert [step.validation_loss for step in after.steps] == of_text[3:]
+    assert [line["loss"] for line in lines(scheduled["checkpoint"])] == list(whole.losses)
+    with pytest.raises(CheckpointError, match="is of another run: steps 5 there and 7 here; losses"):
+        lab.train(small_config(), **scheduled | {"resume": True, "steps": 7})
+    # Warm-up, schedule and weight decay change the losses, each for itself.
+    for other in ({"warmup": 0}, {"schedule": "constant"}, {"weight_decay": 5.0}):
+        changed = scheduled | other | {"checkpoint": tmp_path / str(other), "every": 5, "validate": None}
+        found = lab.train(small_config(), **changed)
+        assert found.losses[0] == whole.losses[0]
+        assert found.losses[-1] != whole.losses[-1]
+        assert {step.validation_loss for step in found.steps} == {None}
+
+
+def test_a_validation_that_is_not_finite_ends_training(alone, train_settings, digits, monkeypatch):
+    monkeypatch.setattr(RankState, "validation_loss", lambda _: math.nan)
+    settings = train_settings | {"validate": digits, "compute_dtype": None}
+    with pytest.raises(DivergedError, match=r"^the validation loss after step 2 \(loss 4\.\d+\) is nan; "):
+        lab.train(small_config(), "plain", steps=3, cluster=None, **settings)
+
+
+def test_the_command_line_passes_every_setting_on(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr("lab.training.train.train", lambda **settings: asked.update(settings))
+    words = "train tiny --tokens 40 --steps 9 --checkpoint new --accumulate 3 --warmup 2 --schedule cosine"
+    run = CliRunner().invoke(main, [*words.split(), "--weight-decay", "0.1", "--validate", str(tmp_path)])
+    assert run.exit_code == 0, run.output
+    names = ("accumulate", "warmup", "schedule", "weight_decay", "validate")
+    assert {name: asked[name] for name in names} == {
+        "accumulate": 3, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1, "validate": tmp_path,
+    }  # fmt: skip

@@ -56,7 +56,9 @@ SET = click.option(
     metavar="KNOB=VALUE",
     help=f"Set a knob of the recipe: {', '.join(BY_NAME)}.",
 )
-TEXT = click.option("--text", type=path, help="A file or folder of text. [Python's library]")
+TEXT = click.option(
+    "--text", type=path, help="A file or folder of text, or a file of tokens. [Python's library]"
+)
 TOKENIZER = click.option("--tokenizer", type=path, help="The tokenizer's directory. [bytes are tokens]")
 HOST_DIR = click.option(
     "--host-dir", type=path, metavar="DIR", help="A folder on a disk for the long tensors of streamed layers."

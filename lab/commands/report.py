@@ -50,7 +50,7 @@ def plan_text(plan: Plan) -> str:
         for category, held in peak.by_category.items()
         if held
     ]
-    tokens = plan.job.rows * plan.tokens / plan.step_seconds / plan.ranks
+    tokens = plan.job.step_rows * plan.tokens / plan.step_seconds / plan.ranks
     lines += [
         f"a rank        {costs.flops:.3g} operations, {format_bytes(costs.link_bytes)} over links "
         f"({format_seconds(costs.link_seconds)} of waiting), {format_bytes(costs.host_bytes)} to and from "

@@ -108,7 +108,8 @@ def estimate_job(shape: Shape, job: Job) -> Estimate:
     """The peaks of one step of a job; ``shape`` is that of its model.
 
     For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
-    kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
+    kernel takes inside itself is left out, as by ``plan(..., workspace=False)``. Of several micro-batches
+    the first is estimated, whose forward begins without gradients; those after it may hold more.
     """
     z = sizes_of(shape, job)
     return Estimate(_moments(z), host_bytes(z))

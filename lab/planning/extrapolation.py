@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import astuple, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +93,11 @@ def extrapolate(
 def _parts(timeline: Timeline) -> dict[Part, slice]:
     of_module = [int(m[1]) if (m := _LAYER.search(path)) else -1 for path in timeline.modules]
     layer = np.array(of_module)[timeline.module]
-    for phase, name in enumerate(timeline.phases):
-        inside = np.flatnonzero((timeline.phase == phase) & (layer >= 0))
+    # Each micro-batch has a forward and a backward.
+    edges = [0, *(np.flatnonzero(np.diff(timeline.phase)) + 1).tolist(), len(timeline)]
+    for start, end in pairwise(edges):
+        name = timeline.phases[timeline.phase[start]]
+        inside = start + np.flatnonzero(layer[start:end] >= 0)
         if len(inside):
             rows = slice(inside[0], inside[-1] + 1)
             # A row between two layers, where no module is known, goes with that of the smaller number. The

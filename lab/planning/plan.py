@@ -409,7 +409,7 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
     facts = {
         "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]],
         "recipe": job.recipe.to_json(),
-        "sizes": [job.tokens, job.ranks, job.rows, ring_rank],
+        "sizes": [job.tokens, job.ranks, job.rows, job.accumulate, ring_rank],
         "machine": [machine.device, machine.ranks_per_node, machine.workspace],
     }
     return cached("plans", facts, make, encode=_document, decode=_step)

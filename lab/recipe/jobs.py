@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lab.errors import LabError
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
-from lab.units import LARGEST, check_counts, format_tokens, parse_bytes, parse_disk, parse_rate, parse_tokens
+from lab.units import (
+    LARGEST,
+    abbreviate,
+    check_counts,
+    format_tokens,
+    parse_bytes,
+    parse_disk,
+    parse_rate,
+    parse_tokens,
+)
 
 if TYPE_CHECKING:
     from lab.models import ModelLike
@@ -31,8 +40,9 @@ class Job:
         recipe: The techniques, checked against the model and the ranks.
         tokens: S, the tokens of a row.
         ranks: P, the ranks of the process group.
-        rows: The rows of the global batch.
+        rows: The rows of the global batch; of each micro-batch where there are several.
         recipe_name: The name that the recipe was asked for by, if it has one.
+        accumulate: The micro-batches of a step, whose gradients are summed before the optimizer steps.
     """
 
     model: ModelLike
@@ -41,6 +51,20 @@ class Job:
     ranks: int
     rows: int = 1
     recipe_name: str | None = None
+    accumulate: int = 1
+
+    @property
+    def step_rows(self) -> int:
+        """The rows of a step: those of all its micro-batches."""
+        return self.rows * self.accumulate
+
+    @property
+    def with_few_batches(self) -> Job:
+        """The same job with at most two micro-batches.
+
+        Each later one takes as long as the second, and holds as much, but for the tokens of those before it.
+        """
+        return replace(self, accumulate=min(self.accumulate, 2))
 
     @property
     def title(self) -> str:
@@ -69,6 +93,7 @@ def make_job(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    accumulate: int = 1,
     shape: Shape | None = None,
     **knobs: Any,
 ) -> Job:
@@ -80,6 +105,7 @@ def make_job(
         tokens: A number, or a text such as "5M".
         ranks: The ranks of the process group.
         rows: The rows of the global batch.
+        accumulate: As ``Job.accumulate``.
         shape: The model's shape, for a caller that has it: that of a callable is found by making a model.
         knobs: Fields of the recipe that are set by hand.
 
@@ -87,11 +113,12 @@ def make_job(
         LabError: a model, recipe or size that cannot work.
     """
     length = parse_tokens(tokens)
-    check_counts({"ranks": ranks, "rows": rows})
+    check_counts({"ranks": ranks, "rows": rows, "accumulate": accumulate})
     if ranks > MAX_RANKS:
         raise LabError(f"ranks={ranks}: the lab plans and runs up to {MAX_RANKS} ranks")
     chosen = resolve_recipe(recipe, model, ranks, length, shape=shape, **knobs)
-    return Job(model, chosen, length, ranks, rows, recipe if isinstance(recipe, str) else None)
+    name = recipe if isinstance(recipe, str) else None
+    return Job(model, chosen, length, ranks, rows, name, accumulate)
 
 
 Limit = Literal["device", "host", "disk"]
@@ -185,17 +212,29 @@ def check_given(**memories: int | str | None) -> None:
             raise LabError(f"{name}=None: give the memory that there is, such as 80GiB")
 
 
+Schedule = Literal["constant", "cosine"]
+"""What the learning rate does after the warm-up: it stays, or falls to 0 along half a cosine."""
+
+WEIGHT_DECAY = 0.01
+"""The default of torch's AdamW."""
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """How a job is trained.
 
     Attributes:
         steps: Optimizer steps.
-        text: A file or a folder of text; None for the Python standard library's sources.
+        text: A file or a folder of text, or a file of tokens; None for the Python standard library's sources.
         tokenizer: A local directory; None for bytes as tokens.
-        learning_rate: The learning rate of AdamW.
+        learning_rate: The highest learning rate of AdamW; ``learning_rate_of`` gives that of a step.
         clip_norm: Gradients are scaled so that their global norm is at most this.
         seed: The seed of the first values of the parameters, where the model has no weights: 0 to 2^63-1.
+        warmup: The first steps, in which the learning rate rises linearly.
+        schedule: What the learning rate does after them.
+        weight_decay: That of AdamW, for every parameter, norms and biases among them.
+        validate: A text as ``text``, whose loss is computed without gradients at each checkpoint; None for
+            none.
 
     Raises:
         LabError: numbers with which an update would make parameters NaN, or go the wrong way, or a seed that
@@ -208,6 +247,10 @@ class TrainSettings:
     learning_rate: float = 1e-3
     clip_norm: float = 1.0
     seed: int = 0
+    warmup: int = 0
+    schedule: Schedule = "constant"
+    weight_decay: float = WEIGHT_DECAY
+    validate: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_counts({"steps": self.steps})
@@ -223,6 +266,32 @@ class TrainSettings:
                 f"clip_norm={self.clip_norm!r}: it takes a number above 0, for instance 1.0, or inf for no "
                 "clipping"
             )
+        if type(self.warmup) is not int or not 0 <= self.warmup <= self.steps:
+            raise LabError(
+                f"warmup={abbreviate(repr(self.warmup))}: it takes a whole number of steps from 0 to the "
+                f"{self.steps} of the training"
+            )
+        if self.schedule not in get_args(Schedule):
+            raise LabError(
+                f"schedule={abbreviate(repr(self.schedule))}: it takes {' or '.join(get_args(Schedule))}"
+            )
+        if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf):
+            raise LabError(
+                f"weight_decay={self.weight_decay!r}: it takes a finite number, 0 or more, for instance 0.1"
+            )
+
+    def learning_rate_of(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1; nothing else than the settings determines it.
+
+        The first of W warm-up steps has 1/W of ``learning_rate``, and the last has all of it. The last of all
+        steps has 0 with the schedule "cosine".
+        """
+        if step <= self.warmup:
+            return self.learning_rate * step / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = (step - self.warmup) / (self.steps - self.warmup)
+        return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
 def _is_number(value: object) -> bool:

@@ -122,13 +122,13 @@ class Rehearsal(Measured):
     @property
     def tokens_per_second(self) -> float:
         """Of all layers, a rank's share, if links were free."""
-        return self.job.rows * self.job.tokens / self.job.ranks / self.whole_seconds
+        return self.job.step_rows * self.job.tokens / self.job.ranks / self.whole_seconds
 
     @property
     def tokens_per_second_with_links(self) -> float:
         """The same with the time added in which the plan waits for the links, by the hardware table."""
         seconds = self.whole_seconds + self.whole.costs.link_seconds
-        return self.job.rows * self.job.tokens / self.job.ranks / seconds
+        return self.job.step_rows * self.job.tokens / self.job.ranks / seconds
 
     def holders(self, at: float | str = "peak", *, memory: Memory = "device") -> Holders:
         """Return every tensor that is held at an instant, as ``Plan.holders`` does.

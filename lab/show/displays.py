@@ -154,7 +154,10 @@ def _of_fits(fits: Fits) -> DisplayedResult:
         "recipes": f"{len(fits)} fit; {len(chosen)} of them need less device memory than every faster one"
     }
     points = {
-        str(number): (numbered[number].device_peak, job.rows * job.tokens / numbered[number].step_seconds)
+        str(number): (
+            numbered[number].device_peak,
+            job.step_rows * job.tokens / numbered[number].step_seconds,
+        )
         for number in chosen
     }
     return DisplayedResult(job.subject, lines, numbers, lambda: memory_vs_speed(points))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -121,17 +123,25 @@ def align_plan(
     Returns:
         For each phase, the positions and the bytes of the plan's rows.
     """
-    plan = {(phase, step): rows for phase, step, rows in _phase_intervals(planned)}
-    last = max((step for _, step in plan), default=0)
+    plan = {(phase, step, which): rows for phase, step, which, rows in _numbered_intervals(planned)}
+    last = max((step for _, step, _ in plan), default=0)
     lines = []
-    for phase, step, rows in _phase_intervals(timeline):
-        plan_rows = plan.get((phase, min(step, last)))
+    for phase, step, which, rows in _numbered_intervals(timeline):
+        plan_rows = plan.get((phase, min(step, last), which))
         if plan_rows is not None:
             # Row k of n in the plan's phase gets the position at which k/n of the measured rows have passed.
             fractions = np.linspace(0, rows.stop - rows.start - 1, plan_rows.stop - plan_rows.start)
             positions = np.interp(fractions, np.arange(rows.stop - rows.start), at[rows])
             lines.append((positions, planned.total[plan_rows]))
     return lines
+
+
+def _numbered_intervals(timeline: Timeline) -> Iterator[tuple[str, int, int, slice]]:
+    """Yield them with the number of intervals of the phase before, in its step: one for each micro-batch."""
+    seen: Counter[tuple[str, int]] = Counter()
+    for phase, step, rows in _phase_intervals(timeline):
+        yield phase, step, seen[phase, step], rows
+        seen[phase, step] += 1
 
 
 def _phase_intervals(timeline: Timeline) -> list[tuple[str, int, slice]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
-from lab.techniques.agreement import check_same_batch
+from lab.step.token_source import TokenSource
+from lab.techniques.agreement import check_same_batch, refuse_together
 from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
@@ -26,7 +28,8 @@ class Batch:
     ``input_ids`` and ``labels`` [b, s] int64; ``labels[i]`` is the token after ``input_ids[i]`` in the
     global sequence, or ``IGNORED``. ``position_ids`` [1, s] are positions in the global sequence.
     ``label_count`` counts the labels of all ranks together; ``group`` is all ranks; ``ulysses`` and ``ring``
-    are the degrees that the sequence is sharded by; ``highest_token`` is the largest of the global batch.
+    are the degrees that the sequence is sharded by; ``highest_token`` is the largest of the global batch, or
+    of the vocabulary that its tokens were checked against.
     """
 
     input_ids: Tensor
@@ -94,14 +97,9 @@ def shard_batch(
                 "attention_mask leaves no token to predict: at least one row needs 2 tokens or more"
             )
 
-    of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
-    each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
-    mine = torch.arange(of_data * each, (of_data + 1) * each)
+    mine, positions = _part(rows, tokens, recipe, mesh)
+    positions = positions.to(input_ids.device)
     padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
-    positions = local_positions(
-        tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence
-    ).to(input_ids.device)
-
     labels = pad(labels[mine % rows], (0, padding), value=IGNORED)[:, positions]
     labels[mine >= rows] = IGNORED
     return Batch(
@@ -114,3 +112,59 @@ def shard_batch(
         ring=recipe.ring,
         highest_token=highest,
     )
+
+
+def read_batch(
+    source: TokenSource, windows: Sequence[range], length: int, recipe: Recipe, mesh: DeviceMesh
+) -> Batch:
+    """This rank's part of a batch, of which it reads no other part; the same as ``shard_batch`` makes.
+
+    Args:
+        source: The tokens, the same on every rank; ``make_rank_state`` has compared them.
+        windows: The places of each row's tokens in the source, at most ``length``. A shorter row is padded at
+            its end with ignored labels.
+        length: S, the tokens of a row.
+        recipe: The recipe, by which rows and tokens are sharded.
+        mesh: All ranks. The batch is on its device.
+
+    Raises:
+        DataError: See ``TokenSource.read``; every rank raises it where one does.
+    """
+    mine, positions = _part(len(windows), length, recipe, mesh)
+    input_ids = torch.zeros(len(mine), len(positions), dtype=torch.int64)
+    labels = torch.full_like(input_ids, IGNORED)
+
+    def read() -> None:
+        for row, number in enumerate(mine.tolist()):
+            window = windows[number % len(windows)]
+            inside = positions < len(window)
+            input_ids[row, inside] = source.read(window.start + positions[inside])
+            if number < len(windows):
+                followed = positions < len(window) - 1
+                labels[row, followed] = source.read(window.start + positions[followed] + 1)
+
+    refuse_together(read, mesh.get_group())
+    return Batch(
+        input_ids=input_ids.to(mesh.device_type),
+        labels=labels.to(mesh.device_type),
+        position_ids=positions[None].to(mesh.device_type),
+        label_count=sum(len(window) - 1 for window in windows),
+        group=mesh.get_group(),
+        ulysses=recipe.ulysses,
+        ring=recipe.ring,
+        highest_token=source.vocab_size - 1,
+    )
+
+
+def _part(rows: int, tokens: int, recipe: Recipe, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """This rank's part of a batch of rows of tokens.
+
+    Returns:
+        The numbers of its rows [b]; those from ``rows`` on are repeats, whose labels do not count. The
+        positions of its tokens [s]; those from ``tokens`` on are padding.
+    """
+    of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
+    each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
+    padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
+    positions = local_positions(tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence)
+    return torch.arange(of_data * each, (of_data + 1) * each), positions

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import models
 from lab.decoder import check_materialized, check_untouched, decoder_of
+from lab.recipe.jobs import WEIGHT_DECAY
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype
 from lab.step.training_step import make_optimizer
@@ -50,12 +51,14 @@ class AppliedRecipe:
     model: PreTrainedModel
     recipe: Recipe
 
-    def make_optimizer(self, *, learning_rate: float) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, *, learning_rate: float, weight_decay: float = WEIGHT_DECAY
+    ) -> torch.optim.Optimizer:
         """Make the optimizer of the model's parameters; see ``lab.step.training_step.make_optimizer``.
 
         Its state is in the memory of the parameters: on the host with ``optimizer="host"``.
         """
-        return make_optimizer(self.model, learning_rate=learning_rate)
+        return make_optimizer(self.model, learning_rate=learning_rate, weight_decay=weight_decay)
 
 
 def start(

@@ -32,7 +32,10 @@ def read_text(path: str | Path | None = None) -> str:
     if root.is_file():
         text = _decoded(root)
         if text is None:
-            raise DataError(f"{str(path)!r} is not text: give a file in UTF-8, or a folder of such files")
+            raise DataError(
+                f"{str(path)!r} is not text: give a file in UTF-8, or a folder of such files; the name of a "
+                "file of tokens ends with .uint16.bin or .uint32.bin"
+            )
     else:
         files = sorted(f for f in root.rglob("*") if f.is_file())
         text = "".join(t for f in files if (t := _decoded(f)) is not None)
@@ -75,11 +78,19 @@ def batch(tokens: Tensor, *, rows: int, length: int, step: int) -> Tensor:
     """
     if not len(tokens):
         raise DataError("the text has no tokens: give a longer text, or another tokenizer")
-    if len(tokens) < length:
-        tokens = tokens.repeat(-(-length // len(tokens)))
-    windows = len(tokens) // length
-    picked = [(step * rows + row) % windows for row in range(rows)]
-    return torch.stack([tokens[w * length : (w + 1) * length] for w in picked])
+    picked = windows(len(tokens), rows=rows, length=length, step=step)
+    places = torch.stack([torch.arange(window.start, window.stop) for window in picked])
+    return tokens[places % len(tokens)]
+
+
+def windows(tokens: int, *, rows: int, length: int, step: int) -> list[range]:
+    """The places of each row of one training step in a text of some tokens, as ``batch`` takes them.
+
+    Places behind the last token mean those from the first one on. The step of N times the rows is N steps.
+    """
+    whole = max(tokens // length, 1)
+    picked = [(step * rows + row) % whole for row in range(rows)]
+    return [range(number * length, (number + 1) * length) for number in picked]
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,34 +12,62 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from lab.errors import DivergedError, LabError
+from lab.errors import DataError, DivergedError, LabError
 from lab.recipe.jobs import Job, TrainSettings
 from lab.step import data
-from lab.step.batches import Batch, shard_batch
+from lab.step.batches import Batch, read_batch
 from lab.step.compose import start
+from lab.step.token_source import TokenSource, is_token_file, open_source
+from lab.step.training_step import StepMeter, loss, train_step
+from lab.techniques.agreement import check_same, refuse_together
 from lab.techniques.host_file import HostFile, HostFolder, open_host_file
+from lab.torch_private import forget_forward
+
+CHECKED = 2**20
+"""The first tokens of a text that are read before anything is launched."""
 
 
-def read_source(job: Job, settings: TrainSettings, vocab_size: int) -> Tensor:
-    """Read and encode the text, and make one batch of it; return the encoded text, int64 [n].
+def read_source(job: Job, settings: TrainSettings, vocab_size: int) -> TokenSource:
+    """Open the text, and that of the validation; return the first one. Nothing has been launched yet.
 
     Raises:
         LabError: a text, a tokenizer or a length of which no batch can be made.
     """
     if job.tokens < 2:
         raise LabError(f"tokens={job.tokens}: there is no next token to predict; give 2 or more")
-    text = data.read_text(settings.text)
-    source = data.encode(text, tokenizer=settings.tokenizer, vocab_size=vocab_size)
-    data.batch(source, rows=job.rows, length=job.tokens, step=0)
+    texts = (settings.text,) if settings.validate is None else (settings.text, settings.validate)
+    if settings.tokenizer is not None and all(is_token_file(text) for text in texts):
+        raise DataError(
+            f"tokenizer={str(settings.tokenizer)!r} with a file of tokens, which needs none: leave it out"
+        )
+    source, validation = _open_sources(settings, vocab_size)
+    for opened in filter(None, (source, validation)):
+        opened.read(torch.arange(min(len(opened), CHECKED)))
+    if validation is not None and len(validation) < 2:
+        raise DataError(f"validate={str(settings.validate)!r} has one token: give a text of 2 tokens or more")
     return source
 
 
-def diverged(settings: TrainSettings, step: int, loss: float, checkpoint: str = "") -> DivergedError:
+def _open_sources(settings: TrainSettings, vocab_size: int) -> tuple[TokenSource, TokenSource | None]:
+    """Open the text, and that of the validation if there is one."""
+    tokenizer = settings.tokenizer
+    source = open_source(settings.text, tokenizer=tokenizer, vocab_size=vocab_size)
+    if settings.validate is None:
+        return source, None
+    return source, open_source(settings.validate, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def diverged(
+    settings: TrainSettings, step: int, loss: float, checkpoint: str = "", validation: float = 0.0
+) -> DivergedError:
     """The error for a loss that is not finite, or for such parameters after a step whose loss is finite.
 
     ``step`` is counted from 1. ``checkpoint`` says which is the last good one, where any are written.
+    ``validation`` is the loss of the validation after the step.
     """
-    if math.isfinite(loss):
+    if not math.isfinite(validation):
+        what = f"the validation loss after step {step} (loss {loss:.4g}) is {validation}"
+    elif math.isfinite(loss):
         what = f"after step {step} (loss {loss:.4g}) a parameter or the optimizer's state is not finite"
     else:
         what = f"the loss of step {step} is {loss}"
@@ -73,7 +102,8 @@ class RankState:
         model: The model, under the job's recipe.
         optimizer: Its optimizer.
         mesh: The mesh over all ranks.
-        source: The encoded text, int64 [n].
+        source: The tokens of the text.
+        validation: Those of the text of the validation; None for none.
         host_file: The file in which the long tensors of streamed layers lie; None for host memory.
     """
 
@@ -82,7 +112,8 @@ class RankState:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
-    source: Tensor
+    source: TokenSource
+    validation: TokenSource | None = None
     host_file: HostFile | None = None
 
     @property
@@ -90,11 +121,39 @@ class RankState:
         """Where the model is."""
         return torch.device(self.mesh.device_type)
 
-    def batch(self, step: int) -> Batch:
-        """This rank's part of the batch of one step, counted from 0."""
+    def batch(self, number: int) -> Batch:
+        """This rank's part of a micro-batch, counted from 0 through all steps; a step has ``accumulate``."""
         job = self.job
-        ids = data.batch(self.source, rows=job.rows, length=job.tokens, step=step).to(self.device)
-        return shard_batch(ids, job.recipe, self.mesh)
+        windows = data.windows(len(self.source), rows=job.rows, length=job.tokens, step=number)
+        return read_batch(self.source, windows, job.tokens, job.recipe, self.mesh)
+
+    def train_step(self, step: int, meter: StepMeter) -> Tensor:
+        """Train one step, counted from 0, by the settings; returns what ``lab.train_step`` returns."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate_of(step + 1)
+        accumulate = self.job.accumulate
+        batches = [self.batch(step * accumulate + number) for number in range(accumulate)]
+        return train_step(
+            self.model, self.optimizer, *batches, meter=meter, clip_norm=self.settings.clip_norm
+        )
+
+    def validation_loss(self) -> float:
+        """The mean loss over the text of the validation, without gradients; every rank calls this.
+
+        The text is cut into rows of S tokens, and the last may be shorter. The mean is over all tokens but
+        the first of each row. No more rows are computed at once than in training.
+        """
+        assert self.validation is not None, "the settings name a text"
+        job, length = self.job, len(self.validation)
+        rows = [range(start, min(start + job.tokens, length)) for start in range(0, length - 1, job.tokens)]
+        labels, total = sum(len(row) - 1 for row in rows), 0.0
+        for first in range(0, len(rows), job.rows):
+            of_batch = rows[first : first + job.rows]
+            batch = read_batch(self.validation, of_batch, job.tokens, job.recipe, self.mesh)
+            with torch.no_grad():
+                total += float(loss(self.model, batch, label_count=labels))
+        forget_forward(self.model)
+        return total
 
     def close(self) -> None:
         """Give the disk of the host file its bytes back, after the last step."""
@@ -123,6 +182,21 @@ def make_rank_state(
     # The disk is asked first: nothing else is made for a folder that is refused.
     host_file = None if host_folder is None else open_host_file(host_folder, mesh.get_group())
     applied = start(job.model, job.recipe, mesh, seed=settings.seed, host_file=host_file)
-    optimizer = applied.make_optimizer(learning_rate=settings.learning_rate)
-    source = read_source(job, settings, applied.model.config.vocab_size)
-    return RankState(job, settings, applied.model, optimizer, mesh, source, host_file)
+    optimizer = applied.make_optimizer(
+        learning_rate=settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    vocab_size, group = applied.model.config.vocab_size, mesh.get_group()
+    source, validation = refuse_together(partial(_open_sources, settings, vocab_size), group)
+    sizes = (job.tokens, job.rows, job.accumulate)
+    check_same(
+        "the text, its tokens or the settings of the training differ",
+        f"{[source.digest(), validation and validation.digest()]} {sizes} {_numbers(settings)}",
+        group,
+        "give every rank the same settings, and a copy of the same text",
+    )
+    return RankState(job, settings, applied.model, optimizer, mesh, source, validation, host_file)
+
+
+def _numbers(settings: TrainSettings) -> str:
+    """The settings without the paths, which may be others on another host."""
+    return str(replace(settings, text=None, tokenizer=None, validate=None))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.errors import RecipeError
+from lab.recipe.jobs import WEIGHT_DECAY
 from lab.step.batches import Batch
 from lab.techniques.exchange import sum_over_ranks, wait_for_release
 from lab.torch_private import local_part, uncompiled
@@ -39,11 +40,15 @@ class NoMeter:
         return nullcontext()
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss(model: nn.Module, batch: Batch, *, label_count: int | None = None) -> Tensor:
     """The mean cross-entropy over all labels of the global batch, a scalar, the same number on every rank.
 
     After ``.backward()`` each parameter's gradient is the dense model's: a rank contributes the gradient of
     its own labels, divided by the global count, and the ranks' contributions are summed.
+
+    With ``label_count``, the sum over the labels of this batch is divided by this number instead. Given the
+    labels of several micro-batches, the sum of their losses is the mean over all of them, and the sum of
+    their gradients is its gradient.
 
     Raises:
         RecipeError: no recipe was applied to the model; see ``apply_input_checks``.
@@ -68,13 +73,16 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     local: Tensor = model(
         input_ids=batch.input_ids, position_ids=batch.position_ids, shifted_labels=batch.labels
     ).loss
-    return sum_over_ranks(local, batch.group) / batch.label_count
+    return sum_over_ranks(local, batch.group) / (batch.label_count if label_count is None else label_count)
 
 
-def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, *, learning_rate: float, weight_decay: float = WEIGHT_DECAY
+) -> torch.optim.AdamW:
     """AdamW with its state made at once, so that the first step uses as much memory as every other.
 
-    Frozen parameters have no state.
+    Frozen parameters have no state. As by torch's default, the weights of norms and the biases decay like all
+    other parameters: one group of parameters has one setting.
 
     Raises:
         RecipeError: every parameter is frozen.
@@ -84,7 +92,7 @@ def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.Ada
         raise RecipeError(
             "every parameter of this model is frozen: set requires_grad on those to train, before the recipe"
         )
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=weight_decay, fused=True)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -98,23 +106,34 @@ def make_optimizer(model: nn.Module, *, learning_rate: float) -> torch.optim.Ada
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    *,
+    *batches: Batch,
     meter: StepMeter,
     clip_norm: float = 1.0,
 ) -> Tensor:
     """One optimizer step; returns the loss before it, a detached scalar.
 
+    Each of several micro-batches has a forward and a backward, which adds to the gradients. The loss and the
+    gradients are those of one batch with all their rows: means over all labels, and not means of means.
     Gradients are clipped to ``clip_norm`` by their global norm over all parameters and ranks.
     """
+    labels = sum(batch.label_count for batch in batches)
+    *others, last = batches
     with meter.measure(model, optimizer):
-        with meter.phase("forward"):
-            value = loss(model, batch)
-        with meter.phase("backward"):
-            value.backward()
+        # The graph of a micro-batch is dropped before the next forward.
+        parts = [_add_gradients(model, batch, labels, meter).detach() for batch in others]
+        value = _add_gradients(model, last, labels, meter)
         with meter.phase("optimizer"):
             update(model, optimizer, clip_norm=clip_norm)
-    return value.detach()
+    return sum(parts, value.detach())
+
+
+def _add_gradients(model: nn.Module, batch: Batch, labels: int, meter: StepMeter) -> Tensor:
+    """Add a micro-batch's part of the gradients to those that there are, and return its part of the loss."""
+    with meter.phase("forward"):
+        value = loss(model, batch, label_count=labels)
+    with meter.phase("backward"):
+        value.backward()
+    return value
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -72,7 +72,7 @@ def layers_time(job: Job, device: str, default: float) -> float | None:
         default: Seconds. If they are at least as many, None is returned and nothing is printed.
     """
     machine = Machine(device=nearest(device))
-    layer, gpu = plan_job(job, machine).longest_layer, hardware(machine.device).name
+    layer, gpu = plan_job(job.with_few_batches, machine).longest_layer, hardware(machine.device).name
     if LAYERS * layer <= default:
         return None
     print(

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from lab.errors import CheckpointError
@@ -35,17 +33,23 @@ VOLATILE = {"_name_or_path", "architectures", "dtype", "transformers_version", "
 class Manifest:
     """What must be the same for a run to go on (down to ``clip_norm``), and what is only noted.
 
-    ``text`` is the digest of the encoded text; ``step`` the steps done; ``files`` the bytes and the CRC-32 of
-    each file.
+    ``text`` is the digest of the tokens of the text; ``rows_per_step`` counts those of all micro-batches;
+    ``steps`` are those that were asked for, which must be the same with the schedule "cosine" alone, because
+    its learning rates follow from them; ``step`` are the steps done; ``files`` has the bytes and the CRC-32
+    of each file.
     """
 
     config: dict[str, Any]
     text: str
     tokens: int
-    rows: int
+    rows_per_step: int
     seed: int
     learning_rate: float
+    warmup: int
+    schedule: str
+    weight_decay: float
     clip_norm: float
+    steps: int
     recipe: dict[str, Any]
     ranks: int
     step: int = 0
@@ -77,6 +81,8 @@ class Manifest:
             )
         names = [field.name for field in fields(self)]
         same = names[names.index("text") : names.index("clip_norm") + 1]
+        if self.schedule == earlier.schedule == "cosine":
+            same.append("steps")
         pairs = {name: (getattr(earlier, name), getattr(self, name)) for name in same}
         differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if differing:
@@ -87,8 +93,9 @@ class Manifest:
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
-    "config": dict, "text": str, "tokens": int, "rows": int, "seed": int, "learning_rate": (int, float),
-    "clip_norm": (int, float), "recipe": dict, "ranks": int, "step": int, "files": dict,
+    "config": dict, "text": str, "tokens": int, "rows_per_step": int, "seed": int,
+    "learning_rate": (int, float), "warmup": int, "schedule": str, "weight_decay": (int, float),
+    "clip_norm": (int, float), "steps": int, "recipe": dict, "ranks": int, "step": int, "files": dict,
 }  # fmt: skip
 """What each field of a manifest is, for one that was edited."""
 
@@ -97,11 +104,6 @@ def config_document(config: PretrainedConfig) -> dict[str, Any]:
     """A config as JSON would give it back, without what two configs of one model may differ in."""
     document: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {name: value for name, value in document.items() if name not in VOLATILE}
-
-
-def digest(tokens: Tensor) -> str:
-    """What tells one encoded text, int64 [n], from another."""
-    return hashlib.sha256(tokens.contiguous().numpy().data).hexdigest()[:16]
 
 
 def name_of(step: int) -> str:

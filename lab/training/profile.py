@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.errors import RankError
 from lab import models
@@ -14,7 +14,6 @@ from lab.memory.timeline import Timeline
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import check_finite, make_rank_state, read_source
-from lab.step.training_step import train_step
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 
 if TYPE_CHECKING:
@@ -66,11 +65,13 @@ def profile(
     cluster: Cluster,
     steps: int = 2,
     rows: int = 1,
-    **settings: Any,
+    text: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    learning_rate: float = 1e-3,
+    clip_norm: float = 1.0,
+    seed: int = 0,
 ) -> Profiled:
     """Train ``steps`` steps as ``lab.run`` does, all of them metered, the last one profiled too.
-
-    ``settings`` are ``lab.run``'s text, tokenizer, learning_rate, clip_norm and seed.
 
     The last step is slower than one of ``lab.run``: the profiler and the meter both look at every operator.
     ``Profile.meter_seconds`` says how much of it is theirs. Collectives may take as long as in ``lab.run``.
@@ -83,14 +84,14 @@ def profile(
     config = models.config_of(model)
     shape = models.shape_of(config)
     job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
-    train_settings = TrainSettings(steps, **settings)
-    read_source(job, train_settings, shape.V)
+    settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
+    read_source(job, settings, shape.V)
     try:
         check_kernel_on_cluster(job, config, cluster)
-        results = cluster.apply(_profile, job, train_settings, timeout=on_cluster(job, cluster))
+        results = cluster.apply(_profile, job, settings, timeout=on_cluster(job, cluster))
     except RankError as error:
         raise error.cause if isinstance(error.cause, DivergedError) else error from None
-    return Profiled(job, train_settings, results[0][0], tuple(profile for _, profile in results))
+    return Profiled(job, settings, results[0][0], tuple(profile for _, profile in results))
 
 
 def _profile(job: Job, settings: TrainSettings) -> tuple[tuple[float, ...], Profile]:
@@ -99,9 +100,7 @@ def _profile(job: Job, settings: TrainSettings) -> tuple[tuple[float, ...], Prof
     meter = ProfilingMeter()
 
     def one(step: int) -> float:
-        batch = state.batch(step)
-        loss = train_step(state.model, state.optimizer, batch, meter=meter, clip_norm=settings.clip_norm)
-        return check_finite(settings, step + 1, float(loss))
+        return check_finite(settings, step + 1, float(state.train_step(step, meter)))
 
     losses = [one(step) for step in range(settings.steps - 1)]
     with meter.profile_step() as result:

@@ -45,10 +45,8 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     leanest of those it says.
     """
     shape = shape_of(job.model)
-    rungs = {
-        rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, shape=shape)
-        for rung in RUNGS
-    }
+    sizes = {"tokens": job.tokens, "ranks": job.ranks, "rows": job.rows, "accumulate": job.accumulate}
+    rungs = {rung: make_job(job.model, rung, shape=shape, **sizes) for rung in RUNGS}
     likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}
     leanest = min(likely, key=lambda rung: likely[rung])
     tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]

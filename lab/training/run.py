@@ -20,7 +20,6 @@ from lab.planning.host_folder import check_host_dir, planned_folder
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import check_finite, make_rank_state, read_source
-from lab.step.training_step import train_step
 from lab.techniques.host_file import HostFolder
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster
 from lab.training.partial_run import PartialRun
@@ -41,6 +40,7 @@ def run(
     cluster: Cluster,
     steps: int = 3,
     rows: int = 1,
+    accumulate: int = 1,
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
     learning_rate: float = 1e-3,
@@ -52,12 +52,14 @@ def run(
 ) -> Run:
     """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
 
+    A step has ``accumulate`` micro-batches of so many rows, whose gradients are summed; see ``lab.train``.
+
     On GPUs the timelines count what crosses the dispatcher, and ``Run.allocated`` what CUDA's allocator held.
 
-    ``text`` is a file or folder (by default the Python standard library's sources), ``tokenizer`` a local
-    directory (by default bytes are the tokens). With ``device_memory`` a rank runs out of memory where it
-    holds more bytes, as on a device of that size. On GPUs a collective may take three times the longest layer
-    of the plan where that is more than the cluster's ``timeout``; it is printed then.
+    ``text`` is a file or folder, or a token file (by default the Python standard library's sources),
+    ``tokenizer`` a local directory (by default bytes are the tokens). With ``device_memory`` a rank runs out
+    of memory where it holds more bytes, as on a device of that size. On GPUs a collective may take three
+    times the longest layer of the plan where that is more than the cluster's ``timeout``; it is printed then.
 
     With ``host_dir`` the long tensors of streamed layers lie in a file of each rank in this folder, in place
     of host memory: the file has no name, and is as large as the plan says before the first step. Copies
@@ -77,7 +79,9 @@ def run(
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
     config = models.config_of(model)
     shape = models.shape_of(config)
-    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
+    job = make_job(
+        model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, accumulate=accumulate, shape=shape
+    )
     read_source(job, settings, shape.V)
     folder = planned_folder(job, check_host_dir(job, host_dir))
 
@@ -174,11 +178,8 @@ def _train(job: Job, settings: TrainSettings, limit: int | None, host_folder: Ho
     allocated = AllocatedPeak(state.device)
     for step in range(settings.steps):
         start = time.perf_counter()
-        batch = state.batch(step)
         # The loss is read at once: kept as a tensor it would be four bytes in the next step's timeline.
-        loss = float(
-            train_step(state.model, state.optimizer, batch, meter=meter, clip_norm=settings.clip_norm)
-        )
+        loss = float(state.train_step(step, meter))
         losses.append(check_finite(settings, step + 1, loss))
         seconds.append(time.perf_counter() - start)
     state.close()

@@ -16,14 +16,14 @@ from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
 from lab import models
 from lab.errors import CheckpointError, DivergedError, HostFileError
 from lab.planning.host_folder import check_host_dir, file_bytes, planned_folder
-from lab.recipe.jobs import TrainSettings, make_job
+from lab.recipe.jobs import WEIGHT_DECAY, Schedule, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import check_kernel
 from lab.step.on_ranks import read_source
 from lab.techniques.attention.kernels import kernel_support
 from lab.techniques.host_file import HostFolder
 from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
-from lab.training.manifest import Manifest, checkpoints_in, config_document, digest, newest
+from lab.training.manifest import Manifest, checkpoints_in, config_document, newest
 from lab.training.planning_process import answer_on_all_ranks
 from lab.training.train_loop import CheckpointSettings, StepRecord, from_first_rank, train_on_this_rank
 from lab.units import check_counts, parse_path
@@ -58,9 +58,14 @@ def train(
     keep: int = 2,
     resume: bool = False,
     rows: int = 1,
+    accumulate: int = 1,
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    validate: str | Path | None = None,
     learning_rate: float = 1e-3,
+    warmup: int = 0,
+    schedule: Schedule = "constant",
+    weight_decay: float = WEIGHT_DECAY,
     clip_norm: float = 1.0,
     seed: int = 0,
     timeout: float | None = None,
@@ -77,6 +82,17 @@ def train(
     newest: on as many ranks with the losses that it would have had unbroken, bit for bit (on CPU; CUDA's
     attention sums its gradients in no fixed order), on other ranks or with another recipe up to rounding.
 
+    A step has ``accumulate`` micro-batches of ``rows`` rows each. Its text, its loss and its gradients are
+    those of one batch with all these rows.
+
+    The learning rate rises linearly over ``warmup`` steps to ``learning_rate``. Then it stays there, or with
+    ``schedule="cosine"`` it falls to 0 at the last step. ``weight_decay`` is AdamW's, for every parameter.
+
+    ``text`` and ``validate`` are files or folders of text, or token files: ``*.uint16.bin`` or
+    ``*.uint32.bin``, of which each rank reads only its own part (``lab.step.write_tokens`` makes one). The
+    mean loss over all of ``validate`` is computed at each checkpoint, without gradients, and is
+    ``StepRecord.validation_loss``.
+
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers.
 
     A collective may take ``timeout`` seconds. By default it is the cluster's or torchrun's own; on GPUs it is
@@ -88,18 +104,30 @@ def train(
         ClusterError: a timeout that is no number of seconds from 0.01 to 30 days.
         CheckpointError: a folder that cannot be started in or gone on from; a checkpoint that could not be
             written, which leaves the ones before it as they are.
-        DivergedError: the loss of a step, or what a checkpoint would hold, is not finite; the text names the
-            last good checkpoint, which stays.
+        DivergedError: the loss of a step or of the validation, or what a checkpoint would hold, is not
+            finite; the text names the last good checkpoint, which stays.
         RankError: a rank failed; the text names it and holds its traceback.
     """
     check_counts({"every": every, "keep": keep})
     if timeout is not None:
         check_timeout(timeout)
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
-    settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
+    settings = TrainSettings(
+        steps=steps,
+        text=text,
+        tokenizer=tokenizer,
+        learning_rate=learning_rate,
+        clip_norm=clip_norm,
+        seed=seed,
+        warmup=warmup,
+        schedule=schedule,
+        weight_decay=weight_decay,
+        validate=validate,
+    )
     config = models.config_of(model)
     shape = models.shape_of(config)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    sizes: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "rows": rows, "accumulate": accumulate}
+    job = make_job(model, recipe, shape=shape, **sizes, **knobs)
     source = read_source(job, settings, shape.V)
     host_path = check_host_dir(job, host_dir)
     if cluster is None and torch.cuda.is_available():
@@ -107,12 +135,16 @@ def train(
         check_kernel(job.recipe, config, job.tokens, device.type, lambda: kernel_support(device))
     manifest = Manifest(
         config=config_document(config),
-        text=digest(source),
+        text=source.digest(),
         tokens=job.tokens,
-        rows=rows,
+        rows_per_step=job.step_rows,
         seed=seed,
         learning_rate=learning_rate,
+        warmup=warmup,
+        schedule=schedule,
+        weight_decay=weight_decay,
         clip_norm=clip_norm,
+        steps=steps,
         recipe=job.recipe.to_json(),
         ranks=ranks,
     )

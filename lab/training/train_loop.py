@@ -17,7 +17,7 @@ from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.recipe.jobs import Job, TrainSettings
 from lab.step.on_ranks import diverged, make_rank_state
-from lab.step.training_step import NoMeter, train_step
+from lab.step.training_step import NoMeter
 from lab.techniques.host_file import HostFolder
 from lab.training.checkpoints import Checkpointer
 from lab.training.loss_file import LossFile
@@ -33,7 +33,8 @@ class StepRecord:
     ``loss`` is the global mean before the update; ``seconds`` the time since the step before; ``device_peak``
     the most bytes that any rank's device held in a step so far, what the start took left out (on CPU metered
     in the first step after a start, for all are alike); ``seconds_left`` what the steps to come will take at
-    the pace so far.
+    the pace so far. ``validation_loss`` is that of the validation's text after the update, None where it was
+    not computed; its time is left out of ``seconds``.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepRecord:
     tokens_per_second_and_rank: float
     device_peak: int
     seconds_left: float
+    validation_loss: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values by name."""
@@ -111,12 +113,8 @@ def _train(
     began = before = time.perf_counter()
     peak = 0
     for step in range(first + 1, settings.steps + 1):
-        batch = state.batch(step - 1)
         meter = Meter() if step == first + 1 and state.device.type == "cpu" else None
-        value = train_step(
-            state.model, state.optimizer, batch, meter=meter or NoMeter(), clip_norm=settings.clip_norm
-        )
-        loss = float(value)
+        loss = float(state.train_step(step - 1, meter or NoMeter()))
         # The loss is the same number on every rank, so all ranks end alike.
         if not math.isfinite(loss):
             raise _diverged(settings, saving, checkpoints, step, loss)
@@ -124,19 +122,24 @@ def _train(
             peak = meter.timeline().device_peak
         peak = _most(allocated.bytes() or peak, state.device)
         now = time.perf_counter()
-        pace = job.rows * job.tokens / (now - before)
+        pace = job.step_rows * job.tokens / (now - before)
         left = (now - began) / (step - first) * (settings.steps - step)
-        records.append(
-            StepRecord(step, settings.steps, loss, now - before, pace, pace / job.ranks, peak, left)
-        )
+        record = StepRecord(step, settings.steps, loss, now - before, pace, pace / job.ranks, peak, left)
+        saves = step % saving.every == 0 or step == settings.steps
+        if saves and state.validation is not None:
+            validation = state.validation_loss()
+            if not math.isfinite(validation):
+                raise _diverged(settings, saving, checkpoints, step, loss, validation)
+            record, now = replace(record, validation_loss=validation), time.perf_counter()
+        records.append(record)
         before = now
         if leads:
-            losses.add(records[-1].to_json())
-            (watch or publish)(records[-1])
+            losses.add(record.to_json())
+            (watch or publish)(record)
         # Ranks learn of a failed save at different moments; they stop for it at the same step.
         if not _most(checkpoints.writing, state.device):
             checkpoints.wait()
-        if step % saving.every == 0 or step == settings.steps:
+        if saves:
             # The save before may have failed for want of room that the losses would want too.
             checkpoints.wait()
             # A finite loss may still have a gradient, and so an update, that is not.
@@ -150,7 +153,12 @@ def _train(
 
 
 def _diverged(
-    settings: TrainSettings, saving: CheckpointSettings, checkpoints: Checkpointer, step: int, loss: float
+    settings: TrainSettings,
+    saving: CheckpointSettings,
+    checkpoints: Checkpointer,
+    step: int,
+    loss: float,
+    validation: float = 0.0,
 ) -> DivergedError:
     """The error that names the last good checkpoint, once a save that is under way has ended."""
     try:
@@ -161,7 +169,7 @@ def _diverged(
             kept = f"the last good checkpoint is {good[-1]} (lab export makes a model of it)"
     except CheckpointError as error:
         kept = str(error)
-    return diverged(settings, step, loss, kept)
+    return diverged(settings, step, loss, kept, validation)
 
 
 def from_first_rank(work: Callable[[], T]) -> T:

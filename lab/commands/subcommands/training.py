@@ -24,6 +24,7 @@ from lab.commands.base import (
     number,
     one_line_errors,
     path,
+    pick,
     print_answer,
     status,
 )
@@ -39,6 +40,11 @@ An error that all ranks have is printed once: by rank 0, after which torchrun en
 """
 
 
+ACCUMULATE = click.option(
+    "--accumulate", type=integer, default=1, help="Batches whose gradients a step sums. [1]"
+)
+
+
 @click.command()
 @click.argument("model")
 @TOKENS
@@ -46,6 +52,7 @@ An error that all ranks have is printed once: by rank 0, after which torchrun en
 @SET
 @click.option("--steps", type=integer, default=3, help="Training steps. [3]")
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
+@ACCUMULATE
 @TEXT
 @TOKENIZER
 @click.option("--lr", "learning_rate", type=number, default=1e-3, help="Learning rate. [0.001]")
@@ -90,12 +97,11 @@ def run(
     from lab.units import parse_bytes
 
     cluster = Cluster(ranks, profile, **parse_fields(profile, fields))
-    job = make_job(
-        model, recipe, tokens=settings.pop("tokens"), ranks=ranks, rows=settings["rows"], **parse_knobs(knobs)
-    )
+    sizes = {"tokens": settings.pop("tokens"), **pick(("rows", "accumulate"), settings)}
+    job = make_job(model, recipe, ranks=ranks, **sizes, **parse_knobs(knobs))
     # What the ranks would refuse is refused before they are started.
-    of_machine = ("rows", "device_memory", "host_dir")
-    told = {name: value for name, value in settings.items() if name not in of_machine}
+    of_others = ("rows", "accumulate", "device_memory", "host_dir")
+    told = {name: value for name, value in settings.items() if name not in of_others}
     read_source(job, TrainSettings(**told), models.shape_of(model).V)
     if settings["device_memory"] is not None:
         parse_bytes(settings["device_memory"])
@@ -121,13 +127,18 @@ def run(
 @SET
 @click.option("--steps", type=integer, required=True, help="Steps in all, including those before a resume.")
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
+@ACCUMULATE
 @TEXT
 @TOKENIZER
+@click.option("--validate", type=path, metavar="TEXT", help="A text whose loss each checkpoint reports.")
 @click.option("--checkpoint", type=path, required=True, help="Folder for checkpoints.")
 @click.option("--every", type=integer, default=100, help="Steps between two checkpoints. [100]")
 @click.option("--keep", type=integer, default=2, help="How many of the newest checkpoints to keep. [2]")
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint.")
 @click.option("--lr", "learning_rate", type=number, default=1e-3, help="Learning rate. [0.001]")
+@click.option("--warmup", type=integer, default=0, help="Steps in which the learning rate rises. [0]")
+@click.option("--schedule", default="constant", help="Of the learning rate: constant or cosine. [constant]")
+@click.option("--weight-decay", type=number, default=0.01, help="The weight decay of AdamW. [0.01]")
 @click.option("--clip-norm", type=number, default=1.0, help="The largest norm of the gradient. [1]")
 @click.option(
     "--seed", type=integer, default=0, help="The seed of weights that the model does not bring. [0]"
@@ -223,9 +234,11 @@ def _step_printer(as_json: bool) -> Iterator[Callable[[StepRecord], None]]:
 def _line(step: StepRecord) -> str:
     from lab.units import format_bytes, format_seconds
 
+    loss = step.validation_loss
+    validation = "" if loss is None else f"validation {loss:.4f}   "
     left = f"{format_seconds(step.seconds_left)} left" if step.step < step.steps else "done"
     return (
-        f"step {step.step:>{len(str(step.steps))}}/{step.steps}   loss {step.loss:.4f}   "
+        f"step {step.step:>{len(str(step.steps))}}/{step.steps}   loss {step.loss:.4f}   {validation}"
         f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} a rank   "
         f"peak {format_bytes(step.device_peak)} a rank   {left}"
     )
