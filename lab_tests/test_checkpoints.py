@@ -441,7 +441,7 @@ def test_an_export_never_holds_the_whole_model(alone, tmp_path):
     whole = sum(parameter.nbytes for parameter in model.parameters())
     largest = max(parameter.nbytes for parameter in model.parameters())
     checkpoints = Checkpointer(tmp_path / "run", keep=1)
-    facts = Manifest(config_document(config), "", TOKENS, ROWS, 0, 1e-3, 1.0, {}, 1, step=1)
+    facts = manifest_of(config_document(config), ranks=1, step=1)
     checkpoints.save(model, torch.optim.SGD(model.parameters()), facts)
     checkpoints.close()
     # Memory that was freed and not given back would hide as much of the export's.

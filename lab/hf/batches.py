@@ -55,7 +55,7 @@ def shard_rows(
     refuse_together(lambda: _check(inputs, vocab_size), everyone)
     input_ids, labels = inputs["input_ids"], inputs["labels"]
     check_same_batch(torch.stack([input_ids, labels]), None, sequence)
-    rows, tokens = input_ids.shape
+    tokens = input_ids.shape[1]
     padding = -tokens % token_multiple(ulysses, ring)
     positions = local_positions(tokens + padding, ulysses=ulysses, ring=ring, index=index).to(
         input_ids.device
@@ -94,8 +94,8 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise RecipeError(
-            f"input_ids with token {wrong}: the model's vocabulary ends at {vocab_size - 1}; take the tokenizer "
-            "that belongs to the model"
+            f"input_ids with token {wrong}: the model's vocabulary ends at {vocab_size - 1}; take the "
+            "tokenizer that belongs to the model"
         )
     counted = labels[labels != IGNORED]
     if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocab_size):
