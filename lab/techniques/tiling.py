@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
+from lab.techniques.gradient_sums import GradientSums
 from lab.techniques.parameter_aliases import parameter_aliases
-from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
 
 
@@ -164,20 +164,14 @@ class _Tiled(Function):
         x, *constants = ctx.save_input.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
         with parameter_aliases(ctx.module) as parameters:
-            sums = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in parameters]
-            uses = [False] * len(parameters)
+            sums = GradientSums(parameters)
             for start, length in slices(x.shape[1], ctx.tile):
                 x_tile, dout_tile, *constant_tiles = (
                     a.narrow(1, start, length) for a in (x, dout, *constants)
                 )
                 dx_tile = None if dx is None else dx.narrow(1, start, length)
-                uses = _backward_tile(ctx.fn, x_tile, constant_tiles, dout_tile, parameters, dx_tile, sums)
-            # A parameter that no tile used, such as that of a disabled adapter, has no gradient.
-            gradients = [
-                total.to(p.dtype) if used else None
-                for total, p, used in zip(sums, parameters, uses, strict=True)
-            ]
-        return *(None,) * 6, dx, *gradients
+                _backward_tile(ctx.fn, x_tile, constant_tiles, dout_tile, dx_tile, sums)
+        return *(None,) * 6, dx, *sums.round()
 
 
 def _backward_tile(
@@ -185,30 +179,18 @@ def _backward_tile(
     x: Tensor,
     constants: list[Tensor],
     dout: Tensor,
-    parameters: list[Tensor],
     dx: Tensor | None,
-    sums: list[Tensor],
-) -> list[bool]:
-    """Run ``fn`` on one tile again, write the gradient of x to ``dx``, and add the others to ``sums``.
-
-    Returns:
-        For each parameter, whether the tile used it.
-    """
+    sums: GradientSums,
+) -> None:
+    """Run ``fn`` on one tile again, write the gradient of x to ``dx``, and add the others to ``sums``."""
     x = x.detach().requires_grad_(dx is not None)
-    inputs = [*parameters] if dx is None else [x, *parameters]
     with torch.enable_grad():
         out = fn(x, *constants)
-    grads = list(torch.autograd.grad(out, inputs, dout, allow_unused=True))
-    if dx is not None:
-        x_grad = grads.pop(0)
-        assert x_grad is not None, "every module here depends on its input"
+    if dx is None:
+        sums.differentiate([out], [dout], [])
+    else:
+        (x_grad,) = sums.differentiate([out], [dout], [x])
         dx.copy_(x_grad)
-        del x_grad
-    uses = [grad is not None for grad in grads]
-    for total, grad in zip(sums, grads, strict=True):
-        if grad is not None:
-            total.add_(grad)
-    return uses
 
 
 def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
