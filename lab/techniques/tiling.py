@@ -39,7 +39,8 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
     Costs:
         One more forward of the MLP in backward. With checkpointing, it replaces the forward that would be
         recomputed, so there are 2 forwards in all and not 3. The sums of weight gradients take 3*E*I*W bytes
-        while the backward of one MLP runs.
+        while the backward of one MLP runs. Beside them is the gradient of one weight from one tile, E*I*w
+        bytes, if w = W, and of all three weights otherwise. The first tile has no sums beside it.
     Source:
         ALST (arXiv 2506.13996), TiledMLP.
     Composes with:
@@ -94,8 +95,8 @@ def run_in_tiles(
     1. Forward writes the output of each tile into its place in one tensor, and saves no inner tensor.
     2. Between forward and backward, ``x`` and ``constants`` are saved. The parameters stay in the module.
     3. Backward runs ``fn`` on each tile again and differentiates it. The gradient of ``x`` is written into
-       its place. The gradients of the parameters are added to sums in the wider of fp32 and the parameter's
-       dtype. A sum is rounded once, at the end.
+       its place. The gradients of the parameters are summed in the wider of fp32 and the parameter's dtype
+       (see ``GradientSums``). A sum is rounded once, at the end.
 
     Args:
         fn: Maps [b, t, ...] to [b, t, ...], each token alone, with the parameters of ``module``.
