@@ -289,8 +289,8 @@ def test_peaks_of_an_mlp(dtype, tile):
         # The first tile is longer than the other, and makes the sums when it ends.
         assert grown == [weights, weights + 3 * tokens, weights + 6 * tokens + down]
     else:
-        # Wide gradients are added to their sums one by one, that of the last matrix before the sixth tensor is
-        # there. Of others, all three are there when the tile ends.
+        # Wide gradients are added to their sums one by one, that of the last matrix before there is a sixth
+        # tensor. Of others, all three are there when the tile ends.
         narrow, one_by_one = max(6 * tokens + down, tokens + 3 * down), max(6 * tokens, 5 * tokens + down)
         inside = narrow if w < wide else one_by_one
         assert grown == [weights, weights + 3 * tokens, weights + inside + 3 * e * wide]
