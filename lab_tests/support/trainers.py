@@ -75,7 +75,7 @@ def fresh_process(**variables: str) -> Iterator[None]:
 
 
 class Gradients(TrainerCallback):
-    """Notes the whole gradients of each update, by the names of the parameters, as the optimizer gets them."""
+    """Notes the whole gradients of each update, as the optimizer gets them."""
 
     def __init__(self) -> None:
         self.updates: list[dict[str, Tensor]] = []
