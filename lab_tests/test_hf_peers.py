@@ -97,16 +97,16 @@ def train(folder, rows, *, recipe=None, knobs=None, dtype=torch.float64, collate
     }
 
 
-def assert_same(got, wanted):
+def assert_same(got, wanted, tolerance=1e-6):
     """Asserts that two runs have the same losses and norms, which Trainer adds up in float32, and gradients.
 
-    Those are of float64, but for norms of layers, in which transformers computes in float32.
+    Models are of float64, but transformers computes norms of hidden states in float32.
     """
     assert len(got["gradients"]) == len(got["losses"]) == len(wanted["losses"])
     torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(got["norms"], wanted["norms"], rtol=1e-6, atol=0)
     for mine, right in zip(got["gradients"], wanted["gradients"], strict=True):
-        assert error(mine, right) <= 1e-6
+        assert error(mine, right) <= tolerance
 
 
 def what_accelerate_sees():
@@ -160,8 +160,8 @@ def test_two_accumulated_rows_are_those_of_two_ranks(ranks4, tmp_path):
     )  # fmt: skip
     for got, wanted in zip(together, apart, strict=True):
         assert len(got["losses"]) == 4
-        assert_same(got, wanted)
-        assert error(got["weights"], wanted["weights"]) <= 1e-6
+        assert_same(got, wanted, 1e-5)
+        assert error(got["weights"], wanted["weights"]) <= 1e-5
 
 
 # ---- DeepSpeed: test_ulysses_sp_hf -------------------------------------------------------------------------
@@ -176,11 +176,18 @@ PARTS = [
 
 ZERO2 = {
     "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 2,
     "sequence_parallel_size": 2,
     "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    "optimizer": {"type": "Adam", "params": {"lr": 0.0, "torch_adam": True}},
 }
+
+SUMMED = 2
+"""How many times the gradient of the loss DeepSpeed's run has, which is that of the plain model in ours.
+
+Both ranks compute the loss of all labels from what ``all_gather`` brought. Its backward sums what the ranks
+have, and ZeRO sums over the ranks of a sequence again, where it averages over others. Their test does not see
+it: its tolerance is more than the gradients of its model.
+"""
 
 
 def deepspeed_run():
@@ -206,7 +213,7 @@ def deepspeed_run():
         row = torch.tensor([ROWS[rank]])
         loader = DataLoader([{"input_ids": row, "labels": row, "position_ids": torch.arange(6)[None]}], None)
         group = groups.get_sequence_parallel_group()
-        losses, parts = [], []
+        losses, gradients, parts = [], [], []
         for part in UlyssesSPDataLoaderAdapter(loader, rank, group, 2, torch.device("cpu")):
             labels = part.pop("shift_labels")
             own = model.loss_function(engine(**part).logits, None, VOCAB, shift_labels=labels)
@@ -217,9 +224,8 @@ def deepspeed_run():
             engine.backward(loss)
             losses.append(loss.detach())
             parts.append({**part, "shifted_labels": labels})
-            if len(losses) < 2:
-                engine.step()
-        gradients = {name: safe_get_full_grad(parameter) for name, parameter in model.named_parameters()}
+            gradients.append({name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()})
+            engine.step()
         engine.destroy()
     return {"losses": torch.stack(losses), "gradients": gradients, "parts": parts}
 
@@ -234,7 +240,7 @@ def test_loss_and_gradients_are_those_of_deepspeeds_own_run(recipe, theirs, rank
     rows = [{"input_ids": row} for row in ROWS]
     ours = launch(
         ranks4, 2, train, tmp_path, rows, recipe=recipe, dtype=torch.float32,
-        knobs={"ulysses": 2, "compute_dtype": None}, gradient_accumulation_steps=2, max_steps=1,
+        knobs={"ulysses": 2, "compute_dtype": None}, learning_rate=0.0, max_steps=2,
         train_sampling_strategy="sequential", max_grad_norm=0,
     )  # fmt: skip
     for rank, (got, wanted) in enumerate(zip(ours, theirs, strict=True)):
@@ -242,7 +248,6 @@ def test_loss_and_gradients_are_those_of_deepspeeds_own_run(recipe, theirs, rank
             assert [{n: t.tolist() for n, t in part.items()} for part in run["parts"]] == [
                 row[rank] for row in PARTS
             ]
-        # Of two rows with as many labels, the mean of all labels is the mean of the rows' means.
-        assert got["losses"].item() == pytest.approx(wanted["losses"].mean().item(), rel=1e-6)
-        [gradients] = got["gradients"]
-        assert error(gradients, wanted["gradients"]) <= 1e-6
+        torch.testing.assert_close(got["losses"], wanted["losses"].double(), rtol=1e-6, atol=0)
+        for mine, right in zip(got["gradients"], wanted["gradients"], strict=True):
+            assert error({name: SUMMED * gradient for name, gradient in mine.items()}, right) <= 1e-6
