@@ -49,7 +49,7 @@ def hook(package, name):
 
 
 class Call:
-    """One call of a method: its arguments by name, its result, and which attributes the trainer had then."""
+    """One call of a method: its arguments by name, its result, and the trainer's attributes then."""
 
     def __init__(self, name, arguments, had):
         self.name, self.arguments, self.had, self.result, self.inside = name, arguments, had, None, []
@@ -66,8 +66,8 @@ class Watched(Trainer):
 OVERRIDDEN = (
     "create_accelerator_and_postprocess", "_prepare_for_training", "create_optimizer", "get_batch_samples",
     "_get_num_items_in_batch", "compute_loss", "_clip_grad_norm", "_get_grad_norm", "evaluation_loop",
-    "prediction_step", "save_model", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler",
-    "_load_from_checkpoint", "_load_best_model",
+    "prediction_step", "save_model", "_save", "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model",
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
-    """The calls of a trainer that resumes, accumulates two rows, evaluates, saves and loads the best model."""
+    """The calls of a trainer that resumes, accumulates, evaluates, saves and loads the best model."""
     folder = tmp_path_factory.mktemp("watched")
     row = torch.arange(1, 12)
     rows = [{"input_ids": row, "labels": row.masked_fill(row < 4, -100)} for _ in range(6)]
@@ -111,8 +111,8 @@ def calls(tmp_path_factory):
     def trainer(steps):
         arguments = TrainingArguments(
             str(folder), max_steps=steps, per_device_train_batch_size=1, gradient_accumulation_steps=2,
-            eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, report_to=[], use_cpu=True,
-            load_best_model_at_end=True, prediction_loss_only=True, disable_tqdm=True, max_grad_norm=0.3,
+            eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, report_to=[],
+            use_cpu=True, load_best_model_at_end=True, prediction_loss_only=True, disable_tqdm=True, max_grad_norm=0.3,
         )  # fmt: skip
         return Watched(llama(), arguments, train_dataset=rows, eval_dataset=rows[:3])
 

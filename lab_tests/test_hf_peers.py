@@ -185,8 +185,7 @@ SUMMED = 2
 """How many times the gradient of the loss DeepSpeed's run has, which is that of the plain model in ours.
 
 Both ranks compute the loss of all labels from what ``all_gather`` brought. Its backward sums what the ranks
-have, and ZeRO sums over the ranks of a sequence again, where it averages over others. Their test does not see
-it: its tolerance is more than the gradients of its model.
+have, and ZeRO sums over the ranks of a sequence again, where it averages over others.
 """
 
 
