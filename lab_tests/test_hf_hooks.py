@@ -112,7 +112,8 @@ def calls(tmp_path_factory):
         arguments = TrainingArguments(
             str(folder), max_steps=steps, per_device_train_batch_size=1, gradient_accumulation_steps=2,
             eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, report_to=[],
-            use_cpu=True, load_best_model_at_end=True, prediction_loss_only=True, disable_tqdm=True, max_grad_norm=0.3,
+            use_cpu=True, load_best_model_at_end=True, prediction_loss_only=True, disable_tqdm=True,
+            max_grad_norm=0.3,
         )  # fmt: skip
         return Watched(llama(), arguments, train_dataset=rows, eval_dataset=rows[:3])
 
