@@ -6,9 +6,11 @@ from lab import load_on_first_use
 
 if TYPE_CHECKING:
     from lab.models.load import ModelLike, Outline, build, config_of, outline, save, shape_of
+    from lab.models.lora import Lora
     from lab.models.small_copies import small_copy
 
 __all__ = [
+    "Lora",
     "ModelLike",
     "Outline",
     "build",
@@ -22,6 +24,7 @@ __all__ = [
 __getattr__ = load_on_first_use(
     __name__,
     {
+        "Lora": "lab.models.lora",
         "ModelLike": "lab.models.load",
         "Outline": "lab.models.load",
         "build": "lab.models.load",

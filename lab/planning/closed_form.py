@@ -41,6 +41,7 @@ from lab.planning.closed_form_terms import (
     weight_sums,
     wide_norm,
 )
+from lab.models.lora import Lora
 from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
@@ -92,6 +93,7 @@ def estimate(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    lora: Lora | str | None = None,
     **knobs: Any,
 ) -> Estimate:
     """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
@@ -100,7 +102,9 @@ def estimate(
         LabError: a model, recipe or size that cannot work.
     """
     shape = models.shape_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    job = make_job(
+        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs
+    )
     return estimate_job(shape, job)
 
 

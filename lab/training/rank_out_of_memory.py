@@ -46,7 +46,9 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     """
     shape = shape_of(job.model)
     rungs = {
-        rung: make_job(job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, shape=shape)
+        rung: make_job(
+            job.model, rung, tokens=job.tokens, ranks=job.ranks, rows=job.rows, lora=job.lora, shape=shape
+        )
         for rung in RUNGS
     }
     likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}

@@ -16,6 +16,7 @@ from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
+from lab.models.lora import Lora
 from lab.planning.host_folder import check_host_dir, planned_folder
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
@@ -41,6 +42,7 @@ def run(
     cluster: Cluster,
     steps: int = 3,
     rows: int = 1,
+    lora: Lora | str | None = None,
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
     learning_rate: float = 1e-3,
@@ -58,6 +60,8 @@ def run(
     directory (by default bytes are the tokens). With ``device_memory`` a rank runs out of memory where it
     holds more bytes, as on a device of that size. On GPUs a collective may take three times the longest layer
     of the plan where that is more than the cluster's ``timeout``; it is printed then.
+
+    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``.
 
     With ``host_dir`` the long tensors of streamed layers lie in a file of each rank in this folder, in place
     of host memory: the file has no name, and is as large as the plan says before the first step. Copies
@@ -77,7 +81,7 @@ def run(
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
     config = models.config_of(model)
     shape = models.shape_of(config)
-    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
+    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, lora=lora, shape=shape)
     read_source(job, settings, shape.V)
     folder = planned_folder(job, check_host_dir(job, host_dir))
 

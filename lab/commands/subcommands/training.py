@@ -15,6 +15,7 @@ import click
 from lab.commands.base import (
     HOST_DIR,
     JSON,
+    LORA,
     RECIPE,
     SET,
     TEXT,
@@ -44,6 +45,7 @@ An error that all ranks have is printed once: by rank 0, after which torchrun en
 @TOKENS
 @RECIPE
 @SET
+@LORA
 @click.option("--steps", type=integer, default=3, help="Training steps. [3]")
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @TEXT
@@ -91,11 +93,17 @@ def run(
 
     cluster = Cluster(ranks, profile, **parse_fields(profile, fields))
     job = make_job(
-        model, recipe, tokens=settings.pop("tokens"), ranks=ranks, rows=settings["rows"], **parse_knobs(knobs)
+        model,
+        recipe,
+        tokens=settings.pop("tokens"),
+        ranks=ranks,
+        rows=settings["rows"],
+        lora=settings["lora"],
+        **parse_knobs(knobs),
     )
     # What the ranks would refuse is refused before they are started.
-    of_machine = ("rows", "device_memory", "host_dir")
-    told = {name: value for name, value in settings.items() if name not in of_machine}
+    of_job_or_machine = ("rows", "lora", "device_memory", "host_dir")
+    told = {name: value for name, value in settings.items() if name not in of_job_or_machine}
     read_source(job, TrainSettings(**told), models.shape_of(model).V)
     if settings["device_memory"] is not None:
         parse_bytes(settings["device_memory"])
