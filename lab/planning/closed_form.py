@@ -125,7 +125,7 @@ def _moments(z: Sizes) -> dict[str, Parts]:
         "loss backward": _held(z, z.L, norms | {"loss": _loss(z)}),
         "head backward": _held(z, z.L, norms | {"loss": _head(z)} | head),
         "final norm backward": _held(z, z.L, {"norms": _norm(z, ACTIVATIONS)} | head),
-        "optimizer": {"model state": plus(_state(z), _reduced(z, z.shard, 4))},
+        "optimizer": {"model state": plus(_state(z), _reduced(z, z.trained.shard, 4))},
     }
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
@@ -136,21 +136,22 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             f"{part}, layer {i}": _held(z, i, held, others=others)
             for part, held, others in streamed_layer(z, i)
         }
-    state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.layer_shard, z.reduced)}
+    state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.trained.layer_shard, z.reduced)}
     # The gradient of a tied embedding is a sum of two.
-    table = z.w * z.table
+    table = z.w * z.trained.table
     embedding = {GRADIENTS: (1 + z.summed) * table, TEMPORARY: table * z.tied}
     tables = {"head and embedding": plus(_head_gradient(z, z.w), embedding)}
     whole = {"tokens": {ACTIVATIONS: _tokens(z)}, "parameters": {PARAMETERS: z.w * z.root * z.copied}}
-    in_flight = {GRADIENTS: z.f * z.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
+    in_flight = {GRADIENTS: z.f * z.trained.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
     highest["embedding backward"] = state | tables | whole | {"gradients in flight": in_flight}
-    if z.copied:
+    if z.copied and not z.adapted:
         root_shard = z.shard - z.L * z.layer_shard
         highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, root_shard)}
+    if z.copied:
         for i in {z.L - 1, min(1, z.L - 1), 0}:
             # The copy of the layer above is gone by then.
-            copy = {GRADIENTS: -z.f * z.layer * (i < z.L - 1)}
-            flight = plus(_reducing(z, z.layer, z.layer_shard), copy)
+            copy = {GRADIENTS: -z.f * z.trained.layer * (i < z.L - 1)}
+            flight = plus(_reducing(z, z.trained.layer, z.trained.layer_shard), copy)
             reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
             highest[f"gradients of layer {i}"] = _held(z, i, reduced, runs=False)
     return highest
@@ -185,28 +186,28 @@ def _held(z: Sizes, layer: int, more: Parts, *, runs: bool = True, others: int |
     if others is None:
         others = layer > 0 and z.n > 1
     whole = z.root + z.layer * ((layer < z.L and runs) + others)
-    reduced = _reduced(z, max(above, 0) * z.layer_shard, z.reduced)
+    reduced = _reduced(z, max(above, 0) * z.trained.layer_shard, z.reduced)
     held: Parts = {
         "model state": _state(z),
         "parameters": {PARAMETERS: z.w * whole * z.copied},
         "tokens": {ACTIVATIONS: _tokens(z)},
         "inputs": {ACTIVATIONS: _waiting(z, layer)},
         "gradients": plus(reduced, _head_gradient(z, head * (above >= 0))),
-        "gradients in flight": {GRADIENTS: z.f * z.layer * (above > 0 and z.copied)},
+        "gradients in flight": {GRADIENTS: z.f * z.trained.layer * (above > 0 and z.copied)},
     }
     return {name: plus(held.get(name, {}), more.get(name, {})) for name in held | more}
 
 
 def _head_gradient(z: Sizes, width: int) -> Held:
     """The gradient of the head's matrix. If it is tied, autograd keeps it until the embedding's is added."""
-    return {ACTIVATION_GRADIENTS if z.tied else GRADIENTS: width * z.table}
+    return {ACTIVATION_GRADIENTS if z.tied else GRADIENTS: width * z.trained.table}
 
 
 def _state(z: Sizes) -> Held:
-    """The fp32 parameters, and Adam's two moments of each; nothing if they are on the host."""
+    """The fp32 parameters, and Adam's two moments of the trained ones; nothing if they are on the host."""
     if z.recipe.optimizer == "host":
         return {}
-    return {PARAMETERS: 4 * z.shard, OPTIMIZER: 8 * z.shard}
+    return {PARAMETERS: 4 * z.shard, OPTIMIZER: 8 * z.trained.shard}
 
 
 def _reduced(z: Sizes, weights: int, width: int) -> Held:
@@ -226,7 +227,7 @@ def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
     Without ``tiles``, those of streamed layers are not counted.
     """
     kept = _kept_on_host(z, tiles)
-    return kept if z.recipe.optimizer == "device" else 12 * z.shard + max(kept, 4 * z.shard)
+    return kept if z.recipe.optimizer == "device" else 4 * z.shard + 8 * z.trained.shard + max(kept, 4 * z.trained.shard)
 
 
 def _kept_on_host(z: Sizes, tiles: bool) -> int:
@@ -242,7 +243,7 @@ def _kept_on_host(z: Sizes, tiles: bool) -> int:
     if z.recipe.offload == "attention":
         attended = sum(piece_sizes(z.H * z.h))
         attended += sum(sum(piece_sizes(z.f * z.b * z.s * heads)) for heads in kernel_heads(z))
-    grads = 4 * z.layer_shard * (z.recipe.optimizer == "host")
+    grads = 4 * z.trained.layer_shard * (z.recipe.optimizer == "host")
     return inputs + max(z.L * attended, (z.L - 1) * attended + grads)
 
 
@@ -256,9 +257,14 @@ def _waiting(z: Sizes, layer: int) -> int:
     if z.recipe.stream:
         return 0
     # Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
-    mlp = 0 if z.recipe.mlp_tile else (4 if z.matrices == 3 else 2) * z.M
+    # Without an adapter, a frozen last projection does not keep its input.
+    low = z.w * z.b * z.s * z.trained.low[1]
+    tensors = (4 if z.matrices == 3 else 2) - (z.adapted and not z.trained.down)
+    mlp = 0 if z.recipe.mlp_tile else tensors * z.M + low
     if not z.recipe.checkpoint:
-        return layer * (2 * (_norm_keeps(z) + z.A) + bytes_of(_attention_keeps(z)) + mlp)
+        # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
+        frozen = _norm_keeps(z) * (z.adapted and layer > 0)
+        return layer * (2 * (_norm_keeps(z) + z.A) + bytes_of(_attention_keeps(z)) + mlp) - frozen
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
@@ -269,7 +275,10 @@ def _norm_keeps(z: Sizes) -> int:
     """Its input if tiled, or of LayerNorm; else it in fp32 and the normalised input; what each token has."""
     if z.recipe.norm_tile:
         return z.A
-    return z.A + 8 * z.b * z.s if z.layer_norms else (4 + z.w) * z.b * z.s * z.E + 4 * z.b * z.s
+    if z.layer_norms:
+        return z.A + 8 * z.b * z.s
+    # The scale of a frozen norm has no gradient, so the normalised input is not kept.
+    return (4 + z.w * (not z.adapted)) * z.b * z.s * z.E + 4 * z.b * z.s
 
 
 def _attended(z: Sizes) -> int:
@@ -286,9 +295,11 @@ def _attention_keeps(z: Sizes) -> Held:
     """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
     attended = {ACTIVATIONS if z.recipe.offload == "attention" else _kept(z): _attended(z)}
     if z.recipe.head_chunk:
-        return attended
+        effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
+        return plus(attended, {_kept(z): effective})
     # Norms of q and k are never tiled: the heads in fp32, normalised, and the scale of each.
-    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w) * z.D + 4) * z.head_norms
+    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w * (not z.adapted)) * z.D + 4) * z.head_norms
+    normed += z.w * z.b * z.s * z.trained.low[0]
     return plus(attended, {_kept(z): normed + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent})
 
 
@@ -306,7 +317,7 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
     # What a multiplied residual makes of dh; UPipe holds it until it ends.
     dout = z.A * z.scaled_residual
-    upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.mlp, z.w * z.E * z.H * z.D
+    upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.trained.mlp, z.w * z.trained.output
 
     def beside(weights: int, residual: int = z.A) -> Parts:
         return {"residual": {ACTIVATION_GRADIENTS: residual}, "gradients in flight": {GRADIENTS: weights}}
@@ -319,7 +330,7 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     weights = gone | beside(done + projection * (not upipe), z.A + dout * upipe)
     yield "attention backward", weights | {"norms": first, "attention": _upipe(z) if upipe else _attention(z)}
     # Of the projections, q's is the last: beside its gradient, dx so far and its own part of it.
-    every = beside(z.w * z.layer)
+    every = beside(z.w * z.trained.layer)
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
     yield "first norm backward", every | {"norms": _norm(z, kept)}
@@ -361,7 +372,7 @@ def _mlp(z: Sizes) -> Parts:
         highest, weights = nested(highest), nested(weights)
     # What a multiplied residual makes of dy is there until the last tile has run.
     whole = {ACTIVATION_GRADIENTS: z.A * (1 + z.scaled_residual) * bool(tile)}
-    sums = weight_sums(z, z.mlp * bool(tile))
+    sums = weight_sums(z, z.trained.mlp * bool(tile))
     return {"mlp": plus(whole, highest), "gradients in flight": plus(sums, weights)}
 
 
@@ -394,7 +405,8 @@ def _upipe(z: Sizes) -> Held:
     if z.recipe.overlap and z.recipe.ulysses > 1 and len(plan.stages) > 1:
         # Highest where the next stage opens a group, so another is still to come home.
         there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
-    weights = z.w * z.E * z.D * (z.H + 2 * z.K)
+    weights = z.w * (z.trained.effective_inputs if z.adapted else z.E * z.D * (z.H + 2 * z.K))
+    output = z.w * (z.trained.effective_output if z.adapted else z.E * z.H * z.D)
     grouped = home // 2 * (groups > 1)
     end = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: weights} if z.A + weights > grouped else {TEMPORARY: grouped}
     end = plus(end, {TEMPORARY: home})
@@ -412,7 +424,7 @@ def _upipe(z: Sizes) -> Held:
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
         peaks.append(plus(normed, inside))
-    return plus(_attention_keeps(z), {GRADIENTS: z.w * z.E * z.H * z.D}, highest_of(*peaks))
+    return plus(_attention_keeps(z), {GRADIENTS: output}, highest_of(*peaks))
 
 
 def _loss(z: Sizes) -> Held:
@@ -425,11 +437,11 @@ def _loss(z: Sizes) -> Held:
         return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
     tile = z.w * min(z.recipe.loss_tile, z.b * z.s)
     kept = {TEMPORARY if z.divided_logits else RECOMPUTED: tile * z.V}
-    of_tile = {ACTIVATION_GRADIENTS: tile * (z.V * z.divided_logits + z.E), GRADIENTS: z.w * z.table}
-    return plus(kept, nested(of_tile), {ACTIVATION_GRADIENTS: z.A}, weight_sums(z, z.table))
+    of_tile = {ACTIVATION_GRADIENTS: tile * (z.V * z.divided_logits + z.E), GRADIENTS: z.w * z.trained.table}
+    return plus(kept, nested(of_tile), {ACTIVATION_GRADIENTS: z.A}, weight_sums(z, z.trained.table))
 
 
 def _head(z: Sizes) -> Held:
     """The gradient of whole logits, dx, and a copy of the weight's gradient where it is summed."""
     logits = z.w * z.b * z.s * z.V if z.recipe.loss_tile is None else 0
-    return {ACTIVATION_GRADIENTS: logits + z.A, GRADIENTS: z.w * z.table * z.summed}
+    return {ACTIVATION_GRADIENTS: logits + z.A, GRADIENTS: z.w * z.trained.table * z.summed}

@@ -99,7 +99,7 @@ def _buffers(z: Sizes, of_tile: int) -> Held:
 
 def _tail_weights(z: Sizes) -> int:
     """The weights of the output projection, of the second norm, and of the MLP."""
-    return z.mlp + z.E * z.H * z.D + z.E * (1 + z.layer_norms)
+    return z.trained.tail
 
 
 def _sums(z: Sizes, weights: int, made: str) -> Held:
@@ -126,7 +126,7 @@ def _tail_backward(z: Sizes, made: str) -> Parts:
                 {RECOMPUTED: x},
                 nested(inside_mlp(z, tile.t, {}, RECOMPUTED, TEMPORARY)),
             ),
-            plus(_norm_backward(z, tile), {TEMPORARY: x + z.w * z.mlp}),
+            plus(_norm_backward(z, tile), {TEMPORARY: x + z.w * z.trained.mlp}),
             plus(ends, {TEMPORARY: x * z.scaled_residual}),
             plus(ends, new),
             plus({TEMPORARY: x + q + tile.sent}, new),
@@ -141,12 +141,12 @@ def _head_backward(z: Sizes, made: str) -> Parts:
 
     Beside it are the joined gradients of q, k and v.
     """
-    first, weights, peaks = _tiles(z)[0], z.layer - _tail_weights(z), list[Held]()
+    first, weights, peaks = _tiles(z)[0], z.trained.layer - _tail_weights(z), list[Held]()
     qkv = first.q + 2 * first.k
     sums = _sums(z, weights, made)
     # What the norm keeps of its input may be the tile itself, which is in its buffer.
     buffered = z.layer_norms or z.w == 4
-    keys = 2 * z.w * z.E * z.K * z.D
+    keys = 2 * z.w * z.E * z.K * z.D * (not z.adapted)
     for tile in _tiles(z):
         x, q, k = tile.x, tile.q, tile.k
         earlier, new = (sums, {}) if tile.before else ({}, sums)
@@ -174,7 +174,7 @@ def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
     """Its input, which LayerNorm or fp32 keeps as it is; of RMSNorm also the normalised input."""
     if z.layer_norms:
         return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
-    scales = z.w * tile.elements + 4 * z.b * tile.t
+    scales = z.w * tile.elements * (not z.adapted) + 4 * z.b * tile.t
     return plus({TEMPORARY if z.w == 4 else RECOMPUTED: 4 * tile.elements}, {RECOMPUTED: scales})
 
 
@@ -262,7 +262,7 @@ def streamed_host(z: Sizes) -> Iterator[tuple[int, int]]:
         length = min(k, z.L - first)
         layers, above = first * kept + length, z.L - first - length
         tiles = (number + length - 1) * _pages(z.A) + layers * outputs + grads
-        yield tiles, layers * lses + 4 * z.layer_shard * above * (z.recipe.optimizer == "host")
+        yield tiles, layers * lses + 4 * z.trained.layer_shard * above * (z.recipe.optimizer == "host")
 
 
 def _head_gradients(z: Sizes, plan: Schedule) -> int:
