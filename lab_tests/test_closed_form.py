@@ -259,6 +259,7 @@ def test_the_closed_form_imports_nothing_of_the_plan():
     assert of_lab == {
         "lab",
         "lab.memory.categories",
+        "lab.models.lora",
         "lab.planning.closed_form",
         "lab.planning.closed_form_streamed",
         "lab.planning.closed_form_terms",
@@ -266,5 +267,6 @@ def test_the_closed_form_imports_nothing_of_the_plan():
         "lab.recipe.recipe",
         "lab.shape",
         "lab.techniques.host_pieces",
+        "lab.techniques.loss_blocks",
         "lab.techniques.upipe.schedule",
     }

@@ -46,6 +46,7 @@ from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.host_pieces import piece_sizes
+from lab.techniques.loss_blocks import BLOCKS
 from lab.techniques.upipe.schedule import schedule
 
 
@@ -120,7 +121,9 @@ def estimate_job(shape: Shape, job: Job) -> Estimate:
 
 def _moments(z: Sizes) -> dict[str, Parts]:
     """Every moment that may be the highest, by name, and what is held then."""
-    norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + z.A}}, {"gradients": _head_gradient(z, z.w)}
+    # A frozen head does not keep its input; tiles do.
+    kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
+    norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
     highest = {
         "loss backward": _held(z, z.L, norms | {"loss": _loss(z)}),
         "head backward": _held(z, z.L, norms | {"loss": _head(z)} | head),
@@ -136,6 +139,11 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             f"{part}, layer {i}": _held(z, i, held, others=others)
             for part, held, others in streamed_layer(z, i)
         }
+    # The first layer is gathered while the buffer is there into which the root's parameters came.
+    gathered = {PARAMETERS: (1 + (z.n > 1)) * z.w * (z.root + z.layer) * z.copied}
+    highest["first layer gathered"] = {
+        "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z) + z.A}
+    }  # fmt: skip
     state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.trained.layer_shard, z.reduced)}
     # The gradient of a tied embedding is a sum of two.
     table = z.w * z.trained.table
@@ -333,13 +341,20 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     every = beside(z.w * z.trained.layer)
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
+    if z.adapted and not upipe:
+        # Of the heads' outputs, a gradient through W and one through B @ A, and their sum.
+        inside = plus(attention, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
+        yield "output projection backward", weights | {"norms": first, "attention": inside}
     yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
         # Beside what it keeps, q, k and v before the exchange, and the output as it is sent.
         exchanged = z.recipe.ulysses > 1
         keys = z.K * z.h
-        more = {TEMPORARY: (1 + exchanged) * z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
-        inside = plus(attention, more)
+        more = {TEMPORARY: z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
+        # With an adapter, the output goes through W, through B @ A, and is scaled, before any of it is sent on.
+        sent = {TEMPORARY: exchanged * z.H * z.h}
+        through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
+        inside = plus(attention, more, highest_of(sent, through))
         yield "attention recomputed", residual | {"norms": first, "attention": inside}
 
 
@@ -367,7 +382,7 @@ def _mlp(z: Sizes) -> Parts:
     copies = 2 * (z.A * t // z.s) * (z.b > 1 and t < z.s)
     kept = _kept(z, tile)
     highest = inside_mlp(z, t, {kept: copies}, kept, kept if tile else None)
-    weights = {GRADIENTS: highest.pop(GRADIENTS)}
+    weights = {GRADIENTS: highest.pop(GRADIENTS, 0)}
     if tile:
         highest, weights = nested(highest), nested(weights)
     # What a multiplied residual makes of dy is there until the last tile has run.
@@ -438,7 +453,10 @@ def _loss(z: Sizes) -> Held:
     tile = z.w * min(z.recipe.loss_tile, z.b * z.s)
     kept = {TEMPORARY if z.divided_logits else RECOMPUTED: tile * z.V}
     of_tile = {ACTIVATION_GRADIENTS: tile * (z.V * z.divided_logits + z.E), GRADIENTS: z.w * z.trained.table}
-    return plus(kept, nested(of_tile), {ACTIVATION_GRADIENTS: z.A}, weight_sums(z, z.trained.table))
+    # The wide gradient of a block of tokens is gone before the head's backward.
+    block = {TEMPORARY: z.f * -(-min(z.recipe.loss_tile, z.b * z.s) // BLOCKS) * z.V}
+    inside = highest_of(nested(of_tile), block)
+    return plus(kept, inside, {ACTIVATION_GRADIENTS: z.A}, weight_sums(z, z.trained.table))
 
 
 def _head(z: Sizes) -> Held:

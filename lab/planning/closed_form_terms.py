@@ -270,7 +270,8 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None) ->
     """
     one, x = z.M * t // z.s, z.A * t // z.s
     gated = z.matrices == 3
-    tensors = 6 if gated else 5 if z.relu_squared else 3
+    # An adapter of the last projection has two gradients of its input, and their sum.
+    tensors = 6 if gated else 5 if z.relu_squared else 3 + z.trained.down
     out = {output: x} if output else {}
     # What a multiplied residual makes of dy is there until the last matrix has run.
     dout = z.A * z.scaled_residual * (not output)
@@ -279,13 +280,7 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None) ->
         {kept: (tensors - half) * one - inner, TEMPORARY: inner, ACTIVATION_GRADIENTS: half * one},
         {kept: 3 * one, ACTIVATION_GRADIENTS: (2 * gated) * one + dout},
     )
-    if z.adapted:
-        # Two gradients of the last projection's input, and their sum; without its adapter, one, and that
-        # input is not kept.
-        early = {kept: (z.matrices + z.trained.down) * one, ACTIVATION_GRADIENTS: 3 * one}
-        early = plus(early, out, copies)
-    else:
-        early = plus(early, out, copies, {GRADIENTS: z.w * z.mlp // z.matrices})
+    early = plus(early, out, copies, {GRADIENTS: z.w * z.mlp // z.matrices * (not z.adapted)})
     if not gated:
         late = plus(out, {ACTIVATION_GRADIENTS: one + x})
     elif output:
