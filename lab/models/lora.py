@@ -38,10 +38,10 @@ class Lora:
         check_counts({"lora: r": self.r}, ModelError)
         if self.r > LARGEST_RANK:
             raise ModelError(f"lora: r={self.r}: give a rank from 1 to {LARGEST_RANK}")
-        if self.alpha is not None and not (
-            type(self.alpha) in (int, float) and 0 < self.alpha < math.inf
-        ):
-            raise ModelError(f"lora: alpha={self.alpha!r}: give a finite number above 0, for instance {self.r}")
+        if self.alpha is not None and not (type(self.alpha) in (int, float) and 0 < self.alpha < math.inf):
+            raise ModelError(
+                f"lora: alpha={self.alpha!r}: give a finite number above 0, for instance {self.r}"
+            )
         if self.targets is not None and not (isinstance(self.targets, tuple) and self.targets):
             raise ModelError(
                 f"lora: targets={self.targets!r}: give a tuple of names, such as ('q_proj', 'v_proj')"

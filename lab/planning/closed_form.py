@@ -103,9 +103,7 @@ def estimate(
         LabError: a model, recipe or size that cannot work.
     """
     shape = models.shape_of(model)
-    job = make_job(
-        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs
-    )
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     return estimate_job(shape, job)
 
 
@@ -235,7 +233,11 @@ def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
     Without ``tiles``, those of streamed layers are not counted.
     """
     kept = _kept_on_host(z, tiles)
-    return kept if z.recipe.optimizer == "device" else 4 * z.shard + 8 * z.trained.shard + max(kept, 4 * z.trained.shard)
+    return (
+        kept
+        if z.recipe.optimizer == "device"
+        else 4 * z.shard + 8 * z.trained.shard + max(kept, 4 * z.trained.shard)
+    )
 
 
 def _kept_on_host(z: Sizes, tiles: bool) -> int:

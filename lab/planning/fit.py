@@ -96,9 +96,7 @@ def fit(
         disk_rate=disk_rate,
     )
     shape = shape_of(model)
-    base = make_job(
-        model, "tiling", tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape
-    )
+    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape)
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []

@@ -296,9 +296,7 @@ def plan(
         disk_rate=disk_rate,
     )
     shape = shape_of(model)
-    job = make_job(
-        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs
-    )
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     return plan_job(job, machine)
 
 

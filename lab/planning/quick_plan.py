@@ -123,11 +123,7 @@ def quick_plan(
         {"model": model_identity(model)},
         lambda: models.shape_of(model),
         encode=asdict,
-        decode=lambda document: Shape(
-            **document | {"mlp_projections": tuple(document["mlp_projections"])}
-        ),
+        decode=lambda document: Shape(**document | {"mlp_projections": tuple(document["mlp_projections"])}),
     )
-    job = make_job(
-        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs
-    )
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     return QuickPlan(job, machine, estimate_on(machine, shape, job))

@@ -33,6 +33,7 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     With the optimizer on the host, the device holds only the buffers and what is compared, and the host holds
     the rest.
     """
+
     def held(p: nn.Parameter) -> int:
         return -(-len(p) // job.ranks) * prod(p.shape[1:]) * p.itemsize if job.recipe.fsdp else p.nbytes
 

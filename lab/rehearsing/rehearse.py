@@ -98,9 +98,7 @@ def rehearse(
     limit = _limit(where, memory_asked)
     config = models.config_of(model)
     shape = models.shape_of(config)
-    job = make_job(
-        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs
-    )
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     part = replace(job, model=first_layers(model, layers, config=config))
     settings = TrainSettings(1 + steps, text, tokenizer)
     read_source(job, settings, shape.V)
