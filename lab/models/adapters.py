@@ -37,6 +37,6 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
         lora_dropout=0.0,
         bias="none",
     )
-    # PEFT moves what it makes to the device and the dtype of the weights, which torch refuses for fake tensors.
+    # PEFT moves what it makes to the device and the dtype of the weights. Torch refuses that of fake tensors.
     with unset_fake_temporarily():
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)

@@ -1,4 +1,4 @@
-"""What is asked of LoRA adapters, without torch: their rank, their scale, and the projections that have one."""
+"""LoRA adapters that are asked for, without torch: their rank, their scale, and the projections."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LARGEST_RANK = 2**16
 class Lora:
     """LoRA adapters of rank r: a projection with weight W computes with W + alpha/r * B @ A.
 
-    A is [r, in] and B is [out, r]. They are trained, and all other parameters of the model are frozen. Source:
-    LoRA (arXiv 2106.09685), section 4.1.
+    A is [r, in] and B is [out, r]. They are trained, and all other parameters of the model are frozen.
+    Source: LoRA (arXiv 2106.09685), section 4.1.
 
     Attributes:
         r: The rank of the adapters.
@@ -136,8 +136,8 @@ def check_takes_adapters(model: object, lora: Lora | None) -> None:
     """
     if lora is not None and callable(model):
         raise ModelError(
-            f"lora='{lora}' for a callable: let it add the adapters to the model that it returns, for instance "
-            "by peft's inject_adapter_in_model, and leave lora out"
+            f"lora='{lora}' for a callable: let it add the adapters to the model that it returns, by peft's "
+            "inject_adapter_in_model, and leave lora out"
         )
 
 

@@ -17,7 +17,13 @@ from typing import Any
 
 from lab import models
 from lab.memory.categories import CATEGORIES
-from lab.planning.closed_form_streamed import streamed_host, streamed_layer, streamed_layers
+from lab.models.lora import Lora
+from lab.planning.closed_form_streamed import (
+    streamed_forward,
+    streamed_host,
+    streamed_layer,
+    streamed_layers,
+)
 from lab.planning.closed_form_terms import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -41,7 +47,6 @@ from lab.planning.closed_form_terms import (
     weight_sums,
     wide_norm,
 )
-from lab.models.lora import Lora
 from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
@@ -132,6 +137,9 @@ def _moments(z: Sizes) -> dict[str, Parts]:
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
     for i in () if z.recipe.stream else {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
         highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z, i)}
+    if z.recipe.stream:
+        forward = {"attention": streamed_forward(z)}
+        highest["streamed forward"] = _held(z, z.L, forward, others=1 + (z.n > 1))
     for i in streamed_layers(z) if z.recipe.stream else ():
         highest |= {
             f"{part}, layer {i}": _held(z, i, held, others=others)
@@ -353,7 +361,7 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         exchanged = z.recipe.ulysses > 1
         keys = z.K * z.h
         more = {TEMPORARY: z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
-        # With an adapter, the output goes through W, through B @ A, and is scaled, before any of it is sent on.
+        # With an adapter, the output goes through W and through B @ A, and is scaled.
         sent = {TEMPORARY: exchanged * z.H * z.h}
         through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
         inside = plus(attention, more, highest_of(sent, through))

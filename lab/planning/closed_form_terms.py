@@ -150,7 +150,8 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
         tied=tied, head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
-        A=token * E, M=token * shape.I, h=token * D, mlp=mlp, matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
+        A=token * E, M=token * shape.I, h=token * D, mlp=mlp,
+        matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
         shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
         adapted=job.lora is not None, trained=trained,
     )  # fmt: skip
