@@ -143,7 +143,7 @@ def test_where_nothing_coincides(ranks4, text, name):
 
 
 ADAPTERS = {
-    name: (odd(Qwen3Config, head_dim=28), name, 60, 1, "r=4,alpha=12") for name in RECIPE_NAMES
+    name: (odd(Qwen3Config, num_key_value_heads=8, head_dim=28), name, 60, 1, "r=4,alpha=12") for name in RECIPE_NAMES
 } | {
     "q and v, tokens that do not divide": (
         odd(), replace(UPIPE, head_chunk=4, overlap=True), 99, 1, "r=4,targets=q_proj+v_proj",
@@ -170,6 +170,13 @@ def test_with_adapters(ranks4, text, name):
         recipe = resolve_recipe(recipe, model, 4, tokens, compute_dtype=None)
     planned, measured = plan_and_measure(ranks4, text, model, recipe, tokens, rows, lora=lora)
     assert measured == [[planned]] * 4
+
+
+def test_with_adapters_round_a_ring(ranks4, text):
+    recipe = replace(UPIPE, ring=2, head_chunk=4)
+    planned, measured = plan_and_measure(ranks4, text, odd(), recipe, 96, lora="r=4")
+    assert measured[2:] == [[planned]] * 2
+    assert measured[0][0]["device"] <= planned["device"]
 
 
 def test_every_chunk_of_the_heads(ranks4, text):

@@ -241,11 +241,9 @@ def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
     Without ``tiles``, those of streamed layers are not counted.
     """
     kept = _kept_on_host(z, tiles)
-    return (
-        kept
-        if z.recipe.optimizer == "device"
-        else 4 * z.shard + 8 * z.trained.shard + max(kept, 4 * z.trained.shard)
-    )
+    if z.recipe.optimizer == "device":
+        return kept
+    return 4 * z.shard + 8 * z.trained.shard + max(kept, 4 * z.trained.shard)
 
 
 def _kept_on_host(z: Sizes, tiles: bool) -> int:
@@ -352,8 +350,10 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
     if z.adapted and not upipe:
-        # Of the heads' outputs, a gradient through W and one through B @ A, and their sum.
-        inside = plus(attention, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
+        # Of the heads' outputs, a gradient through W and one through B @ A, and their sum. What went on of
+        # the outputs is gone by then.
+        sent = {kept: -z.H * z.h * (z.recipe.ulysses > 1)}
+        inside = plus(attention, sent, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
         yield "output projection backward", weights | {"norms": first, "attention": inside}
     yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:

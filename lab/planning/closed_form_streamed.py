@@ -161,6 +161,9 @@ def _head_backward(z: Sizes, made: str) -> Parts:
             plus(_norm_backward(z, tile), own, outputs, {TEMPORARY: z.w * weights}),
             plus(outputs, {TEMPORARY: x + z.w * weights}, new),
         ]
+        if z.adapted:
+            # Forward, q through W, through B @ A, and scaled, before there are k and v.
+            moments.append(plus(_norm_keeps(z, tile), own, {RECOMPUTED: x + 2 * q, TEMPORARY: q}))
         if z.head_norms:
             normed = plus(keeps, {RECOMPUTED: x})
             of_keys, of_queries = (nested(wide_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
