@@ -158,4 +158,7 @@ def test_the_command_plans_adapters():
     optimizer = [answer["by_category"]["optimizer"] for answer in answers]
     assert optimizer[1] < optimizer[0] / 20
     quick = json.loads(CliRunner().invoke(main, [*arguments, "--lora", "r=4", "--quick"]).output)
+    some = CliRunner().invoke(main, [*arguments, "--lora", "r=4,targets=q_proj+v_proj", "--quick"])
+    assert (some.exit_code, some.output.count("\n")) == (2, 1)
+    assert "leaves k_proj, o_proj, gate_proj, up_proj, down_proj without an adapter" in some.output
     assert quick["device_peak"] == pytest.approx(answers[1]["device_peak"], rel=0.01)

@@ -143,7 +143,8 @@ def test_where_nothing_coincides(ranks4, text, name):
 
 
 ADAPTERS = {
-    name: (odd(Qwen3Config, num_key_value_heads=8, head_dim=28), name, 60, 1, "r=4,alpha=12") for name in RECIPE_NAMES
+    name: (odd(Qwen3Config, num_key_value_heads=8, head_dim=28), name, 60, 1, "r=4,alpha=12")
+    for name in RECIPE_NAMES
 } | {
     "q and v, tokens that do not divide": (
         odd(), replace(UPIPE, head_chunk=4, overlap=True), 99, 1, "r=4,targets=q_proj+v_proj",

@@ -105,17 +105,20 @@ def estimate(
     """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
 
     Raises:
-        LabError: a model, recipe or size that cannot work.
+        LabError: a model, recipe or size that cannot work; adapters on some projections alone.
     """
     shape = models.shape_of(model)
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
+    if job.lora is not None:
+        job.lora.check_estimate(shape)
     return estimate_job(shape, job)
 
 
 def estimate_job(shape: Shape, job: Job) -> Estimate:
     """The peaks of one step of a job; ``shape`` is that of its model.
 
-    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
+    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. With
+    adapters on some projections alone it is less exact: activations that these would keep are counted. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``.
     """
     z = sizes_of(shape, job)

@@ -106,7 +106,7 @@ def quick_plan(
     imports neither torch nor transformers.
 
     Raises:
-        LabError: a model, recipe, size or device that cannot work.
+        LabError: a model, recipe, size or device that cannot work; adapters on some projections alone.
     """
     hardware(device)  # refuses a device that the table has not
     machine = make_machine(
@@ -126,4 +126,6 @@ def quick_plan(
         decode=lambda document: Shape(**document | {"mlp_projections": tuple(document["mlp_projections"])}),
     )
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
+    if job.lora is not None:
+        job.lora.check_estimate(shape)
     return QuickPlan(job, machine, estimate_on(machine, shape, job))
