@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from lab.hf.planning import fit, plan
     from lab.hf.shared_sequences import parallelism
     from lab.hf.timeline import MemoryTimeline
+    from lab.hf.token_rows import TokenRows
     from lab.hf.trainer import LongContext
     from lab.hf.training_arguments import arguments
 
-__all__ = ["LongContext", "MemoryTimeline", "apply", "arguments", "fit", "parallelism", "plan"]
+__all__ = ["LongContext", "MemoryTimeline", "TokenRows", "apply", "arguments", "fit", "parallelism", "plan"]
 
 __getattr__ = load_on_first_use(
     __name__,
     {
         "LongContext": "lab.hf.trainer",
         "MemoryTimeline": "lab.hf.timeline",
+        "TokenRows": "lab.hf.token_rows",
         "arguments": "lab.hf.training_arguments",
         "fit": "lab.hf.planning",
         "parallelism": "lab.hf.shared_sequences",
