@@ -23,7 +23,8 @@ import lab
 import lab.hf
 from cluster.ranks import Cluster
 from lab.techniques.rope import apply_rope
-from lab_tests.support.trainers import fresh_process, launch
+from lab.hf.ranks import trainer_process
+from lab_tests.support.trainers import launch
 
 VOCABULARY, LONGEST, ROWS = 64, 41, 24
 
@@ -172,7 +173,7 @@ def outcomes(cases: dict[str, Case], folder: Path) -> dict[str, Outcome]:
 
 
 def expected(case: Case, folder: Path) -> Outcome:
-    with fresh_process():
+    with trainer_process():
         return outcome(plain_trainer(case, folder))
 
 
