@@ -22,8 +22,8 @@ from trl import SFTConfig, SFTTrainer
 import lab
 import lab.hf
 from cluster.ranks import Cluster
+from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
-from lab.hf.ranks import trainer_process
 from lab_tests.support.trainers import launch
 
 VOCABULARY, LONGEST, ROWS = 64, 41, 24
@@ -173,7 +173,7 @@ def outcomes(cases: dict[str, Case], folder: Path) -> dict[str, Outcome]:
 
 
 def expected(case: Case, folder: Path) -> Outcome:
-    with trainer_process():
+    with fresh_process():
         return outcome(plain_trainer(case, folder))
 
 

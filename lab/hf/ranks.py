@@ -48,7 +48,7 @@ def as_torchrun(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, socket.gethostname())
     own = hosts[rank]
-    with trainer_process(
+    with fresh_process(
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(hosts[:rank].count(own)),
@@ -58,7 +58,7 @@ def as_torchrun(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 @contextmanager
-def trainer_process(**variables: str) -> Iterator[None]:
+def fresh_process(**variables: str) -> Iterator[None]:
     """Run a block as a trainer's process: what trainers set for all of a process ends with the block.
 
     That is environment variables, accelerate's singletons, the random states of Python, NumPy and torch's

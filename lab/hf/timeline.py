@@ -181,7 +181,8 @@ class MemoryTimeline(TrainerCallback):
         self._meter = Meter(lambda rows: self._live(Progress(0, 1, step, steps, None, rows)), first_step=step)
         self._measured.enter_context(self._meter.measure(_measured_model(trainer.model), trainer.optimizer))
         self._phase = self._measured.enter_context(ExitStack())
-        self._measured.enter_context(_replaced(trainer.accelerator, "backward", self._name_phases))
+        owner = trainer if isinstance(trainer, LongContext) else trainer.accelerator
+        self._measured.enter_context(_replaced(owner, "backward", self._name_phases))
         self._enter("forward")
 
     def _enter(self, phase: str) -> None:

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL on the first ranks of a cluster."""
+"""Trainers of transformers and TRL on the first ranks of a cluster, and what is noted of them."""
 
 import tempfile
 from collections.abc import Callable
@@ -8,6 +8,9 @@ from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 import lab.hf
 from cluster.ranks import Cluster
@@ -39,6 +42,27 @@ def launch(cluster: Cluster, ranks: int, fn: Callable[..., Any], *args: Any, **k
                 # Its own world again.
                 cluster.recover()
     return results[:ranks]
+
+
+class Gradients(TrainerCallback):
+    """Notes the whole gradients of each update, as the optimizer gets them."""
+
+    def __init__(self) -> None:
+        self.updates: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note those of this update; every rank gathers them."""
+        self.updates.append(whole(kwargs["model"], gradients=True))
+
+
+def whole(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Returns a copy of a model's parameters, or of their gradients, as if they were not sharded."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        if tensor is not None:
+            found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return found
 
 
 def _in_a_smaller_world(size: int, store: Path, call: bytes) -> Any:
