@@ -92,6 +92,7 @@ OF_TINY = [
     ("plain", {}, "loss backward"),
     ("checkpoint", {"loss_tile": 512}, "MLP backward, layer 1"),
     ("tiling", {}, "MLP backward, layer 1"),
+    ("tiling", {"compute_dtype": "bfloat16"}, "MLP backward, layer 1"),
     ("tiling", {"ring": 2, "ulysses": 1, "mlp_tile": 64}, "attention backward, layer 1"),
     ("upipe", {"head_chunk": 16, "mlp_tile": 64}, "norm backward, layer 1"),
 ]

@@ -128,7 +128,7 @@ def mesh_of_all(accelerator: Accelerator) -> DeviceMesh:
     device_type = accelerator.device.type
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

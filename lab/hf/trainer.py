@@ -63,6 +63,13 @@ class LongContext(Base):
         LabError: See ``lab.apply_recipe``.
     """
 
+    if TYPE_CHECKING:
+        # Trainer declares what it makes later as optional.
+        args: Any
+        model: Any
+        optimizer: Any
+        lr_scheduler: Any
+
     _applied: LongContextModel | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -209,7 +216,7 @@ class LongContext(Base):
     ) -> tuple[Tensor, None, None]:
         """Return the mean loss over the labels of all ranks' batches."""
         inputs = self._prepare_inputs(inputs)
-        count = self._get_num_items_in_batch([inputs], self.args.device)
+        count: Any = self._get_num_items_in_batch([inputs], self.args.device)
         with torch.no_grad():
             part = self.applied.shard(inputs)
             return self.applied.loss(model, part, float(count)), None, None

@@ -139,7 +139,7 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
         raise RecipeError(
             f"optim={args.optim!s} beside a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
         )
-    config = args.accelerator_config
+    config: Any = args.accelerator_config
     if config.dispatch_batches or config.split_batches:
         raise RecipeError(
             "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the "

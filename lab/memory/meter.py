@@ -429,16 +429,21 @@ class Meter(Observer):
         if number is None:
             self._leave_nodes()
             return
-        if number == ACCUMULATES and name == "aten.detach":
-            # What it accumulates is the gradient of a parameter, or of FSDP's copy of one.
-            self._classify(args, GRADIENTS)
         node = (task, number)
         # Nodes of a pass that was begun inside this node have ended, and so have others of this pass.
         while (inner := self._running_node()) is not None and inner != node and inner[0] >= task:
             self._close_scope()
+        if number == ACCUMULATES and name == "aten.detach" and not self._is_nested(task):
+            # What it accumulates is the gradient of a parameter, or of FSDP's copy of one. A technique that
+            # differentiates inside its own backward accumulates what is its own.
+            self._classify(args, GRADIENTS)
         # In a module whose forward is computed again, the node that does it is further out.
         if inner != node and not any(scope.node == node for scope in self._scopes):
             self._scopes.append(_Scope(node, ACTIVATION_GRADIENTS))
+
+    def _is_nested(self, task: int) -> bool:
+        """Return whether a backward pass was begun inside a node of another one."""
+        return any(scope.node is not None and scope.node[0] < task for scope in self._scopes)
 
     def _running_node(self) -> tuple[int, int] | None:
         """Return the innermost scope's node, if that is one."""

@@ -274,9 +274,9 @@ def _attended(z: Sizes) -> int:
     return z.H * z.h + z.f * z.b * z.s * z.H
 
 
-def _kept(z: Sizes, tile: int | None = None) -> str:
-    """The category of what a forward keeps inside a layer, while its backward runs; a tile runs it again."""
-    return RECOMPUTED if z.recipe.checkpoint or tile else ACTIVATIONS
+def _kept(z: Sizes) -> str:
+    """The category of what a forward keeps inside a layer, while its backward runs."""
+    return RECOMPUTED if z.recipe.checkpoint else ACTIVATIONS
 
 
 def _attention_keeps(z: Sizes) -> Held:
@@ -347,19 +347,33 @@ def _norm(z: Sizes, kept: str) -> Held:
 
 
 def _mlp(z: Sizes) -> Parts:
-    """The highest moment inside; of a tile, beside it, the whole dx and the sums of the weight gradients."""
-    tile, t = z.recipe.mlp_tile, min(z.recipe.mlp_tile or z.s, z.s)
-    # In a tile of several rows, x and dout lie apart, so each is copied.
-    copies = 2 * (z.A * t // z.s) * (z.b > 1 and t < z.s)
-    kept = _kept(z, tile)
-    highest = inside_mlp(z, t, {kept: copies}, kept, kept if tile else None)
-    weights = {GRADIENTS: highest.pop(GRADIENTS)}
-    if tile:
-        highest, weights = nested(highest), nested(weights)
+    """The highest moment inside; of tiles, beside it, the whole dx and the sums of the weight gradients.
+
+    The first tile has no sums beside it, and makes them.
+    """
+    if z.recipe.mlp_tile is None:
+        highest = inside_mlp(z, z.s, {}, _kept(z), None)
+        return {"mlp": highest, "gradients in flight": {GRADIENTS: highest.pop(GRADIENTS)}}
+    t, sums, summed = min(z.recipe.mlp_tile, z.s), weight_sums(z, z.mlp), z.f == z.w
+    made: Held = {} if summed else plus(sums, {GRADIENTS: z.w * z.mlp // z.matrices})
+    moments = [_mlp_tile(z, t, {}), ({}, made)]
+    if t < z.s:
+        moments.append(_mlp_tile(z, min(t, z.s - t), sums, added=summed))
+    inside, weights = max(moments, key=lambda parts: sum(map(bytes_of, parts)))
     # What a multiplied residual makes of dy is there until the last tile has run.
-    whole = {ACTIVATION_GRADIENTS: z.A * (1 + z.scaled_residual) * bool(tile)}
-    sums = weight_sums(z, z.mlp * bool(tile))
-    return {"mlp": plus(whole, highest), "gradients in flight": plus(sums, weights)}
+    whole = {ACTIVATION_GRADIENTS: z.A * (1 + z.scaled_residual)}
+    return {"mlp": plus(whole, inside), "gradients in flight": weights}
+
+
+def _mlp_tile(z: Sizes, t: int, sums: Held, *, added: bool = False) -> tuple[Held, Held]:
+    """Of a tile of t tokens: what is held inside, and the gradients of weights with the sums of them."""
+    # In a tile of several rows, x and dout lie apart, so each is copied.
+    copies = {RECOMPUTED: 2 * (z.A * t // z.s) * (z.b > 1 and t < z.s)}
+    inside = inside_mlp(z, t, copies, RECOMPUTED, RECOMPUTED, added=added)
+    weights = {GRADIENTS: inside.pop(GRADIENTS, 0)}
+    # The gradients of the first tile may become the sums.
+    become_sums = z.f == z.w and not added
+    return nested(inside), plus(sums, weights if become_sums else nested(weights))
 
 
 def _attention(z: Sizes) -> Held:
@@ -420,10 +434,21 @@ def _loss(z: Sizes) -> Held:
     if z.recipe.loss_tile is None:
         logits = z.f * z.b * z.s * z.V
         return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
-    tile = z.w * min(z.recipe.loss_tile, z.b * z.s)
-    kept = {TEMPORARY if z.divided_logits else RECOMPUTED: tile * z.V}
-    of_tile = {ACTIVATION_GRADIENTS: tile * (z.V * z.divided_logits + z.E), GRADIENTS: z.w * z.table}
-    return plus(kept, nested(of_tile), {ACTIVATION_GRADIENTS: z.A}, weight_sums(z, z.table))
+    tile, tokens = min(z.recipe.loss_tile, z.b * z.s), z.b * z.s
+    kept = {TEMPORARY if z.divided_logits else RECOMPUTED: z.w * tile * z.V}
+    of_tile = {ACTIVATION_GRADIENTS: z.w * tile * (z.V * z.divided_logits + z.E)}
+    whole, gradient, sums = {ACTIVATION_GRADIENTS: z.A}, {GRADIENTS: z.w * z.table}, weight_sums(z, z.table)
+    inside = plus(kept, nested(of_tile), whole)
+    if tile < tokens:
+        return plus(inside, nested(gradient), sums)
+    # One tile has no sum beside it. Its gradient is the sum, or a wide sum is made of it at the end.
+    return (
+        plus(inside, gradient)
+        if z.f == z.w
+        else highest_of(
+            plus(inside, nested(gradient)), plus(whole, {TEMPORARY: z.w * tile * z.E}, nested(gradient), sums)
+        )
+    )
 
 
 def _head(z: Sizes) -> Held:

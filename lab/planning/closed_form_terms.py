@@ -193,7 +193,7 @@ def wide_norm(z: Sizes, kept: str, elements: int) -> Held:
     return plus({kept: 4 * elements}, {TEMPORARY: 12 * elements}, gradients)
 
 
-def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None) -> Held:
+def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *, added: bool = False) -> Held:
     """The higher of two moments in the backward of an MLP that sees t tokens.
 
     ``kept`` is the category of what its forward keeps, and ``output`` that of a tile's output, which is there
@@ -202,6 +202,9 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None) ->
     Early, six tensors [b, t, I] (where the MLP is not gated three, or five of ReLU squared) and the last
     matrix's weight gradient; late, the gradients of all matrices and one such tensor with dx. A gated MLP has
     two dx; a tile, which keeps its input, also has their sum.
+
+    ``added``: autograd adds each weight gradient to that of the tiles before, as soon as it is there. So one
+    exists at a time, and the last matrix's does so before the sixth tensor.
     """
     one, x = z.M * t // z.s, z.A * t // z.s
     gated = z.matrices == 3
@@ -214,14 +217,20 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None) ->
         {kept: (tensors - half) * one - inner, TEMPORARY: inner, ACTIVATION_GRADIENTS: half * one},
         {kept: 3 * one, ACTIVATION_GRADIENTS: (2 * gated) * one + dout},
     )
-    early = plus(early, out, copies, {GRADIENTS: z.w * z.mlp // z.matrices})
+    one_gradient, gradients = {GRADIENTS: z.w * z.mlp // z.matrices}, {GRADIENTS: z.w * z.mlp}
+    if added:
+        last = {kept: (4 if gated else 2) * one, ACTIVATION_GRADIENTS: one}
+        early, gradients = highest_of(early, plus(last, one_gradient)), one_gradient
+    else:
+        early = plus(early, one_gradient)
+    early = plus(early, out, copies)
     if not gated:
         late = plus(out, {ACTIVATION_GRADIENTS: one + x})
     elif output:
         late = {ACTIVATION_GRADIENTS: max(one, x) + 3 * x}
     else:
         late = {ACTIVATION_GRADIENTS: one + 2 * x}
-    return highest_of(early, plus(late, {GRADIENTS: z.w * z.mlp}))
+    return highest_of(early, plus(late, gradients))
 
 
 def weight_sums(z: Sizes, weights: int) -> Held:

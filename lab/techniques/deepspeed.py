@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,15 +124,10 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
     Raises:
         RecipeError: DeepSpeed is not installed; its communication operator cannot be compiled.
     """
+    attention_class: type[nn.Module] = sequence_parallel(device).UlyssesSPAttentionHF
+    import deepspeed.comm
+
     with _accelerator(device):
-        try:
-            import deepspeed.comm
-            from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-        except ImportError as error:
-            raise RecipeError(
-                f"ulysses_backend='deepspeed' without DeepSpeed ({error}): "
-                "install deepspeed>=0.19, or use ulysses_backend='lab'"
-            ) from error
         try:
             if not deepspeed.comm.is_initialized():
                 _build_operator()
@@ -143,8 +139,23 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
                 "ulysses_backend='deepspeed': its communication operator cannot be compiled here, for which "
                 f"it needs a C++ compiler and ninja ({reason}); use ulysses_backend='lab'"
             ) from error
-    attention_class: type[nn.Module] = UlyssesSPAttentionHF
     return attention_class
+
+
+def sequence_parallel(device: torch.device) -> ModuleType:
+    """Import DeepSpeed's ``ulysses_sp``, which has its Ulysses attention and its functions in tiles.
+
+    Raises:
+        RecipeError: DeepSpeed is not installed.
+    """
+    with _accelerator(device):
+        try:
+            return import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
+        except ImportError as error:
+            raise RecipeError(
+                f"ulysses_backend='deepspeed' without DeepSpeed ({error}): "
+                "install deepspeed>=0.19, or use ulysses_backend='lab'"
+            ) from error
 
 
 def _build_operator() -> None:

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from lab.decoder import Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
+from lab.techniques.gradient_sums import GradientSums
 from lab.techniques.parameter_aliases import parameter_aliases
-from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
 
 
@@ -39,7 +39,8 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
     Costs:
         One more forward of the MLP in backward. With checkpointing, it replaces the forward that would be
         recomputed, so there are 2 forwards in all and not 3. The sums of weight gradients take 3*E*I*W bytes
-        while the backward of one MLP runs.
+        while the backward of one MLP runs. Beside them is the gradient of one weight from one tile, E*I*w
+        bytes, if w = W, and of all three weights otherwise. The first tile has no sums beside it.
     Source:
         ALST (arXiv 2506.13996), TiledMLP.
     Composes with:
@@ -94,8 +95,8 @@ def run_in_tiles(
     1. Forward writes the output of each tile into its place in one tensor, and saves no inner tensor.
     2. Between forward and backward, ``x`` and ``constants`` are saved. The parameters stay in the module.
     3. Backward runs ``fn`` on each tile again and differentiates it. The gradient of ``x`` is written into
-       its place. The gradients of the parameters are added to sums in the wider of fp32 and the parameter's
-       dtype. A sum is rounded once, at the end.
+       its place. The gradients of the parameters are summed in the wider of fp32 and the parameter's dtype
+       (see ``GradientSums``). A sum is rounded once, at the end.
 
     Args:
         fn: Maps [b, t, ...] to [b, t, ...], each token alone, with the parameters of ``module``.
@@ -164,20 +165,14 @@ class _Tiled(Function):
         x, *constants = ctx.save_input.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
         with parameter_aliases(ctx.module) as parameters:
-            sums = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in parameters]
-            uses = [False] * len(parameters)
+            sums = GradientSums(parameters)
             for start, length in slices(x.shape[1], ctx.tile):
                 x_tile, dout_tile, *constant_tiles = (
                     a.narrow(1, start, length) for a in (x, dout, *constants)
                 )
                 dx_tile = None if dx is None else dx.narrow(1, start, length)
-                uses = _backward_tile(ctx.fn, x_tile, constant_tiles, dout_tile, parameters, dx_tile, sums)
-            # A parameter that no tile used, such as that of a disabled adapter, has no gradient.
-            gradients = [
-                total.to(p.dtype) if used else None
-                for total, p, used in zip(sums, parameters, uses, strict=True)
-            ]
-        return *(None,) * 6, dx, *gradients
+                _backward_tile(ctx.fn, x_tile, constant_tiles, dout_tile, dx_tile, sums)
+        return *(None,) * 6, dx, *sums.round()
 
 
 def _backward_tile(
@@ -185,30 +180,18 @@ def _backward_tile(
     x: Tensor,
     constants: list[Tensor],
     dout: Tensor,
-    parameters: list[Tensor],
     dx: Tensor | None,
-    sums: list[Tensor],
-) -> list[bool]:
-    """Run ``fn`` on one tile again, write the gradient of x to ``dx``, and add the others to ``sums``.
-
-    Returns:
-        For each parameter, whether the tile used it.
-    """
+    sums: GradientSums,
+) -> None:
+    """Run ``fn`` on one tile again, write the gradient of x to ``dx``, and add the others to ``sums``."""
     x = x.detach().requires_grad_(dx is not None)
-    inputs = [*parameters] if dx is None else [x, *parameters]
     with torch.enable_grad():
         out = fn(x, *constants)
-    grads = list(torch.autograd.grad(out, inputs, dout, allow_unused=True))
-    if dx is not None:
-        x_grad = grads.pop(0)
-        assert x_grad is not None, "every module here depends on its input"
+    if dx is None:
+        sums.differentiate([out], [dout], [])
+    else:
+        (x_grad,) = sums.differentiate([out], [dout], [x])
         dx.copy_(x_grad)
-        del x_grad
-    uses = [grad is not None for grad in grads]
-    for total, grad in zip(sums, grads, strict=True):
-        if grad is not None:
-            total.add_(grad)
-    return uses
 
 
 def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, constants: tuple[Tensor, ...]) -> Tensor:

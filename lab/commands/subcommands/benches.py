@@ -200,6 +200,16 @@ def upipe_vs_deepspeed(as_json: bool) -> None:
 
 
 @bench.command()
+@JSON
+@one_line_errors
+def tiling_vs_deepspeed(as_json: bool) -> None:
+    """Compare the tiled MLP and loss with DeepSpeed's and TRL's: seconds, peak bytes, errors of gradients."""
+    from lab.bench.tiling_vs_deepspeed import compare_tiles
+
+    _print_rows("tiling-vs-deepspeed", compare_tiles, as_json)
+
+
+@bench.command()
 @click.option("--minutes", type=number, required=True, help="Nothing starts that would take longer.")
 @click.option("--out", type=path, required=True, help="The folder of the results.")
 @click.option(
