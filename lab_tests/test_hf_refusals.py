@@ -83,10 +83,10 @@ SETTINGS = {
         {"gradient_checkpointing": True},
         "gradient_checkpointing=True beside a recipe ... recomputed twice ... recipe with checkpoint=True",
     ),
-    "fp16": ({"fp16": True}, "fp16=True: ... loss scale ... use bf16=True"),
+    "fp16": ({"fp16": True}, "fp16=True beside a recipe: ... loss scale ... use bf16=True"),
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 ... set it to 0"),
     "neftune": ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 ... leave it out"),
-    "another optimizer": ({"optim": "adafactor"}, "optim=adafactor ... use 'adamw_torch'"),
+    "another optimizer": ({"optim": "adafactor"}, "optim='adafactor' ... use 'adamw_torch'"),
     "dispatched batches": (
         {"accelerator_config": {"dispatch_batches": True}},
         "dispatch_batches ... must read the same batch themselves; leave both out",
@@ -104,7 +104,6 @@ SETTINGS = {
     "logits": ({"prediction_loss_only": False}, "prediction_loss_only=False ... set it to True"),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True ... set it to False"),
     "no tokens": ({"tokens": None}, "recipe='tiling' without tokens ... give tokens, such as 128K"),
-    "no such recipe": ({"recipe": "upipes"}, "upipes"),
     "two dtypes": (
         {"bf16": True, "knobs": {"compute_dtype": None}},
         "bf16=True with compute_dtype=None in the recipe ... leave bf16 out",
@@ -144,7 +143,7 @@ def test_a_setting_that_was_changed_after_the_arguments_were_made(tmp_path: Path
 
 def checkpointing_model() -> nn.Module:
     made = model()
-    made.gradient_checkpointing_enable()
+    made.activation_checkpointing_enable()
     return made
 
 
@@ -177,7 +176,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dora": (lambda: adapters(use_dora=True), "variant of LoRA ... without options such as use_dora"),
     "int8": (quantized_model, "int8 ... quantized ... load the model without quantization"),
     "bitsandbytes": (bitsandbytes_model, "bitsandbytes.nn.modules.Linear4bit ... replace it"),
-    "prompts": (prompts, "prompt and prefix tuning are not supported: use LoRA"),
+    "prompts": (prompts, "prompt and prefix tuning are not supported; use LoRA"),
 }
 
 
@@ -201,6 +200,8 @@ def with_settings(**settings: Any) -> Callable[[Path], object]:
     return lambda folder: LongTrainer(model(), arguments(folder), train_dataset=rows(), **settings)
 
 
+NO_CHECKPOINTING = {"gradient_checkpointing": False, "activation_checkpointing": False}
+
 NO_RECIPE = "training arguments without a recipe: make them by lab.hf.arguments ... SFTConfig for SFTTrainer"
 
 TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -211,7 +212,7 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder)), NO_RECIPE
     ),
     "plain arguments of trl": (
-        lambda folder: LongSFTTrainer(model(), plain_arguments(SFTConfig, folder, bf16=False)), NO_RECIPE
+        lambda folder: LongSFTTrainer(model(), plain_arguments(SFTConfig, folder, bf16=False, **NO_CHECKPOINTING)), NO_RECIPE
     ),
     "autocast": (
         lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder, bf16=True)), NO_RECIPE
@@ -232,6 +233,9 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
             model(), arguments(folder, parallelism_config=ParallelismConfig(cp_size=2, tp_size=3))
         ),
         "parallelism_config of cp_size=2, sp_size=1, tp_size=3 ... leave it out",
+    ),
+    "no such recipe": (
+        lambda folder: LongTrainer(model(), arguments(folder, recipe="upipes")), "upipes"
     ),
     "degrees that ranks do not have": (
         lambda folder: LongTrainer(model(), arguments(folder, knobs={"ulysses": 2})), "ulysses=2 ... 1 rank"
@@ -280,7 +284,7 @@ BATCHES = {
     "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
     "padding at the beginning": (
         {"attention_mask": MASK.flip(1), "labels": IDS.masked_fill(MASK.flip(1) == 0, -100)},
-        "end of ... row",
+        "attention_mask of row 1 has padding before a token ... tokenizer.padding_side='right'",
     ),
     "labels on padding": ({"labels": IDS}, "labels on padding: give -100 there"),
     "packed positions": (
@@ -372,7 +376,7 @@ ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
         "accelerate's FSDP beside a recipe with fsdp=False ... set fsdp=True",
     ),
     "fsdp of version 1": (
-        OWN, lambda: accelerator(fsdp_plugin=plugin(fsdp_version=1)), "FSDP version 1 ... use version 2"
+        OWN, lambda: accelerator(fsdp_plugin=plugin(fsdp_version=1, reshard_after_forward="FULL_SHARD")), "FSDP version 1 ... use version 2"
     ),
     "checkpointing of fsdp": (
         OWN,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from lab.errors import DataError
+from lab.errors import DataError, RecipeError
 from lab.planning.fit import Fits
 from lab.planning.fit import fit as fit_of
 from lab.planning.plan import Plan
@@ -121,6 +121,11 @@ def longest_row(dataset: Any) -> int:
 
 def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> dict[str, Any]:
     """The arguments of ``lab.plan`` that are the trainer's."""
+    if trainer.outline is None:
+        raise RecipeError(
+            "a plan of a model that was given with a recipe, whose parameters are sharded already: call "
+            "lab.plan with the model's config and the recipe"
+        )
     ranks = ranks or trainer.args.world_size
     recipe = trainer.recipe_for(ranks)
     return {

@@ -67,7 +67,7 @@ def fresh_process(**variables: str) -> Iterator[None]:
         random.setstate(seeds[0])
         np.random.set_state(seeds[1])
         torch.set_rng_state(seeds[2])
-        if not group:
+        if dist.is_initialized() and not group:
             leave()
 
 
