@@ -134,5 +134,5 @@ def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> 
         "tokens": longest_row(trainer.train_dataset) if tokens is None else parse_tokens(tokens),
         "ranks": ranks,
         "rows": trainer.args.per_device_train_batch_size * (ranks // (recipe.ulysses * recipe.ring)),
-        # "accumulate": trainer.args.gradient_accumulation_steps,
+        "accumulate": trainer.args.gradient_accumulation_steps,
     }

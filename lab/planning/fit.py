@@ -56,6 +56,7 @@ def fit(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    accumulate: int = 1,
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
     ranks_per_node: int = 8,
@@ -92,7 +93,9 @@ def fit(
         disk_rate=disk_rate,
     )
     shape = shape_of(model)
-    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, shape=shape)
+    base = make_job(
+        model, "tiling", tokens=tokens, ranks=ranks, rows=rows, accumulate=accumulate, shape=shape
+    )
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []
