@@ -76,7 +76,8 @@ class Family:
         used: Fields of its config that the lab reads, or a module that runs unchanged.
         harmless: Fields that change neither the loss nor the gradients.
         only: Fields with the only values that the lab computes right. Other values are refused.
-        gated: Whether the MLP is ``down(act(gate(x)) * up(x))``. Otherwise it is ``down(act(up(x)))``.
+        mlp_projections: The names of the MLP's projections. Three are ``down(act(gate(x)) * up(x))``, and two
+            are ``down(act(up(x)))``.
         head_norms: Whether each head of q and k has a norm before the rotary embedding.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
@@ -88,7 +89,7 @@ class Family:
     used: frozenset[str] = frozenset()
     harmless: frozenset[str] = frozenset()
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    gated: bool = True
+    mlp_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     head_norms: bool = False
     layer_norms: bool = False
     qkv_biases: bool = False
@@ -112,7 +113,7 @@ class Family:
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 
 FAMILIES: dict[str, Family] = {
-    "arcee": Family("Arcee", used=_BIASES, gated=False),
+    "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
     "granite": Family(
         "Granite",
         used=_BIASES
@@ -130,7 +131,7 @@ FAMILIES: dict[str, Family] = {
         "Starcoder2",
         used=frozenset({"norm_epsilon", "use_bias"}),
         only={"embedding_dropout": (0.0,), "residual_dropout": (0.0,), "sliding_window": (None,)},
-        gated=False,
+        mlp_projections=("c_fc", "c_proj"),
         layer_norms=True,
     ),
 }
@@ -208,7 +209,6 @@ def shape_of(config: PretrainedConfig) -> Shape:
     """Return the sizes of a config that ``check_config`` accepts."""
     c, family = config, FAMILIES[config.model_type]
     E, H, K, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c)
-    matrices = 3 if family.gated else 2
     # The field of Starcoder2 stands for all biases.
     everywhere = getattr(c, "use_bias", False)
     attention_bias = bool(getattr(c, "attention_bias", everywhere))
@@ -221,11 +221,11 @@ def shape_of(config: PretrainedConfig) -> Shape:
         D=D,
         I=c.intermediate_size,
         V=c.vocab_size,
-        matrices=matrices,
+        mlp_projections=family.mlp_projections,
         head_norms=family.head_norms,
         layer_norms=family.layer_norms,
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + attention_bias * E,
-        mlp_biases=mlp_bias * ((matrices - 1) * c.intermediate_size + E),
+        mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
         relu_squared=c.hidden_act == "relu2",
         scaled_residual=family.scaled_residual,
         divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,

@@ -15,7 +15,8 @@ class Shape:
         D: The head_dim.
         I: The inner width of the MLP.
         V: The size of the vocabulary.
-        matrices: The number of matrices in an MLP, each of E*I weights: 3 if it is gated, else 2.
+        mlp_projections: The names of the projections of an MLP, each of E*I weights, in order. The last one
+            has the output.
         head_norms: Whether each head of q and k has a norm.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
@@ -34,7 +35,7 @@ class Shape:
     D: int
     I: int  # noqa: E741
     V: int
-    matrices: int
+    mlp_projections: tuple[str, ...]
     head_norms: bool
     layer_norms: bool
     attention_biases: int
@@ -43,3 +44,16 @@ class Shape:
     scaled_residual: bool
     divided_logits: bool
     tied: bool
+
+    @property
+    def matrices(self) -> int:
+        """The number of projections of an MLP: 3 if it is gated, else 2."""
+        return len(self.mlp_projections)
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """The inputs and the outputs of each linear map of a layer, by its name."""
+        E, heads, keys = self.E, self.H * self.D, self.K * self.D
+        attention = {"q_proj": (E, heads), "k_proj": (E, keys), "v_proj": (E, keys), "o_proj": (heads, E)}
+        *first, last = self.mlp_projections
+        return attention | dict.fromkeys(first, (E, self.I)) | {last: (self.I, E)}

@@ -12,7 +12,7 @@ import lab
 from lab.bench.input_cases import EVERY_LINEAR, expected_result, relative_error, token_ids, with_lora
 from lab.bench.parity import whole_gradients
 from lab.bench.reference import build, config, error, exact_rotary
-from lab.recipe.ladder import RUNGS, resolve_recipe
+from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import make_optimizer
 from lab.techniques.upipe.layer import apply_upipe
@@ -37,8 +37,9 @@ def errors(recipes):
 @pytest.mark.slow
 def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
     cfg = config("qwen3")
-    rungs = {name: resolve_recipe(name, cfg, 4, 22, compute_dtype=None) for name in (*RUNGS, "fast")}
-    for rank in ranks4.apply(errors, {**rungs, "everything": EVERYTHING}):
+    rungs = {name: resolve_recipe(name, cfg, 4, 22, compute_dtype=None) for name in RECIPE_NAMES}
+    ring = resolve_recipe("streamed", cfg, 4, 22, compute_dtype=None, ulysses=2, ring=2)
+    for rank in ranks4.apply(errors, {**rungs, "everything": EVERYTHING, "streamed round a ring": ring}):
         assert max(rank.values()) < 1e-9, rank
 
 

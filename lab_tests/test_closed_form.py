@@ -13,6 +13,7 @@ from torch import nn
 
 from lab import models
 from lab.bench import reference
+from lab.models.lora import Lora
 from lab.models.presets import PRESETS
 from lab.planning import closed_form
 from lab.planning.closed_form import estimate_job
@@ -163,6 +164,28 @@ def test_the_categories_are_the_plans(rung, knobs, moment):
     assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
 
 
+OF_ADAPTERS = [
+    ("plain", {}, "loss backward"),
+    ("checkpoint", {"loss_tile": 512}, "MLP backward, layer 1"),
+    ("tiling", {"mlp_tile": 64}, "norm backward, layer 1"),
+    ("tiling", {"ring": 2, "ulysses": 1, "mlp_tile": 64}, "attention backward, layer 1"),
+    ("upipe", {"head_chunk": 16}, "MLP backward, layer 1"),
+    ("streamed", {"loss_tile": 64}, "tail backward, layer 1"),
+]
+"""Recipes of ``tiny`` with adapters, knobs, and where the peak is."""
+
+
+@pytest.mark.parametrize(("rung", "knobs", "moment"), OF_ADAPTERS)
+def test_the_categories_are_the_plans_with_adapters(rung, knobs, moment):
+    config, tokens, ranks, lora = config_of("tiny", 2), 16 * Ki, 2, Lora(4)
+    recipe = resolve_recipe(rung, "tiny", ranks, tokens, **knobs)
+    planned = plan(config, recipe, tokens=tokens, ranks=ranks, lora=lora, workspace=False)
+    estimated = estimate_job(models.shape_of(config), Job("tiny", recipe, tokens, ranks, lora=lora))
+    assert estimated.moment == moment
+    assert estimated.device_peak == pytest.approx(planned.device_peak, rel=0.005)
+    assert worst_category(estimated, planned) < 0.005, f"{estimated.by_category}; planned {planned.peak}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "inner", "knobs", "moment"), OF_STREAMED)
 def test_a_streamed_layer_where_nothing_coincides(family, inner, knobs, moment):
@@ -260,6 +283,7 @@ def test_the_closed_form_imports_nothing_of_the_plan():
     assert of_lab == {
         "lab",
         "lab.memory.categories",
+        "lab.models.lora",
         "lab.planning.closed_form",
         "lab.planning.closed_form_streamed",
         "lab.planning.closed_form_terms",
@@ -267,5 +291,6 @@ def test_the_closed_form_imports_nothing_of_the_plan():
         "lab.recipe.recipe",
         "lab.shape",
         "lab.techniques.host_pieces",
+        "lab.techniques.loss_blocks",
         "lab.techniques.upipe.schedule",
     }

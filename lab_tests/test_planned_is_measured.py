@@ -5,7 +5,7 @@ from functools import partial
 from itertools import product
 
 import pytest
-from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Starcoder2Config
 
 import lab
 from lab.memory.timeline import Timeline
@@ -46,10 +46,10 @@ def answers(timeline: Timeline) -> dict[str, object]:
     }
 
 
-def plan_and_measure(cluster, text, model, recipe, tokens, rows=1, steps=1):
+def plan_and_measure(cluster, text, model, recipe, tokens, rows=1, steps=1, lora=None):
     """The plan's answers, and those of every rank and step."""
-    plan = lab.plan(model, recipe, tokens=tokens, ranks=4, rows=rows, workspace=False)
-    run = lab.run(model, recipe, tokens=tokens, rows=rows, steps=steps, text=text, cluster=cluster)
+    plan = lab.plan(model, recipe, tokens=tokens, ranks=4, rows=rows, lora=lora, workspace=False)
+    run = lab.run(model, recipe, tokens=tokens, rows=rows, lora=lora, steps=steps, text=text, cluster=cluster)
     measured = [
         [answers(timeline.rows(timeline.step == step)) for step in range(steps)] for timeline in run.timelines
     ]
@@ -140,6 +140,44 @@ segments of three, by three.
 def test_where_nothing_coincides(ranks4, text, name):
     planned, measured = plan_and_measure(ranks4, text, *CASES[name])
     assert measured == [[planned]] * 4
+
+
+ADAPTERS = {
+    name: (odd(Qwen3Config, num_key_value_heads=8, head_dim=28), name, 60, 1, "r=4,alpha=12")
+    for name in RECIPE_NAMES
+} | {
+    "q and v, tokens that do not divide": (
+        odd(), replace(UPIPE, head_chunk=4, overlap=True), 99, 1, "r=4,targets=q_proj+v_proj",
+    ),
+    "one matrix of the MLP, eight layers": (
+        odd(num_hidden_layers=8), OFFLOAD, 100, 1, "r=8,targets=down_proj",
+    ),
+    "biases, tied heads, bf16": (
+        odd(Qwen2Config, tie_word_embeddings=True), replace(UPIPE, compute_dtype="bfloat16"), 60, 3, "r=4",
+    ),
+    "an MLP that is not gated, on replicas": (
+        odd(Starcoder2Config, sliding_window=None, bos_token_id=1, eos_token_id=2),
+        replace(STREAMED, fsdp=False), 100, 1, "r=4",
+    ),
+}  # fmt: skip
+"""The model, the recipe, the tokens, the rows and the adapters. Four divides r, so that shards are equal."""
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_with_adapters(ranks4, text, name):
+    model, recipe, tokens, rows, lora = ADAPTERS[name]
+    if isinstance(recipe, str):
+        # Computing in bf16 takes a CPU a hundred times as long.
+        recipe = resolve_recipe(recipe, model, 4, tokens, compute_dtype=None)
+    planned, measured = plan_and_measure(ranks4, text, model, recipe, tokens, rows, lora=lora)
+    assert measured == [[planned]] * 4
+
+
+def test_with_adapters_round_a_ring(ranks4, text):
+    recipe = replace(UPIPE, ring=2, head_chunk=4)
+    planned, measured = plan_and_measure(ranks4, text, odd(), recipe, 96, lora="r=4")
+    assert measured[2:] == [[planned]] * 2
+    assert measured[0][0]["device"] <= planned["device"]
 
 
 def test_every_chunk_of_the_heads(ranks4, text):

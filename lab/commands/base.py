@@ -56,6 +56,13 @@ SET = click.option(
     metavar="KNOB=VALUE",
     help=f"Set a knob of the recipe: {', '.join(BY_NAME)}.",
 )
+LORA = click.option(
+    "--lora",
+    metavar="r=N",
+    help="Train PEFT's adapters of this rank, and freeze the model: r=16, or "
+    "r=16,alpha=32,targets=q_proj+v_proj. The weights keep their dtype, which is fp32 for a preset. "
+    "[alpha=r, all projections of a layer]",
+)
 TEXT = click.option(
     "--text", type=path, help="A file or folder of text, or a file of tokens. [Python's library]"
 )

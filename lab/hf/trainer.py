@@ -192,11 +192,15 @@ class LongContext(Base):
         """Add this micro-batch's share to the gradients, and return its share of the loss."""
         model.train()
         loss = self.applied.loss(model, inputs, num_items_in_batch)
+        self.backward(loss)
+        return loss.detach()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss to those that there are."""
         if self.applied.sharding == "lab":
             loss.backward()
         else:
             self.accelerator.backward(loss)
-        return loss.detach()
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.applied.sharding == "accelerate":

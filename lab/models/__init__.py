@@ -6,11 +6,13 @@ from lab import load_on_first_use
 
 if TYPE_CHECKING:
     from lab.models.load import ModelLike, Outline, build, config_of, outline, save, shape_of
+    from lab.models.lora import Lora
     from lab.models.small_copies import small_copy
     from lab.models.weight_files import MAX_FILE, weights_of
 
 __all__ = [
     "MAX_FILE",
+    "Lora",
     "ModelLike",
     "Outline",
     "build",
@@ -26,6 +28,7 @@ __getattr__ = load_on_first_use(
     __name__,
     {
         "MAX_FILE": "lab.models.weight_files",
+        "Lora": "lab.models.lora",
         "ModelLike": "lab.models.load",
         "Outline": "lab.models.load",
         "build": "lab.models.load",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lab.errors import ModelError
+from lab.models.lora import is_adapter, plain_name
 
 WORDS = 3
 """Random words of 64 bits for each element. Each word is used as four whole numbers of 16 bits."""
@@ -36,22 +37,36 @@ def piece_elements(device_type: str) -> int:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, seed: int) -> None:
+def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> None:
     """Write the first values into every parameter, or into this rank's shard of it.
 
     The distribution is that of transformers' ``_init_weights``. Weights of linear maps and embeddings are
     normal, with the standard deviation ``config.initializer_range``; the row of ``padding_idx`` is zero.
     Weights of norms are one, and biases are zero. A tied parameter has the name of its first place.
 
+    Of a LoRA adapter B @ A, as by PEFT's ``init_lora_weights="gaussian"``: A [r, in] is normal with the
+    standard deviation 1/r, and B is zero. The other parameters have the values that they have without it.
+
+    Args:
+        model: The model.
+        seed: The seed.
+        adapters_alone: Whether only the parameters of adapters are written.
+
     Raises:
         ModelError: A parameter belongs to another kind of module.
     """
-    std = model.config.initializer_range or 0.02
+    usual = model.config.initializer_range or 0.02
     for name, module, parameter in _parameters_once(model):
+        if adapters_alone and not is_adapter(name):
+            continue
+        std = 1 / len(parameter) if ".lora_A." in name else usual
         local, first_row = shard_of(parameter)
         kind = type(module)
-        if isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight"):
-            normal_(local, seed=seed, name=name, start=first_row * parameter.shape[1:].numel(), std=std)
+        if ".lora_B." in name:
+            local.zero_()
+        elif isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight"):
+            start = first_row * parameter.shape[1:].numel()
+            normal_(local, seed=seed, name=plain_name(name), start=start, std=std)
             padding = module.padding_idx if isinstance(module, nn.Embedding) else None
             if padding is not None and first_row <= padding < first_row + len(local):
                 local[padding - first_row].zero_()

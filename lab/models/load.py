@@ -31,7 +31,9 @@ from transformers import (
 from lab import decoder
 from lab.decoder import SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
+from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
+from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
@@ -70,13 +72,15 @@ class Outline:
     Attributes:
         model: The model. Its parameters have shapes and dtypes, and no memory yet. Techniques can be applied
             to it.
-        seed: The seed of the first values, which are used where there are no files.
+        seed: The seed of the first values, which are used where there are no files, and of adapters'.
         files: The weights of the directory; None if there are none, or none are read.
+        lora: The adapters that were added to the model; None if there are none.
     """
 
     model: PreTrainedModel
     seed: int
     files: WeightFiles | None
+    lora: Lora | None
 
     def origin(self) -> str:
         """Return a text that is the same on two ranks only if their models get the same values.
@@ -84,10 +88,12 @@ class Outline:
         Raises:
             ModelError: The files do not fit the model, or cannot be read.
         """
+        seed = f"seed {self.seed}"
         if self.files is None:
-            return f"seed {self.seed}"
+            return seed
         with _as_model_error(f"the weights in {self.files.folder} cannot be loaded"):
-            return self.files.digest(self.model)
+            files = self.files.digest(self.model)
+        return files if self.lora is None else f"{files}, {seed}"
 
     def materialize(self, device: torch.device) -> None:
         """Allocate the model's parameters on ``device``, or this rank's shards, and write their values.
@@ -104,9 +110,13 @@ class Outline:
             return
         with _as_model_error(f"the weights in {self.files.folder} cannot be loaded"):
             self.files.load(self.model)
+        if self.lora is not None:
+            fill(self.model, self.seed, adapters_alone=True)
 
 
-def outline(model: str | Path | PretrainedConfig, *, seed: int = 0, weights: bool = True) -> Outline:
+def outline(
+    model: str | Path | PretrainedConfig, *, lora: Lora | None = None, seed: int = 0, weights: bool = True
+) -> Outline:
     """Make a model without memory for its parameters.
 
     A callable returns a whole model, so it has no outline. Parameters are fp32, unless the directory has
@@ -114,12 +124,13 @@ def outline(model: str | Path | PretrainedConfig, *, seed: int = 0, weights: boo
 
     Args:
         model: A name, a directory or a config.
+        lora: The adapters to add. All other parameters are then frozen.
         seed: The seed of the first values.
         weights: Whether the weights of a directory are used. Without them the parameters get first values, in
             the dtype of the weights.
 
     Raises:
-        ModelError: See ``config_of``; or the weights are not safetensors.
+        ModelError: See ``config_of`` and ``add_adapters``; or the weights are not safetensors.
     """
     config = copy.deepcopy(config_of(model))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
@@ -142,11 +153,18 @@ def outline(model: str | Path | PretrainedConfig, *, seed: int = 0, weights: boo
             if (folder / "generation_config.json").is_file():
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
         skeleton.eval()
-    return Outline(skeleton, seed, files)
+    if lora is not None:
+        add_adapters(skeleton, lora)
+    return Outline(skeleton, seed, files, lora)
 
 
 def build(
-    model: ModelLike, *, seed: int = 0, weights: bool = True, device: torch.device | None = None
+    model: ModelLike,
+    *,
+    lora: Lora | None = None,
+    seed: int = 0,
+    weights: bool = True,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Make a model with the weights of its directory, or else with random weights.
 
@@ -154,6 +172,7 @@ def build(
 
     Args:
         model: A name, a directory, a config or a callable.
+        lora: The adapters to add. All other parameters are then frozen.
         seed: The seed of random weights. The same seed gives the same weights.
         weights: Whether the weights of a directory are used.
         device: The device of the parameters; None stands for torch's default device.
@@ -163,9 +182,10 @@ def build(
     """
     place = device or torch.get_default_device()
     if callable(model) and not isinstance(model, PretrainedConfig):
+        check_takes_adapters(model, lora)
         result = _call(model)
         return result if device is None else result.to(device)  # type: ignore[arg-type]
-    empty = outline(model, seed=seed, weights=weights)
+    empty = outline(model, lora=lora, seed=seed, weights=weights)
     if detect_fake_mode() is not None:
         allocate(empty.model, place)
     elif place.type != "meta":

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lab.errors import ModelError
 from lab.models.first_values import shard_of
+from lab.models.lora import is_adapter, plain_name
 from lab.torch_private import offloaded_parameters, reset_shards
 
 INDEX = "model.safetensors.index.json"
@@ -129,7 +130,8 @@ class WeightFiles:
             )
 
     def load(self, model: PreTrainedModel) -> None:
-        """Read the values of every parameter from the files; of a sharded one, only this rank's rows.
+        """Read the values of every parameter but adapters' from the files; of a sharded one, only this rank's
+        rows.
 
         Raises:
             ModelError: A parameter is in no file, or has another shape there; or two tied parameters have
@@ -164,23 +166,26 @@ class WeightFiles:
     def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
         """Return, for each file, pairs of a parameter's name in the file and its name in the model.
 
-        A tied parameter has several names. The files may contain any of them, or all.
+        A tied parameter has several names. The files may contain any of them, or all. They have nothing of
+        adapters.
         """
         tied: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            tied.setdefault(parameter, []).append(name)
+            if not is_adapter(name):
+                tied.setdefault(parameter, []).append(name)
         files: dict[Path, list[tuple[str, str]]] = {}
         missing = []
         for parameter, names in tied.items():
             # The names in files of a model without a head lack the prefix "model.".
-            names_in_file = [name if name in self._files else name.removeprefix("model.") for name in names]
+            own = map(plain_name, names)
+            names_in_file = [name if name in self._files else name.removeprefix("model.") for name in own]
             names_in_file = [name for name in names_in_file if name in self._files]
             if names_in_file:
                 files.setdefault(self._files[names_in_file[0]], []).append((names_in_file[0], names[0]))
                 for other in names_in_file[1:]:
                     self._check_equal(names_in_file[0], other, parameter)
             else:
-                missing.append(names[0])
+                missing.append(plain_name(names[0]))
         if missing:
             raise ModelError(f"the weights in {self.folder} lack {', '.join(sorted(missing)[:3])}")
         return files

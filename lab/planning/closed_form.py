@@ -17,7 +17,13 @@ from typing import Any
 
 from lab import models
 from lab.memory.categories import CATEGORIES
-from lab.planning.closed_form_streamed import streamed_host, streamed_layer, streamed_layers
+from lab.models.lora import Lora
+from lab.planning.closed_form_streamed import (
+    streamed_forward,
+    streamed_host,
+    streamed_layer,
+    streamed_layers,
+)
 from lab.planning.closed_form_terms import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -45,6 +51,7 @@ from lab.recipe.jobs import Job, make_job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.host_pieces import piece_sizes
+from lab.techniques.loss_blocks import BLOCKS
 from lab.techniques.upipe.schedule import schedule
 
 
@@ -92,22 +99,26 @@ def estimate(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    lora: Lora | str | None = None,
     **knobs: Any,
 ) -> Estimate:
     """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
 
     Raises:
-        LabError: a model, recipe or size that cannot work.
+        LabError: a model, recipe or size that cannot work; adapters on some projections alone.
     """
     shape = models.shape_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
+    if job.lora is not None:
+        job.lora.check_estimate(shape)
     return estimate_job(shape, job)
 
 
 def estimate_job(shape: Shape, job: Job) -> Estimate:
     """The peaks of one step of a job; ``shape`` is that of its model.
 
-    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
+    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. With
+    adapters on some projections alone it is less exact: activations that these would keep are counted. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``. Of several micro-batches
     the first is estimated, whose forward begins without gradients; those after it may hold more.
     """
@@ -117,37 +128,48 @@ def estimate_job(shape: Shape, job: Job) -> Estimate:
 
 def _moments(z: Sizes) -> dict[str, Parts]:
     """Every moment that may be the highest, by name, and what is held then."""
-    norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + z.A}}, {"gradients": _head_gradient(z, z.w)}
+    # A frozen head does not keep its input; tiles do.
+    kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
+    norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
     highest = {
         "loss backward": _held(z, z.L, norms | {"loss": _loss(z)}),
         "head backward": _held(z, z.L, norms | {"loss": _head(z)} | head),
         "final norm backward": _held(z, z.L, {"norms": _norm(z, ACTIVATIONS)} | head),
-        "optimizer": {"model state": plus(_state(z), _reduced(z, z.shard, 4))},
+        "optimizer": {"model state": plus(_state(z), _reduced(z, z.trained.shard, 4))},
     }
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     # layer from it, where the parameters of the next and the gradients of the one before are under way too.
     for i in () if z.recipe.stream else {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
         highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z, i)}
+    if z.recipe.stream:
+        forward = {"attention": streamed_forward(z)}
+        highest["streamed forward"] = _held(z, z.L, forward, others=1 + (z.n > 1))
     for i in streamed_layers(z) if z.recipe.stream else ():
         highest |= {
             f"{part}, layer {i}": _held(z, i, held, others=others)
             for part, held, others in streamed_layer(z, i)
         }
-    state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.layer_shard, z.reduced)}
+    # The first layer is gathered while the buffer is there into which the root's parameters came.
+    gathered = {PARAMETERS: (1 + (z.n > 1)) * z.w * (z.root + z.layer) * z.copied}
+    highest["first layer gathered"] = {
+        "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z) + z.A}
+    }  # fmt: skip
+    state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.trained.layer_shard, z.reduced)}
     # The gradient of a tied embedding is a sum of two.
-    table = z.w * z.table
+    table = z.w * z.trained.table
     embedding = {GRADIENTS: (1 + z.summed) * table, TEMPORARY: table * z.tied}
     tables = {"head and embedding": plus(_head_gradient(z, z.w), embedding)}
     whole = {"tokens": {ACTIVATIONS: _tokens(z)}, "parameters": {PARAMETERS: z.w * z.root * z.copied}}
-    in_flight = {GRADIENTS: z.f * z.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
+    in_flight = {GRADIENTS: z.f * z.trained.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
     highest["embedding backward"] = state | tables | whole | {"gradients in flight": in_flight}
-    if z.copied:
+    if z.copied and not z.adapted:
         root_shard = z.shard - z.L * z.layer_shard
         highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, root_shard)}
+    if z.copied:
         for i in {z.L - 1, min(1, z.L - 1), 0}:
             # The copy of the layer above is gone by then.
-            copy = {GRADIENTS: -z.f * z.layer * (i < z.L - 1)}
-            flight = plus(_reducing(z, z.layer, z.layer_shard), copy)
+            copy = {GRADIENTS: -z.f * z.trained.layer * (i < z.L - 1)}
+            flight = plus(_reducing(z, z.trained.layer, z.trained.layer_shard), copy)
             reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
             highest[f"gradients of layer {i}"] = _held(z, i, reduced, runs=False)
     return highest
@@ -182,28 +204,28 @@ def _held(z: Sizes, layer: int, more: Parts, *, runs: bool = True, others: int |
     if others is None:
         others = layer > 0 and z.n > 1
     whole = z.root + z.layer * ((layer < z.L and runs) + others)
-    reduced = _reduced(z, max(above, 0) * z.layer_shard, z.reduced)
+    reduced = _reduced(z, max(above, 0) * z.trained.layer_shard, z.reduced)
     held: Parts = {
         "model state": _state(z),
         "parameters": {PARAMETERS: z.w * whole * z.copied},
         "tokens": {ACTIVATIONS: _tokens(z)},
         "inputs": {ACTIVATIONS: _waiting(z, layer)},
         "gradients": plus(reduced, _head_gradient(z, head * (above >= 0))),
-        "gradients in flight": {GRADIENTS: z.f * z.layer * (above > 0 and z.copied)},
+        "gradients in flight": {GRADIENTS: z.f * z.trained.layer * (above > 0 and z.copied)},
     }
     return {name: plus(held.get(name, {}), more.get(name, {})) for name in held | more}
 
 
 def _head_gradient(z: Sizes, width: int) -> Held:
     """The gradient of the head's matrix. If it is tied, autograd keeps it until the embedding's is added."""
-    return {ACTIVATION_GRADIENTS if z.tied else GRADIENTS: width * z.table}
+    return {ACTIVATION_GRADIENTS if z.tied else GRADIENTS: width * z.trained.table}
 
 
 def _state(z: Sizes) -> Held:
-    """The fp32 parameters, and Adam's two moments of each; nothing if they are on the host."""
+    """The fp32 parameters, and Adam's two moments of the trained ones; nothing if they are on the host."""
     if z.recipe.optimizer == "host":
         return {}
-    return {PARAMETERS: 4 * z.shard, OPTIMIZER: 8 * z.shard}
+    return {PARAMETERS: 4 * z.shard, OPTIMIZER: 8 * z.trained.shard}
 
 
 def _reduced(z: Sizes, weights: int, width: int) -> Held:
@@ -223,7 +245,9 @@ def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
     Without ``tiles``, those of streamed layers are not counted.
     """
     kept = _kept_on_host(z, tiles)
-    return kept if z.recipe.optimizer == "device" else 12 * z.shard + max(kept, 4 * z.shard)
+    if z.recipe.optimizer == "device":
+        return kept
+    return 4 * z.shard + 8 * z.trained.shard + max(kept, 4 * z.trained.shard)
 
 
 def _kept_on_host(z: Sizes, tiles: bool) -> int:
@@ -239,7 +263,7 @@ def _kept_on_host(z: Sizes, tiles: bool) -> int:
     if z.recipe.offload == "attention":
         attended = sum(piece_sizes(z.H * z.h))
         attended += sum(sum(piece_sizes(z.f * z.b * z.s * heads)) for heads in kernel_heads(z))
-    grads = 4 * z.layer_shard * (z.recipe.optimizer == "host")
+    grads = 4 * z.trained.layer_shard * (z.recipe.optimizer == "host")
     return inputs + max(z.L * attended, (z.L - 1) * attended + grads)
 
 
@@ -253,9 +277,14 @@ def _waiting(z: Sizes, layer: int) -> int:
     if z.recipe.stream:
         return 0
     # Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
-    mlp = 0 if z.recipe.mlp_tile else (4 if z.matrices == 3 else 2) * z.M
+    # Without an adapter, a frozen last projection does not keep its input.
+    low = z.w * z.b * z.s * z.trained.low[1]
+    tensors = (4 if z.matrices == 3 else 2) - (z.adapted and not z.trained.down)
+    mlp = 0 if z.recipe.mlp_tile else tensors * z.M + low
     if not z.recipe.checkpoint:
-        return layer * (2 * (_norm_keeps(z) + z.A) + bytes_of(_attention_keeps(z)) + mlp)
+        # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
+        frozen = _norm_keeps(z) * (z.adapted and layer > 0)
+        return layer * (2 * (_norm_keeps(z) + z.A) + bytes_of(_attention_keeps(z)) + mlp) - frozen
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
@@ -266,7 +295,10 @@ def _norm_keeps(z: Sizes) -> int:
     """Its input if tiled, or of LayerNorm; else it in fp32 and the normalised input; what each token has."""
     if z.recipe.norm_tile:
         return z.A
-    return z.A + 8 * z.b * z.s if z.layer_norms else (4 + z.w) * z.b * z.s * z.E + 4 * z.b * z.s
+    if z.layer_norms:
+        return z.A + 8 * z.b * z.s
+    # The scale of a frozen norm has no gradient, so the normalised input is not kept.
+    return (4 + z.w * (not z.adapted)) * z.b * z.s * z.E + 4 * z.b * z.s
 
 
 def _attended(z: Sizes) -> int:
@@ -283,9 +315,11 @@ def _attention_keeps(z: Sizes) -> Held:
     """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
     attended = {ACTIVATIONS if z.recipe.offload == "attention" else _kept(z): _attended(z)}
     if z.recipe.head_chunk:
-        return attended
+        effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
+        return plus(attended, {_kept(z): effective})
     # Norms of q and k are never tiled: the heads in fp32, normalised, and the scale of each.
-    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w) * z.D + 4) * z.head_norms
+    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w * (not z.adapted)) * z.D + 4) * z.head_norms
+    normed += z.w * z.b * z.s * z.trained.low[0]
     return plus(attended, {_kept(z): normed + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent})
 
 
@@ -303,7 +337,7 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
     # What a multiplied residual makes of dh; UPipe holds it until it ends.
     dout = z.A * z.scaled_residual
-    upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.mlp, z.w * z.E * z.H * z.D
+    upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.trained.mlp, z.w * z.trained.output
 
     def beside(weights: int, residual: int = z.A) -> Parts:
         return {"residual": {ACTIVATION_GRADIENTS: residual}, "gradients in flight": {GRADIENTS: weights}}
@@ -316,16 +350,25 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     weights = gone | beside(done + projection * (not upipe), z.A + dout * upipe)
     yield "attention backward", weights | {"norms": first, "attention": _upipe(z) if upipe else _attention(z)}
     # Of the projections, q's is the last: beside its gradient, dx so far and its own part of it.
-    every = beside(z.w * z.layer)
+    every = beside(z.w * z.trained.layer)
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
+    if z.adapted and not upipe:
+        # Of the heads' outputs, a gradient through W and one through B @ A, and their sum. What went on of
+        # the outputs is gone by then.
+        sent = {kept: -z.H * z.h * (z.recipe.ulysses > 1)}
+        inside = plus(attention, sent, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
+        yield "output projection backward", weights | {"norms": first, "attention": inside}
     yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
         # Beside what it keeps, q, k and v before the exchange, and the output as it is sent.
         exchanged = z.recipe.ulysses > 1
         keys = z.K * z.h
-        more = {TEMPORARY: (1 + exchanged) * z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
-        inside = plus(attention, more)
+        more = {TEMPORARY: z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
+        # With an adapter, the output goes through W and through B @ A, and is scaled.
+        sent = {TEMPORARY: exchanged * z.H * z.h}
+        through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
+        inside = plus(attention, more, highest_of(sent, through))
         yield "attention recomputed", residual | {"norms": first, "attention": inside}
 
 
@@ -354,8 +397,8 @@ def _mlp(z: Sizes) -> Parts:
     if z.recipe.mlp_tile is None:
         highest = inside_mlp(z, z.s, {}, _kept(z), None)
         return {"mlp": highest, "gradients in flight": {GRADIENTS: highest.pop(GRADIENTS)}}
-    t, sums, summed = min(z.recipe.mlp_tile, z.s), weight_sums(z, z.mlp), z.f == z.w
-    made: Held = {} if summed else plus(sums, {GRADIENTS: z.w * z.mlp // z.matrices})
+    t, sums, summed = min(z.recipe.mlp_tile, z.s), weight_sums(z, z.trained.mlp), z.f == z.w
+    made: Held = {} if summed else plus(sums, {GRADIENTS: z.w * z.trained.mlp // z.matrices})
     moments = [_mlp_tile(z, t, {}), ({}, made)]
     if t < z.s:
         moments.append(_mlp_tile(z, min(t, z.s - t), sums, added=summed))
@@ -405,7 +448,8 @@ def _upipe(z: Sizes) -> Held:
     if z.recipe.overlap and z.recipe.ulysses > 1 and len(plan.stages) > 1:
         # Highest where the next stage opens a group, so another is still to come home.
         there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
-    weights = z.w * z.E * z.D * (z.H + 2 * z.K)
+    weights = z.w * (z.trained.effective_inputs if z.adapted else z.E * z.D * (z.H + 2 * z.K))
+    output = z.w * (z.trained.effective_output if z.adapted else z.E * z.H * z.D)
     grouped = home // 2 * (groups > 1)
     end = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: weights} if z.A + weights > grouped else {TEMPORARY: grouped}
     end = plus(end, {TEMPORARY: home})
@@ -423,7 +467,7 @@ def _upipe(z: Sizes) -> Held:
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
         peaks.append(plus(normed, inside))
-    return plus(_attention_keeps(z), {GRADIENTS: z.w * z.E * z.H * z.D}, highest_of(*peaks))
+    return plus(_attention_keeps(z), {GRADIENTS: output}, highest_of(*peaks))
 
 
 def _loss(z: Sizes) -> Held:
@@ -436,22 +480,21 @@ def _loss(z: Sizes) -> Held:
         return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
     tile, tokens = min(z.recipe.loss_tile, z.b * z.s), z.b * z.s
     kept = {TEMPORARY if z.divided_logits else RECOMPUTED: z.w * tile * z.V}
-    of_tile = {ACTIVATION_GRADIENTS: z.w * tile * (z.V * z.divided_logits + z.E)}
-    whole, gradient, sums = {ACTIVATION_GRADIENTS: z.A}, {GRADIENTS: z.w * z.table}, weight_sums(z, z.table)
-    inside = plus(kept, nested(of_tile), whole)
+    of_tile = nested({ACTIVATION_GRADIENTS: z.w * tile * (z.V * z.divided_logits + z.E)})
+    whole, gradient = {ACTIVATION_GRADIENTS: z.A}, {GRADIENTS: z.w * z.trained.table}
+    sums = weight_sums(z, z.trained.table)
+    # The wide gradient of a block of tokens is gone before the head's backward.
+    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V}
+    inside = plus(kept, whole, highest_of(plus(of_tile, nested(gradient)), block))
     if tile < tokens:
-        return plus(inside, nested(gradient), sums)
+        return plus(inside, sums)
     # One tile has no sum beside it. Its gradient is the sum, or a wide sum is made of it at the end.
-    return (
-        plus(inside, gradient)
-        if z.f == z.w
-        else highest_of(
-            plus(inside, nested(gradient)), plus(whole, {TEMPORARY: z.w * tile * z.E}, nested(gradient), sums)
-        )
-    )
+    if z.f == z.w:
+        return plus(kept, whole, highest_of(plus(of_tile, gradient), block))
+    return highest_of(inside, plus(whole, {TEMPORARY: z.w * tile * z.E}, nested(gradient), sums))
 
 
 def _head(z: Sizes) -> Held:
     """The gradient of whole logits, dx, and a copy of the weight's gradient where it is summed."""
     logits = z.w * z.b * z.s * z.V if z.recipe.loss_tile is None else 0
-    return {ACTIVATION_GRADIENTS: logits + z.A, GRADIENTS: z.w * z.table * z.summed}
+    return {ACTIVATION_GRADIENTS: logits + z.A, GRADIENTS: z.w * z.trained.table * z.summed}

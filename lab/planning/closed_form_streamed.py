@@ -31,6 +31,18 @@ from lab.techniques.host_pieces import piece_sizes
 from lab.techniques.upipe.schedule import Schedule, schedule
 
 
+def streamed_forward(z: Sizes) -> Held:
+    """A layer's forward: its input on the device, and the model's embedding; attention in a stage, or a tile.
+
+    In a tile of the tail, with adapters, an inner tensor is made through W and through B @ A, and is scaled.
+    """
+    inputs, tile = {ACTIVATIONS: z.A * min(2, z.L)}, _tiles(z)[0]
+    inner = z.M * tile.t // z.s
+    made = {ACTIVATIONS: z.A + 3 * inner + tile.x, TEMPORARY: inner + 3 * tile.x}
+    stage = _attention_forward(z, in_tiles=False)
+    return plus(inputs, highest_of(stage, made) if z.adapted else stage)
+
+
 def streamed_layers(z: Sizes) -> list[int]:
     """The layers in which the step may hold the most.
 
@@ -55,7 +67,7 @@ def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
     if begins and z.recipe.offload != "attention":
         yield "attention again", dy | {"attention": _attention_forward(z)}, others
     made = ACTIVATION_GRADIENTS if z.summed else GRADIENTS
-    done: Held = {made: z.w * _tail_weights(z)}
+    done: Held = {made: z.w * z.trained.tail}
     yield "tail backward", dy | _tail_backward(z, made), others
     yield "attention backward", dy | {"attention": _stages(z), "gradients in flight": done}, others
     yield "head backward", dy | _head_backward(z, made) | {"gradients in flight": done}, others
@@ -97,11 +109,6 @@ def _buffers(z: Sizes, of_tile: int) -> Held:
     return {ACTIVATIONS: of_tile * min(2, len(_tiles(z)))}
 
 
-def _tail_weights(z: Sizes) -> int:
-    """The weights of the output projection, of the second norm, and of the MLP."""
-    return z.mlp + z.E * z.H * z.D + z.E * (1 + z.layer_norms)
-
-
 def _sums(z: Sizes, weights: int, made: str) -> Held:
     """The sums over tiles of the weights' gradients. If they are no wider, they become these: ``made``."""
     return {made if name == GRADIENTS else name: size for name, size in weight_sums(z, weights).items()}
@@ -112,7 +119,7 @@ def _tail_backward(z: Sizes, made: str) -> Parts:
 
     Beside it are the joined outputs of the heads, and the copies to the host that may be under way.
     """
-    first, weights, peaks = _tiles(z)[0], _tail_weights(z), list[Held]()
+    first, weights, peaks = _tiles(z)[0], z.trained.tail, list[Held]()
     stages = first.q // first.sent
     sums = _sums(z, weights, made)
     for tile in _tiles(z):
@@ -126,7 +133,7 @@ def _tail_backward(z: Sizes, made: str) -> Parts:
                 {RECOMPUTED: x},
                 nested(inside_mlp(z, tile.t, {}, RECOMPUTED, TEMPORARY)),
             ),
-            plus(_norm_backward(z, tile), {TEMPORARY: x + z.w * z.mlp}),
+            plus(_norm_backward(z, tile), {TEMPORARY: x + z.w * z.trained.mlp}),
             plus(ends, {TEMPORARY: x * z.scaled_residual}),
             plus(ends, new),
             plus({TEMPORARY: x + q + tile.sent}, new),
@@ -141,12 +148,12 @@ def _head_backward(z: Sizes, made: str) -> Parts:
 
     Beside it are the joined gradients of q, k and v.
     """
-    first, weights, peaks = _tiles(z)[0], z.layer - _tail_weights(z), list[Held]()
+    first, weights, peaks = _tiles(z)[0], z.trained.layer - z.trained.tail, list[Held]()
     qkv = first.q + 2 * first.k
     sums = _sums(z, weights, made)
     # What the norm keeps of its input may be the tile itself, which is in its buffer.
     buffered = z.layer_norms or z.w == 4
-    keys = 2 * z.w * z.E * z.K * z.D
+    keys = 2 * z.w * z.E * z.K * z.D * (not z.adapted)
     for tile in _tiles(z):
         x, q, k = tile.x, tile.q, tile.k
         earlier, new = (sums, {}) if tile.before else ({}, sums)
@@ -161,20 +168,23 @@ def _head_backward(z: Sizes, made: str) -> Parts:
             plus(_norm_backward(z, tile), own, outputs, {TEMPORARY: z.w * weights}),
             plus(outputs, {TEMPORARY: x + z.w * weights}, new),
         ]
+        if z.adapted:
+            # Forward, q through W, through B @ A, and scaled, before there are k and v.
+            moments.append(plus(_norm_keeps(z, tile), own, {RECOMPUTED: x + 2 * q, TEMPORARY: q}))
         if z.head_norms:
             normed = plus(keeps, {RECOMPUTED: x})
             of_keys, of_queries = (nested(wide_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
             moments.append(plus(normed, of_keys, {RECOMPUTED: (4 + z.w) * (q // z.w)}))
             moments.append(plus(normed, of_queries, {TEMPORARY: k}))
         peaks.append(plus(earlier, {TEMPORARY: q + 2 * k}, highest_of(*moments)))
-    return {"tiles": _buffers(z, first.x + qkv), "head": highest_of(*peaks)}
+    return {"tiles": _buffers(z, first.x + qkv), "head": plus(highest_of(*peaks), _effective(z))}
 
 
 def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
     """Its input, which LayerNorm or fp32 keeps as it is; of RMSNorm also the normalised input."""
     if z.layer_norms:
         return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
-    scales = z.w * tile.elements + 4 * z.b * tile.t
+    scales = z.w * tile.elements * (not z.adapted) + 4 * z.b * tile.t
     return plus({TEMPORARY if z.w == 4 else RECOMPUTED: 4 * tile.elements}, {RECOMPUTED: scales})
 
 
@@ -228,18 +238,27 @@ def _stages(z: Sizes) -> Held:
     # A stage that computes its keys and values has no sums yet.
     computed = stage + sums if ahead else 2 * u + max(4 * u_kv, 2 * u_kv + sums)
     tile = plus(_buffers(z, first.x), {TEMPORARY: computed + _norm_forward(first)})
-    return highest_of(kernel, {TEMPORARY: exchange}, tile)
+    return plus(highest_of(kernel, {TEMPORARY: exchange}, tile), _effective(z))
 
 
-def _attention_forward(z: Sizes) -> Held:
-    """A stage forward: in the kernel; or where a tile's q, k and v are computed. LSEs wait for the end."""
+def _attention_forward(z: Sizes, *, in_tiles: bool = True) -> Held:
+    """A stage forward: in the kernel; or where a tile's q, k and v are computed. LSEs wait for the end.
+
+    Tiles of the input come from the host, or are slices of one on the device.
+    """
     (u, u_kv), first, lse = _stage_sizes(z), _tiles(z)[0], z.f * z.b * z.s
     heads, qkv = max(kernel_heads(z)), u + 2 * u_kv
     ahead = 2 * qkv * _overlaps(z)
     ring = (heads * z.h * z.f // z.w + 4 * u_kv + 3 * heads * lse) * (z.recipe.ring > 1)
     kernel = {TEMPORARY: qkv + ahead + lse * z.H + heads * z.h + ring}
     computed = 2 * qkv + ahead + lse * (z.H - _schedule(z).chunk) + _norm_forward(first)
-    return highest_of(kernel, plus(_buffers(z, first.x), {TEMPORARY: computed}))
+    tile = plus(_buffers(z, first.x * in_tiles), {TEMPORARY: computed})
+    return plus(highest_of(kernel, tile), _effective(z))
+
+
+def _effective(z: Sizes) -> Held:
+    """The weights of the projections with adapters, for a pass of the stages."""
+    return {TEMPORARY: z.w * z.trained.effective_inputs}
 
 
 # ---- host ------------------------------------------------------------------------------------------------
@@ -262,7 +281,7 @@ def streamed_host(z: Sizes) -> Iterator[tuple[int, int]]:
         length = min(k, z.L - first)
         layers, above = first * kept + length, z.L - first - length
         tiles = (number + length - 1) * _pages(z.A) + layers * outputs + grads
-        yield tiles, layers * lses + 4 * z.layer_shard * above * (z.recipe.optimizer == "host")
+        yield tiles, layers * lses + 4 * z.trained.layer_shard * above * (z.recipe.optimizer == "host")
 
 
 def _head_gradients(z: Sizes, plan: Schedule) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 from lab.memory.categories import CATEGORIES
+from lab.models.lora import Lora
 from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
@@ -49,6 +51,33 @@ def highest_of(*moments: Held) -> Held:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """The weights that have gradients, in elements: all of them, or those of the adapters alone.
+
+    ``table`` is the head's, ``mlp`` those of a layer's MLP, ``output`` those of its output projection,
+    ``tail`` those of all that follows attention, and ``layer`` all of the layer. ``layer_shard`` of a layer,
+    and ``shard`` of the model, are those of the rank that has the most.
+
+    With adapters, ``effective_inputs`` and ``effective_output`` are the weights W + scale * B @ A of the
+    projections of q, k and v, and of the output, where they have one; and ``low`` is r times the adapters of
+    attention and of the MLP. ``down`` says that the last projection of the MLP is differentiated by its input
+    twice: through W, and through B @ A.
+    """
+
+    table: int
+    mlp: int
+    output: int
+    tail: int
+    layer: int
+    layer_shard: int
+    shard: int
+    effective_inputs: int = 0
+    effective_output: int = 0
+    low: tuple[int, int] = (0, 0)
+    down: bool = False
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The letters: tensors of one rank's b*s tokens in bytes, weights of the whole model in elements.
 
@@ -58,7 +87,7 @@ class Sizes:
     M is one tensor inside the MLP, h one head, ``sent`` all keys as exchanged (where K < C, each to C/K
     ranks), ``table`` the embedding, ``root`` all outside the layers, ``matrices`` those of an MLP.
     ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most.
-    ``head_norms``: q and k are normed.
+    ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen.
     """
 
     recipe: Recipe
@@ -93,6 +122,8 @@ class Sizes:
     layer_shard: int
     shard: int
     sent: int
+    adapted: bool
+    trained: Trained
 
 
 def sizes_of(shape: Shape, job: Job) -> Sizes:
@@ -104,17 +135,52 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
     b, s = local_sizes(job)
     n = ranks if recipe.fsdp else 1
     (layer, root), (layer_shard, root_shard) = _weights(shape, 1), _weights(shape, n)
+    mlp = shape.matrices * E * shape.I + shape.mlp_biases
     token, f, copied = w * b * s, max(w, 4), recipe.fsdp or recipe.compute_dtype is not None
+    if job.lora is None:
+        output = E * H * D
+        tail = mlp + output + E * (1 + shape.layer_norms)
+        trained = Trained(V * E, mlp, output, tail, layer, layer_shard, L * layer_shard + root_shard)
+    else:
+        trained = _adapters(shape, job.lora, n)
+        layer, layer_shard = layer + trained.layer, layer_shard + trained.layer_shard
     return Sizes(
         recipe, L, E, H, K, D, V, b, s, w, f, n,
         # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
         reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
         tied=tied, head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
-        A=token * E, M=token * shape.I, h=token * D, mlp=shape.matrices * E * shape.I + shape.mlp_biases,
+        A=token * E, M=token * shape.I, h=token * D, mlp=mlp,
         matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
         shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
+        adapted=job.lora is not None, trained=trained,
     )  # fmt: skip
+
+
+def _adapters(shape: Shape, lora: Lora, n: int) -> Trained:
+    """The weights of adapters: of each, A [r, in] and B [out, r], whose rows are divided over n ranks."""
+    targets = lora.targets_in(shape)
+
+    def weights(names: Iterable[str], ranks: int = 1) -> int:
+        sizes = [shape.projections[name] for name in names if name in targets]
+        return sum(-(-lora.r // ranks) * before + -(-after // ranks) * lora.r for before, after in sizes)
+
+    *inputs, output = list(shape.projections)[:4]
+    mlp, layer_shard = weights(shape.mlp_projections), weights(targets, n)
+    of_mlp = len(set(shape.mlp_projections) & set(targets))
+    return Trained(
+        table=0,
+        mlp=mlp,
+        output=weights([output]),
+        tail=mlp + weights([output]),
+        layer=weights(targets),
+        layer_shard=layer_shard,
+        shard=shape.L * layer_shard,
+        effective_inputs=sum(prod(shape.projections[name]) for name in inputs if name in targets),
+        effective_output=prod(shape.projections[output]) * (output in targets),
+        low=(lora.r * (len(targets) - of_mlp), lora.r * of_mlp),
+        down=shape.mlp_projections[-1] in targets,
+    )
 
 
 def local_sizes(job: Job) -> tuple[int, int]:
@@ -208,7 +274,8 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     """
     one, x = z.M * t // z.s, z.A * t // z.s
     gated = z.matrices == 3
-    tensors = 6 if gated else 5 if z.relu_squared else 3
+    # An adapter of the last projection has two gradients of its input, and their sum.
+    tensors = 6 if gated else 5 if z.relu_squared else 3 + z.trained.down
     out = {output: x} if output else {}
     # What a multiplied residual makes of dy is there until the last matrix has run.
     dout = z.A * z.scaled_residual * (not output)
@@ -217,7 +284,8 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
         {kept: (tensors - half) * one - inner, TEMPORARY: inner, ACTIVATION_GRADIENTS: half * one},
         {kept: 3 * one, ACTIVATION_GRADIENTS: (2 * gated) * one + dout},
     )
-    one_gradient, gradients = {GRADIENTS: z.w * z.mlp // z.matrices}, {GRADIENTS: z.w * z.mlp}
+    one_gradient = {GRADIENTS: z.w * z.mlp // z.matrices * (not z.adapted)}
+    gradients = {GRADIENTS: z.w * z.trained.mlp}
     if added:
         last = {kept: (4 if gated else 2) * one, ACTIVATION_GRADIENTS: one}
         early, gradients = highest_of(early, plus(last, one_gradient)), one_gradient

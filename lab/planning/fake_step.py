@@ -74,7 +74,7 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
         short_loops(),
         cached_layouts(),
     ):
-        model = models.build(job.model, weights=False)
+        model = models.build(job.model, lora=job.lora, weights=False)
         del model.model.layers[layers:]
         model.train()
         # Fake tensors have torch's kernel alone, and nothing is compiled where operators are watched; the
@@ -84,7 +84,8 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
         optimizer = applied.make_optimizer(learning_rate=1e-3)
         # The first update makes DTensor work out its layouts.
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
         update(model, optimizer, clip_norm=1.0)
         ids = torch.zeros(job.rows, job.tokens, dtype=torch.int64)
         batches = [shard_batch(ids, job.recipe, mesh) for _ in range(job.accumulate)]

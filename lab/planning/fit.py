@@ -8,6 +8,7 @@ from itertools import product
 
 from lab.errors import LabError
 from lab.models import ModelLike
+from lab.models.lora import Lora
 from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
@@ -57,6 +58,7 @@ def fit(
     ranks: int,
     rows: int = 1,
     accumulate: int = 1,
+    lora: Lora | str | None = None,
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
     ranks_per_node: int = 8,
@@ -73,6 +75,9 @@ def fit(
     planned: that with the ladder's degrees, and the one that needs the least memory by the closed form. A
     head chunk smaller than the ladder's Ulysses degree takes more time, as the optimizer on the host does,
     and segments, and so these are planned only if nothing else may fit.
+
+    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. A step
+    has ``accumulate`` micro-batches of ``rows`` rows.
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node.
 
@@ -94,7 +99,7 @@ def fit(
     )
     shape = shape_of(model)
     base = make_job(
-        model, "tiling", tokens=tokens, ranks=ranks, rows=rows, accumulate=accumulate, shape=shape
+        model, "tiling", tokens=tokens, ranks=ranks, rows=rows, accumulate=accumulate, lora=lora, shape=shape
     )
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]

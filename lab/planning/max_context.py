@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from lab.errors import LabError
 from lab.models import ModelLike
+from lab.models.lora import Lora
 from lab.planning.closed_form import Estimate
 from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
@@ -86,6 +87,7 @@ def max_context(
     *,
     ranks: int,
     rows: int = 1,
+    lora: Lora | str | None = None,
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
     ranks_per_node: int = 8,
@@ -126,7 +128,9 @@ def max_context(
 
     def job(tokens: int, degrees: Degrees) -> Job:
         settings = {**knobs, **degrees}
-        return make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **settings)
+        return make_job(
+            model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **settings
+        )
 
     def estimated(tokens: int, degrees: Degrees) -> Estimate:
         return estimate_on(machine, shape, job(tokens, degrees))
@@ -148,8 +152,8 @@ def max_context(
     fits, beyond = _search(planned, lambda tokens: estimated(tokens, degrees))
     assert beyond.limit is not None
     if machine.disk is not None and isinstance(recipe, str) and fits.recipe.stream and "offload" not in knobs:
-        kept = make_job(model, fits.recipe, tokens=fits.tokens, ranks=ranks, rows=rows, offload="attention")
-        faster = plan_job(replace(kept, recipe_name=recipe), machine)
+        kept = replace(fits.recipe, offload="attention")
+        faster = plan_job(replace(fits.job, recipe=kept), machine)
         fits = fits if faster.limit else faster
     return MaxContext(fits.tokens, beyond.limit, fits, beyond)
 

@@ -217,7 +217,7 @@ def _candidate(name: str, model: ModelLike, shape: Shape, rental: Rental, machin
     """The recipe of this name, with the degrees of the longest context."""
 
     def job(tokens: int, degrees: Degrees) -> Job:
-        return make_job(model, name, tokens=tokens, ranks=rental.gpus, shape=shape, **degrees)
+        return make_job(model, name, tokens=tokens, ranks=rental.gpus, shape=shape, **dict[str, Any](degrees))
 
     def longest(degrees: Degrees) -> int:
         return _longest(lambda tokens: estimate_job(shape, job(tokens, degrees)), machine, rental)

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab import decoder, models
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
+from lab.models.lora import Lora
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
 from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
@@ -260,6 +262,7 @@ def plan(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    lora: Lora | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     ranks_per_node: int = 8,
@@ -277,8 +280,11 @@ def plan(
     layers are on it and not in host memory; ``disk_rate`` is its rate, such as "3GB/s", in place of that of
     the hardware table. ``knobs`` are set on a ladder's recipe by hand.
 
+    With ``lora``, such as "r=16", PEFT's adapters are trained, and all parameters of the model are frozen:
+    they have no gradients and no optimizer state. See ``lab.models.Lora``.
+
     Raises:
-        LabError: a model, recipe, size or device that cannot work.
+        LabError: a model, recipe, size, device or adapters that cannot work.
     """
     machine = make_machine(
         device=device,
@@ -290,7 +296,7 @@ def plan(
         disk_rate=disk_rate,
     )
     shape = shape_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     return plan_job(job, machine)
 
 
@@ -301,7 +307,7 @@ def plan_job(job: Job, machine: Machine) -> Plan:
         LabError: a model that cannot be made; no such device.
     """
     began = time.perf_counter()
-    skeleton = fake_model(job.model)
+    skeleton = fake_model(job.model, job.lora)
     ring_rank, (timeline, costs) = _fullest(job, machine, skeleton)
     if machine.disk is not None:
         ranks = min(job.ranks, machine.ranks_per_node)
@@ -332,12 +338,12 @@ def plan_ladder(
     Raises:
         LabError: as ``plan``, and as ``lab.ladder``.
     """
-    length, rows = parse_tokens(tokens), settings.pop("rows", 1)
+    length, rows, lora = parse_tokens(tokens), settings.pop("rows", 1), settings.pop("lora", None)
     knobs = {name: settings.pop(name) for name in BY_NAME if name in settings}
     machine, shape = make_machine(**settings), shape_of(model)
     plans = {}
     for rung, recipe in ladder(model, ranks, length, shape=shape, **knobs).items():
-        job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, shape=shape)
+        job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, lora=lora, shape=shape)
         plans[rung] = plan_job(replace(job, recipe_name=rung), machine)
         if watch is not None:
             watch(rung, plans[rung])
@@ -355,10 +361,10 @@ def shape_of(model: models.ModelLike) -> Shape:
     return models.shape_of(model)
 
 
-def fake_model(model: models.ModelLike) -> PreTrainedModel:
-    """The model without a byte of its parameters."""
+def fake_model(model: models.ModelLike, lora: Lora | None = None) -> PreTrainedModel:
+    """The model, with its adapters, without a byte of its parameters."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return models.build(model, weights=False)
+        return models.build(model, lora=lora, weights=False)
 
 
 def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
@@ -409,6 +415,7 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
     facts = {
         "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]],
         "recipe": job.recipe.to_json(),
+        "lora": None if job.lora is None else [job.lora.to_json(), version("peft")],
         "sizes": [job.tokens, job.ranks, job.rows, job.accumulate, ring_rank],
         "machine": [machine.device, machine.ranks_per_node, machine.workspace],
     }

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from lab import models
+from lab.models.lora import Lora
 from lab.planning.closed_form import Estimate
 from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.cuda_workspace import fixed_workspace
@@ -89,6 +90,7 @@ def quick_plan(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    lora: Lora | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     ranks_per_node: int = 8,
@@ -104,7 +106,7 @@ def quick_plan(
     imports neither torch nor transformers.
 
     Raises:
-        LabError: a model, recipe, size or device that cannot work.
+        LabError: a model, recipe, size or device that cannot work; adapters on some projections alone.
     """
     hardware(device)  # refuses a device that the table has not
     machine = make_machine(
@@ -121,7 +123,9 @@ def quick_plan(
         {"model": model_identity(model)},
         lambda: models.shape_of(model),
         encode=asdict,
-        decode=lambda document: Shape(**document),
+        decode=lambda document: Shape(**document | {"mlp_projections": tuple(document["mlp_projections"])}),
     )
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
+    if job.lora is not None:
+        job.lora.check_estimate(shape)
     return QuickPlan(job, machine, estimate_on(machine, shape, job))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lab.memory.categories import CATEGORIES
@@ -24,24 +25,26 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     It is the highest of these:
 
     - The first values of the parameters are made: the rank's parameters, and the scratch of one piece.
-    - The optimizer's state is made, for a start makes it at once: three times the rank's parameters.
+    - The optimizer's state is made, for a start makes it at once: the rank's parameters, and twice those that
+      are trained.
     - The parameters are compared with those of the other ranks, where each rank holds them whole: without
       FSDP, and of a callable's model.
 
     With the optimizer on the host, the device holds only the buffers and what is compared, and the host holds
     the rest.
     """
+
+    def held(p: nn.Parameter) -> int:
+        return -(-len(p) // job.ranks) * prod(p.shape[1:]) * p.itemsize if job.recipe.fsdp else p.nbytes
+
     whole = sum(p.nbytes for p in skeleton.parameters())
     buffers = sum(b.nbytes for b in skeleton.buffers())
-    parameters = whole
-    if job.recipe.fsdp:
-        parameters = sum(
-            -(-len(p) // job.ranks) * prod(p.shape[1:]) * p.itemsize for p in skeleton.parameters()
-        )
+    parameters = sum(map(held, skeleton.parameters()))
+    moments_of_adam = 2 * sum(held(p) for p in skeleton.parameters() if p.requires_grad)
     workspace = cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
     largest = max(p.numel() for p in skeleton.parameters())
     trained = sum(p.requires_grad for p in skeleton.parameters())
-    moments = [("make_optimizer", parameters + buffers, 2 * parameters + 4 * trained, 0)]
+    moments = [("make_optimizer", parameters + buffers, moments_of_adam + 4 * trained, 0)]
     from_callable = callable(job.model) and not isinstance(job.model, PretrainedConfig)
     if from_callable or not job.recipe.fsdp:
         compared = _CHECKED * min(agreement.CHECKSUM_ELEMENTS, largest) if job.ranks > 1 else 0

@@ -8,7 +8,9 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from lab import models
 from lab.errors import LabError
+from lab.models.lora import Lora, check_takes_adapters, parse_lora
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
@@ -43,6 +45,7 @@ class Job:
         rows: The rows of the global batch; of each micro-batch where there are several.
         recipe_name: The name that the recipe was asked for by, if it has one.
         accumulate: The micro-batches of a step, whose gradients are summed before the optimizer steps.
+        lora: The adapters that are trained in place of the model's parameters; None if there are none.
     """
 
     model: ModelLike
@@ -66,6 +69,8 @@ class Job:
         """
         return replace(self, accumulate=min(self.accumulate, 2))
 
+    lora: Lora | None = None
+
     @property
     def title(self) -> str:
         """One line that names the step: model, recipe, ranks, tokens."""
@@ -79,7 +84,8 @@ class Job:
 
     @property
     def _model(self) -> str:
-        return Path(self.model).name if isinstance(self.model, str | Path) else "model"
+        name = Path(self.model).name if isinstance(self.model, str | Path) else "model"
+        return name if self.lora is None else f"{name} with LoRA {self.lora}"
 
     @property
     def _size(self) -> str:
@@ -94,10 +100,11 @@ def make_job(
     ranks: int,
     rows: int = 1,
     accumulate: int = 1,
+    lora: Lora | str | None = None,
     shape: Shape | None = None,
     **knobs: Any,
 ) -> Job:
-    """Read the sizes, make the recipe, and check it against the model and the ranks.
+    """Read the sizes and the adapters, make the recipe, and check all of it against the model and the ranks.
 
     Args:
         model: As ``Job.model``.
@@ -106,19 +113,25 @@ def make_job(
         ranks: The ranks of the process group.
         rows: The rows of the global batch.
         accumulate: As ``Job.accumulate``.
+        lora: Adapters, or a text such as "r=16".
         shape: The model's shape, for a caller that has it: that of a callable is found by making a model.
         knobs: Fields of the recipe that are set by hand.
 
     Raises:
-        LabError: a model, recipe or size that cannot work.
+        LabError: a model, recipe, size or adapters that cannot work.
     """
     length = parse_tokens(tokens)
     check_counts({"ranks": ranks, "rows": rows, "accumulate": accumulate})
     if ranks > MAX_RANKS:
         raise LabError(f"ranks={ranks}: the lab plans and runs up to {MAX_RANKS} ranks")
+    adapters = parse_lora(lora)
+    check_takes_adapters(model, adapters)
+    shape = shape or models.shape_of(model)
     chosen = resolve_recipe(recipe, model, ranks, length, shape=shape, **knobs)
+    if adapters is not None:
+        adapters.targets_in(shape)
     name = recipe if isinstance(recipe, str) else None
-    return Job(model, chosen, length, ranks, rows, name, accumulate)
+    return Job(model, chosen, length, ranks, rows, name, accumulate, adapters)
 
 
 Limit = Literal["device", "host", "disk"]

@@ -20,6 +20,7 @@ from lab.memory.cuda import CudaAllocator, CudaMeter, History, limit_memory
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory, unmetered_out_of_memory
 from lab.memory.stopwatch import Stopwatch
+from lab.models.lora import Lora
 from lab.models.small_copies import first_layers
 from lab.planning.cuda_workspace import nccl_workspace
 from lab.planning.host_folder import check_host_dir
@@ -50,6 +51,7 @@ def rehearse(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    lora: Lora | str | None = None,
     layers: int | None = None,
     steps: int = 1,
     text: str | Path | None = None,
@@ -70,7 +72,7 @@ def rehearse(
     is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
     ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
     the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
-    random unless the model is a directory with weights, in whole.
+    random unless the model is a directory with weights, in whole. ``lora`` is as in ``lab.plan``.
 
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers. The plan then has the
     rates of one disk.
@@ -96,7 +98,7 @@ def rehearse(
     limit = _limit(where, memory_asked)
     config = models.config_of(model)
     shape = models.shape_of(config)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, shape=shape, **knobs)
+    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     part = replace(job, model=first_layers(model, layers, config=config))
     settings = TrainSettings(1 + steps, text, tokenizer)
     read_source(job, settings, shape.V)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lab import models
 from lab.decoder import check_materialized, check_untouched, decoder_of
+from lab.models.lora import Lora
 from lab.recipe.jobs import WEIGHT_DECAY
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype
@@ -66,6 +67,7 @@ def start(
     recipe: Recipe,
     mesh: DeviceMesh,
     *,
+    lora: Lora | None = None,
     seed: int = 0,
     host_file: HostFile | None = None,
 ) -> AppliedRecipe:
@@ -74,17 +76,17 @@ def start(
     With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
     memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
     arrives whole, and without ``fsdp`` every rank holds it whole. With ``optimizer="host"`` the shards are in
-    host memory.
+    host memory. With ``lora`` the model has these adapters, and all of its other parameters are frozen.
 
     Raises:
         LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
     """
     device = torch.device(mesh.device_type)
     if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
-        whole = models.build(model, seed=seed, device=device)
+        whole = models.build(model, lora=lora, seed=seed, device=device)
         whole.train()
         return apply_recipe(whole, recipe, mesh, checked=True, host_file=host_file)
-    outline = models.outline(model, seed=seed)
+    outline = models.outline(model, lora=lora, seed=seed)
     outline.model.train()
     applied = apply_recipe(outline.model, recipe, mesh, checked=True, host_file=host_file)
     origin = refuse_together(outline.origin, mesh.get_group())

@@ -23,19 +23,13 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lab.decoder import Patch, check_hooks, decoder_of
+from lab.techniques.loss_blocks import BLOCKS
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
 from lab.techniques.tiling import check_tile, run_in_tiles
 
 IGNORED = -100
 """The label at a place where nothing is predicted: padding, or the last token of a text."""
-
-BLOCKS = 16
-"""The number of blocks into which the rows of a tile's logits are divided.
-
-The logits of a tile are in the model's dtype. Their softmax is computed in fp32 or wider, one block at a
-time.
-"""
 
 
 def apply_loss(model: nn.Module) -> None:

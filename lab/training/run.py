@@ -16,6 +16,7 @@ from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
+from lab.models.lora import Lora
 from lab.planning.host_folder import check_host_dir, planned_folder
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
@@ -41,6 +42,7 @@ def run(
     steps: int = 3,
     rows: int = 1,
     accumulate: int = 1,
+    lora: Lora | str | None = None,
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
     learning_rate: float = 1e-3,
@@ -61,6 +63,8 @@ def run(
     of memory where it holds more bytes, as on a device of that size. On GPUs a collective may take three
     times the longest layer of the plan where that is more than the cluster's ``timeout``; it is printed then.
 
+    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``.
+
     With ``host_dir`` the long tensors of streamed layers lie in a file of each rank in this folder, in place
     of host memory: the file has no name, and is as large as the plan says before the first step. Copies
     between a GPU and the file are slower than those of pinned memory.
@@ -80,7 +84,14 @@ def run(
     config = models.config_of(model)
     shape = models.shape_of(config)
     job = make_job(
-        model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, accumulate=accumulate, shape=shape
+        model,
+        recipe,
+        tokens=tokens,
+        ranks=cluster.ranks,
+        rows=rows,
+        accumulate=accumulate,
+        lora=lora,
+        shape=shape,
     )
     read_source(job, settings, shape.V)
     folder = planned_folder(job, check_host_dir(job, host_dir))

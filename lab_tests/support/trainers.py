@@ -15,6 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from cluster.ranks import Cluster
 from cluster.remote import leave
@@ -69,6 +72,27 @@ def fresh_process(**variables: str) -> Iterator[None]:
         torch.set_rng_state(seeds[2])
         if dist.is_initialized() and not group:
             leave()
+
+
+class Gradients(TrainerCallback):
+    """Notes the whole gradients of each update, as the optimizer gets them."""
+
+    def __init__(self) -> None:
+        self.updates: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note those of this update; every rank gathers them."""
+        self.updates.append(whole(kwargs["model"], gradients=True))
+
+
+def whole(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Returns a copy of a model's parameters, or of their gradients, as if they were not sharded."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        if tensor is not None:
+            found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return found
 
 
 def _as_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from lab.commands.base import (
     JSON,
+    LORA,
     RECIPE,
     SET,
     TOKENS,
@@ -35,6 +36,7 @@ def _planning_options(command: Callable[..., None], *, required: bool = True) ->
             click.argument("model", required=required),
             click.option("--ranks", type=integer, required=required, help="GPUs in all."),
             click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]"),
+            LORA,
             click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
             click.option("--device", default="h100", help="The GPU of the time estimate. [h100]"),
             click.option(

@@ -9,6 +9,7 @@ import click
 from lab.commands.base import (
     HOST_DIR,
     JSON,
+    LORA,
     RECIPE,
     SET,
     TEXT,
@@ -28,6 +29,7 @@ from lab.commands.base import (
 @click.option("--ranks", type=integer, required=True, help="GPUs in all; this machine is one of them.")
 @RECIPE
 @SET
+@LORA
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @TEXT
 @TOKENIZER

@@ -15,6 +15,7 @@ import click
 from lab.commands.base import (
     HOST_DIR,
     JSON,
+    LORA,
     RECIPE,
     SET,
     TEXT,
@@ -50,6 +51,7 @@ ACCUMULATE = click.option(
 @TOKENS
 @RECIPE
 @SET
+@LORA
 @click.option("--steps", type=integer, default=3, help="Training steps. [3]")
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @ACCUMULATE
@@ -97,10 +99,10 @@ def run(
     from lab.units import parse_bytes
 
     cluster = Cluster(ranks, profile, **parse_fields(profile, fields))
-    sizes = {"tokens": settings.pop("tokens"), **pick(("rows", "accumulate"), settings)}
+    sizes = {"tokens": settings.pop("tokens"), **pick(("rows", "accumulate", "lora"), settings)}
     job = make_job(model, recipe, ranks=ranks, **sizes, **parse_knobs(knobs))
     # What the ranks would refuse is refused before they are started.
-    of_others = ("rows", "accumulate", "device_memory", "host_dir")
+    of_others = ("rows", "accumulate", "lora", "device_memory", "host_dir")
     told = {name: value for name, value in settings.items() if name not in of_others}
     read_source(job, TrainSettings(**told), models.shape_of(model).V)
     if settings["device_memory"] is not None:

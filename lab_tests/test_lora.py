@@ -1,0 +1,164 @@
+"""Adapters that are asked for: the text, the model that has them, its first values, and its plans."""
+
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import lab
+from lab import models
+from lab.bench import reference
+from lab.commands.cli import main
+from lab.errors import LabError, ModelError
+from lab.models.lora import Lora, is_adapter, parse_lora, plain_name
+from lab.planning.closed_form import estimate
+from lab.planning.plan import fake_model, whole_step
+from lab.planning.start import start_of
+from lab.recipe.jobs import Machine, make_job
+from lab.recipe.recipe import Recipe
+from lab.step.compose import start
+from lab.step.one_rank import one_rank
+from lab.torch_private import local_part
+from lab.units import Mi
+from lab_tests.support.models import small_config
+
+SMALL = small_config()
+LORA = Lora(4, 12)
+
+
+def test_a_text_names_the_adapters():
+    assert parse_lora("r=16") == Lora(16)
+    asked = parse_lora("r=16, alpha=32, targets=q_proj+v_proj")
+    assert asked == Lora(16, 32, ("q_proj", "v_proj"))
+    assert parse_lora(str(asked)) == asked
+    assert (asked.scale, Lora(16).scale) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lora='' names no adapters: write r=16, or"),
+        ("alpha=4", "names no adapters"),
+        ("r=4,r=5", "names no adapters"),
+        ("r=4,rank=5", "names no adapters"),
+        ("r=٣", "names no adapters"),
+        ("r=0", "lora: r=0"),
+        ("r=1000000", "give a rank from 1 to 65536"),
+        ("r=4,alpha=0", "alpha=0: give a finite number above 0"),
+        ("r=4,alpha=inf", "alpha=inf: give a finite number above 0"),
+        (
+            "r=4,targets=lm_head",
+            "no projection 'lm_head' in the layers of this model: targets are",
+        ),
+    ],
+)
+def test_other_texts_are_refused(text, message):
+    with pytest.raises(ModelError, match=message) as refusal:
+        make_job("tiny", "upipe", tokens=64, ranks=2, lora=text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_callable_adds_its_own_adapters():
+    with pytest.raises(ModelError, match="let it add the adapters to the model that it returns"):
+        lab.plan(lambda: models.build(SMALL), "fsdp", tokens=64, ranks=2, lora="r=4")
+
+
+def test_without_peft_one_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LabError, match=r"LoRA adapters need PEFT.*pip install -e '\.\[hf\]'"):
+        models.build(SMALL, lora=LORA)
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_the_adapters_are_trained_and_the_rest_is_the_model_without_them(family):
+    own = reference.config(family)
+    adapted, plain = models.build(own, lora=LORA, seed=3), models.build(own, seed=3)
+    without = dict(plain.named_parameters())
+    shape = models.shape_of(own)
+    names = {name for name, _ in adapted.named_parameters()}
+    assert {plain_name(name) for name in names if not is_adapter(name)} == set(without)
+    assert sum(map(is_adapter, names)) == 2 * len(shape.projections) * shape.L
+    for name, parameter in adapted.named_parameters():
+        assert parameter.requires_grad == is_adapter(name)
+        if not is_adapter(name):
+            assert torch.equal(parameter, without[plain_name(name)]), name
+        elif ".lora_B." in name:
+            assert not parameter.any()
+        else:
+            assert parameter.std().item() == pytest.approx(1 / 4, rel=0.25)
+
+
+def test_a_directory_in_bf16_keeps_its_weights_and_gets_adapters_in_fp32(tmp_path):
+    models.save(models.build(SMALL, seed=5).to(torch.bfloat16), tmp_path)
+    adapted, plain = models.build(tmp_path, lora=LORA), models.build(tmp_path)
+    for name, parameter in adapted.named_parameters():
+        if is_adapter(name):
+            assert parameter.dtype == torch.float32
+            assert parameter.any() == (".lora_A." in name)
+        else:
+            assert torch.equal(parameter, plain.get_parameter(plain_name(name)))
+
+
+def test_ranks_with_other_seeds_for_their_adapters_differ(tmp_path):
+    models.save(models.build(SMALL), tmp_path)
+    origins = {models.outline(tmp_path, lora=LORA, seed=seed).origin() for seed in (1, 2)}
+    assert len(origins) == 2
+    assert len({models.outline(tmp_path, seed=seed).origin() for seed in (1, 2)}) == 1
+
+
+def test_the_planned_start_has_the_moments_of_the_adapters_alone(monkeypatch):
+    job, machine = make_job(SMALL, Recipe(fsdp=True), tokens=64, ranks=2, lora=LORA), Machine(workspace=False)
+    # Without the scratch memory of first values, the start is highest when the optimizer has its state.
+    monkeypatch.setattr("lab.planning.start.piece_elements", lambda _: 1)
+    planned = start_of(job, machine, fake_model(SMALL, LORA))
+    with one_rank(job.recipe, 2, "loopback") as mesh:
+        started = start(SMALL, job.recipe, mesh, lora=LORA)
+        optimizer = started.make_optimizer(learning_rate=1e-3)
+        state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        buffers = sum(buffer.nbytes for buffer in started.model.buffers())
+        parameters, moments = (
+            sum(local_part(tensor).nbytes for tensor in tensors)
+            for tensors in (started.model.parameters(), state)
+        )
+    assert planned.op == "make_optimizer"
+    assert planned.by_category["parameters"] == parameters + buffers
+    assert planned.by_category["optimizer"] == moments
+
+
+def test_plans_of_other_adapters_are_other_plans(monkeypatch):
+    keys = set()
+    monkeypatch.setattr("lab.planning.plan.cached", lambda _, facts, *__, **___: keys.add(str(facts)))
+    for lora in (None, "r=4", "r=4,alpha=8", "r=4,targets=q_proj"):
+        job = make_job(SMALL, "fsdp", tokens=64, ranks=2, lora=lora)
+        whole_step(job, Machine(), fake_model(SMALL, job.lora), 0)
+    assert len(keys) == 4
+
+
+def test_the_state_of_llama3_8b_is_4_bytes_a_parameter():
+    of_model, of_adapters = (
+        estimate("llama3-8b", "upipe", tokens=5 * Mi, ranks=8, lora=lora).moments["optimizer"]["model state"]
+        for lora in (None, "r=16")
+    )
+    parameters, adapters = 8_030_261_248, 41_943_040
+    assert sum(of_model.values()) == 16 * parameters // 8
+    assert of_adapters == {
+        "parameters": 4 * (parameters + adapters) // 8,
+        "optimizer": 8 * adapters // 8,
+        "gradients": 4 * adapters // 8,
+    }
+
+
+def test_the_command_plans_adapters():
+    arguments = ["plan", "tiny", "--tokens", "64", "--ranks", "2", "--recipe", "fsdp", "--json"]
+    answers = [
+        json.loads(CliRunner().invoke(main, [*arguments, *more]).output) for more in ([], ["--lora", "r=4"])
+    ]
+    optimizer = [answer["by_category"]["optimizer"] for answer in answers]
+    assert optimizer[1] < optimizer[0] / 20
+    quick = json.loads(CliRunner().invoke(main, [*arguments, "--lora", "r=4", "--quick"]).output)
+    some = CliRunner().invoke(main, [*arguments, "--lora", "r=4,targets=q_proj+v_proj", "--quick"])
+    assert (some.exit_code, some.output.count("\n")) == (2, 1)
+    assert "leaves k_proj, o_proj, gate_proj, up_proj, down_proj without an adapter" in some.output
+    assert quick["device_peak"] == pytest.approx(answers[1]["device_peak"], rel=0.01)
