@@ -158,6 +158,11 @@ def longest_row(dataset: Any) -> int:
 
 def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> dict[str, Any]:
     """The arguments of ``lab.plan`` that are the trainer's."""
+    if trainer.outline is None:
+        raise RecipeError(
+            "a plan of a model that was given with a recipe, whose parameters are sharded already: call "
+            "lab.plan with the model's config and the recipe"
+        )
     ranks = ranks or trainer.args.world_size
     recipe = trainer.recipe_for(ranks)
     return {
@@ -166,5 +171,5 @@ def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> 
         "tokens": longest_row(trainer.train_dataset) if tokens is None else parse_tokens(tokens),
         "ranks": ranks,
         "rows": trainer.args.per_device_train_batch_size * (ranks // (recipe.ulysses * recipe.ring)),
-        # "accumulate": trainer.args.gradient_accumulation_steps,
+        "accumulate": trainer.args.gradient_accumulation_steps,
     }
