@@ -400,8 +400,8 @@ def check_untouched(model: nn.Module) -> None:
     """Refuse a transformers model that is not as transformers makes it.
 
     Raises:
-        RecipeError: The parameters are sharded, or have gradients or gradient hooks; a technique was applied;
-            or transformers' gradient checkpointing is on.
+        RecipeError: The parameters are sharded, quantized, or have gradients or gradient hooks; a technique
+            was applied; or transformers' gradient checkpointing is on.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -417,6 +417,12 @@ def check_untouched(model: nn.Module) -> None:
                 "a recipe or a technique was applied to this model already, and a second would add to it: "
                 "build the model again, then apply the recipe"
             )
+        for weight in module.parameters(recurse=False):
+            if not weight.is_floating_point():
+                raise RecipeError(
+                    f"{name} has a weight of {weight.dtype}: quantized weights are not supported; load the "
+                    "model without quantization"
+                )
         if any(parameter.grad is not None for parameter in module.parameters(recurse=False)):
             raise RecipeError(
                 f"{name} has gradients already, which sharding would drop: call model.zero_grad() first"

@@ -171,7 +171,6 @@ OF_ADAPTERS = [
     ("tiling", {"ring": 2, "ulysses": 1, "mlp_tile": 64}, "attention backward, layer 1"),
     ("upipe", {"head_chunk": 16}, "MLP backward, layer 1"),
     ("streamed", {"loss_tile": 64}, "tail backward, layer 1"),
-    ("long", {"loss_tile": 64}, "tail backward, layer 0"),
 ]
 """Recipes of ``tiny`` with adapters, knobs, and where the peak is."""
 

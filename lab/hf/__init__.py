@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from lab.hf.ranks import on_ranks
     from lab.hf.shared_sequences import parallelism
     from lab.hf.timeline import MemoryTimeline
+    from lab.hf.token_rows import TokenRows
     from lab.hf.trainer import LongContext
     from lab.hf.training_arguments import arguments
 
 __all__ = [
     "LongContext",
     "MemoryTimeline",
+    "TokenRows",
     "apply",
     "arguments",
     "fit",
@@ -34,6 +36,7 @@ __getattr__ = load_on_first_use(
     {
         "LongContext": "lab.hf.trainer",
         "MemoryTimeline": "lab.hf.timeline",
+        "TokenRows": "lab.hf.token_rows",
         "arguments": "lab.hf.training_arguments",
         "fit": "lab.hf.planning",
         "on_ranks": "lab.hf.ranks",

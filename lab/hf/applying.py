@@ -77,8 +77,10 @@ class LongContextModel:
     def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: float) -> Tensor:
         """Return the sum of the cross-entropies of all ranks over ``labels``, the same number on every rank.
 
-        Its gradients are exact whoever combines them: where the lab sums them over ranks, a rank's share is
-        that of its own labels; where accelerate averages them, it is P times that.
+        Its gradients by ``accelerator.backward`` are exact whoever combines them: where the lab sums them
+        over ranks, a rank's share is that of its own labels; where accelerate averages them, it is P times
+        that. Accelerate also divides by its ``gradient_accumulation_steps``, by which they are multiplied
+        here: ``labels`` counts those of all micro-batches already.
 
         Args:
             model: The model as accelerate returned it.
@@ -94,16 +96,18 @@ class LongContextModel:
                 "drop such rows"
             )
         self._check_schedulers()
-        if self.sharding == "lab":
-            own: Tensor = self.inner(**part).loss
-            return sum_over_ranks(own, self.mesh.get_group()) / labels
-        if getattr(self.inner.forward, "sequence", None) is None:
+        if self.sharding == "accelerate" and getattr(self.inner.forward, "sequence", None) is None:
             # Now that accelerate has changed the model.
             check_inputs(self.inner, self.recipe, self.mesh)
-        own = model(**part).loss
+        own = (self.inner if self.sharding == "lab" else model)(**part).loss
         total = sum_over_ranks(own, self.mesh.get_group())
-        # The value of the sum, and P times its gradient.
-        return (total + (self.mesh.size() - 1) * (total - total.detach())) / labels
+        factor = self.accelerator.gradient_accumulation_steps
+        if self.sharding == "accelerate":
+            factor *= self.mesh.size()
+        if factor > 1:
+            # The value of the sum, and a multiple of its gradient.
+            total = total + (factor - 1) * (total - total.detach())
+        return total / labels
 
     def _check_schedulers(self) -> None:
         """Refuse a scheduler that would run C*R times too fast: the ranks of a sequence have one batch."""
@@ -159,6 +163,11 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
         LabError: See ``lab.apply_recipe``; a recipe that contradicts accelerate's configuration.
     """
     inner, mesh = inner_model(model), mesh_of_all(accelerator)
+    if not set(model.parameters()) <= set(inner.parameters()):
+        raise RecipeError(
+            f"a {type(model).__name__} with parameters around the model: prompt and prefix tuning are not "
+            "supported; use LoRA"
+        )
     check_parallelism(recipe, accelerator)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and inner is not model:

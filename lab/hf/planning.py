@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from lab.errors import DataError
+from lab.decoder import shape_of
+from lab.errors import DataError, RecipeError
+from lab.hf.applying import inner_model
+from lab.models.lora import Lora
 from lab.planning.fit import Fits
 from lab.planning.fit import fit as fit_of
 from lab.planning.plan import Plan
@@ -60,10 +64,43 @@ def fit(
 
     Raises:
         LabError: As ``lab.fit``; a dataset whose rows have no known length.
+        RecipeError: What the closed form, by which recipes are chosen, does not know: a recipe that computes
+            in another dtype than bf16, weights of another than fp32, and frozen parameters other than those
+            beside LoRA adapters.
     """
     step = _step(trainer, ranks, tokens)
-    del step["recipe"]
+    recipe, skeleton = step.pop("recipe"), step["model"]()
+    if recipe.compute_dtype != "bfloat16" or skeleton.dtype != torch.float32:
+        raise RecipeError(
+            f"fit of a trainer with weights in {skeleton.dtype} that computes in {recipe.compute_dtype}: it "
+            "knows fp32 weights and bf16=True; ask lab.hf.plan(trainer) for one recipe"
+        )
+    if not all(parameter.requires_grad for parameter in skeleton.parameters()):
+        # The closed form knows the adapters by their name.
+        step |= {"model": skeleton.config, "lora": _lora_of(trainer)}
     return _outside_of_ranks(fit_of, **step, **machine)
+
+
+def _lora_of(trainer: LongContext) -> Lora:
+    """Return the adapters of a trainer's model.
+
+    Raises:
+        RecipeError: There are none, several, or others than those that ``lab plan --lora`` makes.
+    """
+    configs = list(getattr(trainer.model, "peft_config", {}).values())
+    inner = inner_model(trainer.model)
+    if len(configs) == 1 and isinstance(configs[0], LoraConfig):
+        [config] = configs
+        adapted = {name.split(".")[-3] for name, _ in inner.named_parameters() if ".lora_A." in name}
+        trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
+        if all(".lora_" in name for name in trained) and not config.rank_pattern and not config.use_rslora:
+            lora = Lora(config.r, float(config.lora_alpha), tuple(sorted(adapted)))
+            lora.check_estimate(shape_of(inner.config))
+            return lora
+    raise RecipeError(
+        "fit of a trainer with frozen parameters: it knows plain LoRA adapters of one rank; ask "
+        "lab.hf.plan(trainer) for one recipe"
+    )
 
 
 T = TypeVar("T")
@@ -121,6 +158,11 @@ def longest_row(dataset: Any) -> int:
 
 def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> dict[str, Any]:
     """The arguments of ``lab.plan`` that are the trainer's."""
+    if trainer.outline is None:
+        raise RecipeError(
+            "a plan of a model that was given with a recipe, whose parameters are sharded already: call "
+            "lab.plan with the model's config and the recipe"
+        )
     ranks = ranks or trainer.args.world_size
     recipe = trainer.recipe_for(ranks)
     return {
@@ -129,5 +171,5 @@ def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> 
         "tokens": longest_row(trainer.train_dataset) if tokens is None else parse_tokens(tokens),
         "ranks": ranks,
         "rows": trainer.args.per_device_train_batch_size * (ranks // (recipe.ulysses * recipe.ring)),
-        # "accumulate": trainer.args.gradient_accumulation_steps,
+        "accumulate": trainer.args.gradient_accumulation_steps,
     }

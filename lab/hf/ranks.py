@@ -78,7 +78,7 @@ def fresh_process(**variables: str) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        if not group:
+        if dist.is_initialized() and not group:
             leave()
 
 

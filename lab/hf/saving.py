@@ -6,6 +6,7 @@ state is written as shards, by every rank, and read again on any number of ranks
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -20,12 +21,37 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lab.errors import CheckpointError
 from lab.training.checkpoint_reader import CheckpointReader, write_index
 
 FOLDER = "optimizer_shards"
 """The folder of the optimizer's state inside a checkpoint of Trainer."""
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the newest checkpoint of Trainer that was written to its end, of those in a folder.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _is_whole(path)]
+    if not found:
+        raise CheckpointError(
+            f"no whole checkpoint in {folder}: train without resume_from_checkpoint, or name another one"
+        )
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    # Trainer writes this file last.
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def whole_state(model: nn.Module, *, adapters: bool) -> dict[str, Tensor]:

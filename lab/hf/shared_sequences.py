@@ -27,11 +27,9 @@ class SharedSequences(ParallelismConfig):
         return False
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of all ranks, by groups and by the ranks of a group; FSDP shards over both."""
+        """Return the mesh of all ranks, by groups and by the ranks of a group."""
         shape = (self.dp_shard_size, self.cp_size)
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp_shard", "cp"))
-        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        return mesh
+        return init_device_mesh(device_type, shape, mesh_dim_names=("dp_shard", "cp"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the sizes as plain values."""

@@ -84,6 +84,7 @@ class MemoryTimeline(TrainerCallback):
         self.timeline: Timeline | None = None
         # What is undone when training ends, and when the measured step ends.
         self._training, self._measured = ExitStack(), ExitStack()
+        self._meter: Meter | None = None
 
     # ---- Trainer's events --------------------------------------------------------------------------------
 
@@ -186,6 +187,7 @@ class MemoryTimeline(TrainerCallback):
         self._enter("forward")
 
     def _enter(self, phase: str) -> None:
+        assert self._meter is not None
         self._phase.close()
         self._phase.enter_context(self._meter.phase(phase))
 
@@ -202,8 +204,9 @@ class MemoryTimeline(TrainerCallback):
 
     def _finish(self) -> None:
         """Keep the timeline, write the files and show the picture."""
+        assert self._meter is not None
         timeline = self.timeline = self._meter.timeline()
-        del self._meter
+        self._meter = None
         self._peaks = timeline.device_peak, timeline.host_peak
         if not len(timeline):
             self._live(Ended("failed"))
@@ -236,7 +239,7 @@ class MemoryTimeline(TrainerCallback):
             try:
                 return run_epoch(*args, **kwargs)
             except BaseException:
-                if hasattr(self, "_meter"):
+                if self._meter is not None:
                     self._measured.__exit__(*sys.exc_info())
                     self._finish()
                 self._training.close()

@@ -19,6 +19,7 @@ from lab.hf.saving import (
     load_optimizer,
     load_whole_state,
     make_moments,
+    newest_checkpoint,
     save_optimizer,
     whole_state,
 )
@@ -114,7 +115,7 @@ class LongContext(Base):
         inner = inner_model(self.model)
         # SFTTrainer replaces it afterwards by one that computes entropies, which a recipe does not call.
         self._forward = vars(inner).get("forward")
-        self.outline = outline(inner)
+        self.outline = None if self._applied_by_hand else outline(inner)
         self.recipe = self.recipe_for(self.args.world_size)
         given = self.args.parallelism_config
         if given is not None and not isinstance(given, SharedSequences):
@@ -132,6 +133,11 @@ class LongContext(Base):
                 "sync_each_batch": True,
             }
         super().create_accelerator_and_postprocess()
+
+    @property
+    def _applied_by_hand(self) -> bool:
+        """Whether the model was given with a recipe, by ``lab.apply_recipe``, which has sharded it."""
+        return getattr(self._forward, "sequence", None) is not None
 
     def recipe_for(self, ranks: int) -> Recipe:
         """Return the recipe of the arguments for this model on P ranks."""
@@ -152,6 +158,16 @@ class LongContext(Base):
         return self._applied
 
     # ---- training ----------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; with True, go on from the newest checkpoint in ``output_dir`` that was written to its end.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or one of another trainer or model.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # The weights are loaded, and the optimizer is not made yet.
@@ -268,8 +284,7 @@ class LongContext(Base):
             group["lr"] = rate
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if getattr(self._forward, "sequence", None) is not None:
-            # The lab's own apply_recipe has sharded the model.
+        if self._applied_by_hand:
             self.applied  # noqa: B018
         if not self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -45,8 +45,10 @@ def arguments(
     """
     declared = {field.name: field.default for field in fields(kind)}
     chosen = dict(knobs or {})
-    if settings.get("fp16"):
-        raise RecipeError("fp16=True: gradients would need a loss scale, which no recipe has; use bf16=True")
+    # Before they take effect: some of them change environment variables.
+    for name in _ONLY:
+        if name in settings and name != "bf16":
+            _check_setting(name, settings[name])
     bf16 = settings.pop("bf16", None)
     if bf16 is None and not isinstance(recipe, Recipe):
         # TRL's default of None stands for bf16.
@@ -129,15 +131,14 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
             "recipe='upipe', "
             "...), with SFTConfig for SFTTrainer"
         )
-    for name, (works, reason) in _ONLY.items():
-        value = getattr(args, name, works[0])
-        if value not in works:
-            raise RecipeError(f"{name}={value!r} beside a recipe: {reason}")
+    for name, (works, _) in _ONLY.items():
+        _check_setting(name, getattr(args, name, works[0]))
     if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
         raise RecipeError(_CHECKPOINTING)
-    if str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"):
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise RecipeError(
-            f"optim={args.optim!s} beside a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
+            f"optim={optim!r} beside a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
         )
     config: Any = args.accelerator_config
     if config.dispatch_batches or config.split_batches:
@@ -147,6 +148,12 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
             "batch themselves; leave both out"
         )
     return choice
+
+
+def _check_setting(name: str, value: object) -> None:
+    works, reason = _ONLY[name]
+    if value not in works:
+        raise RecipeError(f"{name}={value!r} beside a recipe: {reason}")
 
 
 def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -> None:

@@ -32,8 +32,15 @@ from lab.techniques.upipe.schedule import Schedule, schedule
 
 
 def streamed_forward(z: Sizes) -> Held:
-    """A layer's forward: its input on the device, and the model's embedding; attention in a stage."""
-    return plus({ACTIVATIONS: z.A * min(2, z.L)}, _attention_forward(z, in_tiles=False))
+    """A layer's forward: its input on the device, and the model's embedding; attention in a stage, or a tile.
+
+    In a tile of the tail, with adapters, an inner tensor is made through W and through B @ A, and is scaled.
+    """
+    inputs, tile = {ACTIVATIONS: z.A * min(2, z.L)}, _tiles(z)[0]
+    inner = z.M * tile.t // z.s
+    made = {ACTIVATIONS: z.A + 3 * inner + tile.x, TEMPORARY: inner + 3 * tile.x}
+    stage = _attention_forward(z, in_tiles=False)
+    return plus(inputs, highest_of(stage, made) if z.adapted else stage)
 
 
 def streamed_layers(z: Sizes) -> list[int]:

@@ -57,6 +57,7 @@ def fit(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    accumulate: int = 1,
     lora: Lora | str | None = None,
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
@@ -75,7 +76,8 @@ def fit(
     head chunk smaller than the ladder's Ulysses degree takes more time, as the optimizer on the host does,
     and segments, and so these are planned only if nothing else may fit.
 
-    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``.
+    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. A step
+    has ``accumulate`` micro-batches of ``rows`` rows.
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node.
 
@@ -96,7 +98,9 @@ def fit(
         disk_rate=disk_rate,
     )
     shape = shape_of(model)
-    base = make_job(model, "tiling", tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape)
+    base = make_job(
+        model, "tiling", tokens=tokens, ranks=ranks, rows=rows, accumulate=accumulate, lora=lora, shape=shape
+    )
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []

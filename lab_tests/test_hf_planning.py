@@ -1,0 +1,118 @@
+"""A trainer's plan is what four ranks measure, to the byte; and what fits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+import lab.hf
+from cluster.ranks import Cluster
+from lab.errors import LabError
+from lab.memory.meter import Meter
+from lab_tests.support.trainers import fresh_process, launch
+from lab_tests.test_hf_trainer import Case, long_trainer
+
+pytestmark = [
+    pytest.mark.slow,
+    # PEFT asks a model for what transformers is about to call otherwise.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+TOKENS = 41
+"""A length that four ranks do not divide."""
+
+CASES = {
+    "upipe": Case(dtype="float32", steps=2),
+    "accumulation": Case(dtype="float32", steps=2, accumulate=2),
+    "adapters": Case(dtype="float32", steps=2, lora=True),
+    "tiling": Case("tiling", dtype="float32", steps=2),
+    "streamed": Case("streamed", dtype="float32", steps=2),
+    "groups": Case(knobs={"ulysses": 2, "ring": 1}, rows=1, dtype="float32", steps=2),
+}
+ON_RANKS = "accumulation"
+"""The case that the ranks themselves plan."""
+
+
+def rows() -> list[dict[str, list[int]]]:
+    ids = [[(row * n**2) % 61 + 1 for n in range(TOKENS)] for row in range(1, 25)]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+class MeteredStep(TrainerCallback):
+    """Measures the second step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.peaks = (0, 0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.meter = Meter()
+            self.measurement = self.meter.measure(
+                self.trainer.applied.inner, self.trainer.optimizer.optimizer
+            )
+            self.measurement.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.measurement.__exit__(None, None, None)
+            timeline = self.meter.timeline()
+            self.peaks = timeline.device_peak, timeline.host_peak
+
+
+def trainer_of(case: Case, folder: Path, **more: Any) -> Any:
+    trainer = long_trainer(case, folder, **more)
+    trainer.train_dataset = rows()
+    return trainer
+
+
+def measured_peaks(folder: Path) -> dict[str, tuple[int, int]]:
+    """Runs on ranks."""
+    found = {}
+    for name, case in CASES.items():
+        trainer = trainer_of(case, folder / name)
+        if name == ON_RANKS:
+            plan = lab.hf.plan(trainer)
+            found["planned on ranks"] = plan.device_peak, plan.host_peak
+        metered = MeteredStep(trainer)
+        trainer.add_callback(metered)
+        trainer.train()
+        found[name] = metered.peaks
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_four(ranks4: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int, int]]]:
+    return launch(ranks4, 4, measured_peaks, tmp_path_factory.mktemp("on_four"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_what_ranks_measure(
+    name: str, on_four: list[dict[str, tuple[int, int]]], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    with fresh_process():
+        # The trainer of one rank, whose recipe is made for four.
+        alone = trainer_of(Case(**{**vars(case), "knobs": {}}), tmp_path)
+        choice = alone.args.long_context
+        choice.knobs.update(case.knobs)
+        plan = lab.hf.plan(alone, ranks=4, workspace=False)
+    planned = plan.device_peak, plan.host_peak
+    assert {rank[name] for rank in on_four} == {planned}
+    assert (planned[1] > 0) == (plan.recipe.offload != "none")
+    if name == ON_RANKS:
+        assert {rank["planned on ranks"] for rank in on_four} == {planned}
+        assert plan.job.accumulate == 2
+
+
+def test_what_fits(tmp_path: Path) -> None:
+    with fresh_process():
+        alone = trainer_of(CASES["accumulation"], tmp_path)
+        fits = lab.hf.fit(alone, ranks=4, device_memory="1GiB", workspace=False)
+        assert len(fits) > 1
+        assert {plan.job.accumulate for plan in fits} == {2}
+        assert {plan.job.tokens for plan in fits} == {TOKENS}
+        assert all(plan.device_peak <= 2**30 for plan in fits)
+        with pytest.raises(LabError, match="1 KiB"):
+            lab.hf.fit(alone, ranks=4, device_memory="1KiB", workspace=False)

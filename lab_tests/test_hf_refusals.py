@@ -1,0 +1,436 @@
+"""What lab.hf refuses: each by name, in one line that says what would work."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
+
+import lab
+import lab.hf
+from lab.errors import LabError
+from lab.hf.applying import check_parallelism, mesh_of_all
+from lab.hf.batches import shard_rows
+from lab.recipe.recipe import Recipe
+from lab_tests.support.models import small_config
+from lab_tests.support.trainers import fresh_process
+from lab_tests.test_hf_trainer import tokenizer
+
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks a model for what transformers is about to call otherwise.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+TOKENS = 20
+VOCABULARY = 101
+
+
+class LongTrainer(lab.hf.LongContext, Trainer):
+    """Trainer with a recipe."""
+
+
+class LongSFTTrainer(lab.hf.LongContext, SFTTrainer):
+    """SFTTrainer with a recipe."""
+
+
+@pytest.fixture(autouse=True)
+def _own_process() -> Iterator[None]:
+    with fresh_process():
+        yield
+
+
+def refused(words: str, action: Callable[[], object]) -> None:
+    """``words`` are what was wrong and what would work, in this order."""
+    with pytest.raises(LabError, match=".*".join(map(re.escape, words.split(" ... ")))) as error:
+        action()
+    assert "\n" not in str(error.value)
+    assert "  " not in str(error.value)
+
+
+def model(**config: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(small_config(**config))
+
+
+def arguments(folder: Path, kind: Any = TrainingArguments, recipe: Any = "tiling", **settings: Any) -> Any:
+    common = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "disable_tqdm": True, "max_steps": 1}
+    tokens = {"max_length": TOKENS} if kind is SFTConfig else {"tokens": TOKENS}
+    return lab.hf.arguments(kind, recipe=recipe, **{**common, **tokens, **settings})
+
+
+def rows() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(0, VOCABULARY, (TOKENS,), generator=generator).tolist() for _ in range(8)]
+    return [{"input_ids": row, "labels": row} for row in made]
+
+
+# ---- arguments -------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "gradient checkpointing": (
+        {"gradient_checkpointing": True},
+        "gradient_checkpointing=True beside a recipe ... recomputed twice ... recipe with checkpoint=True",
+    ),
+    "fp16": ({"fp16": True}, "fp16=True beside a recipe: ... loss scale ... use bf16=True"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 ... set it to 0"),
+    "neftune": ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 ... leave it out"),
+    "another optimizer": ({"optim": "adafactor"}, "optim='adafactor' ... use 'adamw_torch'"),
+    "dispatched batches": (
+        {"accelerator_config": {"dispatch_batches": True}},
+        "dispatch_batches ... must read the same batch themselves; leave both out",
+    ),
+    "split batches": (
+        {"accelerator_config": {"split_batches": True}}, "split_batches beside a recipe ... leave both out"
+    ),
+    "deepspeed": ({"deepspeed": {"train_batch_size": 1}}, "DeepSpeed's engine ... fsdp=True in the recipe"),
+    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True ... loss_kernel='liger' in the recipe"),
+    "compile": ({"torch_compile": True}, "torch_compile=True ... compile='tiles' in the recipe"),
+    "means over ranks": (
+        {"average_tokens_across_devices": False}, "average_tokens_across_devices=False ... set it to True"
+    ),
+    "a batch size that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size=True ... lab.hf.fit"),
+    "logits": ({"prediction_loss_only": False}, "prediction_loss_only=False ... set it to True"),
+    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True ... set it to False"),
+    "no tokens": ({"tokens": None}, "recipe='tiling' without tokens ... give tokens, such as 128K"),
+    "two dtypes": (
+        {"bf16": True, "knobs": {"compute_dtype": None}},
+        "bf16=True with compute_dtype=None in the recipe ... leave bf16 out",
+    ),
+}  # fmt: skip
+
+SFT_SETTINGS = {
+    "gradient checkpointing": ({"gradient_checkpointing": True}, SETTINGS["gradient checkpointing"][1]),
+    "packing": ({"packing": True}, "packing=True ... packed documents would attend to each other; set it to"),
+    "packing of evaluation": ({"eval_packing": True}, "eval_packing=True ... set it to False"),
+    "rows without padding": ({"padding_free": True}, "padding_free=True ... one row of several documents"),
+    "dft": ({"loss_type": "dft"}, "loss_type='dft' ... cross-entropy; use 'nll'"),
+    "offloading": ({"activation_offloading": True}, "activation_offloading=True ... offload='inputs'"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_trainer(name: str, tmp_path: Path) -> None:
+    settings, words = SETTINGS[name]
+    refused(words, lambda: arguments(tmp_path, **settings))
+
+
+@pytest.mark.parametrize("name", SFT_SETTINGS)
+def test_settings_of_sfttrainer(name: str, tmp_path: Path) -> None:
+    settings, words = SFT_SETTINGS[name]
+    refused(words, lambda: arguments(tmp_path, SFTConfig, **settings))
+
+
+def test_a_setting_that_was_changed_after_the_arguments_were_made(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.label_smoothing_factor = 0.1
+    refused("label_smoothing_factor=0.1", lambda: LongTrainer(model(), args))
+
+
+# ---- trainers --------------------------------------------------------------------------------------------
+
+
+def checkpointing_model() -> nn.Module:
+    made = model()
+    made.activation_checkpointing_enable()
+    return made
+
+
+def adapters(**settings: Any) -> nn.Module:
+    return get_peft_model(model(), LoraConfig(target_modules=["q_proj"], **settings))
+
+
+def quantized_model() -> nn.Module:
+    made = model()
+    weight = torch.zeros_like(made.model.layers[0].mlp.up_proj.weight, dtype=torch.int8)
+    made.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def bitsandbytes_model() -> nn.Module:
+    made = model()
+    kind = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    made.model.layers[0].mlp.up_proj.__class__ = kind
+    return made
+
+
+def prompts() -> nn.Module:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return get_peft_model(model(), config)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "checkpointing": (checkpointing_model, "transformers' gradient checkpointing is on ... checkpoint=True"),
+    "dropout": (lambda: adapters(lora_dropout=0.1), "has p=0.1: dropout is not supported ... lora_dropout=0"),
+    "dora": (lambda: adapters(use_dora=True), "variant of LoRA ... without options such as use_dora"),
+    "int8": (quantized_model, "int8 ... quantized ... load the model without quantization"),
+    "bitsandbytes": (bitsandbytes_model, "bitsandbytes.nn.modules.Linear4bit ... replace it"),
+    "prompts": (prompts, "prompt and prefix tuning are not supported; use LoRA"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, tmp_path: Path) -> None:
+    make, words = MODELS[name]
+    refused(words, lambda: LongTrainer(make(), arguments(tmp_path), train_dataset=rows()).train())
+
+
+def plain_arguments(kind: Any, folder: Path, **settings: Any) -> Any:
+    return kind(output_dir=str(folder), report_to=[], use_cpu=True, **settings)
+
+
+def of_trainer(trainer: Any) -> Callable[[Path], object]:
+    """Declare a trainer with a recipe."""
+    return lambda _: type("Long", (lab.hf.LongContext, trainer), {})
+
+
+def with_settings(**settings: Any) -> Callable[[Path], object]:
+    """Make a trainer whose model and arguments are right."""
+    return lambda folder: LongTrainer(model(), arguments(folder), train_dataset=rows(), **settings)
+
+
+NO_CHECKPOINTING = {"gradient_checkpointing": False, "activation_checkpointing": False}
+
+NO_RECIPE = "training arguments without a recipe: make them by lab.hf.arguments ... SFTConfig for SFTTrainer"
+
+TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "dpo": (of_trainer(DPOTrainer), "LongContext with DPOTrainer ... use Trainer or SFTTrainer"),
+    "grpo": (of_trainer(GRPOTrainer), "LongContext with GRPOTrainer ... use Trainer or SFTTrainer"),
+    "no arguments": (lambda _: LongTrainer(model()), "no arguments: make them by lab.hf.arguments"),
+    "plain arguments": (
+        lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder)), NO_RECIPE
+    ),
+    "plain arguments of trl": (
+        lambda folder: LongSFTTrainer(model(), plain_arguments(SFTConfig, folder, bf16=False, **NO_CHECKPOINTING)), NO_RECIPE
+    ),
+    "autocast": (
+        lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder, bf16=True)), NO_RECIPE
+    ),
+    "a loss": (with_settings(compute_loss_func=lambda *_: 0), "compute_loss_func ... leave it out"),
+    "a loss by its place": (
+        lambda folder: LongTrainer(
+            model(), arguments(folder), None, rows(), None, None, None, lambda *_: 0
+        ),
+        "compute_loss_func ... leave",
+    ),
+    "metrics": (with_settings(compute_metrics=lambda _: {}), "compute_metrics ... leave it out"),
+    "a model to be made": (
+        lambda folder: LongTrainer(args=arguments(folder), model_init=model), "model_init ... give the model"
+    ),
+    "the parallelism of another": (
+        lambda folder: LongTrainer(
+            model(), arguments(folder, parallelism_config=ParallelismConfig(cp_size=2, tp_size=3))
+        ),
+        "parallelism_config of cp_size=2, sp_size=1, tp_size=3 ... leave it out",
+    ),
+    "no such recipe": (
+        lambda folder: LongTrainer(model(), arguments(folder, recipe="upipes")), "upipes"
+    ),
+    "degrees that ranks do not have": (
+        lambda folder: LongTrainer(model(), arguments(folder, knobs={"ulysses": 2})), "ulysses=2 ... 1 rank"
+    ),
+    "batches without labels": (
+        lambda folder: LongTrainer(
+            model(), arguments(folder), train_dataset=[{"input_ids": row["input_ids"]} for row in rows()]
+        ).train(),
+        "batches without labels: give a collator for language modeling",
+    ),
+    "packed rows of trl": (
+        lambda folder: LongSFTTrainer(
+            model(),
+            setting(arguments(folder, SFTConfig), "packing", True),
+            train_dataset=Dataset.from_list(rows()),
+            processing_class=tokenizer(),
+        ),
+        "packing=True",
+    ),
+}  # fmt: skip
+
+
+def setting(args: Any, name: str, value: object) -> Any:
+    setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers(name: str, tmp_path: Path) -> None:
+    action, words = TRAINERS[name]
+    refused(words, lambda: action(tmp_path))
+
+
+# ---- batches ---------------------------------------------------------------------------------------------
+
+IDS = torch.arange(14).view(2, 7)
+MASK = torch.ones_like(IDS)
+MASK[1, 5:] = 0
+LABELS = IDS.masked_fill(MASK == 0, -100)
+BATCH = {"input_ids": IDS, "labels": LABELS, "attention_mask": MASK}
+
+BATCHES = {
+    "no labels": ({"labels": None}, "a batch without labels ... collator for language modeling"),
+    "embeddings": ({"inputs_embeds": IDS}, "a batch with inputs_embeds: a recipe takes input_ids, labels"),
+    "lengths of packed rows": ({"cu_seq_lens_q": IDS}, "cu_seq_lens_q ... packed and padding-free rows are"),
+    "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
+    "padding at the beginning": (
+        {"attention_mask": MASK.flip(1), "labels": IDS.masked_fill(MASK.flip(1) == 0, -100)},
+        "attention_mask of row 1 has padding before a token ... tokenizer.padding_side='right'",
+    ),
+    "labels on padding": ({"labels": IDS}, "labels on padding: give -100 there"),
+    "packed positions": (
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])},
+        "position_ids that do not count from 0 ... packed documents ... packing=False and padding_free=False",
+    ),
+    "a token after the vocabulary": (
+        {"input_ids": IDS + VOCABULARY - 13}, "token 101: the model's vocabulary ends at 100; take the tokenizer"
+    ),
+    "a token before the vocabulary": ({"input_ids": IDS - 3}, "token -3: the model's vocabulary ends at 100"),
+    "labels after the vocabulary": (
+        {"labels": LABELS.masked_fill(LABELS == 3, VOCABULARY)}, "labels outside of 0 to 100: give tokens of"
+    ),
+    "labels with another sign": ({"labels": LABELS.masked_fill(LABELS == -100, -1)}, "or -100 where nothing is"),
+}  # fmt: skip
+
+
+def part_of(batch: dict[str, Any]) -> Any:
+    return shard_rows(
+        batch, ulysses=2, ring=1, index=1, vocab_size=VOCABULARY, sequence=None, everyone=None
+    )
+
+
+def test_a_batch_that_is_right() -> None:
+    part = part_of(BATCH)
+    # Seven tokens and one of padding.
+    assert part["input_ids"].tolist() == [[4, 5, 6, 0], [11, 12, 13, 0]]
+    assert part["shifted_labels"].tolist() == [[5, 6, -100, -100], [-100] * 4]
+    assert part["position_ids"].tolist() == [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name: str) -> None:
+    changed, words = BATCHES[name]
+    refused(words, lambda: part_of({**BATCH, **changed}))
+
+
+def test_a_batch_with_nothing_to_predict(tmp_path: Path) -> None:
+    data = [{**row, "labels": [-100] * TOKENS} for row in rows()]
+    trainer = LongTrainer(model(), arguments(tmp_path), train_dataset=data)
+    refused("every label is ignored ... give labels, or drop such rows", trainer.train)
+
+
+# ---- accelerate ------------------------------------------------------------------------------------------
+
+
+def accelerator(**settings: Any) -> Any:
+    """What check_parallelism reads of an accelerator, of which a process without GPUs would make few."""
+    fields = {"parallelism_config": None, "mixed_precision": "no", **settings}
+    plugins = {name: fields.pop(name) for name in list(fields) if name.endswith("plugin")}
+    return SimpleNamespace(state=SimpleNamespace(**plugins), **fields)
+
+
+def plugin(**settings: Any) -> Any:
+    return FullyShardedDataParallelPlugin(**{"fsdp_version": 2, "reshard_after_forward": True, **settings})
+
+
+SHARED = Recipe(fsdp=True, ulysses=2)
+OWN = Recipe(fsdp=True)
+
+ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
+    "tensor parallelism": (
+        SHARED,
+        lambda: accelerator(parallelism_config=ParallelismConfig(tp_size=2)),
+        "tp_size=2 in the parallelism_config beside a recipe ... leave it out",
+    ),
+    "ulysses of deepspeed": (
+        SHARED,
+        lambda: accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed")),
+        "sp_size=2 in the parallelism_config beside a recipe ... leave it out",
+    ),
+    "more ranks": (
+        SHARED,
+        lambda: accelerator(parallelism_config=ParallelismConfig(cp_size=4)),
+        "cp_size=4 ... ulysses=2, ring=1: 2 ranks share a sequence; give lab.hf.parallelism(recipe, ranks)",
+    ),
+    "none": (SHARED, accelerator, "cp_size=1 ... give lab.hf.parallelism(recipe, ranks)"),
+    "deepspeed": (
+        OWN, lambda: accelerator(deepspeed_plugin=object()), "DeepSpeed's engine ... fsdp=True in the recipe"
+    ),
+    "autocast": (
+        OWN,
+        lambda: accelerator(mixed_precision="bf16"),
+        "mixed_precision='bf16' ... compute_dtype='bfloat16' in the recipe",
+    ),
+    "fsdp and none": (
+        Recipe(),
+        lambda: accelerator(fsdp_plugin=plugin()),
+        "accelerate's FSDP beside a recipe with fsdp=False ... set fsdp=True",
+    ),
+    "fsdp of version 1": (
+        OWN, lambda: accelerator(fsdp_plugin=plugin(fsdp_version=1, reshard_after_forward="FULL_SHARD")), "FSDP version 1 ... use version 2"
+    ),
+    "checkpointing of fsdp": (
+        OWN,
+        lambda: accelerator(fsdp_plugin=plugin(activation_checkpointing=True)),
+        "activation_checkpointing=True of accelerate's FSDP ... leave it out",
+    ),
+    "offload of fsdp": (
+        OWN,
+        lambda: accelerator(fsdp_plugin=plugin(cpu_offload=True)),
+        "cpu_offload= ... of accelerate's FSDP ... leave it out",
+    ),
+    "whole parameters after forward": (
+        OWN,
+        lambda: accelerator(fsdp_plugin=plugin(reshard_after_forward=False)),
+        "reshard_after_forward=False of accelerate's FSDP ... leave it out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_accelerators(name: str) -> None:
+    recipe, make, words = ACCELERATORS[name]
+    refused(words, lambda: check_parallelism(recipe, make()))
+
+
+def test_an_accelerator_that_is_right() -> None:
+    check_parallelism(SHARED, accelerator(parallelism_config=lab.hf.parallelism(SHARED, 6)))
+    check_parallelism(OWN, accelerator(fsdp_plugin=plugin()))
+    assert lab.hf.parallelism(OWN, 6) is None
+    refused("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda: lab.hf.parallelism(SHARED, 5))
+
+
+def test_adapters_beside_accelerates_fsdp() -> None:
+    found = Accelerator(cpu=True)
+    found.state.fsdp_plugin = plugin()
+    refused("FSDP with a PeftModel ... leave accelerate's FSDP", lambda: lab.hf.apply(adapters(), OWN, found))
+
+
+def test_a_scheduler_that_accelerate_prepares() -> None:
+    """It would step once for each rank, where the ranks of a sequence have one batch."""
+    found = Accelerator(cpu=True)
+    applied = lab.hf.apply(model(), OWN, found)
+    optimizer = torch.optim.SGD(applied.inner.parameters())
+    found.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1))
+    shared = replace(applied, recipe=SHARED)
+    part = applied.shard({"input_ids": IDS, "labels": IDS})
+    applied.loss(applied.inner, part, 12)
+    words = "a scheduler that accelerate steps once for each rank ... step_scheduler_with_optimizer=False"
+    refused(words, lambda: shared.loss(applied.inner, part, 12))
+
+
+def test_a_model_that_was_given_another_recipe(tmp_path: Path) -> None:
+    made = model()
+    lab.apply_recipe(made, Recipe(), mesh_of_all(Accelerator(cpu=True)))
+    made.forward.sequence = (2, 3)
+    trainer = LongTrainer(made, arguments(tmp_path), train_dataset=rows())
+    refused("ulysses=2, ring=3, and arguments with one of ulysses=1, ring=1", trainer.train)

@@ -1,0 +1,225 @@
+"""What Trainer saves with a recipe: plain files; a training that goes on has the losses of an unbroken one."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
+
+from cluster.ranks import Cluster
+from lab.errors import CheckpointError
+from lab.hf.saving import FOLDER
+from lab_tests.support import killed_training
+from lab_tests.support.trainers import fresh_process, launch
+from lab_tests.test_hf_trainer import Case, long_trainer, model
+
+pytestmark = [
+    pytest.mark.slow,
+    # PEFT asks a model for what transformers is about to call otherwise.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+STEPS, SAVED = 5, 3
+SETTINGS = {"save_strategy": "steps", "save_steps": SAVED, "warmup_steps": 2}
+BEST = {
+    "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+    # The best of them is the first.
+    "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
+}  # fmt: skip
+
+CASES = {
+    "full": Case(dtype="float32", steps=STEPS, settings=SETTINGS, accumulate=2),
+    "adapters": Case(dtype="float32", steps=STEPS, settings=SETTINGS, lora=True),
+    "streamed": Case("streamed", dtype="float32", steps=STEPS, settings=SETTINGS),
+    "ddp": Case("tiling", knobs={"fsdp": False}, dtype="float32", steps=STEPS, settings=SETTINGS),
+}
+ON_OTHER_RANKS = Case(steps=STEPS, settings=SETTINGS)
+BEST_FIRST = {
+    "full": Case(dtype="float32", steps=3, settings=BEST),
+    "adapters": Case(dtype="float32", steps=3, settings=BEST, lora=True),
+}
+
+
+@dataclass
+class Training:
+    """What a trainer logged by step, and its weights afterwards."""
+
+    logs: dict[int, tuple[float, float, float]]
+    weights: dict[str, Tensor]
+
+
+def trained(trainer: Any, resume: str | None = None) -> Training:
+    trainer.train(resume_from_checkpoint=resume)
+    logs = {
+        log["step"]: (log["loss"], float(log["grad_norm"]), log["learning_rate"])
+        for log in trainer.state.log_history
+        if "grad_norm" in log
+    }
+    return Training(logs, whole(trainer.model))
+
+
+def whole(trained: Any) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in trained.state_dict().items()
+    }
+
+
+def on_ranks(folder: Path) -> dict[str, dict[str, Any]]:
+    unbroken, resumed, best = {}, {}, {}
+    for name, case in CASES.items():
+        trainer = long_trainer(case, folder / name)
+        unbroken[name] = trained(trainer)
+        trainer.save_model(str(folder / name / "saved"))
+        resumed[name] = trained(long_trainer(case, folder / name), str(folder / name / f"checkpoint-{SAVED}"))
+    for name, case in BEST_FIRST.items():
+        trainer = long_trainer(case, folder / "best" / name)
+        weights = trained(trainer).weights
+        losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        best[name] = losses, trainer.evaluate()["eval_loss"], weights
+    trained(long_trainer(ON_OTHER_RANKS, folder / "of four"))
+    of_one = trained(long_trainer(ON_OTHER_RANKS, folder / "of one"), str(folder / "of one" / "checkpoint-3"))
+    return {"unbroken": unbroken, "resumed": resumed, "best": best, "other": {"one": of_one}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("on_four")
+
+
+@pytest.fixture(scope="module")
+def of_one(folder: Path) -> Training:
+    """A training on one rank, of which four resume."""
+    with fresh_process():
+        return trained(long_trainer(ON_OTHER_RANKS, folder / "of one"))
+
+
+@pytest.fixture(scope="module")
+def on_four(ranks4: Cluster, of_one: Training, folder: Path) -> list[dict[str, dict[str, Any]]]:
+    return launch(ranks4, 4, on_ranks, folder)
+
+
+def check_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_steps_after_a_resume_are_those_of_the_unbroken_training(
+    name: str, on_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    unbroken = on_four[0]["unbroken"][name]
+    assert list(unbroken.logs) == [1, 2, 3, 4, 5]
+    assert len(set(unbroken.logs.values())) == STEPS
+    for rank in on_four:
+        assert rank["resumed"][name].logs == unbroken.logs
+        check_equal(rank["resumed"][name].weights, unbroken.weights)
+
+
+@pytest.mark.parametrize("name", ["full", "ddp"])
+def test_a_model_is_saved_as_a_plain_checkpoint(
+    name: str, folder: Path, on_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    loaded = LlamaForCausalLM.from_pretrained(folder / name / "saved")
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    check_equal(loaded.state_dict(), on_four[0]["unbroken"][name].weights)
+
+
+def test_adapters_are_saved_as_peft_saves_them(
+    folder: Path, on_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    files = {path.name for path in (folder / "adapters" / "saved").glob("*.safetensors")}
+    assert files == {"adapter_model.safetensors"}
+    base = model(CASES["full"])
+    loaded = PeftModel.from_pretrained(base, folder / "adapters" / "saved")
+    check_equal(loaded.state_dict(), on_four[0]["unbroken"]["adapters"].weights)
+
+
+@pytest.mark.parametrize("name", BEST_FIRST)
+def test_the_best_model_is_loaded_at_the_end(
+    name: str, folder: Path, on_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    losses, after, weights = on_four[0]["best"][name]
+    assert losses[0] > losses[1] > losses[2]
+    assert after == losses[0]
+    file = "adapter_model" if name == "adapters" else "model"
+    for stored, value in load_file(folder / "best" / name / "checkpoint-1" / f"{file}.safetensors").items():
+        own = weights.get(stored, weights.get(stored.replace(".weight", ".default.weight")))
+        assert own is not None
+        assert torch.equal(own, value), stored
+
+
+def check_close(found: Training, right: Training) -> None:
+    assert list(found.logs) == list(right.logs)
+    for step, (loss, norm, rate) in right.logs.items():
+        assert found.logs[step][0] == pytest.approx(loss, rel=1e-6), step
+        assert found.logs[step][1] == pytest.approx(norm, rel=1e-6), step
+        assert found.logs[step][2] == rate
+
+
+def test_one_rank_goes_on_from_what_four_wrote(
+    folder: Path, of_one: Training, on_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    with fresh_process():
+        trainer = long_trainer(ON_OTHER_RANKS, folder / "of four")
+        check_close(trained(trainer, str(folder / "of four" / "checkpoint-3")), of_one)
+
+
+def test_four_ranks_go_on_from_what_one_wrote(
+    of_one: Training, on_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    for rank in on_four:
+        check_close(rank["other"]["one"], of_one)
+
+
+def test_a_checkpoint_without_the_optimizer_is_refused(folder: Path, tmp_path: Path, of_one: Training) -> None:
+    shutil.copytree(folder / "of one" / "checkpoint-3", tmp_path / "checkpoint-3")
+    shutil.rmtree(tmp_path / "checkpoint-3" / FOLDER)
+    with fresh_process(), pytest.raises(CheckpointError, match=f"has no {FOLDER} and scheduler.pt: .*; resume"):
+        long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{")
+    with fresh_process(), pytest.raises(CheckpointError, match="no whole checkpoint in .*: train without"):
+        long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
+
+
+# ---- killed ----------------------------------------------------------------------------------------------
+
+
+def torchrun(folder: Path, what: str) -> "subprocess.Popen[str]":
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [sys.executable, *words, "-m", killed_training.__name__, str(folder), what],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_killed_while_it_saves_and_resumed(tmp_path: Path) -> None:
+    killed = torchrun(tmp_path, "begin")
+    while len(list(tmp_path.glob("killed_*"))) < 2:
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    for one in [*psutil.Process(killed.pid).children(recursive=True), killed]:
+        one.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert {path.name for path in (tmp_path / "broken").iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    resumed = torchrun(tmp_path, "resume")
+    said, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, said
+    whole, after = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("begin", "resume"))
+    assert len(whole) == killed_training.STEPS
+    # Its first steps are those of the checkpoint.
+    assert after == whole
