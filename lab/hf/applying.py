@@ -176,7 +176,7 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
             "accelerate's "
             "FSDP out, and the recipe's fsdp=True shards them"
         )
-    by_ddp = mesh.size() > 1 and not recipe.fsdp and recipe.compute_dtype is None
+    by_ddp = combined_by_ddp(recipe, mesh.size())
     sharding: Sharding = "accelerate" if by_ddp else "lab"
     if by_ddp:
         apply_techniques(inner, recipe, mesh)
@@ -184,6 +184,11 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
         apply_recipe(inner, recipe, mesh)
         _leave_as_it_is(model, accelerator)
     return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), sharding, accelerator)
+
+
+def combined_by_ddp(recipe: Recipe, ranks: int) -> bool:
+    """Return whether DDP combines the gradients of P ranks, and not the lab."""
+    return ranks > 1 and not recipe.fsdp and recipe.compute_dtype is None
 
 
 def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel | None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lab.decoder import shape_of
 from lab.errors import DataError, RecipeError
-from lab.hf.applying import inner_model
+from lab.hf.applying import combined_by_ddp, inner_model
 from lab.models.lora import Lora
 from lab.planning.fit import Fits
 from lab.planning.fit import fit as fit_of
@@ -44,9 +44,15 @@ def plan(
             where the trainer runs on a GPU, or for other ranks than its own.
 
     Raises:
-        LabError: As ``lab.plan``; a dataset whose rows have no known length.
+        LabError: As ``lab.plan``; a dataset whose rows have no known length; replicas that DDP keeps equal,
+            whose buckets no plan knows; a model that was given with a recipe.
     """
     step = _step(trainer, ranks, tokens)
+    if combined_by_ddp(step["recipe"], step["ranks"]):
+        raise RecipeError(
+            "a plan of replicas in fp32, which DDP keeps equal: its buckets of gradients are not known; use "
+            "fsdp=True in the recipe, or bf16=True"
+        )
     own = ranks in (None, trainer.args.world_size) and trainer.args.device.type == "cpu"
     return _outside_of_ranks(plan_of, **{"workspace": not own, **step, **machine})
 
@@ -147,6 +153,8 @@ def longest_row(dataset: Any) -> int:
         DataError: The rows have no ``input_ids``, or no end.
     """
     try:
+        # A dataset that is read as a stream has no length, and may have no end.
+        len(dataset)
         columns = getattr(dataset, "column_names", None)
         rows = dataset["input_ids"] if columns else [row["input_ids"] for row in dataset]
         return max(len(row) for row in rows)
