@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 import lab
 import lab.hf
 from cluster.ranks import Cluster
+from lab.errors import ModelError
 from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
 from lab_tests.support.trainers import launch
@@ -125,6 +126,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def long_trainer(case: Case, folder: Path, **more: Any) -> Any:
+    """Makes a trainer; ``more`` are settings."""
     common = {"per_device_train_batch_size": case.rows, **settings(case, folder), **more}
     if case.sft:
         args: Any = lab.hf.arguments(
@@ -228,3 +230,22 @@ def test_groups_of_ranks_have_rows_of_their_own(
     # A mean over samples of means over batches: batches of other rows have other means.
     for rank in on_four:
         assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
+
+
+def test_a_model_without_memory_is_planned_and_not_trained(tmp_path: Path) -> None:
+    case = Case(dtype="float32")
+    with fresh_process():
+        planned = lab.hf.plan(long_trainer(case, tmp_path), workspace=False)
+        with torch.device("meta"):
+            outline = LlamaForCausalLM(model(case).config)
+        args = lab.hf.arguments(
+            TrainingArguments,
+            recipe=case.recipe,
+            tokens=LONGEST,
+            per_device_train_batch_size=case.rows,
+            **settings(case, tmp_path),
+        )
+        trainer = LongTrainer(outline, args, collate, train_dataset=rows())
+        assert lab.hf.plan(trainer, workspace=False).device_peak == planned.device_peak
+        with pytest.raises(ModelError, match="has no memory"):
+            trainer.train()

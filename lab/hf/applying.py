@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
+from lab.decoder import check_materialized
 from lab.errors import RecipeError
 from lab.hf.batches import shard_rows
 from lab.recipe.recipe import Recipe
@@ -168,6 +169,7 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
             f"a {type(model).__name__} with parameters around the model: prompt and prefix tuning are not "
             "supported; use LoRA"
         )
+    check_materialized(inner)
     check_parallelism(recipe, accelerator)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and inner is not model:

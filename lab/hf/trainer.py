@@ -143,6 +143,11 @@ class LongContext(Base):
         """Return the recipe of the arguments for this model on P ranks."""
         return check_arguments(self.args).resolve(inner_model(self.model).config, ranks)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A model without memory can be planned.
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
     @property
     def applied(self) -> LongContextModel:
         """The model with its recipe, which is applied when this is first asked for."""
