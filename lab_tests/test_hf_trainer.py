@@ -25,6 +25,9 @@ from cluster.ranks import Cluster
 from lab.techniques.rope import apply_rope
 from lab_tests.support.trainers import fresh_process, launch
 
+# PEFT asks a model for what transformers is about to call otherwise.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 VOCABULARY, LONGEST, ROWS = 64, 41, 24
 
 

@@ -75,7 +75,7 @@ def fit(
             beside LoRA adapters.
     """
     step = _step(trainer, ranks, tokens)
-    recipe, skeleton = step.pop("recipe"), trainer.outline()
+    recipe, skeleton = step.pop("recipe"), step["model"]()
     if recipe.compute_dtype != "bfloat16" or skeleton.dtype != torch.float32:
         raise RecipeError(
             f"fit of a trainer with weights in {skeleton.dtype} that computes in {recipe.compute_dtype}: it "
