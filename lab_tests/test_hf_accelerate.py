@@ -22,9 +22,10 @@ import lab.hf
 from cluster.ranks import Cluster
 from lab.errors import LabError
 from lab.hf.applying import mesh_of_all
+from lab.hf.ranks import fresh_process
 from lab.recipe.recipe import Recipe
 from lab.techniques.rope import apply_rope
-from lab_tests.support.trainers import fresh_process, launch
+from lab_tests.support.trainers import launch
 from lab_tests.test_hf_trainer import (
     LONGEST,
     Case,

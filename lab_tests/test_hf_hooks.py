@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from trl.trainer.utils import add_fused_lm_head
 
+from lab.hf.ranks import fresh_process
 from lab.hf.saving import _stored_name
 from lab.hf.shared_sequences import SharedSequences
 from lab.hf.trainer import KNOWN
 from lab_tests.support.models import small_config
-from lab_tests.support.trainers import fresh_process
 
 HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {}
 

@@ -27,8 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lab.hf
 from lab.bench.reference import error
+from lab.hf.ranks import fresh_process
 from lab_tests.support.models import small_config
-from lab_tests.support.trainers import Gradients, fresh_process, launch, whole
+from lab_tests.support.trainers import Gradients, launch, whole
 
 VOCAB = 67
 

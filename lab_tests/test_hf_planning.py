@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 import lab.hf
 from cluster.ranks import Cluster
 from lab.errors import LabError
+from lab.hf.ranks import fresh_process
 from lab.memory.meter import Meter
-from lab_tests.support.trainers import fresh_process, launch
+from lab_tests.support.trainers import launch
 from lab_tests.test_hf_trainer import Case, long_trainer
 
 pytestmark = [

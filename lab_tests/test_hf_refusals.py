@@ -23,9 +23,9 @@ import lab.hf
 from lab.errors import LabError
 from lab.hf.applying import check_parallelism, mesh_of_all
 from lab.hf.batches import shard_rows
+from lab.hf.ranks import fresh_process
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
-from lab_tests.support.trainers import fresh_process
 from lab_tests.test_hf_trainer import tokenizer
 
 pytestmark = pytest.mark.filterwarnings(

@@ -21,9 +21,10 @@ from transformers import LlamaForCausalLM
 
 from cluster.ranks import Cluster
 from lab.errors import CheckpointError
+from lab.hf.ranks import fresh_process
 from lab.hf.saving import FOLDER
 from lab_tests.support import killed_training
-from lab_tests.support.trainers import fresh_process, launch
+from lab_tests.support.trainers import launch
 from lab_tests.test_hf_trainer import Case, long_trainer, model
 
 pytestmark = [

@@ -22,8 +22,9 @@ from trl import SFTConfig, SFTTrainer
 import lab
 import lab.hf
 from cluster.ranks import Cluster
+from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
-from lab_tests.support.trainers import fresh_process, launch
+from lab_tests.support.trainers import launch
 
 # PEFT asks a model for what transformers is about to call otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -57,6 +57,13 @@ SMALL = {
         "your_ranks": "8",
         "your_ulysses": "8",
     },
+    "11_your_trainer": {
+        "model": "{model}",
+        "tokens": "256",
+        "big": "{model}",
+        "big_tokens": "4K",
+        "big_lora": "4",
+    },
 }
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 

@@ -9,21 +9,38 @@ from lab import load_on_first_use
 
 if TYPE_CHECKING:
     from lab.hf.applying import apply
+    from lab.hf.batches import shard_rows
     from lab.hf.planning import fit, plan
+    from lab.hf.ranks import on_ranks
     from lab.hf.shared_sequences import parallelism
     from lab.hf.timeline import MemoryTimeline
+    from lab.hf.token_rows import TokenRows
     from lab.hf.trainer import LongContext
     from lab.hf.training_arguments import arguments
 
-__all__ = ["LongContext", "MemoryTimeline", "apply", "arguments", "fit", "parallelism", "plan"]
+__all__ = [
+    "LongContext",
+    "MemoryTimeline",
+    "TokenRows",
+    "apply",
+    "arguments",
+    "fit",
+    "on_ranks",
+    "parallelism",
+    "plan",
+    "shard_rows",
+]
 
 __getattr__ = load_on_first_use(
     __name__,
     {
         "LongContext": "lab.hf.trainer",
         "MemoryTimeline": "lab.hf.timeline",
+        "TokenRows": "lab.hf.token_rows",
         "arguments": "lab.hf.training_arguments",
         "fit": "lab.hf.planning",
+        "on_ranks": "lab.hf.ranks",
+        "shard_rows": "lab.hf.batches",
         "parallelism": "lab.hf.shared_sequences",
         "plan": "lab.hf.planning",
         "apply": "lab.hf.applying",

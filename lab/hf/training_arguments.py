@@ -56,14 +56,11 @@ def arguments(
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None)
     usual = {
-        "activation_checkpointing"
-        if "activation_checkpointing" in declared
-        else "gradient_checkpointing": False,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "prediction_loss_only": True,
         "logging_nan_inf_filter": False,
     }
-    # The name that is given counts: one is an alias of the other.
+    # One name is the older one of the other.
     if settings.get("gradient_checkpointing") or settings.get("activation_checkpointing"):
         raise RecipeError(_CHECKPOINTING)
     made = kind(**{**usual, **settings, "bf16": False})

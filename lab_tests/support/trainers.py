@@ -1,33 +1,28 @@
-"""Trainers of transformers and TRL on the ranks of a cluster, which accelerate takes for torchrun's."""
+"""Trainers of transformers and TRL on the first ranks of a cluster, and what is noted of them."""
 
-import os
-import random
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import cloudpickle
-import numpy as np
-import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+import lab.hf
 from cluster.ranks import Cluster
 from cluster.remote import leave
+from lab.hf.ranks import as_torchrun
 
 SECONDS = 60
 """The timeout of a collective in a world that is smaller than the cluster."""
 
 
 def launch(cluster: Cluster, ranks: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Runs ``fn(*args, **kwargs)`` on the first ranks of a cluster as if torchrun had started them.
+    """Runs ``fn(*args, **kwargs)`` by ``lab.hf.on_ranks``, on the first ranks of a cluster.
 
     Where ``ranks`` is fewer than the cluster has, they are a world of their own during the call, and the
     others do nothing.
@@ -36,7 +31,7 @@ def launch(cluster: Cluster, ranks: int, fn: Callable[..., Any], *args: Any, **k
         The results of the ranks, in their order.
     """
     if ranks == cluster.ranks:
-        return cluster.apply(_as_torchrun, fn, args, kwargs)
+        return lab.hf.on_ranks(cluster, fn, *args, **kwargs)
     # The ranks that do nothing do not import what they do not run.
     call = cloudpickle.dumps((fn, args, kwargs))
     with tempfile.TemporaryDirectory() as folder:
@@ -47,31 +42,6 @@ def launch(cluster: Cluster, ranks: int, fn: Callable[..., Any], *args: Any, **k
                 # Its own world again.
                 cluster.recover()
     return results[:ranks]
-
-
-@contextmanager
-def fresh_process(**variables: str) -> Iterator[None]:
-    """A trainer's process: what transformers and accelerate set for all of a process ends with the block.
-
-    That is environment variables, accelerate's singletons, the seeds, and a process group that was made
-    inside.
-
-    Args:
-        variables: The environment variables of the process, such as torchrun sets.
-    """
-    seeds = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    group = dist.is_initialized()
-    _reset_accelerate()
-    try:
-        with patch.dict(os.environ, variables):
-            yield
-    finally:
-        _reset_accelerate()
-        random.setstate(seeds[0])
-        np.random.set_state(seeds[1])
-        torch.set_rng_state(seeds[2])
-        if dist.is_initialized() and not group:
-            leave()
 
 
 class Gradients(TrainerCallback):
@@ -95,12 +65,6 @@ def whole(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
     return found
 
 
-def _as_torchrun(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    with fresh_process(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size):
-        return fn(*args, **kwargs)
-
-
 def _in_a_smaller_world(size: int, store: Path, call: bytes) -> Any:
     rank = dist.get_rank()
     leave()
@@ -110,9 +74,4 @@ def _in_a_smaller_world(size: int, store: Path, call: bytes) -> Any:
     dist.init_process_group(
         "gloo", store=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
-    return _as_torchrun(*cloudpickle.loads(call))
-
-
-def _reset_accelerate() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return as_torchrun(*cloudpickle.loads(call))
