@@ -130,10 +130,14 @@ def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_planned(tmp_path: Path) -> None:
     with fresh_process():
         alone = trainer_of(CASES["upipe"], tmp_path)
-        with pytest.raises(LabError, match=r"weights in torch.float32 that computes in None: .* ask lab.hf.plan"):
+        with pytest.raises(
+            LabError, match=r"weights in torch.float32 that computes in None: .* ask lab.hf.plan"
+        ):
             lab.hf.fit(alone, ranks=4, device_memory="1GiB")
         replicas = trainer_of(Case("tiling", knobs={"fsdp": False}), tmp_path)
-        with pytest.raises(LabError, match="which DDP keeps equal: .* use fsdp=True in the recipe, or bf16=True"):
+        with pytest.raises(
+            LabError, match=r"which DDP keeps equal: .* use fsdp=True in the recipe, or bf16=True"
+        ):
             lab.hf.plan(replicas, ranks=4)
         alone.train_dataset = iter(rows())
         with pytest.raises(LabError, match="no input_ids, or no end: give tokens, those of the longest row"):

@@ -65,7 +65,13 @@ def model(**config: Any) -> LlamaForCausalLM:
 
 
 def arguments(folder: Path, kind: Any = TrainingArguments, recipe: Any = "tiling", **settings: Any) -> Any:
-    common = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "disable_tqdm": True, "max_steps": 1}
+    common = {
+        "output_dir": str(folder),
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "max_steps": 1,
+    }
     tokens = {"max_length": TOKENS} if kind is SFTConfig else {"tokens": TOKENS}
     return lab.hf.arguments(kind, recipe=recipe, **{**common, **tokens, **settings})
 
@@ -100,7 +106,7 @@ SETTINGS = {
     "means over ranks": (
         {"average_tokens_across_devices": False}, "average_tokens_across_devices=False ... set it to True"
     ),
-    "a batch size that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size=True ... lab.hf.fit"),
+    "a batch size that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size=True ... hf.fit"),
     "logits": ({"prediction_loss_only": False}, "prediction_loss_only=False ... set it to True"),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True ... set it to False"),
     "no tokens": ({"tokens": None}, "recipe='tiling' without tokens ... give tokens, such as 128K"),
@@ -212,7 +218,10 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder)), NO_RECIPE
     ),
     "plain arguments of trl": (
-        lambda folder: LongSFTTrainer(model(), plain_arguments(SFTConfig, folder, bf16=False, **NO_CHECKPOINTING)), NO_RECIPE
+        lambda folder: LongSFTTrainer(
+            model(), plain_arguments(SFTConfig, folder, bf16=False, **NO_CHECKPOINTING)
+        ),
+        NO_RECIPE,
     ),
     "autocast": (
         lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder, bf16=True)), NO_RECIPE
@@ -292,20 +301,18 @@ BATCHES = {
         "position_ids that do not count from 0 ... packed documents ... packing=False and padding_free=False",
     ),
     "a token after the vocabulary": (
-        {"input_ids": IDS + VOCABULARY - 13}, "token 101: the model's vocabulary ends at 100; take the tokenizer"
+        {"input_ids": IDS + VOCABULARY - 13}, "token 101: the model's vocabulary ends at 100; take the"
     ),
     "a token before the vocabulary": ({"input_ids": IDS - 3}, "token -3: the model's vocabulary ends at 100"),
     "labels after the vocabulary": (
-        {"labels": LABELS.masked_fill(LABELS == 3, VOCABULARY)}, "labels outside of 0 to 100: give tokens of"
+        {"labels": LABELS.masked_fill(LABELS == 3, VOCABULARY)}, "labels outside of 0 to 100: give tokens"
     ),
-    "labels with another sign": ({"labels": LABELS.masked_fill(LABELS == -100, -1)}, "or -100 where nothing is"),
+    "labels with another sign": ({"labels": LABELS.masked_fill(LABELS == -100, -1)}, "or -100 where nothing"),
 }  # fmt: skip
 
 
 def part_of(batch: dict[str, Any]) -> Any:
-    return shard_rows(
-        batch, ulysses=2, ring=1, index=1, vocab_size=VOCABULARY, sequence=None, everyone=None
-    )
+    return shard_rows(batch, ulysses=2, ring=1, index=1, vocab_size=VOCABULARY, sequence=None, everyone=None)
 
 
 def test_a_batch_that_is_right() -> None:
@@ -376,7 +383,9 @@ ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
         "accelerate's FSDP beside a recipe with fsdp=False ... set fsdp=True",
     ),
     "fsdp of version 1": (
-        OWN, lambda: accelerator(fsdp_plugin=plugin(fsdp_version=1, reshard_after_forward="FULL_SHARD")), "FSDP version 1 ... use version 2"
+        OWN,
+        lambda: accelerator(fsdp_plugin=plugin(fsdp_version=1, reshard_after_forward="FULL_SHARD")),
+        "FSDP version 1 ... use version 2"
     ),
     "checkpointing of fsdp": (
         OWN,

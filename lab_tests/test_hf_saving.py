@@ -1,4 +1,4 @@
-"""What Trainer saves with a recipe: plain files; a training that goes on has the losses of an unbroken one."""
+"""What Trainer saves with a recipe: plain files; a training that goes on has the unbroken one's losses."""
 
 import json
 import shutil
@@ -187,13 +187,18 @@ def test_four_ranks_go_on_from_what_one_wrote(
         check_close(rank["other"]["one"], of_one)
 
 
-def test_a_checkpoint_without_the_optimizer_is_refused(folder: Path, tmp_path: Path, of_one: Training) -> None:
+def test_a_checkpoint_without_the_optimizer_is_refused(
+    folder: Path, tmp_path: Path, of_one: Training
+) -> None:
     shutil.copytree(folder / "of one" / "checkpoint-3", tmp_path / "checkpoint-3")
     shutil.rmtree(tmp_path / "checkpoint-3" / FOLDER)
-    with fresh_process(), pytest.raises(CheckpointError, match=f"has no {FOLDER} and scheduler.pt: .*; resume"):
+    with (
+        fresh_process(),
+        pytest.raises(CheckpointError, match=f"has no {FOLDER} and scheduler.pt: .*; resume"),
+    ):
         long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{")
-    with fresh_process(), pytest.raises(CheckpointError, match="no whole checkpoint in .*: train without"):
+    with fresh_process(), pytest.raises(CheckpointError, match=r"no whole checkpoint in .*: train without"):
         long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
 
 

@@ -27,6 +27,9 @@ from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
 from lab_tests.support.trainers import launch
 
+# PEFT asks a model for what transformers is about to call otherwise.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 VOCABULARY, LONGEST, ROWS = 64, 41, 24
 
 
