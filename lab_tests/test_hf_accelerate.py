@@ -42,7 +42,7 @@ from lab_tests.support.trainers import launch
 
 pytestmark = pytest.mark.slow
 
-UPDATES, MICRO_BATCHES, CLIP = 4, 2, 0.5
+UPDATES, MICRO_BATCHES, CLIP = 3, 2, 0.5
 CASE = Case()
 
 UPIPE = Recipe(ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, loss_tile=7)
