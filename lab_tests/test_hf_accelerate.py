@@ -25,8 +25,7 @@ from lab.hf.applying import mesh_of_all
 from lab.hf.ranks import fresh_process
 from lab.recipe.recipe import Recipe
 from lab.techniques.rope import apply_rope
-from lab_tests.support.trainers import launch
-from lab_tests.test_hf_trainer import (
+from lab_tests.support.small_trainings import (
     LONGEST,
     Case,
     LongTrainer,
@@ -39,10 +38,11 @@ from lab_tests.test_hf_trainer import (
     rows,
     settings,
 )
+from lab_tests.support.trainers import launch
 
 pytestmark = pytest.mark.slow
 
-UPDATES, MICRO_BATCHES, CLIP = 4, 2, 0.5
+UPDATES, MICRO_BATCHES, CLIP = 3, 2, 0.5
 CASE = Case()
 
 UPIPE = Recipe(ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, loss_tile=7)

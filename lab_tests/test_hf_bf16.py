@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cluster.ranks import Cluster
+from lab_tests.support.small_trainings import Case, Outcome, expected, long_trainer, outcome
 from lab_tests.support.trainers import launch
-from lab_tests.test_hf_trainer import Case, Outcome, expected, long_trainer, outcome
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from cluster.ranks import Cluster
 from lab.errors import LabError
 from lab.hf.ranks import fresh_process
 from lab.memory.meter import Meter
+from lab_tests.support.small_trainings import Case, long_trainer
 from lab_tests.support.trainers import launch
-from lab_tests.test_hf_trainer import Case, long_trainer
 
 pytestmark = [
     pytest.mark.slow,

@@ -26,7 +26,7 @@ from lab.hf.batches import shard_rows
 from lab.hf.ranks import fresh_process
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
-from lab_tests.test_hf_trainer import tokenizer
+from lab_tests.support.small_trainings import tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     # PEFT asks a model for what transformers is about to call otherwise.

@@ -24,8 +24,8 @@ from lab.errors import CheckpointError
 from lab.hf.ranks import fresh_process
 from lab.hf.saving import FOLDER
 from lab_tests.support import killed_training
+from lab_tests.support.small_trainings import Case, long_trainer, model
 from lab_tests.support.trainers import launch
-from lab_tests.test_hf_trainer import Case, long_trainer, model
 
 pytestmark = [
     pytest.mark.slow,

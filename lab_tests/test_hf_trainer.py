@@ -1,193 +1,33 @@
-"""Recipes in Trainer and SFTTrainer: losses, norms and evaluations are those of the plain trainer in one "
-"process."""
+"""Recipes in Trainer and SFTTrainer: losses, norms and evaluations are those of a plain trainer."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
-from trl import SFTConfig, SFTTrainer
+from transformers import LlamaForCausalLM, TrainingArguments
 
-import lab
 import lab.hf
 from cluster.ranks import Cluster
 from lab.errors import ModelError
 from lab.hf.ranks import fresh_process
-from lab.techniques.rope import apply_rope
+from lab_tests.support.small_trainings import (
+    LONGEST,
+    Case,
+    LongTrainer,
+    Outcome,
+    assert_same,
+    collate,
+    expected,
+    long_trainer,
+    model,
+    outcomes,
+    rows,
+    settings,
+)
 from lab_tests.support.trainers import launch
 
 # PEFT asks a model for what transformers is about to call otherwise.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-VOCABULARY, LONGEST, ROWS = 64, 41, 24
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training: what is the same for the plain trainer, and the recipe."""
-
-    recipe: str = "upipe"
-    knobs: dict[str, Any] = field(default_factory=dict)
-    rows: int = 2
-    plain_rows: int | None = None
-    accumulate: int = 1
-    dtype: str = "float64"
-    lora: bool = False
-    sft: bool = False
-    steps: int = 4
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def model(case: Case) -> Any:
-    """Shapes in which nothing coincides, with weights that are not those of another seed."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=72,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        max_position_embeddings=256,
-        attn_implementation="sdpa",
-        pad_token_id=0,
-    )
-    made = LlamaForCausalLM(config).to(getattr(torch, case.dtype))
-    if not case.lora:
-        return made
-    # B is not zero, or A would have no gradient in the first step.
-    return get_peft_model(
-        made, LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", init_lora_weights=False)
-    )
-
-
-def rows() -> list[dict[str, list[int]]]:
-    """Rows of unequal length whose prompts are masked unevenly: with 4 ranks, some have no label at all."""
-    generator, made = torch.Generator().manual_seed(3), []
-    for _ in range(ROWS):
-        length = int(torch.randint(20, LONGEST, (1,), generator=generator))
-        ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
-        prompt = int(torch.randint(1, length - 2, (1,), generator=generator))
-        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return made
-
-
-def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(sample["input_ids"]) for sample in samples)
-
-    def padded(values: list[int], value: int) -> list[int]:
-        return values + [value] * (longest - len(values))
-
-    return {
-        "input_ids": torch.tensor([padded(s["input_ids"], 0) for s in samples]),
-        "labels": torch.tensor([padded(s["labels"], -100) for s in samples]),
-        "attention_mask": torch.tensor([padded([1] * len(s["input_ids"]), 0) for s in samples]),
-    }
-
-
-def settings(case: Case, folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": case.steps,
-        "gradient_accumulation_steps": case.accumulate,
-        "per_device_eval_batch_size": 3,
-        "learning_rate": 1e-3,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 5,
-        **case.settings,
-    }
-
-
-class LongTrainer(lab.hf.LongContext, Trainer):
-    """Trainer with a recipe."""
-
-
-class LongSFTTrainer(lab.hf.LongContext, SFTTrainer):
-    """SFTTrainer with a recipe."""
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-
-
-def long_trainer(case: Case, folder: Path, **more: Any) -> Any:
-    """Makes a trainer; ``more`` are settings."""
-    common = {"per_device_train_batch_size": case.rows, **settings(case, folder), **more}
-    if case.sft:
-        args: Any = lab.hf.arguments(
-            SFTConfig, recipe=case.recipe, knobs=case.knobs, bf16=False, max_length=LONGEST, **common
-        )
-        data = Dataset.from_list(rows())
-        return LongSFTTrainer(
-            model(case),
-            args,
-            train_dataset=data,
-            eval_dataset=data.select(range(7)),
-            processing_class=tokenizer(),
-        )
-    args = lab.hf.arguments(TrainingArguments, recipe=case.recipe, tokens=LONGEST, knobs=case.knobs, **common)
-    return LongTrainer(model(case), args, collate, train_dataset=rows(), eval_dataset=rows()[:7])
-
-
-def plain_trainer(case: Case, folder: Path) -> Trainer:
-    args = TrainingArguments(
-        per_device_train_batch_size=case.plain_rows or case.rows, **settings(case, folder)
-    )
-    made = model(case)
-    if case.dtype == "float64":
-        # Its own angles are fp32, and both would be right to 1e-7 only.
-        apply_rope(made.get_base_model() if case.lora else made)
-    return Trainer(made, args, collate, train_dataset=rows(), eval_dataset=rows()[:7])
-
-
-@dataclass
-class Outcome:
-    losses: list[float]
-    norms: list[float]
-    evaluation: float
-
-
-def outcome(trainer: Any, resume: str | None = None) -> Outcome:
-    trainer.train(resume_from_checkpoint=resume)
-    evaluation = trainer.evaluate()["eval_loss"]
-    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
-    return Outcome([log["loss"] for log in logs], [float(log["grad_norm"]) for log in logs], evaluation)
-
-
-def outcomes(cases: dict[str, Case], folder: Path) -> dict[str, Outcome]:
-    """Runs on ranks."""
-    return {name: outcome(long_trainer(case, folder / name)) for name, case in cases.items()}
-
-
-def expected(case: Case, folder: Path) -> Outcome:
-    with fresh_process():
-        return outcome(plain_trainer(case, folder))
-
-
-def assert_same(ours: Outcome, plain: Outcome, *, loss: float = 1e-6, norm: float = 1e-5) -> None:
-    assert len(ours.losses) == len(plain.losses) > 0
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=loss, atol=0)
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=norm, atol=0)
-    torch.testing.assert_close(ours.evaluation, plain.evaluation, rtol=loss, atol=0)
-
 
 ON_FOUR = {
     "hybrid": Case(knobs={"ulysses": 2, "ring": 2}, accumulate=3),

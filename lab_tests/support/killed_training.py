@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lab_tests.test_hf_trainer import Case, LongTrainer, long_trainer
+from lab_tests.support.small_trainings import Case, LongTrainer, long_trainer
 
 STEPS, EVERY, KILLED_AT = 6, 2, 4
 CASE = Case(dtype="float32", steps=STEPS, settings={"save_strategy": "steps", "save_steps": EVERY})
