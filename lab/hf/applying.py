@@ -26,8 +26,8 @@ from lab.techniques.loss import IGNORED
 from lab.techniques.sharding import reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
-"""Who combines the gradients of ranks: the lab, which sums them, or accelerate by DDP, which averages "
-"them."""
+"""Who combines the gradients of ranks: the lab, which sums them, or accelerate by DDP, which averages
+them."""
 
 
 @dataclass(frozen=True, eq=False)
