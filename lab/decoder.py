@@ -453,6 +453,11 @@ _ADAPTERS = {
 because PEFT need not be installed."""
 
 
+def has_cache(keywords: Mapping[str, object]) -> bool:
+    """Return whether a layer's keywords have a key/value cache; transformers 5.24 gave it another name."""
+    return any(keywords.get(name) is not None for name in ("cache", "past_key_values"))
+
+
 def facts_of(module: nn.Module) -> dict[str, object]:
     """Return the attributes of a module that are numbers, flags or texts. The module computes with them."""
     return {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lab.decoder import Patch, decoder_of
+from lab.decoder import Patch, decoder_of, has_cache
 from lab.errors import RecipeError
 
 
@@ -59,7 +59,7 @@ def _checkpointed(inner: Callable[..., Any]) -> Patch:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(hidden_states, *args, **kwargs)
-        if kwargs.get("past_key_values") is not None:
+        if has_cache(kwargs):
             raise RecipeError(
                 "checkpoint=True with a key/value cache: the recomputation would append to it a second time; "
                 "pass use_cache=False"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lab.decoder import Patch, check_hooks, decoder_of
+from lab.decoder import Patch, check_hooks, decoder_of, has_cache
 from lab.errors import RecipeError
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import size_of
@@ -174,12 +174,11 @@ def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: boo
     def forward(
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         *,
         position_embeddings: tuple[Tensor, Tensor],
-        **_: Any,
+        **keywords: Any,
     ) -> Tensor:
-        if attention_mask is not None or past_key_values is not None:
+        if attention_mask is not None or has_cache(keywords):
             raise RecipeError(
                 "a streamed layer with a mask or a cache is not supported: pass no attention_mask, and "
                 "use_cache=False"

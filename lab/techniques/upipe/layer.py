@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lab.decoder import Patch, check_hooks, decoder_of, effective_weight
+from lab.decoder import Patch, check_hooks, decoder_of, effective_weight, has_cache
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH
 from lab.techniques.attention.hf_attention import apply_attention
@@ -102,13 +102,12 @@ def upipe_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     *,
     schedule: Schedule,
     group: dist.ProcessGroup | None,
     overlap: bool = False,
     lab_cache: ResultCache = no_cache,
-    **_: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Compute one attention module in stages: its ``forward`` after ``apply_upipe``.
 
@@ -117,12 +116,11 @@ def upipe_forward(
         hidden_states: x, [b, s, E].
         position_embeddings: Cosines and sines, [b, s, D] or [1, s, D] each.
         attention_mask: Must be None.
-        past_key_values: Must be None.
         schedule: The stages.
         group: The C ranks. None is a group of one rank.
         overlap: Whether the inputs of a stage are sent during the stage before it.
         lab_cache: Stores the outputs of the heads and the LSEs, so that a recomputation runs only o_proj.
-        **_: Other keywords of transformers, which are not used.
+        **keywords: Other keywords of transformers, which are not used. A key/value cache must be None.
 
     Returns:
         The output [b, s, E], and None in the place of attention weights.
@@ -131,7 +129,7 @@ def upipe_forward(
         RecipeError: There is a mask or a key/value cache; there is a hook on a projection or a norm; a weight
             is quantized.
     """
-    if attention_mask is not None or past_key_values is not None:
+    if attention_mask is not None or has_cache(keywords):
         raise RecipeError(
             "UPipe with a mask or a cache is not supported: pass no attention_mask, and use_cache=False"
         )
