@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -81,7 +80,9 @@ def check_left(trained: Trainer) -> None:
 def test_a_plain_trainer_has_a_timeline_files_and_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    settings = {
+        "gradient_accumulation_steps": 2, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
+    }  # fmt: skip
     plain = trainer(tmp_path / "plain", **settings)
     plain.train()
 
@@ -92,8 +93,8 @@ def test_a_plain_trainer_has_a_timeline_files_and_logs(
     capsys.readouterr()
     metered.train()
 
-    for name in ("loss", "grad_norm", "eval_loss"):
-        assert len(logged(plain, name)) == 4
+    for name, count in {"loss": 2, "grad_norm": 2, "eval_loss": 4}.items():
+        assert len(logged(plain, name)) == count
         assert logged(metered, name) == logged(plain, name)
     timeline = callback.timeline
     assert timeline is not None
@@ -124,8 +125,8 @@ def test_a_plain_trainer_has_a_timeline_files_and_logs(
     assert scalars["train/loss"] == pytest.approx(logged(plain, "loss"))
     assert scalars["train/device_peak_bytes"] == {2: timeline.device_peak}
     rate = 2 * ROWS * TOKENS / 0.5
-    assert scalars["train/tokens_per_second"] == dict.fromkeys((1, 3, 4), rate)
-    assert logged(metered, "tokens_per_second") == dict.fromkeys((1, 3, 4), rate)
+    assert scalars["train/tokens_per_second"] == {2: rate, 4: rate}
+    assert logged(metered, "tokens_per_second") == {2: rate, 4: rate}
     assert logged(metered, "device_peak_bytes") == {2: timeline.device_peak}
     assert not any("eval_loss" in log and "tokens_per_second" in log for log in metered.state.log_history)
     check_left(metered)
@@ -155,10 +156,20 @@ def test_a_recipe_is_measured_as_it_is_planned(tmp_path: Path) -> None:
     check_left(metered)
 
 
+class Adapted(nn.Module):
+    """Stands for PEFT's model around another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+
 def test_adapters_are_named_as_in_the_model_inside() -> None:
-    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    adapted = get_peft_model(small_model(), config)
-    assert module._measured_model(adapted) is adapted.get_base_model()
+    adapted = Adapted(small_model())
+    assert module._measured_model(adapted) is adapted.inner
     # Prompt tuning has parameters around the model.
     adapted.prompt = nn.Parameter(torch.zeros(3))
     assert module._measured_model(adapted) is adapted

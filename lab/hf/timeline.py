@@ -213,7 +213,8 @@ class MemoryTimeline(TrainerCallback):
             return
         step = MeteredStep(self._title, (timeline,))
         try:
-            _write(step, Path(self._trainer.args.output_dir or "."), self._trainer.args.process_index)
+            args = self._trainer.args
+            _write(step, Path(args.output_dir or "."), args.process_index)
         except (OSError, LabError) as error:
             warnings.warn(f"MemoryTimeline could not write its files: {error}", stacklevel=2)
         self._live(step)
