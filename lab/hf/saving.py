@@ -138,18 +138,6 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         raise CheckpointError(f"{folder} cannot be read into this optimizer: {_cause(error)}") from error
 
 
-def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make AdamW's state at once, so that the first step uses as much memory as every other."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in optimizer.state:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
-
-
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state by the names of the parameters, the live tensors themselves."""
     return {

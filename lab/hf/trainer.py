@@ -18,7 +18,6 @@ from lab.hf.saving import (
     FOLDER,
     load_optimizer,
     load_whole_state,
-    make_moments,
     newest_checkpoint,
     save_optimizer,
     whole_state,
@@ -26,7 +25,7 @@ from lab.hf.saving import (
 from lab.hf.shared_sequences import SharedSequences, parallelism
 from lab.hf.training_arguments import check_arguments
 from lab.recipe.recipe import Recipe
-from lab.step.training_step import gradient_norm
+from lab.step.training_step import gradient_norm, make_moments
 
 if TYPE_CHECKING:
     Base = Trainer

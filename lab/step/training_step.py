@@ -93,14 +93,20 @@ def make_optimizer(
             "every parameter of this model is frozen: set requires_grad on those to train, before the recipe"
         )
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=weight_decay, fused=True)
+    make_moments(optimizer)
+    return optimizer
+
+
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make AdamW's state where there is none, so that the first step uses as much memory as the others."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
-    return optimizer
+            if parameter not in optimizer.state:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
 
 
 def train_step(
