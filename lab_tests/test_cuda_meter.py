@@ -16,6 +16,7 @@ from lab.errors import LabError
 from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, limit_memory
 from lab.memory.stopwatch import Stopwatch
 from lab.recipe.jobs import TrainSettings, make_job
+from lab.step.on_ranks import RankState
 from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
 from lab.training.records import Run
@@ -181,7 +182,7 @@ class Starting:
 
     def __init__(self, patch: pytest.MonkeyPatch, module: ModuleType) -> None:
         self.peak = 0
-        made, stepped = module.make_rank_state, module.train_step
+        made, stepped = module.make_rank_state, RankState.train_step
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: self.hold(0))
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: self.peak)
         patch.setattr(module, "AllocatedPeak", lambda _: AllocatedPeak(torch.device("cuda")))
@@ -189,7 +190,7 @@ class Starting:
             module, "make_rank_state", lambda *told, **kw: (self.hold(90 * MIB), made(*told, **kw))[1]
         )
         patch.setattr(
-            module, "train_step", lambda *args, **kw: (self.hold(50 * MIB), stepped(*args, **kw))[1]
+            RankState, "train_step", lambda *args, **kw: (self.hold(50 * MIB), stepped(*args, **kw))[1]
         )
 
     def hold(self, size: int) -> None:

@@ -41,9 +41,9 @@ class LongTrainer(lab.hf.LongContext, Trainer):
         super().__init__(*args, **kwargs)
         self.parts = []
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
+    def training_step(self, model, inputs, *args, **kwargs):
         self.parts.append(inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        return super().training_step(model, inputs, *args, **kwargs)
 
 
 def llama(dtype=torch.float64):
