@@ -125,9 +125,10 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
         RecipeError: DeepSpeed is not installed; its communication operator cannot be compiled.
     """
     attention_class: type[nn.Module] = sequence_parallel(device).UlyssesSPAttentionHF
-    import deepspeed.comm
-
     with _accelerator(device):
+        # It is there: ulysses_sp was imported with it.
+        import deepspeed.comm
+
         try:
             if not deepspeed.comm.is_initialized():
                 _build_operator()
@@ -150,6 +151,7 @@ def sequence_parallel(device: torch.device) -> ModuleType:
     """
     with _accelerator(device):
         try:
+            import_module("deepspeed.comm")
             return import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
         except ImportError as error:
             raise RecipeError(
