@@ -115,9 +115,8 @@ class LongContextModel:
         for scheduler in self.accelerator._schedulers:
             if self.shared > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
                 raise RecipeError(
-                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do "
-                    "not give "
-                    "it to accelerator.prepare, or set step_scheduler_with_optimizer=False"
+                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do not "
+                    "give it to accelerator.prepare, or set step_scheduler_with_optimizer=False"
                 )
 
 
@@ -175,8 +174,7 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
     if plugin is not None and inner is not model:
         raise RecipeError(
             f"accelerate's FSDP with a {type(model).__name__}: it would shard the adapters again; leave "
-            "accelerate's "
-            "FSDP out, and the recipe's fsdp=True shards them"
+            "accelerate's FSDP out, and the recipe's fsdp=True shards them"
         )
     by_ddp = combined_by_ddp(recipe, mesh.size())
     sharding: Sharding = "accelerate" if by_ddp else "lab"
@@ -240,15 +238,13 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         if size > 1:
             raise RecipeError(
                 f"{name}={size} in the parallelism_config beside a recipe: its ulysses and ring shard "
-                "sequences, and "
-                "its fsdp the parameters; leave it out"
+                "sequences, and its fsdp the parameters; leave it out"
             )
     cp_size = 1 if config is None else config.cp_size
     if cp_size != shared:
         raise RecipeError(
-            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, "
-            f"ring={recipe.ring}: {shared} "
-            "ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
+            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, ring={recipe.ring}: "
+            f"{shared} ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
         )
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         raise RecipeError(
@@ -264,9 +260,8 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         return
     if not recipe.fsdp:
         raise RecipeError(
-            "accelerate's FSDP beside a recipe with fsdp=False: they contradict each other; set fsdp=True "
-            "in the "
-            "recipe, or leave accelerate's FSDP out"
+            "accelerate's FSDP beside a recipe with fsdp=False: they contradict each other; set fsdp=True in "
+            "the recipe, or leave accelerate's FSDP out"
         )
     if plugin.fsdp_version != 2:
         raise RecipeError(
@@ -281,8 +276,7 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         if is_set:
             raise RecipeError(
                 f"{name}={getattr(plugin, name)} of accelerate's FSDP beside a recipe, which has checkpoint "
-                "and "
-                "optimizer for this: leave it out"
+                "and optimizer for this: leave it out"
             )
 
 

@@ -80,15 +80,13 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
         if name not in INPUTS and value is not None:
             raise RecipeError(
                 f"a batch with {name}: a recipe takes {', '.join(INPUTS)}; packed and padding-free rows are "
-                "not "
-                "supported"
+                "not supported"
             )
     input_ids, labels = inputs["input_ids"], inputs["labels"]
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or labels.shape != input_ids.shape:
         raise RecipeError(
-            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give "
-            "two of "
-            "shape [rows, tokens], with 2 tokens or more"
+            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give two "
+            "of shape [rows, tokens], with 2 tokens or more"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
@@ -101,16 +99,14 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
     if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocab_size):
         raise RecipeError(
             f"labels outside of 0 to {vocab_size - 1}: give tokens of the model, or {IGNORED} where nothing "
-            "is "
-            "predicted"
+            "is predicted"
         )
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
         if mask.shape != input_ids.shape:
             raise RecipeError(
                 f"attention_mask of shape {list(mask.shape)}: give one of shape {list(input_ids.shape)}, 1 "
-                "for "
-                "tokens and 0 for padding at the end of rows"
+                "for tokens and 0 for padding at the end of rows"
             )
         is_token = boolean_mask(mask)
         check_right_padding(is_token)

@@ -120,8 +120,7 @@ class LongContext(Base):
         if given is not None and not isinstance(given, SharedSequences):
             raise RecipeError(
                 f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, "
-                f"tp_size={given.tp_size} "
-                "beside a recipe, which makes its own: leave it out"
+                f"tp_size={given.tp_size} beside a recipe, which makes its own: leave it out"
             )
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
         if self.recipe.fsdp:
@@ -279,8 +278,7 @@ class LongContext(Base):
         if not folder.is_dir() or not scheduler.is_file():
             raise CheckpointError(
                 f"{checkpoint} has no {FOLDER} and {SCHEDULER_NAME}: it was saved with another recipe or "
-                "with "
-                "save_only_model; resume from a checkpoint of this trainer"
+                "with save_only_model; resume from a checkpoint of this trainer"
             )
         load_optimizer(folder, self.applied.inner, self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))

@@ -125,8 +125,7 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     if choice is None:
         raise RecipeError(
             "training arguments without a recipe: make them by lab.hf.arguments(TrainingArguments, "
-            "recipe='upipe', "
-            "...), with SFTConfig for SFTTrainer"
+            "recipe='upipe', ...), with SFTConfig for SFTTrainer"
         )
     for name, (works, _) in _ONLY.items():
         _check_setting(name, getattr(args, name, works[0]))
@@ -141,8 +140,7 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     if config.dispatch_batches or config.split_batches:
         raise RecipeError(
             "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the "
-            "same "
-            "batch themselves; leave both out"
+            "same batch themselves; leave both out"
         )
     return choice
 
@@ -159,8 +157,7 @@ def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -
     said = knobs.get("compute_dtype", said)
     if said != dtype:
         raise RecipeError(
-            f"bf16={dtype is not None} with compute_dtype={said!r} in the recipe: they say different "
-            "dtypes; leave "
-            "bf16 out"
+            f"bf16={dtype is not None} with compute_dtype={said!r} in the recipe: they say different dtypes; "
+            "leave bf16 out"
         )
     knobs["compute_dtype"] = dtype
