@@ -101,7 +101,7 @@ def _lora_of(trainer: LongContext) -> Lora:
         trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
         if all(".lora_" in name for name in trained) and not config.rank_pattern and not config.use_rslora:
             lora = Lora(config.r, float(config.lora_alpha), tuple(sorted(adapted)))
-            lora.check_estimate(shape_of(inner.config))
+            lora.check_closed_form(shape_of(inner.config))
             return lora
     raise RecipeError(
         "fit of a trainer with frozen parameters: it knows plain LoRA adapters of one rank; ask "
