@@ -58,8 +58,8 @@ class TokenSource:
         """
         if self.path is not None and (size := self.path.stat().st_size) != self.tokens.nbytes:
             raise DataError(
-                f"{self.path} has {size} bytes, and had {self.tokens.nbytes} when it was opened: do not change "
-                "a token file that is in use"
+                f"{self.path} has {size} bytes, and had {self.tokens.nbytes} when it was opened: do not "
+                "change a token file that is in use"
             )
         within = places % len(self)
         found = torch.from_numpy(self.tokens[within.numpy()].astype(np.int64))
