@@ -1,4 +1,4 @@
-"""A trainer's batch, of which each rank takes its part of every row."""
+"""Sharding of a trainer's batch: each rank takes its part of every row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
 
 INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
-"""What a batch may have."""
+"""The keys that a batch may have."""
 
 
 def shard_rows(
@@ -32,25 +32,29 @@ def shard_rows(
 ) -> dict[str, Tensor]:
     """Return this rank's part of a batch, with labels that are shifted before the rows are divided.
 
+    Letters: b rows of S tokens, s tokens of a row on one rank.
+
     Args:
         inputs: What a collator of transformers or TRL makes: ``input_ids`` and ``labels`` [b, S], with -100
-            where nothing is predicted, and perhaps ``attention_mask`` [b, S] with padding at the end of rows.
-            The label at place i is the token at place i.
+            where nothing is predicted, and perhaps ``attention_mask`` [b, S] with padding at the end of rows
+            and ``position_ids`` that count from 0. The label at place i is the token at place i.
         ulysses: C, the Ulysses degree.
         ring: R, the ring degree.
         index: The rank's number among the C*R ranks that share a sequence.
-        vocab_size: V.
-        sequence: The ranks that share a sequence, which must have the same batch.
-        everyone: All ranks, which refuse together.
+        vocab_size: The number of tokens in the model's vocabulary.
+        sequence: The group of ranks that share a sequence, which must have the same batch; None for one rank.
+        everyone: The group of all ranks, which all raise an error if one refuses its batch; None for one
+            rank.
 
     Returns:
-        ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R), S rounded
-        up to a multiple that the degrees need. The label at place i is the token that follows it.
+        ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R). S is first
+        rounded up to a multiple of what ring and Ulysses divide. The label at place i is the token that
+        follows place i.
 
     Raises:
-        RecipeError: packed or padded rows other than above, other inputs, labels on padding, tokens that are
-            not in the vocabulary.
-        LabError: the ranks that share a sequence have different batches.
+        RecipeError: packed documents; padding that is not at the end of a row; keys that are not in
+            ``INPUTS``; labels on padding; tokens that are not in the vocabulary.
+        LabError: another rank refuses its batch; the ranks that share a sequence have different batches.
     """
     refuse_together(lambda: _check(inputs, vocab_size), everyone)
     input_ids, labels = inputs["input_ids"], inputs["labels"]
