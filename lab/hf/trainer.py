@@ -164,10 +164,10 @@ class LongContext(Base):
     # ---- training ----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; with True, go on from the newest checkpoint in ``output_dir`` that was written to its end.
+        """Train; with True, resume from the newest complete checkpoint in ``output_dir``.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or one of another trainer or model.
+            CheckpointError: There is no complete checkpoint, or it belongs to another trainer or model.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
