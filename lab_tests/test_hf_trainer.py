@@ -20,6 +20,7 @@ from lab_tests.support.small_trainings import (
     expected,
     long_trainer,
     model,
+    outcome,
     outcomes,
     rows,
     settings,
@@ -48,6 +49,9 @@ GROUPS = {
 }
 """Cases in which ranks have rows of their own."""
 
+EVALUATED_BEFORE = {"fsdp": ON_FOUR["hybrid"], "ddp": GROUPS["ddp"]}
+"""Cases whose model is evaluated before it is trained."""
+
 
 @pytest.fixture(scope="module")
 def on_four(ranks4: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
@@ -73,6 +77,25 @@ def test_groups_of_ranks_have_rows_of_their_own(
     # A mean over samples of means over batches: batches of other rows have other means.
     for rank in on_four:
         assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
+
+
+def evaluated_before(folder: Path) -> dict[str, Outcome]:
+    """Runs on ranks."""
+    results = {}
+    for name, case in EVALUATED_BEFORE.items():
+        trainer = long_trainer(case, folder / name)
+        trainer.evaluate()
+        results[name] = outcome(trainer)
+    return results
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_changes_no_training(ranks4: Cluster, tmp_path: Path) -> None:
+    found = launch(ranks4, 4, evaluated_before, tmp_path)
+    for name, case in EVALUATED_BEFORE.items():
+        plain = expected(case, tmp_path)
+        for rank in found:
+            assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
 
 
 def test_a_model_without_memory_is_planned_and_not_trained(tmp_path: Path) -> None:
