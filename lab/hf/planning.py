@@ -166,7 +166,8 @@ def longest_row(dataset: Any) -> int:
 
 def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> dict[str, Any]:
     """The arguments of ``lab.plan`` that are the trainer's."""
-    if trainer.outline is None:
+    model = trainer.outline
+    if model is None:
         raise RecipeError(
             "a plan of a model that was given with a recipe, whose parameters are sharded already: call "
             "lab.plan with the model's config and the recipe"
@@ -174,7 +175,7 @@ def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> 
     ranks = ranks or trainer.args.world_size
     recipe = trainer.recipe_for(ranks)
     return {
-        "model": trainer.outline,
+        "model": model,
         "recipe": recipe,
         "tokens": longest_row(trainer.train_dataset) if tokens is None else parse_tokens(tokens),
         "ranks": ranks,
