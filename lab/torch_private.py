@@ -274,9 +274,7 @@ def forget_forward(model: nn.Module) -> None:
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.reshard()
         for group in _fsdp_groups(unit):
-            # FSDP makes it in the first forward.
-            if hasattr(group.comm_ctx, "post_forward_order"):
-                group.comm_ctx.post_forward_order.clear()
+            group.comm_ctx.post_forward_order.clear()
             group._post_forward_indices.clear()
 
 

@@ -26,7 +26,6 @@ from lab.hf.shared_sequences import SharedSequences, parallelism
 from lab.hf.training_arguments import check_arguments, check_optimizer
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm, make_moments
-from lab.torch_private import forget_forward
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -283,16 +282,10 @@ class LongContext(Base):
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            self._forget_evaluation()
-
-    def _forget_evaluation(self) -> None:
-        """Leave the model as a training finds it that nothing has evaluated before."""
-        # FSDP's outermost unit keeps its whole parameters, which an optimizer would take for the shards.
-        forget_forward(self.applied.inner)
-        if self.applied.sharding == "accelerate" and self.model_wrapped is self.model:
-            # Accelerate has prepared the model without DDP, and would leave it so.
-            self.model._is_accelerate_prepared = False  # type: ignore[assignment]
-            self.accelerator._models = [one for one in self.accelerator._models if one is not self.model]
+            if self.applied.sharding == "accelerate" and self.model_wrapped is self.model:
+                # Accelerate has prepared the model without DDP, and a training would leave it so.
+                self.model._is_accelerate_prepared = False  # type: ignore[assignment]
+                self.accelerator._models = [one for one in self.accelerator._models if one is not self.model]
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
         gathered: Tensor = self.accelerator.gather(losses)

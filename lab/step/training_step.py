@@ -13,7 +13,7 @@ from lab.errors import RecipeError
 from lab.recipe.jobs import WEIGHT_DECAY
 from lab.step.batches import Batch
 from lab.techniques.exchange import sum_over_ranks, wait_for_release
-from lab.torch_private import forget_forward, local_part, uncompiled
+from lab.torch_private import local_part, uncompiled
 
 
 class StepMeter(Protocol):
@@ -87,8 +87,6 @@ def make_optimizer(
     Raises:
         RecipeError: every parameter is frozen.
     """
-    # After a forward without a backward, FSDP's outermost unit has whole parameters in place of its shards.
-    forget_forward(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise RecipeError(
