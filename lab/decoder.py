@@ -401,7 +401,7 @@ def check_untouched(model: nn.Module) -> None:
 
     Raises:
         RecipeError: The parameters are sharded, quantized, or have gradients or gradient hooks; a technique
-            was applied; or transformers' gradient checkpointing is on.
+            was applied; the loss function is another; or transformers' gradient checkpointing is on.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -437,6 +437,11 @@ def check_untouched(model: nn.Module) -> None:
                 f"transformers' gradient checkpointing is on in {name}: a recipe has its own, "
                 "checkpoint=True; call model.gradient_checkpointing_disable() first"
             )
+    if "_loss_function" in vars(model):
+        raise RecipeError(
+            "this model has a loss_function of its own, which a recipe would replace by the cross-entropy: "
+            "build the model again, and leave it out"
+        )
 
 
 # ---- modules that do not belong to a family ----------------------------------------------------------------

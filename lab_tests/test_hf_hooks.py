@@ -27,7 +27,6 @@ from transformers.trainer import SCHEDULER_NAME
 from trl.trainer.utils import add_fused_lm_head
 
 from lab.hf.ranks import fresh_process
-from lab.hf.saving import _stored_name
 from lab.hf.shared_sequences import SharedSequences
 from lab.hf.trainer import KNOWN
 from lab_tests.support.models import small_config
@@ -374,12 +373,30 @@ def _(_):
     assert adapted(model).get_base_model() is model
 
 
-@hook("peft", "names of adapters in files")
+@hook("peft", "get_peft_model_state_dict")
 def _(_):
     model = adapted(llama())
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert all(".default." in name for name in trained)
-    assert {_stored_name(name, model) for name in trained} == set(get_peft_model_state_dict(model))
+    state = model.state_dict(keep_vars=True)
+    stored = get_peft_model_state_dict(model, state, adapter_name="default", save_embedding_layers=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = {id(tensor) for tensor in stored.values()}
+    assert {id(parameter) for parameter in trained} <= found <= {id(tensor) for tensor in state.values()}, (
+        "it returns the tensors that it is given"
+    )
+
+
+@hook("transformers", "_track_num_input_tokens")
+def _(calls):
+    assert callable(Trainer._track_num_input_tokens)
+    assert list(inspect.signature(Trainer._track_num_input_tokens).parameters) == ["self", "inputs"]
+
+
+@hook("accelerate", "_is_accelerate_prepared")
+def _(_):
+    model, accelerator = nn.Linear(2, 2), Accelerator(cpu=True)
+    accelerator.prepare_model(model, evaluation_mode=True)
+    assert model._is_accelerate_prepared
+    assert accelerator._models == [model]
 
 
 # ---- the test ----------------------------------------------------------------------------------------------

@@ -112,6 +112,20 @@ def test_a_plan_is_what_ranks_measure(
         assert plan.job.accumulate == 3
 
 
+def test_a_plan_is_of_the_model_as_it_is_trained(tmp_path: Path) -> None:
+    with fresh_process():
+        trainer = trainer_of(CASES["tiling"], tmp_path)
+        whole = lab.hf.plan(trainer)
+        trainer.model.model.embed_tokens.requires_grad_(False)
+        metered = MeteredStep(trainer)
+        trainer.add_callback(metered)
+        planned = lab.hf.plan(trainer)
+        trainer.train()
+        assert metered.peaks == (planned.device_peak, planned.host_peak)
+        assert planned.device_peak < whole.device_peak
+        assert lab.hf.plan(trainer).device_peak == planned.device_peak
+
+
 def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["lab.planning.fit"]
     candidates = module.candidates  # type: ignore[attr-defined]

@@ -106,6 +106,7 @@ SETTINGS = {
     "means over ranks": (
         {"average_tokens_across_devices": False}, "average_tokens_across_devices=False ... set it to True"
     ),
+    "an empty cache": ({"torch_empty_cache_steps": 2}, "torch_empty_cache_steps=2 ... leave it out"),
     "a batch size that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size=True ... hf.fit"),
     "logits": ({"prediction_loss_only": False}, "prediction_loss_only=False ... set it to True"),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True ... set it to False"),
@@ -171,6 +172,12 @@ def bitsandbytes_model() -> nn.Module:
     return made
 
 
+def model_with_a_loss() -> nn.Module:
+    made = model()
+    made.loss_function = lambda logits, labels, **_: logits.sum()
+    return made
+
+
 def prompts() -> nn.Module:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     return get_peft_model(model(), config)
@@ -182,6 +189,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dora": (lambda: adapters(use_dora=True), "variant of LoRA ... without options such as use_dora"),
     "int8": (quantized_model, "int8 ... quantized ... load the model without quantization"),
     "bitsandbytes": (bitsandbytes_model, "bitsandbytes.nn.modules.Linear4bit ... replace it"),
+    "a loss": (model_with_a_loss, "loss_function of its own ... build the model again, and leave it out"),
     "prompts": (prompts, "prompt and prefix tuning are not supported; use LoRA"),
 }
 
@@ -204,6 +212,23 @@ def of_trainer(trainer: Any) -> Callable[[Path], object]:
 def with_settings(**settings: Any) -> Callable[[Path], object]:
     """Make a trainer whose model and arguments are right."""
     return lambda folder: LongTrainer(model(), arguments(folder), train_dataset=rows(), **settings)
+
+
+def overriding(name: str) -> Callable[[Path], object]:
+    """Declare a trainer with a recipe in front of one with a method of its own."""
+    own = type("Own", (Trainer,), {name: lambda self, *_, **__: None})
+    return lambda _: type("Long", (lab.hf.LongContext, own), {})
+
+
+def adamw_of_whole_parameters(trained: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+    return torch.optim.AdamW(trained.parameters()), None
+
+
+def with_optimizer(folder: Path, recipe: str = "tiling", **settings: Callable[[nn.Module], object]) -> None:
+    """Train with an optimizer that was not made by LongContext."""
+    made = model()
+    given = {name: make(made) for name, make in settings.items()}
+    LongTrainer(made, arguments(folder, recipe=recipe), train_dataset=rows(), **given).train()
 
 
 NO_CHECKPOINTING = {"gradient_checkpointing": False, "activation_checkpointing": False}
@@ -254,6 +279,21 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
             model(), arguments(folder), train_dataset=[{"input_ids": row["input_ids"]} for row in rows()]
         ).train(),
         "batches without labels: give a collator for language modeling",
+    ),
+    "another loss": (overriding("compute_loss"), "compute_loss of Own with LongContext ... leave it out"),
+    "another step": (overriding("training_step"), "training_step of Own with LongContext ... leave it out"),
+    "a trainer before LongContext": (
+        lambda _: type("Long", (Trainer, lab.hf.LongContext), {}), "Long ... write LongContext first"
+    ),
+    "parameters that the recipe replaces": (
+        lambda folder: with_optimizer(folder, recipe="fsdp", optimizers=adamw_of_whole_parameters),
+        "an optimizer that was made before the recipe ... leave it out, and set learning_rate",
+    ),
+    "sgd": (
+        lambda folder: with_optimizer(
+            folder, optimizer_cls_and_kwargs=lambda _: (torch.optim.SGD, {"lr": 0.1})
+        ),
+        "the optimizer SGD beside a recipe ... give torch.optim.AdamW",
     ),
     "packed rows of trl": (
         lambda folder: LongSFTTrainer(

@@ -6,15 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 from cluster.ranks import Cluster
 from lab.errors import CheckpointError
 from lab.hf.ranks import fresh_process
-from lab.hf.saving import FOLDER
+from lab.hf.saving import FOLDER, load_whole_state, whole_state
 from lab_tests.support import killed_training
 from lab_tests.support.small_trainings import Case, long_trainer, model
 from lab_tests.support.trainers import launch
@@ -111,6 +111,54 @@ def of_one(folder: Path) -> Training:
 @pytest.fixture(scope="module")
 def on_four(ranks4: Cluster, of_one: Training, folder: Path) -> list[dict[str, dict[str, Any]]]:
     return launch(ranks4, 4, on_ranks, folder)
+
+
+def adapters_with_a_module(case: Case) -> Any:
+    """LoRA whose A is frozen, under a name of its own, and a head that is saved with it."""
+    made = get_peft_model(
+        model(replace(case, lora=False)),
+        LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False),
+        adapter_name="own",
+    )
+    for name, parameter in made.named_parameters():
+        if ".lora_A." in name:
+            parameter.requires_grad_(False)
+    return made
+
+
+def test_frozen_adapters_and_modules_are_saved_and_loaded(tmp_path: Path) -> None:
+    case = Case(dtype="float32", steps=2, settings=BEST)
+    with fresh_process():
+        trainer = long_trainer(case, tmp_path)
+        trainer.model = trainer.model_wrapped = adapters_with_a_module(case)
+        trainer.train()
+        # The best is the first step's, which was loaded at the end.
+        trainer.save_model(str(tmp_path / "saved"))
+        weights = whole(trainer.model)
+    for folder in ("saved", "checkpoint-1"):
+        loaded = PeftModel.from_pretrained(model(case), tmp_path / folder / "own", adapter_name="own")
+        check_equal(loaded.state_dict(), weights)
+
+
+def test_every_rank_that_writes_has_the_weights(tmp_path: Path) -> None:
+    with fresh_process():
+        trainer = long_trainer(Case(dtype="float32", steps=1), tmp_path)
+        trainer.train()
+        assert whole_state(trainer.model, keep=True).keys() == trainer.model.state_dict().keys()
+        assert whole_state(trainer.model, keep=False) == {}
+
+
+def test_a_checkpoint_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    with fresh_process():
+        trainer = long_trainer(Case(dtype="float32", steps=1), tmp_path)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        file = tmp_path / "saved" / "model.safetensors"
+        weights = load_file(file)
+        del weights["model.norm.weight"]
+        save_file(weights, file)
+        with pytest.raises(CheckpointError, match=r"has no model.norm.weight: .* give a whole checkpoint"):
+            load_whole_state(trainer.model, tmp_path / "saved")
 
 
 def check_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:

@@ -1,9 +1,12 @@
 """Recipes in Trainer and SFTTrainer: losses, norms and evaluations are those of a plain trainer."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM, TrainingArguments
 
 import lab.hf
@@ -20,7 +23,9 @@ from lab_tests.support.small_trainings import (
     expected,
     long_trainer,
     model,
+    outcome,
     outcomes,
+    plain_trainer,
     rows,
     settings,
 )
@@ -48,6 +53,9 @@ GROUPS = {
 }
 """Cases in which ranks have rows of their own."""
 
+EVALUATED_BEFORE = {"fsdp": ON_FOUR["hybrid"], "ddp": GROUPS["ddp"]}
+"""Cases whose model is evaluated before it is trained."""
+
 
 @pytest.fixture(scope="module")
 def on_four(ranks4: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
@@ -73,6 +81,67 @@ def test_groups_of_ranks_have_rows_of_their_own(
     # A mean over samples of means over batches: batches of other rows have other means.
     for rank in on_four:
         assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
+
+
+def test_arguments_are_used_again(tmp_path: Path) -> None:
+    with fresh_process():
+        first = long_trainer(Case(accumulate=2, steps=1), tmp_path)
+        again = LongTrainer(model(Case()), first.args, collate, train_dataset=rows())
+        assert outcome(first).losses == [log["loss"] for log in trained_logs(again)]
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from rows()
+
+
+TOKENS_SEEN = {"include_num_input_tokens_seen": "non_padding"}
+STREAMED = Case(steps=3, accumulate=2, settings=TOKENS_SEEN)
+
+
+def trained_logs(trainer: Any) -> list[dict[str, Any]]:
+    trainer.train()
+    return [log for log in trainer.state.log_history if "grad_norm" in log]
+
+
+def of_a_stream(folder: Path) -> list[tuple[float, int]]:
+    """Runs on ranks."""
+    trainer = long_trainer(STREAMED, folder)
+    trainer.train_dataset = Stream()
+    return [(log["loss"], log["num_input_tokens_seen"]) for log in trained_logs(trainer)]
+
+
+@pytest.mark.slow
+def test_a_stream_and_its_tokens(ranks4: Cluster, tmp_path: Path) -> None:
+    found = launch(ranks4, 4, of_a_stream, tmp_path)
+    with fresh_process():
+        plain = plain_trainer(STREAMED, tmp_path)
+        plain.train_dataset = Stream()
+        right = [(log["loss"], log["num_input_tokens_seen"]) for log in trained_logs(plain)]
+    for rank in found:
+        assert [seen for _, seen in rank] == [seen for _, seen in right]
+        assert [loss for loss, _ in rank] == pytest.approx([loss for loss, _ in right], rel=1e-6)
+
+
+def evaluated_before(folder: Path) -> dict[str, Outcome]:
+    """Runs on ranks."""
+    results = {}
+    for name, case in EVALUATED_BEFORE.items():
+        trainer = long_trainer(case, folder / name)
+        trainer.evaluate()
+        results[name] = outcome(trainer)
+    return results
+
+
+@pytest.mark.slow
+def test_an_evaluation_before_changes_no_training(ranks4: Cluster, tmp_path: Path) -> None:
+    found = launch(ranks4, 4, evaluated_before, tmp_path)
+    for name, case in EVALUATED_BEFORE.items():
+        plain = expected(case, tmp_path)
+        for rank in found:
+            assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
 
 
 def test_a_model_without_memory_is_planned_and_not_trained(tmp_path: Path) -> None:

@@ -90,6 +90,21 @@ def test_four_clipped_steps_follow_the_dense_model(ranks4, name):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def two_losses(recipe, evaluated):
+    model, mesh = sharded_model(recipe, 4)
+    batch = lab.shard_batch(ids(), recipe, mesh)
+    if evaluated:
+        with torch.no_grad():
+            lab.loss(model, batch)
+    optimizer = make_optimizer(model, learning_rate=LEARNING_RATE)
+    return [lab.train_step(model, optimizer, batch, meter=NoMeter(), clip_norm=0.1).item() for _ in range(2)]
+
+
+def test_an_evaluation_before_the_optimizer_is_made_changes_nothing(ranks4):
+    recipe = rung("fsdp")
+    assert ranks4.apply(two_losses, recipe, True) == ranks4.apply(two_losses, recipe, False)
+
+
 def test_the_first_step_weighs_as_much_as_every_other():
     model = models.build(small())
     optimizer = make_optimizer(model, learning_rate=LEARNING_RATE)

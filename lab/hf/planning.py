@@ -178,7 +178,8 @@ def _plan_arguments(trainer: LongContext, ranks: int | None, tokens: int | str |
         RecipeError: The trainer's model was sharded before the trainer was made.
         DataError: See ``longest_row``.
     """
-    if trainer.outline is None:
+    model = trainer.outline
+    if model is None:
         raise RecipeError(
             "a plan of a model that was given with a recipe: its parameters are sharded already; call "
             "lab.plan with the model's config and the recipe"
@@ -186,7 +187,7 @@ def _plan_arguments(trainer: LongContext, ranks: int | None, tokens: int | str |
     ranks = ranks or trainer.args.world_size
     recipe = trainer.recipe_for(ranks)
     return {
-        "model": trainer.outline,
+        "model": model,
         "recipe": recipe,
         "tokens": longest_row(trainer.train_dataset) if tokens is None else parse_tokens(tokens),
         "ranks": ranks,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -55,54 +56,89 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def whole_state(model: nn.Module, *, adapters: bool) -> dict[str, Tensor]:
-    """Return the whole weights by name, in host memory; on ranks other than the first, an empty dict.
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Return the whole weights by name, in host memory; an empty dict on a rank that does not keep them.
 
-    Every rank calls this. A rank holds one whole parameter at a time; the first rank keeps them all.
+    Every rank calls this, and holds one whole parameter at a time. Of a model of PEFT, the weights are those
+    that PEFT saves, whether they are trained or frozen.
 
     Args:
         model: The model.
-        adapters: Whether only the parameters that are trained are kept: those of adapters, and of modules
-            that are saved with them.
+        keep: Whether this rank writes the weights.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = model.state_dict()
     whole: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if adapters and name not in trained:
-            continue
+    for name in _names_to_save(model, state):
+        tensor = state[name]
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dist.get_rank() == 0:
+        if keep:
             whole[name] = full.detach().cpu().clone()
     return whole
 
 
-def load_whole_state(model: nn.Module, files: list[Path]) -> None:
-    """Copy the tensors of safetensors files into a model, sharded or not.
+def _names_to_save(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
+    if not isinstance(model, PeftModel):
+        return list(state)
+    names: list[list[str]] = [[]]
+    if dist.get_rank() == 0:
+        saved = {
+            id(tensor)
+            for adapter in model.peft_config
+            for tensor in get_peft_model_state_dict(model, state, adapter_name=adapter).values()
+        }
+        names = [[name for name, tensor in state.items() if id(tensor) in saved]]
+    # PEFT may ask the Hub whether the vocabulary was changed, so one rank decides for all.
+    dist.broadcast_object_list(names)
+    return names[0]
 
-    Every rank reads the files, and keeps its shards.
+
+def load_whole_state(model: nn.Module, checkpoint: Path) -> None:
+    """Copy the weights of a checkpoint into a model, sharded or not.
+
+    Every rank reads the safetensors files, and keeps its shards.
 
     Raises:
-        CheckpointError: A file has a tensor that the model lacks, or of another shape.
+        CheckpointError: There is no file; a file has a tensor that the model lacks, or of another shape; a
+            parameter that is trained is in no file.
     """
-    target = {_stored_name(name, model): value for name, value in model.state_dict().items()}
-    for file in files:
-        for name, value in load_file(file).items():
-            own = target.get(name)
-            if own is None or own.shape != value.shape:
-                raise CheckpointError(
-                    f"{file} has {name} of shape {list(value.shape)}, and the model has "
-                    f"{'none' if own is None else list(own.shape)}: give a checkpoint of this model"
-                )
-            with torch.no_grad():
-                if isinstance(own, DTensor):
-                    value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-                own.copy_(value)
+    loaded: set[nn.Parameter | Tensor] = set()
+    for folder, target in _stored_tensors(model, checkpoint).items():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder} has no *.safetensors: give a checkpoint of this trainer")
+        for file in files:
+            for name, value in load_file(file).items():
+                own = target.get(name)
+                if own is None or own.shape != value.shape:
+                    raise CheckpointError(
+                        f"{file} has {name} of shape {list(value.shape)}, and the model has "
+                        f"{'none' if own is None else list(own.shape)}: give a checkpoint of this model"
+                    )
+                with torch.no_grad():
+                    if isinstance(own, DTensor):
+                        value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+                    own.copy_(value)
+                loaded.add(own)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in loaded:
+            raise CheckpointError(
+                f"{checkpoint} has no {name}: a file is missing or of another model; give a whole checkpoint "
+                "of this model"
+            )
 
 
-def _stored_name(name: str, model: nn.Module) -> str:
-    """Return the name of a tensor in a file: PEFT leaves out the name of the adapter."""
-    adapter = getattr(model, "active_adapter", None)
-    return name.replace(f".{adapter}", "") if isinstance(adapter, str) else name
+def _stored_tensors(model: nn.Module, checkpoint: Path) -> dict[Path, dict[str, Tensor]]:
+    """Return the live tensors by their names in files, for each folder of a checkpoint that has files."""
+    state = model.state_dict(keep_vars=True)
+    if not isinstance(model, PeftModel):
+        return {checkpoint: state}
+    # PEFT gives each adapter that is not its default a folder. A file may have embeddings.
+    return {
+        checkpoint if adapter == "default" else checkpoint / adapter: get_peft_model_state_dict(
+            model, state, adapter_name=adapter, save_embedding_layers=True
+        )
+        for adapter in model.peft_config
+    }
 
 
 def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
 from lab.errors import CheckpointError, RecipeError
@@ -23,7 +23,7 @@ from lab.hf.saving import (
     whole_state,
 )
 from lab.hf.shared_sequences import SharedSequences, parallelism
-from lab.hf.training_arguments import check_arguments
+from lab.hf.training_arguments import check_arguments, check_optimizer
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm, make_moments
 
@@ -39,6 +39,11 @@ KNOWN = {
     "trl.trainer.base_trainer": {"_BaseTrainer"},
 }
 """The trainers, by module, with which the losses were compared."""
+
+NEVER_CALLED = {"compute_loss", "compute_loss_context_manager"}
+REPLACED = {"training_step", "prediction_step"}
+"""The methods of Trainer that make a loss: those that ``LongContext`` calls nowhere, and those that it
+replaces in the classes behind it."""
 
 
 class LongContext(Base):
@@ -60,7 +65,9 @@ class LongContext(Base):
 
     Raises:
         RecipeError: Arguments without a recipe, or with settings that do not go with one, see
-            ``lab.hf.arguments``; another trainer, such as DPO's; ``compute_loss_func``, ``compute_metrics``.
+            ``lab.hf.arguments``; another trainer, such as DPO's; ``compute_loss_func``, ``compute_metrics``;
+            a ``compute_loss`` or a ``training_step`` that would not be called; an optimizer that is not
+            AdamW, or that was made before the recipe replaced the parameters.
         LabError: See ``lab.apply_recipe``.
     """
 
@@ -72,16 +79,29 @@ class LongContext(Base):
         lr_scheduler: Any
 
     _applied: LongContextModel | None = None
+    _outline: Callable[[], PreTrainedModel] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for base in cls.__mro__:
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(LongContext):
+            raise RecipeError(
+                f"{cls.__name__} with LongContext after a trainer, whose methods would run in its place: "
+                "write LongContext first"
+            )
+        for place, base in enumerate(order):
             foreign = base.__module__.partition(".")[0] in ("trl", "transformers") and issubclass(
                 base, Trainer
             )
             if foreign and base.__name__ not in KNOWN.get(base.__module__, ()):
                 raise RecipeError(
                     f"LongContext with {base.__name__}: its loss was not compared; use Trainer or SFTTrainer"
+                )
+            unused = NEVER_CALLED if place < order.index(LongContext) else NEVER_CALLED | REPLACED
+            for name in () if foreign or base is LongContext else sorted(unused & vars(base).keys()):
+                raise RecipeError(
+                    f"{name} of {base.__name__} with LongContext, which would not call it: the loss is the "
+                    "model's cross-entropy; leave it out"
                 )
 
     def __init__(
@@ -115,7 +135,6 @@ class LongContext(Base):
         inner = inner_model(self.model)
         # SFTTrainer later sets a forward that computes entropies. The recipe is applied to this one.
         self._forward = vars(inner).get("forward")
-        self.outline = None if self._applied_by_hand else outline(inner)
         self.recipe = self.recipe_for(self.args.world_size)
         given = self.args.parallelism_config
         if given is not None and not isinstance(given, SharedSequences):
@@ -124,14 +143,19 @@ class LongContext(Base):
                 f"tp_size={given.tp_size} beside a recipe, which makes its own: leave it out"
             )
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
+        config = self.args.accelerator_config
+        # A stream would be read by the first process alone, which gives each rank other rows.
+        config.dispatch_batches = False
         if self.recipe.fsdp:
             # Without this setting, FSDP would hold unsharded gradients from one micro-batch to the next.
-            config = self.args.accelerator_config
             config.gradient_accumulation_kwargs = {
                 **(config.gradient_accumulation_kwargs or {}),
                 "sync_each_batch": True,
             }
         super().create_accelerator_and_postprocess()
+        if self.recipe.fsdp:
+            # Trainer writes a number of steps here, and would refuse the same arguments the next time.
+            del config.gradient_accumulation_kwargs["num_steps"]
 
     @property
     def _applied_by_hand(self) -> bool:
@@ -151,15 +175,32 @@ class LongContext(Base):
     def applied(self) -> LongContextModel:
         """The model with its recipe. The first access applies the recipe."""
         if self._applied is None:
-            inner = inner_model(self.model)
-            if self._forward is None:
-                vars(inner).pop("forward", None)
-            else:
-                inner.forward = self._forward
+            self._outline = self.outline
+            self._undo_forward()
             self._applied = applied_before(self.model, self.recipe, self.accelerator) or apply(
                 self.model, self.recipe, self.accelerator
             )
         return self._applied
+
+    @property
+    def outline(self) -> Callable[[], PreTrainedModel] | None:
+        """A function that makes copies without values of the model, as it was when the recipe was applied.
+
+        Before that, they are copies of the model as it is. It is None for a model that was given with a
+        recipe.
+        """
+        if self._applied is not None or self._applied_by_hand:
+            return self._outline
+        self._undo_forward()
+        return outline(inner_model(self.model))
+
+    def _undo_forward(self) -> None:
+        """Give the model the forward back that SFTTrainer has replaced."""
+        inner = inner_model(self.model)
+        if self._forward is None:
+            vars(inner).pop("forward", None)
+        else:
+            inner.forward = self._forward
 
     # ---- training ----------------------------------------------------------------------------------------
 
@@ -180,7 +221,10 @@ class LongContext(Base):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make AdamW, and the state that plans count from the first step on."""
+        # It replaces the parameters by their shards.
+        self.applied  # noqa: B018
         optimizer = super().create_optimizer(*args, **kwargs)
+        check_optimizer(optimizer, self.model)
         if self.applied.sharding == "lab":
             make_moments(optimizer)
         return optimizer
@@ -190,7 +234,16 @@ class LongContext(Base):
         samples, count = super().get_batch_samples(*args, **kwargs)
         if count is None:
             raise RecipeError("batches without labels: give a collator for language modeling")
+        for sample in samples:
+            before = self.state.num_input_tokens_seen
+            super()._track_num_input_tokens(sample)
+            # The ranks that share a sequence have all counted it.
+            added = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + added // self.applied.shared
         return [self.applied.shard(self._prepare_inputs(sample)) for sample in samples], float(count)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count nothing: ``get_batch_samples`` has, because a rank's part does not say what is padding."""
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Add this micro-batch's gradients, and return its share of the update's loss."""
@@ -226,7 +279,13 @@ class LongContext(Base):
         """Evaluate on all ranks; losses only, as ``prediction_loss_only`` says."""
         self.applied  # noqa: B018
         self.gather_function = self._gather_losses
-        return super().evaluation_loop(*args, **kwargs)
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            if self.applied.sharding == "accelerate" and self.model_wrapped is self.model:
+                # Accelerate has prepared the model without DDP, and a training would leave it so.
+                self.model._is_accelerate_prepared = False  # type: ignore[assignment]
+                self.accelerator._models = [one for one in self.accelerator._models if one is not self.model]
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
         """Return the losses of all rows: of the ranks that share a sequence, those of one."""
@@ -256,7 +315,7 @@ class LongContext(Base):
         if not self._sharded:
             super().save_model(output_dir, _internal_call)
             return
-        state = whole_state(self.model, adapters=isinstance(self.model, PeftModel))
+        state = whole_state(self.model, keep=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -291,12 +350,7 @@ class LongContext(Base):
         if not self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        files = sorted(Path(resume_from_checkpoint).glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(
-                f"{resume_from_checkpoint} has no *.safetensors: give a checkpoint of this trainer"
-            )
-        load_whole_state(self.model, files)
+        load_whole_state(self.model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         if not self._sharded:

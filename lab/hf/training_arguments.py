@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
 from transformers import TrainingArguments
 
 from lab.errors import RecipeError
@@ -114,6 +116,7 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         (True,),
         "the loss of a part of a sequence is a share of all labels; set it to True",
     ),
+    "torch_empty_cache_steps": ((None,), "a step of a recipe does not empty the cache; leave it out"),
     "auto_find_batch_size": ((False,), "a recipe is applied once; ask lab.hf.fit(trainer, ...) instead"),
     "prediction_loss_only": ((True,), "logits of a whole sequence never exist; set it to True"),
     "fp16_full_eval": ((False,), "the model is evaluated as it is trained; set it to False"),
@@ -152,6 +155,27 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
             "same batch themselves; leave both out"
         )
     return choice
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse an optimizer that is not right with a recipe.
+
+    Raises:
+        RecipeError: It is not AdamW; it has parameters that are not the model's any more.
+    """
+    # Accelerate's is around it from the second training on.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, torch.optim.AdamW):
+        raise RecipeError(
+            f"the optimizer {type(inner).__name__} beside a recipe: plans and checkpoints know AdamW; "
+            "leave it out, or give torch.optim.AdamW"
+        )
+    given = {parameter for group in inner.param_groups for parameter in group["params"]}
+    if not given <= set(model.parameters()):
+        raise RecipeError(
+            "an optimizer that was made before the recipe, which has replaced the parameters by their "
+            "shards: leave it out, and set learning_rate, weight_decay and adam_beta1 in the arguments"
+        )
 
 
 def _check_setting(name: str, value: object) -> None:

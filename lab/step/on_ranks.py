@@ -21,7 +21,6 @@ from lab.step.token_source import TokenSource, is_token_file, open_source
 from lab.step.training_step import StepMeter, loss, train_step
 from lab.techniques.agreement import check_same, refuse_together
 from lab.techniques.host_file import HostFile, HostFolder, open_host_file
-from lab.torch_private import forget_forward
 
 CHECKED = 2**20
 """The first tokens of a text that are read before anything is launched."""
@@ -152,7 +151,6 @@ class RankState:
             batch = read_batch(self.validation, of_batch, job.tokens, job.recipe, self.mesh)
             with torch.no_grad():
                 total += float(loss(self.model, batch, label_count=labels))
-        forget_forward(self.model)
         return total
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from lab.torch_private import (
     DefaultAllGather,
     DefaultReduceScatter,
     disable_current_modes,
+    forget_forward,
     queue_callback,
     unset_fake_temporarily,
 )
@@ -103,6 +104,7 @@ def apply_fsdp(
                 module.set_custom_reduce_scatter(_SettledReduceScatter())
     _refuse_changed_requires_grad(model)
     _refuse_after_failure(model)
+    _reshard_after_evaluation(model)
 
 
 def _units(model: nn.Module, layers: list[nn.Module]) -> list[list[nn.Parameter]]:
@@ -295,6 +297,21 @@ def _refuse_after_failure(model: nn.Module) -> None:
 
     model.register_forward_pre_hook(check, prepend=True)
     model.register_forward_hook(watch)
+
+
+def _reshard_after_evaluation(model: nn.Module) -> None:
+    """Give the outermost unit its shards back after a forward without gradients.
+
+    FSDP keeps the whole parameters of this unit until backward. An optimizer that is made of the model's
+    parameters before would hold these, and never train the shards.
+    """
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            forget_forward(model)
+
+    # This hook runs after FSDP's own hook.
+    model.register_forward_hook(reshard)
 
 
 def reshape_mesh(mesh: DeviceMesh, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
