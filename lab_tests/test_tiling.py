@@ -162,14 +162,57 @@ def test_gradient_hooks_run_once_a_step():
     assert sorted(calls) == sorted(n for n, _ in model.named_parameters())
 
 
-def test_a_retained_graph_can_be_walked_twice():
-    plain, model = decoder(), everything(decoder())
+def test_a_retained_graph_of_tiled_layers_can_be_walked_twice():
+    plain, model = decoder(), decoder()
+    apply_tiled_mlp(model, tile=DIVIDES)
+    apply_tiled_norms(model, tile=DOES_NOT)
     wanted, loss = step(plain), model(**batch()).loss
     loss.backward(retain_graph=True)
     loss.backward()
     assert (
         error({n: p.grad / 2 for n, p in model.named_parameters()} | {"loss": loss.detach()}, wanted) <= 1e-9
     )
+
+
+def test_a_second_backward_through_a_tiled_loss_is_refused():
+    model = decoder()
+    apply_tiled_loss(model, tile=DIVIDES)
+    loss = model(**batch()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RecipeError, match="a second backward through a tiled loss"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_tiled_loss_without_gradients_is_the_plain_one(dtype):
+    plain, model = decoder(dtype=dtype), decoder(dtype=dtype)
+    apply_loss(plain)
+    apply_tiled_loss(model, tile=DIVIDES)
+    heads, head = [], model.lm_head.forward
+    model.lm_head.forward = lambda hidden: heads.append(hidden.requires_grad) or head(hidden)
+    with torch.no_grad():
+        loss = model(**batch()).loss
+        torch.testing.assert_close(loss, plain(**batch()).loss)
+    assert not loss.requires_grad
+    assert not any(heads)
+
+
+def test_the_factor_of_a_bf16_gradient_is_not_rounded():
+    torch.manual_seed(0)
+    model = decoder(dtype=torch.bfloat16)
+    apply_tiled_loss(model, tile=DIVIDES)
+    hidden = model.model(input_ids=batch()["input_ids"]).last_hidden_state.detach().requires_grad_()
+    model.model.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+    gradients = []
+    # In bf16, the second factor is 1 + 2**-7.
+    factors = (1.0, 1.0 + 3 * 2**-9)
+    for factor in factors:
+        hidden.grad = model.lm_head.weight.grad = None
+        (factor * model(labels=batch()["labels"]).loss).backward()
+        gradients.append([hidden.grad.double(), model.lm_head.weight.grad.double()])
+    for one, other in zip(*gradients, strict=True):
+        ratio = (one * other).sum() / one.square().sum()
+        assert abs(ratio - factors[1]) < 2**-10
 
 
 def test_without_labels_the_model_answers_as_before():
@@ -222,9 +265,10 @@ def test_slices_run_twice_also_in_a_checkpointed_layer(tile, checkpoint, norms):
     assert calls["aten.silu"] == 2 * LAYERS * n
     # The norm before attention and the one before the MLP feed what is recomputed; the last norm does not.
     assert calls["aten.rsqrt"] == n * (LAYERS * (norms[0] + norms[1]) + norms[2])
-    assert len(heads) == 2 * tiles(BATCH * TOKENS, tile)
+    # The loss computes its gradients in forward.
+    assert len(heads) == tiles(BATCH * TOKENS, tile)
     assert max(heads) == tile
-    assert sum(heads) == 2 * BATCH * TOKENS
+    assert sum(heads) == BATCH * TOKENS
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------
@@ -325,8 +369,8 @@ def test_what_the_loss_holds_grows_with_the_tile_and_not_with_the_sequence(dtype
     if tile is None:
         assert (held, backward) == (tokens * wide, 3 * tokens * wide)
     else:
-        assert (held, forward) == (0, tile * w + tiles(tile, 16) * wide)
-        assert backward == tile * w + e * (w + wide)
+        assert (held, forward) == (e * wide, tile * w + e * (w + wide))
+        assert backward == e * (wide if w == wide else w + wide)
 
 
 # ---- without data ----------------------------------------------------------------------------------------

@@ -435,15 +435,15 @@ class Meter(Observer):
             self._close_scope()
         if number == ACCUMULATES and name == "aten.detach" and not self._is_nested(task):
             # What it accumulates is the gradient of a parameter, or of FSDP's copy of one. A technique that
-            # differentiates inside its own backward accumulates what is its own.
+            # differentiates inside its own forward or backward accumulates what is its own.
             self._classify(args, GRADIENTS)
         # In a module whose forward is computed again, the node that does it is further out.
         if inner != node and not any(scope.node == node for scope in self._scopes):
             self._scopes.append(_Scope(node, ACTIVATION_GRADIENTS))
 
     def _is_nested(self, task: int) -> bool:
-        """Return whether a backward pass was begun inside a node of another one."""
-        return any(scope.node is not None and scope.node[0] < task for scope in self._scopes)
+        """Return whether a backward pass was begun inside a module's forward, or a node of another pass."""
+        return any(scope.node is None or scope.node[0] < task for scope in self._scopes)
 
     def _running_node(self) -> tuple[int, int] | None:
         """Return the innermost scope's node, if that is one."""
@@ -456,9 +456,8 @@ class Meter(Observer):
     def _close_scope(self) -> _Scope:
         """Leave the innermost module or node: what is new in it and held still outlives it."""
         scope = self._scopes.pop()
-        outer = self._running_node()
-        if scope.node is not None and outer is not None and outer[0] < scope.node[0]:
-            # A technique differentiates inside its own backward, and what that makes is the technique's.
+        if scope.node is not None and self._is_nested(scope.node[0]):
+            # A technique differentiates inside its own forward or backward, and what that makes is its own.
             self._scopes[-1].blocks += scope.blocks
             self._scopes[-1].recomputed += scope.recomputed
             return scope

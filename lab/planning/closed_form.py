@@ -131,10 +131,14 @@ def _moments(z: Sizes) -> dict[str, Parts]:
     # A frozen head does not keep its input; tiles do.
     kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
     norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
+    # The gradient that comes to the last norm was made in forward, if the loss is tiled.
+    early = z.A * (z.recipe.loss_tile is not None)
+    final = plus(_norm(z, ACTIVATIONS), {ACTIVATIONS: early, ACTIVATION_GRADIENTS: -early})
+    loss = "loss backward" if z.recipe.loss_tile is None else "loss"
     highest = {
-        "loss backward": _held(z, z.L, norms | {"loss": _loss(z)}),
+        loss: _held(z, z.L, norms | {"loss": _loss(z)}),
         "head backward": _held(z, z.L, norms | {"loss": _head(z)} | head),
-        "final norm backward": _held(z, z.L, {"norms": _norm(z, ACTIVATIONS)} | head),
+        "final norm backward": _held(z, z.L, {"norms": final} | head),
         "optimizer": {"model state": plus(_state(z), _reduced(z, z.trained.shard, 4))},
     }
     # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
@@ -218,7 +222,9 @@ def _held(z: Sizes, layer: int, more: Parts, *, runs: bool = True, others: int |
 
 def _head_gradient(z: Sizes, width: int) -> Held:
     """The gradient of the head's matrix. If it is tied, autograd keeps it until the embedding's is added."""
-    return {ACTIVATION_GRADIENTS if z.tied else GRADIENTS: width * z.trained.table}
+    tiled = z.recipe.loss_tile is not None and z.f == z.w
+    category = (ACTIVATIONS if tiled else ACTIVATION_GRADIENTS) if z.tied else GRADIENTS
+    return {category: width * z.trained.table}
 
 
 def _state(z: Sizes) -> Held:
@@ -473,28 +479,40 @@ def _upipe(z: Sizes) -> Held:
 def _loss(z: Sizes) -> Held:
     """Three wide logits; tiled, dx, a tile's logits and dx, the head's gradient of it and the sum of them.
 
-    Where the logits are divided, so is their gradient, into a second tensor.
+    Tiles are differentiated in forward, so what outlives it is an activation. Where the logits are divided,
+    so is their gradient, into a second tensor.
     """
     if z.recipe.loss_tile is None:
         logits = z.f * z.b * z.s * z.V
         return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
     tile, tokens = min(z.recipe.loss_tile, z.b * z.s), z.b * z.s
-    kept = {TEMPORARY if z.divided_logits else RECOMPUTED: z.w * tile * z.V}
-    of_tile = nested({ACTIVATION_GRADIENTS: z.w * tile * (z.V * z.divided_logits + z.E)})
-    whole, gradient = {ACTIVATION_GRADIENTS: z.A}, {GRADIENTS: z.w * z.trained.table}
-    sums = weight_sums(z, z.trained.table)
-    # The wide gradient of a block of tokens is gone before the head's backward.
-    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V}
-    inside = plus(kept, whole, highest_of(plus(of_tile, nested(gradient)), block))
+    whole = {ACTIVATIONS: z.A}
+    logits_of_tile = {TEMPORARY if z.divided_logits else ACTIVATIONS: z.w * tile * z.V}
+    of_tile = {TEMPORARY: z.w * tile * (z.V * z.divided_logits + z.E)}
+    gradient, summed = {TEMPORARY: z.w * z.trained.table}, _head_sums(z)
+    # The wide logits of a block of tokens are gone before the head's backward.
+    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * (z.f != z.w)}
+    inside = plus(logits_of_tile, whole, highest_of(plus(of_tile, gradient), block))
     if tile < tokens:
-        return plus(inside, sums)
+        return plus(inside, summed)
     # One tile has no sum beside it. Its gradient is the sum, or a wide sum is made of it at the end.
     if z.f == z.w:
-        return plus(kept, whole, highest_of(plus(of_tile, gradient), block))
-    return highest_of(inside, plus(whole, {TEMPORARY: z.w * tile * z.E}, nested(gradient), sums))
+        return plus(logits_of_tile, whole, highest_of(plus(of_tile, summed), block))
+    return plus(logits_of_tile, whole, highest_of(plus(of_tile, gradient, summed), block))
+
+
+def _head_sums(z: Sizes) -> Held:
+    """The sum over tiles of the head's gradient: the gradient itself, or a wider one of which it is made."""
+    itself = z.f == z.w and not z.tied
+    return {GRADIENTS if itself else ACTIVATIONS: z.f * z.trained.table}
 
 
 def _head(z: Sizes) -> Held:
-    """The gradient of whole logits, dx, and a copy of the weight's gradient where it is summed."""
-    logits = z.w * z.b * z.s * z.V if z.recipe.loss_tile is None else 0
-    return {ACTIVATION_GRADIENTS: logits + z.A, GRADIENTS: z.w * z.trained.table * z.summed}
+    """The gradient of whole logits, dx, and a copy of the weight's gradient where it is summed.
+
+    Tiled, dx, and the wide sum of which the weight's gradient is made.
+    """
+    copy = {GRADIENTS: z.w * z.trained.table * z.summed}
+    if z.recipe.loss_tile is None:
+        return plus({ACTIVATION_GRADIENTS: z.w * z.b * z.s * z.V + z.A}, copy)
+    return plus({ACTIVATIONS: z.A}, copy if z.f == z.w else _head_sums(z))

@@ -57,6 +57,13 @@ class GradientSums:
             wide.add_(parameter.grad)
             parameter.grad = None
 
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply the sums by a scalar, before they are rounded."""
+        for parameter, wide in zip(self._parameters, self._wide, strict=True):
+            total = parameter.grad if wide is None else wide
+            if total is not None:
+                total.mul_(factor)
+
     def round(self) -> list[Tensor | None]:
         """Return the gradients in the dtypes of the parameters, and drop the sums one by one.
 

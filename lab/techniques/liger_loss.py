@@ -39,7 +39,7 @@ def apply_liger_loss(model: nn.Module, *, fused: FusedLoss) -> None:
 
     Saves:
         Compared with ``apply_loss``: the whole logits, b*s*V*W bytes and more (see ``apply_tiled_loss``).
-        Compared with ``apply_tiled_loss``: the logits are computed once and not twice.
+        Compared with ``apply_tiled_loss``: passes over the logits, which its kernel makes in one.
     Costs:
         From forward to backward, the gradients of the hidden state, A bytes, and of the head, V*E*w bytes.
         While forward computes them, V*E*(W + w) bytes and the logits of a piece, A to 2A bytes. This is more

@@ -12,7 +12,7 @@ element, W = max(w, 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lab.decoder import Patch, check_hooks, decoder_of
+from lab.decoder import Decoder, Patch, check_hooks, decoder_of
+from lab.errors import RecipeError
+from lab.techniques.gradient_sums import GradientSums
 from lab.techniques.loss_blocks import BLOCKS
+from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
-from lab.techniques.tiling import check_tile, run_in_tiles
+from lab.techniques.tiling import check_tile
 
 IGNORED = -100
 """The label at a place where nothing is predicted: padding, or the last token of a text."""
@@ -63,13 +66,15 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
 
     The b*s tokens of all rows are one sequence here. For each tile of t tokens:
 
-    1. Forward calls the head, which returns logits [t, V]. It computes the log-sum-exp in fp32, a block of
-       ceil(t/16) tokens at a time, and one loss per token. Then it drops the logits.
-    2. Backward computes the logits again. Their gradient overwrites them, computed in fp32 block by block and
-       rounded once. The backward of the head gives the gradients of the hidden state and of the weight. The
-       weight's gradient is summed over tiles in fp32 or wider.
+    1. Forward calls the head, which returns logits [t, V].
+    2. It computes the losses in fp32, a block of ceil(t/16) tokens at a time. The gradient of their sum
+       overwrites the logits, block by block, and is rounded once.
+    3. The backward of the head gives the gradients of the hidden state and of the weight. The weight's
+       gradient is summed over tiles in fp32 or wider.
 
-    Without labels, the model behaves as before.
+    Backward multiplies both gradients by the gradient of the loss. It is called once: a second backward would
+    need the gradients as they were. Without labels, the model behaves as before; without gradients, forward
+    computes losses alone.
 
     Args:
         model: The model.
@@ -77,35 +82,42 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
 
     Saves:
         The plain loss keeps b*s*V*W bytes (a log-softmax) from forward to backward, and backward peaks at
-        3*b*s*V*W bytes. The tiled loss keeps the hidden state, as the plain loss does, and nothing else.
-        Its forward peaks at V*(t*w + ceil(t/16)*W) bytes. Its backward peaks at V*(t*w + E*(w + W)) bytes:
-        the logits of a tile, the gradient of the head from that tile, and the sum over tiles.
+        3*b*s*V*W bytes. The tiled loss keeps two gradients: b*s*E*w bytes of the hidden state, and V*E*W
+        bytes of the head. Forward peaks at V*(t*w + E*(w + W)) bytes: the logits of a tile, the gradient of
+        the head from that tile, and the sum over tiles. Backward rounds the sum, which takes V*E*(w + W)
+        bytes. For w = 4 or more, it rounds nothing and takes V*E*w bytes.
     Costs:
-        The logits are computed twice. At long context the head is a small part of a step. If forward
-        computed the gradients (as ``apply_liger_loss`` does), the logits would be computed once, but the
-        head's gradient, V*E*4 bytes, would be held from forward to backward, and twice while it is scaled.
+        Three products with the head, as in the plain loss. The loss is the end of forward and the beginning
+        of backward, so what is kept from one to the other is not there at the same time as what the layers
+        need.
     Source:
-        ALST (arXiv 2506.13996), tiled logits; Liger Kernel (arXiv 2410.10989), fused linear loss.
+        Liger Kernel (arXiv 2410.10989), fused linear loss with gradients from forward; ALST (arXiv
+        2506.13996), tiled logits.
     Composes with:
         A scaled loss; accumulation over batches; tiles whose labels are all ignored; tied heads (the
         gradients of head and embedding add up); FSDP2, applied after, with the head in the root's group: the
         root does not reshard after forward, so the head is whole in both passes.
 
     Raises:
-        RecipeError: ``tile`` is less than 1. In forward: there is a hook on the head.
+        RecipeError: ``tile`` is less than 1. In forward: there is a hook on the head. In backward: it is the
+            second one through the same loss.
     """
     check_tile("loss_tile", tile)
     decoder = decoder_of(model)
-    head = decoder.head
-
-    def token_losses(hidden: Tensor, labels: Tensor) -> Tensor:
-        losses: Tensor = _TokenLoss.apply(decoder.logits(hidden), labels)  # type: ignore[no-untyped-call]
-        return losses
 
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
-        for module in head.modules():
+        for module in decoder.head.modules():
             check_hooks(module, "loss_tile")
-        return run_in_tiles(token_losses, head, hidden[None], labels[None], tile=tile).sum()
+        parameters = [p for p in decoder.head.parameters() if p.requires_grad]
+        if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
+            total: Tensor = _TiledLoss.apply(decoder, tile, labels, hidden, *parameters)  # type: ignore[no-untyped-call]
+            return total
+        return torch.cat(
+            [
+                _losses(decoder.logits(hidden.narrow(0, start, length)), labels.narrow(0, start, length))
+                for start, length in slices(hidden.shape[0], tile)
+            ]
+        ).sum()
 
     apply_head_loss(model, summed)
 
@@ -131,53 +143,70 @@ def apply_head_loss(model: nn.Module, summed: Callable[[Tensor, Tensor], Tensor]
     model.forward = Patch(forward, plain)
 
 
-class _TokenLoss(Function):
-    """The cross-entropy of each token: logits [b, t, V] and labels [b, t] -> [b, t].
-
-    Backward overwrites the logits with their gradient. Nothing else may use the logits. Autograd itself
-    refuses a second backward, because the version of the logits has changed.
-    """
+class _TiledLoss(Function):
+    """The sum of the losses of hidden states [n, E] and labels [n], with gradients from forward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        rows, classes = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        losses = rows.new_empty(rows.shape[0], dtype=accumulation_dtype(rows.dtype))
-        log_sums = torch.empty_like(losses)
-        for start, length in _blocks(rows):
-            block, (counts, index) = rows.narrow(0, start, length), _targets(classes.narrow(0, start, length))
-            wide = block.to(losses.dtype, copy=True)
-            top = wide.amax(-1)
-            log_sum = wide.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)
-            target = block.gather(-1, index).squeeze(-1)
-            losses.narrow(0, start, length).copy_(torch.where(counts, log_sum - target, 0.0))
-            log_sums.narrow(0, start, length).copy_(log_sum)
-            # Free this block before the next one is computed.
-            del wide
-        ctx.save_for_backward(logits, labels, log_sums)
-        return losses.view(labels.shape)
+    def forward(
+        ctx: Any, decoder: Decoder, tile: int, labels: Tensor, hidden: Tensor, *_: nn.Parameter
+    ) -> Tensor:
+        needs_grad: bool = ctx.needs_input_grad[3]
+        dhidden = torch.empty_like(hidden) if needs_grad else None
+        losses = hidden.new_empty(labels.shape, dtype=accumulation_dtype(hidden.dtype))
+        with parameter_aliases(decoder.head) as parameters:
+            sums = GradientSums(parameters)
+            for start, length in slices(hidden.shape[0], tile):
+                x = hidden.narrow(0, start, length).detach().requires_grad_(needs_grad)
+                with torch.enable_grad():
+                    logits = decoder.logits(x)
+                dlogits = logits.detach()
+                losses.narrow(0, start, length).copy_(
+                    _losses(dlogits, labels.narrow(0, start, length), gradient=True)
+                )
+                gradients = sums.differentiate([logits], [dlogits], [x] if needs_grad else [])
+                del logits, dlogits
+                if dhidden is not None:
+                    dhidden.narrow(0, start, length).copy_(gradients.pop())
+        ctx.tile, ctx.dhidden, ctx.sums = tile, dhidden, sums
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None]:
-        logits, labels, log_sums = ctx.saved_tensors
-        rows, classes, dlosses = logits.view(-1, logits.shape[-1]), labels.reshape(-1), dlosses.reshape(-1)
-        for start, length in _blocks(rows):
-            block, (counts, index) = rows.narrow(0, start, length), _targets(classes.narrow(0, start, length))
-            wide = block.to(log_sums.dtype)
-            wide.sub_(log_sums.narrow(0, start, length)[:, None]).exp_()
-            wide.scatter_add_(-1, index, wide.new_full(index.shape, -1.0))
-            wide.mul_(torch.where(counts, dlosses.narrow(0, start, length), 0.0)[:, None])
-            block.copy_(wide)
-            del wide
-        return logits, None
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sums is None:
+            raise RecipeError(
+                "a second backward through a tiled loss: the first one multiplied the gradients in place; "
+                "call backward once, without retain_graph, or set loss_tile=None"
+            )
+        dhidden, sums = ctx.dhidden, ctx.sums
+        ctx.dhidden = ctx.sums = None
+        if dhidden is not None:
+            for start, length in slices(dhidden.shape[0], ctx.tile):
+                # In the dtype of a narrow gradient, the factor would be rounded too.
+                part = dhidden.narrow(0, start, length)
+                part.copy_(part.to(dloss.dtype).mul_(dloss))
+        sums.multiply(dloss)
+        return None, None, None, dhidden, *sums.round()
 
 
-def _targets(classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which of the labels [n] are not ignored, and an index [n, 1] with 0 for the ignored ones."""
-    counts = classes != IGNORED
-    return counts, torch.where(counts, classes, 0)[:, None]
+def _losses(logits: Tensor, labels: Tensor, *, gradient: bool = False) -> Tensor:
+    """Return the cross-entropies [t] of logits [t, V] and labels [t], and overwrite the logits.
 
-
-def _blocks(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the start and the length of each block of rows."""
-    return slices(rows.shape[0], -(-rows.shape[0] // BLOCKS))
+    With ``gradient``, the gradient of the sum of the losses overwrites them.
+    """
+    losses = logits.new_empty(labels.shape, dtype=accumulation_dtype(logits.dtype))
+    for start, length in slices(labels.shape[0], -(-labels.shape[0] // BLOCKS)):
+        block, classes = logits.narrow(0, start, length), labels.narrow(0, start, length)
+        counts = classes != IGNORED
+        index = torch.where(counts, classes, 0)[:, None]
+        target = block.gather(-1, index).squeeze(-1)
+        wide = block.to(losses.dtype)
+        top = wide.amax(-1)
+        total = wide.sub_(top[:, None]).exp_().sum(-1)
+        losses.narrow(0, start, length).copy_(torch.where(counts, total.log() + top - target, 0.0))
+        if gradient:
+            wide.div_(total[:, None]).scatter_add_(-1, index, wide.new_full(index.shape, -1.0))
+            block.copy_(wide.masked_fill_(~counts[:, None], 0.0))
+        # Free this block before the next one is computed.
+        del wide
+    return losses
