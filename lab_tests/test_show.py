@@ -141,7 +141,7 @@ def test_a_plan_lies_on_the_measured_clock() -> None:
 
 
 def test_a_micro_batch_is_compared_with_the_same_micro_batch_of_the_plan() -> None:
-    """A step of two micro-batches whose bytes differ, measured with three rows a phase, planned with two."""
+    """A step of two micro-batches whose bytes differ, measured with five rows a phase, planned with three."""
 
     def of(rows: int) -> Timeline:
         builder = TimelineBuilder()
@@ -153,13 +153,13 @@ def test_a_micro_batch_is_compared_with_the_same_micro_batch_of_the_plan() -> No
                 builder.add(number + row / rows, held, 0, phase=phase, module="", op=OPERATORS[0], step=0)
         return builder.since()
 
-    run = of(3)
-    laid = panels.align_plan(run, of(2), run.seconds)
-    assert [held.tolist() for _, held in laid] == [[100 * n, 100 * n + 1] for n in range(5)]
+    run = of(5)
+    laid = panels.align_plan(run, of(3), run.seconds)
+    assert [held.tolist() for _, held in laid] == [[100 * n, 100 * n + 1, 100 * n + 2] for n in range(5)]
     for number, (at, _) in enumerate(laid):
-        assert at.tolist() == pytest.approx([number, number + 2 / 3])
+        assert at.tolist() == pytest.approx([number, number + 0.4, number + 0.8])
     # Of a plan of one micro-batch, the second one has no line.
-    one = of(2).rows([True] * 4 + [False] * 4 + [True] * 2)
+    one = of(3).rows([True] * 6 + [False] * 6 + [True] * 3)
     assert [held[0] for _, held in panels.align_plan(run, one, run.seconds)] == [0, 100, 400]
 
 
