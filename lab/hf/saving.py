@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lab.errors import CheckpointError
-from lab.training.checkpoint_reader import CheckpointReader, write_index
+from lab.training.checkpoint_reader import CheckpointReader, first_cause, write_index
 
 FOLDER = "optimizer_shards"
 """The folder of the optimizer's state inside a checkpoint of Trainer."""
@@ -116,7 +116,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     try:
         metadata = save(_moments(model, optimizer), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} could not be written: {_cause(error)}") from error
+        raise CheckpointError(f"{folder} could not be written: {first_cause(error)}") from error
     if dist.get_rank() == 0:
         write_index(folder, metadata)
     dist.barrier()
@@ -135,7 +135,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(_moments(model, optimizer), storage_reader=reader)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read into this optimizer: {_cause(error)}") from error
+        raise CheckpointError(f"{folder} cannot be read into this optimizer: {first_cause(error)}") from error
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -147,8 +147,3 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
             if parameter in optimizer.state
         }
     }
-
-
-def _cause(error: CheckpointException) -> str:
-    _, (cause, _) = min(error.failures.items())
-    return str(cause).partition("\n")[0] or type(cause).__name__
