@@ -6,22 +6,7 @@ import torch
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.step.batches import IGNORED, shard_batch
-
-
-class Mesh:
-    """As much of a device mesh as a batch asks for."""
-
-    def __init__(self, ranks: int, rank: int):
-        self.ranks, self.rank = ranks, rank
-
-    def size(self) -> int:
-        return self.ranks
-
-    def get_local_rank(self) -> int:
-        return self.rank
-
-    def get_group(self) -> None:
-        return None
+from lab_tests.support.mesh import Mesh
 
 
 def shards(rows: int, tokens: int, ranks: int, **knobs):

@@ -64,8 +64,8 @@ class Watched(Trainer):
 
 OVERRIDDEN = (
     "create_accelerator_and_postprocess", "_prepare_for_training", "create_optimizer", "get_batch_samples",
-    "_get_num_items_in_batch", "compute_loss", "_clip_grad_norm", "_get_grad_norm", "evaluation_loop",
-    "prediction_step", "save_model", "_save", "_save_optimizer_and_scheduler",
+    "_get_num_items_in_batch", "training_step", "compute_loss", "_clip_grad_norm", "_get_grad_norm",
+    "evaluation_loop", "prediction_step", "save_model", "_save", "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model",
 )  # fmt: skip
 
@@ -175,6 +175,16 @@ def _(trainer):
     assert int(count) in (4, 6), "it counts labels"
 
 
+@hook("transformers", "Trainer.training_step")
+def _(trainer):
+    samples, count = first(trainer, "get_batch_samples").result
+    steps = [call.arguments for call in trainer.calls if call.name == "training_step"][: len(samples)]
+    for sample, step in zip(samples, steps, strict=True):
+        assert set(step) == {"self", "model", "inputs", "num_items_in_batch"}
+        assert step["inputs"] is sample, "it gets what get_batch_samples returns"
+        assert step["num_items_in_batch"] is count, "it gets the count that get_batch_samples returns"
+
+
 @hook("transformers", "Trainer._clip_grad_norm")
 def _(trainer):
     clipped, logged = first(trainer, "_clip_grad_norm"), first(trainer, "_get_grad_norm")
@@ -215,6 +225,9 @@ def _(trainer):
 
 @hook("transformers", "Trainer.save_model")
 def _(trainer):
+    call = first(trainer, "save_model")
+    assert call.arguments["output_dir"].endswith("checkpoint-2"), "a checkpoint's weights are written by it"
+    assert call.arguments["_internal_call"] is True
     assert list(inspect.signature(Trainer.save_model).parameters) == ["self", "output_dir", "_internal_call"]
 
 

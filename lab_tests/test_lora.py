@@ -150,6 +150,35 @@ def test_the_state_of_llama3_8b_is_4_bytes_a_parameter():
     }
 
 
+COMMANDS = {
+    "plan": "plan tiny --tokens 64 --ranks 2",
+    "quick plan": "plan tiny --tokens 64 --ranks 2 --quick",
+    "ladder": "ladder tiny --tokens 64 --ranks 2",
+    "max-context": "max-context tiny --ranks 2 --device-memory 1GiB",
+    "fit": "fit tiny --tokens 64 --ranks 2 --device-memory 1GiB",
+    "rehearse": "rehearse tiny --tokens 64 --ranks 2 --machine cpu",
+    "run": "run tiny --tokens 64 --ranks 2 --steps 1",
+}
+"""The commands that take adapters."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "lora='' names no adapters: write r=16, or"),
+        ("r=4,rank=5", "lora='r=4,rank=5' names no adapters: write r=16, or"),
+        ("r=0", "lora: r=0: it takes a whole number, 1 or more"),
+        ("r=4,targets=lm_head", "lora: no projection 'lm_head' in the layers of this model: targets are"),
+    ],
+)
+def test_a_command_refuses_other_adapters_in_one_line(monkeypatch, command, text, said):
+    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
+    run = CliRunner().invoke(main, [*COMMANDS[command].split(), "--lora", text])
+    assert (run.exit_code, run.stdout, run.stderr.count("\n")) == (2, "", 1), run.output
+    assert run.stderr.startswith(f"lab: {said}")
+
+
 def test_the_command_plans_adapters():
     arguments = ["plan", "tiny", "--tokens", "64", "--ranks", "2", "--recipe", "fsdp", "--json"]
     answers = [

@@ -26,7 +26,7 @@ from lab.show.live import timeline as live_timeline
 from lab.show.live import widget as live_widget
 from lab.training.records import Progress, Started
 from lab.units import GiB, MiB
-from lab_tests.support.runs import PEAK, finished_run, follow, timeline_builder
+from lab_tests.support.runs import OPERATORS, PEAK, finished_run, follow, timeline_builder
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,6 +138,29 @@ def test_a_plan_lies_on_the_measured_clock() -> None:
     assert [h.max() for h in held[6:]] == [h.max() for h in held[3:6]]
     text = lab.show.timeline(run, planned=plan).text
     assert text.endswith("; planned peak 700.0 MiB.")
+
+
+def test_a_micro_batch_is_compared_with_the_same_micro_batch_of_the_plan() -> None:
+    """A step of two micro-batches whose bytes differ, measured with five rows a phase, planned with three."""
+
+    def of(rows: int) -> Timeline:
+        builder = TimelineBuilder()
+        # As in the lab's step: each micro-batch has a forward and a backward, and the optimizer comes once.
+        phases = ["forward", "backward", "forward", "backward", "optimizer"]
+        for number, phase in enumerate(phases):
+            for row in range(rows):
+                held = [100 * number + row, *[0] * 7]
+                builder.add(number + row / rows, held, 0, phase=phase, module="", op=OPERATORS[0], step=0)
+        return builder.since()
+
+    run = of(5)
+    laid = panels.align_plan(run, of(3), run.seconds)
+    assert [held.tolist() for _, held in laid] == [[100 * n, 100 * n + 1, 100 * n + 2] for n in range(5)]
+    for number, (at, _) in enumerate(laid):
+        assert at.tolist() == pytest.approx([number, number + 0.4, number + 0.8])
+    # Of a plan of one micro-batch, the second one has no line.
+    one = of(3).rows([True] * 6 + [False] * 6 + [True] * 3)
+    assert [held[0] for _, held in panels.align_plan(run, one, run.seconds)] == [0, 100, 400]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from cluster.errors import RankError
@@ -15,28 +16,11 @@ from lab.recipe.recipe import Recipe
 from lab.step import data, on_ranks, token_source, write_tokens
 from lab.step.batches import read_batch, shard_batch
 from lab.step.token_source import TokenSource, open_source
+from lab_tests.support.mesh import Mesh
 from lab_tests.support.models import small_config
 from lab_tests.support.training import ROWS, TOKENS
 
 VOCABULARY = 70_000
-
-
-class Mesh:
-    """As much of a device mesh as a batch asks for."""
-
-    device_type = "cpu"
-
-    def __init__(self, ranks: int, rank: int):
-        self.ranks, self.rank = ranks, rank
-
-    def size(self) -> int:
-        return self.ranks
-
-    def get_local_rank(self) -> int:
-        return self.rank
-
-    def get_group(self) -> None:
-        return None
 
 
 class Counted(TokenSource):
@@ -147,6 +131,13 @@ def test_tokens_that_are_not_written(tmp_path, name, tokens, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_was_written_is_removed_where_it_cannot_have_its_name(tmp_path):
+    (tmp_path / "a.uint16.bin").mkdir()
+    with pytest.raises(DataError, match="cannot be written: Is a directory"):
+        write_tokens(torch.tensor([1]), tmp_path / "a.uint16.bin")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.uint16.bin"]
+
+
 def test_a_token_beyond_the_vocabulary_and_a_file_that_was_cut(tmp_path):
     path = tmp_path / "a.uint16.bin"
     write_tokens(torch.tensor([5, 6, 300, 7]), path)
@@ -172,6 +163,12 @@ def test_the_digest_of_a_text_is_that_of_its_file_and_of_no_other(tmp_path, monk
             other[place] = 99
             assert TokenSource(other, 101).digest() != digest
         assert TokenSource(tokens[:-1], 101).digest() != digest
+    # The blocks that are read of a long text are 0 to 3, 23 to 26, and 46 to 49, and no other token counts.
+    other = tokens.copy()
+    other[30] = 99
+    assert TokenSource(other, 101).digest() == digest
+    # These blocks of texts of one token are equal, and the lengths of the texts are not.
+    assert len({TokenSource(np.ones(length), 101).digest() for length in (49, 50)}) == 2
 
 
 def test_training_from_a_file_has_the_losses_of_the_text_bit_for_bit(ranks4, digits, tmp_path):
@@ -185,11 +182,22 @@ def test_training_from_a_file_has_the_losses_of_the_text_bit_for_bit(ranks4, dig
     assert [t.device_peak for t in from_file.timelines] == [t.device_peak for t in from_text.timelines]
 
 
+def refusal_on_rank(path):
+    """Runs on every rank; the last of them reads the token."""
+    source, mesh = open_source(path, vocab_size=101), init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(lab.LabError) as refused:
+        read_batch(source, [range(TOKENS)], TOKENS, Recipe(ulysses=4), mesh)
+    return str(refused.value)
+
+
 def test_all_ranks_refuse_the_token_that_one_of_them_reads(ranks4, tmp_path, monkeypatch):
     """The token is in the part of the last rank; the others would wait for it in the forward."""
     tokens = torch.arange(TOKENS) % 101
     tokens[TOKENS - 3] = 101
     write_tokens(tokens, tmp_path / "a.uint16.bin")
+    *others, last = ranks4.apply(refusal_on_rank, tmp_path / "a.uint16.bin")
+    assert "has token 101 at place 37" in last
+    assert others == [f"rank 3 refuses: {last}"] * 3
     monkeypatch.setattr(on_ranks, "CHECKED", 4)
     with pytest.raises(RankError, match="has token 101 at place 37, the model's vocabulary ends at 100"):
         lab.run(

@@ -6,12 +6,13 @@ import torch
 
 from lab import models
 from lab.memory.meter import Meter
+from lab.memory.timeline import Op, Timeline
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import make_rank_state
 from lab_tests.support.models import small_config
 
-ROWS, TOKENS, LENGTH = 2, 40, 3 * 40 + 17
+ROWS, TOKENS, START, LENGTH = 2, 40, 500, 3 * 40 + 17
 """The text has three rows of 40 tokens and one of 17: two batches, the second with a short row."""
 
 UPIPE = Recipe(
@@ -60,9 +61,23 @@ def validated_on_rank(job, settings):
     return value, losses, [meter.timeline() for meter in (before, during, after)], held
 
 
+def operators(timeline: Timeline) -> list[tuple[str, str, Op]]:
+    """The phase, the module and the operator of each row."""
+    return [
+        (timeline.phases[phase], timeline.modules[module], timeline.ops[op])
+        for phase, module, op in zip(timeline.phase, timeline.module, timeline.op, strict=True)
+    ]
+
+
+def attention_shapes(timeline: Timeline) -> set[str]:
+    """The shapes that the attention's kernel gets in a forward: rows, heads and tokens."""
+    return {op.shapes for phase, _, op in operators(timeline) if phase == "forward" and "flash" in op.name}
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_transformers_mean_and_leaves_the_training_as_it_was(ranks4, digits, tmp_path, name):
-    text = digits.read_bytes()[:LENGTH]
+    # Another text than that of the training, which begins with other tokens.
+    text = digits.read_bytes()[START : START + LENGTH]
     (tmp_path / "validation.txt").write_bytes(text)
     recipe = RECIPES[name]
     job = make_job(model, recipe, ranks=4, tokens=TOKENS, rows=ROWS)
@@ -73,8 +88,15 @@ def test_it_is_transformers_mean_and_leaves_the_training_as_it_was(ranks4, digit
         assert losses[0] == losses[1]
         assert during.device_peak <= before.device_peak
         assert during.host_peak <= before.host_peak
-        # FSDP holds no parameters more, at any row, than without the validation.
+        # Nothing is kept for a backward, on the device or on the host, and no more rows are computed at once.
+        forward = before.rows([before.phases[phase] == "forward" for phase in before.phase])
+        assert during.device_peak + during.host_peak < forward.device_peak + forward.host_peak
+        assert attention_shapes(during) == attention_shapes(before) != set()
+        # The validation leaves nothing behind: FSDP holds no parameters more, at any row, than without it.
+        assert during.total[-1] == during.total[0]
+        assert operators(before) == operators(after)
         assert np.array_equal(before.device, after.device)
+        assert np.array_equal(before.host, after.host)
         assert (held == 0) == recipe.fsdp
 
 

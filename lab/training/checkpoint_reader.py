@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -38,6 +39,13 @@ DTYPES = {
 """The dtypes of parameters and of Adam's state, by name."""
 
 Entry = dict[str, Any]
+
+
+def first_cause(error: CheckpointException) -> str:
+    """Return what the first rank that failed says, and its number, on one line."""
+    rank, (cause, _) = min(error.failures.items())
+    message = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
+    return f"{message} (rank {rank})"
 
 
 def write_index(folder: Path, metadata: Metadata) -> None:

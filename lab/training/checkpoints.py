@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from lab import models
 from lab.errors import CheckpointError, ModelError
-from lab.training.checkpoint_reader import CheckpointReader, write_index
+from lab.training.checkpoint_reader import CheckpointReader, first_cause, write_index
 from lab.training.manifest import (
     PART,
     Manifest,
@@ -125,7 +125,7 @@ class Checkpointer:
         kept = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
         return (
             f"{self._name} could not be written in {self._folder} ({format_bytes(free)} free): "
-            f"{_cause(error)}; {kept}"
+            f"{first_cause(error)}; {kept}"
         )
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ def _load(reader: CheckpointReader, state: dict[str, Any], group: dist.ProcessGr
             reader.read_metadata()
             load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        said = f"{reader.checkpoint} cannot be read into this model: {_cause(error)}"
+        said = f"{reader.checkpoint} cannot be read into this model: {first_cause(error)}"
         raise CheckpointError(said) from error
 
 
@@ -266,13 +266,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard, or the tensor where it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _cause(error: CheckpointException) -> str:
-    """What the first rank that failed says, and its number, on one line."""
-    rank, (cause, _) = min(error.failures.items())
-    message = str(cause).partition("\n")[0].rstrip(".") or type(cause).__name__
-    return f"{message} (rank {rank})"
 
 
 def _sync(path: Path) -> None:
