@@ -1,6 +1,5 @@
 """What tests share: a cluster of four ranks, this process as one rank, plans kept away from the user's."""
 
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,16 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cluster.ranks import Cluster
 
-# A failed assertion of a helper shows its values, as one of a test does. Before a helper is imported.
+# A failed assertion of a helper shows its values, as one of a test does.
 pytest.register_assert_rewrite("lab_tests.support")
-
-from lab_tests.support.modules import freeze_modules  # noqa: E402
-
-
-def pytest_collection_finish() -> None:
-    """All modules are imported now; see ``freeze_modules``."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +42,6 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Cluster]:
     with Cluster(ranks=4) as cluster:
-        cluster.apply(freeze_modules, "lab.training.run")
         yield cluster
 
 
@@ -77,7 +67,6 @@ def _fresh_ranks(ranks4: Cluster) -> None:
     """
     ranks4.stop()
     ranks4.start()
-    ranks4.apply(freeze_modules, "lab.training.run")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +75,6 @@ def _fresh_ranks_after_deepspeed(ranks4: Cluster) -> Iterator[None]:
     yield
     ranks4.stop()
     ranks4.start()
-    ranks4.apply(freeze_modules, "lab.training.run")
 
 
 @pytest.fixture(autouse=True)

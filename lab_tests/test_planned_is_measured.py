@@ -114,14 +114,12 @@ CASES = {
     ),
     "streamed, tied heads, biases": (odd(Qwen2Config, tie_word_embeddings=True), STREAMED, 500, 1),
     "streamed, overlap, kept attention": (
-        odd(num_hidden_layers=8), replace(STREAMED, stream=130, overlap=True, offload="attention"), 500, 1,
+        odd(num_hidden_layers=8), replace(STREAMED, overlap=True, offload="attention"), 500, 1,
     ),
     "streamed, bf16 on replicas": (
         odd(), replace(STREAMED, fsdp=False, ulysses=1, compute_dtype="bfloat16"), 100, 3,
     ),
-    "segments of three": (
-        odd(num_hidden_layers=11), replace(STREAMED, head_chunk=None, stream=130, segment=3), 500, 1,
-    ),
+    "segments of three": (odd(num_hidden_layers=11), replace(STREAMED, segment=3), 500, 1),
     "segments, kept attention, no FSDP": (
         odd(num_hidden_layers=3), replace(STREAMED, fsdp=False, segment=2, offload="attention"), 500, 3,
     ),
@@ -134,7 +132,7 @@ CASES = {
 """The model, the recipe, the tokens and the rows.
 
 A plan of more than seven layers is extrapolated, here by three layers and by five; one of more than ten with
-segments of three, by three. Streamed layers as many as these have tiles of 130 and of 120 tokens.
+segments of three, by three.
 """
 
 

@@ -16,7 +16,6 @@ import lab.hf
 from cluster.ranks import Cluster
 from cluster.remote import leave
 from lab.hf.ranks import as_torchrun
-from lab_tests.support.modules import freeze_modules
 
 SECONDS = 60
 """The timeout of a collective in a world that is smaller than the cluster."""
@@ -31,7 +30,6 @@ def launch(cluster: Cluster, ranks: int, fn: Callable[..., Any], *args: Any, **k
     Returns:
         The results of the ranks, in their order.
     """
-    cluster.apply(freeze_modules, fn.__module__)
     if ranks == cluster.ranks:
         return lab.hf.on_ranks(cluster, fn, *args, **kwargs)
     # The ranks that do nothing do not import what they do not run.
