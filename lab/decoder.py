@@ -63,8 +63,8 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
 """Fields that transformers reads from any config, although no config class declares them."""
 
 # ``layer_types`` decides which layers have a window, whatever these fields are.
-_WINDOWS = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
-_NO_WINDOW: dict[str, tuple[object, ...]] = {"layer_types": ("full_attention",)}
+_WINDOWS = frozenset({"max_window_layers", "use_sliding_window"})
+_TYPES: dict[str, tuple[object, ...]] = {"layer_types": ("full_attention", "sliding_attention")}
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class Family:
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The field that divides the logits; None if there is none.
+        windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
+            ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Family:
     qkv_biases: bool = False
     scaled_residual: bool = False
     logits_divisor: str | None = None
+    windows: bool = False
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
         """Return the values of a field that the lab computes right; None stands for every value.
@@ -111,6 +114,7 @@ class Family:
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_WINDOW = frozenset({"sliding_window"})
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
@@ -122,17 +126,24 @@ FAMILIES: dict[str, Family] = {
         logits_divisor="logits_scaling",
     ),
     "llama": Family("Llama", used=_BIASES, only={"pretraining_tp": (1,)}),
-    "mistral": Family("Mistral", only={"sliding_window": (None,)}),
-    "qwen2": Family("Qwen2", harmless=_WINDOWS, only=_NO_WINDOW, qkv_biases=True),
+    "ministral": Family("Ministral", used=_WINDOW, only=_TYPES, windows=True),
+    "mistral": Family("Mistral", used=_WINDOW, windows=True),
+    "qwen2": Family("Qwen2", used=_WINDOW, harmless=_WINDOWS, only=_TYPES, qkv_biases=True, windows=True),
     "qwen3": Family(
-        "Qwen3", used=frozenset({"attention_bias"}), harmless=_WINDOWS, only=_NO_WINDOW, head_norms=True
+        "Qwen3",
+        used=_WINDOW | {"attention_bias"},
+        harmless=_WINDOWS,
+        only=_TYPES,
+        head_norms=True,
+        windows=True,
     ),
     "starcoder2": Family(
         "Starcoder2",
-        used=frozenset({"norm_epsilon", "use_bias"}),
-        only={"embedding_dropout": (0.0,), "residual_dropout": (0.0,), "sliding_window": (None,)},
+        used=_WINDOW | {"norm_epsilon", "use_bias"},
+        only={"embedding_dropout": (0.0,), "residual_dropout": (0.0,)},
         mlp_projections=("c_fc", "c_proj"),
         layer_norms=True,
+        windows=True,
     ),
 }
 """The supported families by their ``model_type``."""
@@ -170,7 +181,30 @@ def check_config(config: PretrainedConfig) -> Family:
             _check_value(family, name, getattr(config, name, default), works)
     for name, works in _UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), works)
+    for window in windows_of(config):
+        check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
+
+
+def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer, the number of keys that a query sees; None if it sees all.
+
+    Raises:
+        ModelError: A layer has a window, and the config has no number of keys.
+    """
+    layers: int = config.num_hidden_layers
+    if not FAMILIES[config.model_type].windows:
+        return (None,) * layers
+    window: int | None = config.sliding_window
+    types: list[str] | None = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * layers
+    if window is None and "sliding_attention" in types:
+        raise ModelError(
+            "layer_types has 'sliding_attention', and sliding_window is None: set sliding_window to the "
+            "number of keys that a query of these layers sees"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def check_family(kind: str) -> Family:
@@ -230,6 +264,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
         scaled_residual=family.scaled_residual,
         divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,
         tied=c.tie_word_embeddings,
+        windows=windows_of(c),
     )
 
 
@@ -255,6 +290,7 @@ class Layer:
         mlp: The MLP.
         norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
+        window: The number of keys that a query sees, itself included; None if it sees all before it.
     """
 
     module: nn.Module
@@ -262,6 +298,7 @@ class Layer:
     mlp: nn.Module
     norms: tuple[nn.Module, nn.Module]
     residual_multiplier: float = 1.0
+    window: int | None = None
 
     @property
     def head_modules(self) -> list[nn.Module]:
@@ -362,7 +399,7 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
     check_modules(model)
-    divisor = family.logits_divisor
+    divisor, windows = family.logits_divisor, windows_of(config)
     return Decoder(
         model=model,
         shape=shape_of(config),
@@ -373,6 +410,7 @@ def decoder_of(model: nn.Module) -> Decoder:
                 mlp=layer.mlp,
                 norms=(layer.input_layernorm, layer.post_attention_layernorm),
                 residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
+                window=windows[layer.self_attn.layer_idx],
             )
             for layer in model.model.layers
         ),

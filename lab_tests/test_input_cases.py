@@ -101,7 +101,10 @@ EXPECTED = {
     "state: inference_mode": r"refused: torch\.inference_mode .*torch\.no_grad",
     "state: accumulation": RIGHT,
     "state: two models": RIGHT,
-    "state: backward twice": {"plain": RIGHT, "everything": "refused: a second backward through a tiled loss"},
+    "state: backward twice": {
+        "plain": RIGHT,
+        "everything": "refused: a second backward through a tiled loss",
+    },
     "state: a forward that fails": RIGHT,
     "state: a backward that fails": {
         "plain": RIGHT,

@@ -49,7 +49,7 @@ def compare_pairs(model: str, ranks: int, rung: str, tokens: int, say: Say, *, a
         config.layer_types = config.layer_types[:LAYERS]
     dtype = None if model == "tiny" else "bfloat16"
     plans: dict[tuple[int, int], Plan] = {}
-    pairs = [pair for pair in degree_pairs(shape.H, shape.K, ranks) if pair[0] >= at_least]
+    pairs = [pair for pair in degree_pairs(shape, ranks) if pair[0] >= at_least]
     for ulysses, ring in pairs:
         say(f"{model} on {ranks} ranks, ulysses={ulysses} ring={ring}")
         knobs: dict[str, Any] = {"ulysses": ulysses, "ring": ring, "compute_dtype": dtype}

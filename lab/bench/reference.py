@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -34,13 +35,15 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "ministral": MinistralConfig,
     "arcee": ArceeConfig,
     "granite": GraniteConfig,
     "starcoder2": Starcoder2Config,
 }
 
 OWN: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 13},
+    "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
     "arcee": {"mlp_bias": True},
     "granite": {
         "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,

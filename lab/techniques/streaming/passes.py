@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.decoder import Layer, effective_weight
-from lab.techniques.attention.flash import FLASH
+from lab.techniques.attention.window import kernel_of
 from lab.techniques.host_tiles import HostTiles, TileCopiers
 from lab.techniques.host_transfer import HostTensor
 from lab.techniques.parameter_aliases import parameter_aliases
@@ -49,7 +49,7 @@ class StreamedLayer:
         """Return the arguments of the stages, with the kernel that the attention has now."""
         module: Any = self.parts.attention
         norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
-        kernel = getattr(module, "lab_kernel", FLASH)
+        kernel = kernel_of(module)
         return LayerSettings(
             self.schedule, self.group, kernel, module.scaling, module.head_dim, norms, self.overlap
         )

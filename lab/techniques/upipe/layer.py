@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 
 from lab.decoder import Patch, check_hooks, decoder_of, effective_weight, has_cache
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.saved_results import ResultCache, Results, no_cache
+from lab.techniques.attention.window import kernel_of
 from lab.techniques.exchange import size_of
 from lab.techniques.upipe.passes import Inputs, LayerSettings, backward_pass, forward_pass
 from lab.techniques.upipe.schedule import Schedule, schedule
@@ -134,7 +134,7 @@ def upipe_forward(
             "UPipe with a mask or a cache is not supported: pass no attention_mask, and use_cache=False"
         )
     norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
-    kernel = getattr(module, "lab_kernel", FLASH)
+    kernel = kernel_of(module)
     # A group of one rank sends nothing.
     overlap = overlap and schedule.ranks > 1
     settings = LayerSettings(schedule, group, kernel, module.scaling, module.head_dim, norms, overlap)
