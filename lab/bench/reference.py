@@ -50,7 +50,10 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
 }  # fmt: skip
-"""The fields of each family's config beside its sizes, with values that change the result."""
+"""The fields of each family's config beside its sizes, with values that change the result.
+
+``layer_types`` are repeated for all layers.
+"""
 
 
 def config(
@@ -76,7 +79,10 @@ def config(
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return FAMILIES[family](**{**sizes, **OWN.get(family, {}), **more})
+    fields = {**sizes, **OWN.get(family, {}), **more}
+    if "layer_types" in fields:
+        fields["layer_types"] = (fields["layer_types"] * layers)[:layers]
+    return FAMILIES[family](**fields)
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:

@@ -41,10 +41,11 @@ from lab.planning.closed_form_terms import (
     kernel_bytes,
     kernel_heads,
     nested,
-    pair_bytes,
+    parts_bytes,
     plus,
     sizes_of,
     weight_sums,
+    whole_calls,
     wide_norm,
 )
 from lab.recipe.jobs import Job, make_job
@@ -433,7 +434,7 @@ def _attention(z: Sizes) -> Held:
     # A ring makes its gradients of what it sums and passes on; dq is its own sum if that is no wider.
     backward = kernel_bytes(z, q, z.sent)
     made = backward if z.recipe.ring == 1 else q * (z.f == z.w)
-    if z.recipe.ring == 1 and z.recipe.attention_tile is not None:
+    if z.recipe.ring == 1 and not whole_calls(z):
         made = q + 2 * z.sent * (z.f == z.w)
     kernel = plus(kept, {ACTIVATION_GRADIENTS: q + made, TEMPORARY: backward - made})
     dout = plus(
@@ -460,13 +461,15 @@ def _upipe(z: Sizes) -> Held:
     end = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: weights} if z.A + weights > grouped else {TEMPORARY: grouped}
     end = plus(end, {TEMPORARY: home})
     heads = max(kernel_heads(z)) * z.h
-    if z.recipe.attention_tile is None or z.recipe.ring > 1:
-        stage = 3 * u + 2 * u_kv + sums + kernel_bytes(z, heads, u_kv)
-    else:
-        # In pairs of tiles all is summed wide; or the output is exchanged; or what a stage made is.
+    stages = []
+    if whole_calls(z) or z.recipe.ring > 1:
+        stages.append(3 * u + 2 * u_kv + sums + kernel_bytes(z, heads, u_kv))
+    # In parts all is summed wide; or the output is exchanged; or what a stage made is.
+    for part in parts_bytes(z, heads, u_kv) if z.recipe.ring == 1 else ():
         exchange = (4 if z.recipe.ulysses > 1 else 3) * u + 2 * u_kv + sums
-        kernel, sent_back = 3 * u + 2 * u_kv + pair_bytes(z, heads, u_kv), 2 * u + 4 * u_kv
-        stage = max(2 * u_kv * z.f // z.w + max(kernel, sent_back), exchange)
+        kernel, sent_back = 3 * u + 2 * u_kv + part, 2 * u + 4 * u_kv
+        stages.append(max(2 * u_kv * z.f // z.w + max(kernel, sent_back), exchange))
+    stage = max(stages)
     peaks = [{TEMPORARY: stage + there + ahead}, end]
     if z.head_norms:
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.

@@ -22,9 +22,10 @@ from lab.planning.closed_form_terms import (
     kernel_bytes,
     kernel_heads,
     nested,
-    pair_bytes,
+    parts_bytes,
     plus,
     weight_sums,
+    whole_calls,
     wide_norm,
 )
 from lab.techniques.host_pieces import piece_sizes
@@ -229,11 +230,13 @@ def _stages(z: Sizes) -> Held:
     ahead = (6 * u + 4 * u_kv * (plan.slots > plan.slots_in_flight)) * _overlaps(z)
     stage, heads = 3 * u + 2 * u_kv + ahead, max(kernel_heads(z))
     lse = {ACTIVATIONS: z.f * z.b * z.s * heads}
-    if z.recipe.attention_tile is None or z.recipe.ring > 1:
-        inside = sums + kernel_bytes(z, heads * z.h, u_kv)
-    else:
-        # In pairs of tiles all is summed wide; then what a stage made is exchanged.
-        inside = 2 * u_kv * z.f // z.w + max(pair_bytes(z, heads * z.h, u_kv), 2 * u_kv - u)
+    kernels = []
+    if whole_calls(z) or z.recipe.ring > 1:
+        kernels.append(sums + kernel_bytes(z, heads * z.h, u_kv))
+    # In parts all is summed wide; then what a stage made is exchanged.
+    for part in parts_bytes(z, heads * z.h, u_kv) if z.recipe.ring == 1 else ():
+        kernels.append(2 * u_kv * z.f // z.w + max(part, 2 * u_kv - u))
+    inside = max(kernels)
     kernel, exchange = plus(lse, {TEMPORARY: stage + inside}), stage + u * (z.recipe.ulysses > 1) + sums
     # A stage that computes its keys and values has no sums yet.
     computed = stage + sums if ahead else 2 * u + max(4 * u_kv, 2 * u_kv + sums)

@@ -12,6 +12,7 @@ from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.upipe.schedule import schedule
+from lab.techniques.window_pieces import PIECE
 
 WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
@@ -87,7 +88,8 @@ class Sizes:
     M is one tensor inside the MLP, h one head, ``sent`` all keys as exchanged (where K < C, each to C/K
     ranks), ``table`` the embedding, ``root`` all outside the layers, ``matrices`` those of an MLP.
     ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most.
-    ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen.
+    ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen. ``windows``
+    are those of the layers, each once; None if the layer has none, or one of all tokens.
     """
 
     recipe: Recipe
@@ -123,6 +125,7 @@ class Sizes:
     shard: int
     sent: int
     adapted: bool
+    windows: frozenset[int | None]
     trained: Trained
 
 
@@ -154,6 +157,7 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
         shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
         adapted=job.lora is not None, trained=trained,
+        windows=frozenset(w if w is None or w < s * recipe.ulysses else None for w in shape.windows),
     )  # fmt: skip
 
 
@@ -237,19 +241,53 @@ def kernel_bytes(z: Sizes, q: int, k: int) -> int:
 def _call(z: Sizes, q: int, k: int, *, queries: int = 1, keys: int = 1) -> int:
     """dq, dk and dv of one call of the kernel, with one of so many parts of the queries and of the keys.
 
-    In tiles, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded of them.
+    In tiles or windows, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded
+    of them.
     """
     dq, dk = q // queries, k // keys
-    if z.recipe.attention_tile is None:
-        return dq + 2 * dk
-    return dq + 2 * dk * z.f // z.w + max(pair_bytes(z, q, k, queries, keys), dk * (z.f > z.w))
+    calls = [dq + 2 * dk] if whole_calls(z) else []
+    parts = [max(part, dk * (z.f > z.w)) for part in parts_bytes(z, q, k, queries, keys)]
+    return max(calls + [dq + 2 * dk * z.f // z.w + part for part in parts])
 
 
-def pair_bytes(z: Sizes, q: int, k: int, queries: int = 1, keys: int = 1) -> int:
-    """dq, dk and dv of a pair of tiles, and the sum of dq; ``q`` and ``k`` are bytes of all tokens."""
-    tokens = z.s * z.recipe.ulysses
-    tile = z.recipe.attention_tile or tokens
-    return (min(tile, tokens // queries) * (q + q * z.f // z.w) + min(tile, tokens // keys) * 2 * k) // tokens
+def whole_calls(z: Sizes) -> bool:
+    """Return whether the kernel of a layer computes the backward of all its tokens in one call."""
+    return None in z.windows and z.recipe.attention_tile is None
+
+
+def parts_bytes(z: Sizes, q: int, k: int, queries: int = 1, keys: int = 1) -> list[int]:
+    """What a kernel holds for a part of the tokens, for each kind of layer whose kernel computes in parts.
+
+    ``q`` and ``k`` are bytes of all tokens. In tiles, dq, dk and dv of a pair of tiles, and the sum of dq. In
+    windows, the sum of dq of the tokens of a call; of those that see keys of the block before theirs, dout,
+    q and the output in reversed order, and dq; of these keys, k, v, dk and dv.
+    """
+    tokens, parts = z.s * z.recipe.ulysses, list[int]()
+    wide = q * z.f // z.w
+    if None in z.windows and z.recipe.attention_tile is not None:
+        tile = z.recipe.attention_tile
+        pair = min(tile, tokens // queries) * (q + wide) + min(tile, tokens // keys) * 2 * k
+        parts.append(pair // tokens)
+    for window in z.windows - {None}:
+        assert window is not None
+        whole, together = tokens // window, max(1, PIECE // window)
+        # Of the blocks of a call, all but the first of a sequence see keys of the block before them.
+        calls = [(min(together, whole), min(together, whole) - 1)]
+        if whole > together:
+            calls.append((min(together, whole - together),) * 2)
+        if tokens % window:
+            calls.append((1, 1))
+        parts.append(
+            max(
+                max(
+                    blocks * window * wide + later * (window - 1) * 4 * (q + k),
+                    blocks * window * (wide + q * (z.f > z.w)),
+                )
+                // tokens
+                for blocks, later in calls
+            )
+        )
+    return parts
 
 
 def wide_norm(z: Sizes, kept: str, elements: int) -> Held:

@@ -17,10 +17,7 @@ from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, Kernel
 from lab.techniques.attention.merging import merge
 from lab.techniques.precision import accumulation_dtype
-from lab.units import Ki
-
-PIECE = 64 * Ki
-"""The most tokens in one call of a kernel, if a window is not longer: enough to keep a GPU busy."""
+from lab.techniques.window_pieces import PIECE
 
 
 def kernel_of(module: nn.Module) -> Kernel:
