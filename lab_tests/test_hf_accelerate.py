@@ -165,7 +165,7 @@ def by_hand(folder: Path) -> Outcome:
     )
     data = rows()
     trainer = LongTrainer(trained, args, collate, train_dataset=data, eval_dataset=data[:7])
-    with pytest.raises(LabError, match=r"given with a recipe, .* call lab\.plan"):
+    with pytest.raises(LabError, match=r"given with a recipe: .* call lab\.plan"):
         lab.hf.plan(trainer, tokens=LONGEST)
     return outcome(trainer)
 

@@ -250,4 +250,5 @@ def test_loss_and_gradients_are_those_of_deepspeeds_own_run(recipe, theirs, rank
             ]
         torch.testing.assert_close(got["losses"], wanted["losses"].double(), rtol=1e-6, atol=0)
         for mine, right in zip(got["gradients"], wanted["gradients"], strict=True):
-            assert error({name: SUMMED * gradient for name, gradient in mine.items()}, right) <= 1e-6
+            # Both runs compute in fp32.
+            assert error({name: SUMMED * gradient for name, gradient in mine.items()}, right) <= 3e-6

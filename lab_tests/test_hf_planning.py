@@ -140,5 +140,5 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
         ):
             lab.hf.plan(replicas, ranks=4)
         alone.train_dataset = iter(rows())
-        with pytest.raises(LabError, match="no input_ids, or no end: give tokens, those of the longest row"):
+        with pytest.raises(LabError, match="have no input_ids: give tokens, the number of tokens in the"):
             lab.hf.plan(alone)

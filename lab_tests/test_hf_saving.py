@@ -198,7 +198,7 @@ def test_a_checkpoint_without_the_optimizer_is_refused(
     ):
         long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{")
-    with fresh_process(), pytest.raises(CheckpointError, match=r"no whole checkpoint in .*: train without"):
+    with fresh_process(), pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: train"):
         long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
 
 

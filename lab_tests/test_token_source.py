@@ -155,7 +155,7 @@ def test_a_token_beyond_the_vocabulary_and_a_file_that_was_cut(tmp_path):
     with pytest.raises(DataError, match="has token 300 at place 2, the model's vocabulary ends at 299"):
         source.read(torch.tensor([3, 6]))
     path.write_bytes(path.read_bytes()[:4])
-    with pytest.raises(DataError, match="has 4 bytes and had 8: leave it as it is"):
+    with pytest.raises(DataError, match="has 4 bytes, and had 8 when it was opened: do not change"):
         source.read(torch.tensor([0]))
 
 

@@ -1,4 +1,4 @@
-"""A recipe on a trainer's model: what the lab does, and what accelerate does."""
+"""Application of a recipe to a model that accelerate prepares: which of the two does what."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from lab.techniques.loss import IGNORED
 from lab.techniques.sharding import reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
-"""Who combines the gradients of ranks: the lab, which sums them, or accelerate by DDP, which averages
-them."""
+"""Who combines the gradients of ranks: the lab sums them; accelerate averages them, by DDP."""
 
 
 @dataclass(frozen=True, eq=False)
 class LongContextModel:
-    """A trainer's model with a recipe, on this rank.
+    """A model with a recipe, on this rank.
+
+    Letters: P ranks, C Ulysses degree, R ring degree.
 
     Attributes:
-        inner: The transformers model, inside of PEFT's where there are adapters.
+        inner: The transformers model; if there are adapters, the one inside PEFT's model.
         recipe: The recipe.
-        mesh: All P ranks.
-        sequence: The C*R ranks that share a sequence; None where every rank has its own.
+        mesh: A mesh of all P ranks.
+        sequence: The group of C*R ranks that share a sequence; None if that is one rank.
         sharding: Who combines the gradients of ranks.
         accelerator: The accelerator that prepares the model.
     """
@@ -52,7 +53,7 @@ class LongContextModel:
 
     @property
     def shared(self) -> int:
-        """C*R, the ranks that share a sequence."""
+        """The number of ranks that share a sequence, C*R."""
         return self.recipe.ulysses * self.recipe.ring
 
     def shard(self, inputs: Any) -> dict[str, Tensor]:
@@ -69,7 +70,11 @@ class LongContextModel:
         )
 
     def count(self, parts: Iterable[Mapping[str, Tensor]]) -> int:
-        """Return the labels of all ranks in the micro-batches of which ``parts`` are this rank's parts."""
+        """Return the number of labels on all ranks; every rank calls this.
+
+        Args:
+            parts: What ``shard`` returned for each micro-batch of an update.
+        """
         own = sum(int((part["shifted_labels"] != IGNORED).sum()) for part in parts)
         total = torch.tensor(own, device=self.accelerator.device)
         dist.all_reduce(total, group=self.mesh.get_group())
@@ -78,18 +83,18 @@ class LongContextModel:
     def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: float) -> Tensor:
         """Return the sum of the cross-entropies of all ranks over ``labels``, the same number on every rank.
 
-        Its gradients by ``accelerator.backward`` are exact whoever combines them: where the lab sums them
-        over ranks, a rank's share is that of its own labels; where accelerate averages them, it is P times
-        that. Accelerate also divides by its ``gradient_accumulation_steps``, by which they are multiplied
-        here: ``labels`` counts those of all micro-batches already.
+        ``accelerator.backward`` of this loss gives the exact gradients. Where the lab sums them over ranks, a
+        rank's gradients are those of its own labels. Where accelerate averages them, they are P times that.
+        ``accelerator.backward`` also divides by accelerate's ``gradient_accumulation_steps``. The gradients
+        are multiplied by this number here, because ``labels`` counts those of all micro-batches already.
 
         Args:
             model: The model as accelerate returned it.
             part: What ``shard`` returned.
-            labels: The labels of all ranks, and of all micro-batches of an update; see ``count``.
+            labels: The number of labels on all ranks, in all micro-batches of an update; see ``count``.
 
         Raises:
-            RecipeError: There is no label; a scheduler that accelerate steps for each rank.
+            RecipeError: ``labels`` is 0; a scheduler that accelerate steps once for each rank.
         """
         if not labels > 0:
             raise RecipeError(
@@ -98,7 +103,7 @@ class LongContextModel:
             )
         self._check_schedulers()
         if self.sharding == "accelerate" and getattr(self.inner.forward, "sequence", None) is None:
-            # Now that accelerate has changed the model.
+            # It looks at the model as accelerate has changed it, so it is called here and not in ``apply``.
             check_inputs(self.inner, self.recipe, self.mesh)
         own = (self.inner if self.sharding == "lab" else model)(**part).loss
         total = sum_over_ranks(own, self.mesh.get_group())
@@ -106,29 +111,31 @@ class LongContextModel:
         if self.sharding == "accelerate":
             factor *= self.mesh.size()
         if factor > 1:
-            # The value of the sum, and a multiple of its gradient.
+            # The value stays that of the sum; the gradient is multiplied by the factor.
             total = total + (factor - 1) * (total - total.detach())
         return total / labels
 
     def _check_schedulers(self) -> None:
-        """Refuse a scheduler that would run C*R times too fast: the ranks of a sequence have one batch."""
+        """Refuse a scheduler that accelerate steps C*R times for each batch.
+
+        Accelerate assumes that every rank has a batch of its own, but C*R ranks share one.
+        """
         for scheduler in self.accelerator._schedulers:
             if self.shared > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
                 raise RecipeError(
-                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do "
-                    "not give "
-                    "it to accelerator.prepare, or set step_scheduler_with_optimizer=False"
+                    "a scheduler that accelerate steps once for each rank, where ranks share a batch: do not "
+                    "give it to accelerator.prepare, or set step_scheduler_with_optimizer=False"
                 )
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside of PEFT's, or the model itself."""
+    """Return the transformers model inside PEFT's model, or the model itself."""
     inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, assignment]
     return inner
 
 
 def mesh_of_all(accelerator: Accelerator) -> DeviceMesh:
-    """Return a mesh of all ranks; a process that was started alone becomes a group of one."""
+    """Return a mesh of all ranks. If there is no process group, make one of this process alone."""
     _end_groups_at_exit()
     device_type = accelerator.device.type
     if not dist.is_initialized():
@@ -139,7 +146,7 @@ def mesh_of_all(accelerator: Accelerator) -> DeviceMesh:
 
 @cache
 def _end_groups_at_exit() -> None:
-    """End gloo's groups before the process ends: threads of gloo that still run would abort it."""
+    """Destroy gloo's groups before the process ends, because running threads of gloo would abort it."""
 
     def end() -> None:
         if dist.is_initialized() and dist.get_backend() == "gloo":
@@ -151,17 +158,18 @@ def _end_groups_at_exit() -> None:
 def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel:
     """Apply a recipe to a model before accelerate prepares it; every rank calls this.
 
-    The lab shards or replicates the parameters, also where accelerate has an FSDP plugin: accelerate's own
-    units would put the head apart from the loss, whose tiles need it whole. Replicas in the parameters' own
-    dtype are left to DDP.
+    The lab shards or replicates the parameters, also if accelerate has an FSDP plugin: accelerate would make
+    the head an FSDP unit of its own, but the tiles of the loss need the head whole. Only replicas that
+    compute in the parameters' own dtype are left to DDP.
 
     Args:
-        model: A transformers model, or PEFT's around one.
+        model: A transformers model, or PEFT's model around one.
         recipe: The recipe.
         accelerator: The accelerator that will prepare the model.
 
     Raises:
-        LabError: See ``lab.apply_recipe``; a recipe that contradicts accelerate's configuration.
+        LabError: See ``lab.apply_recipe`` and ``check_parallelism``; parameters outside the transformers
+            model, such as those of prompt tuning; PEFT's model with accelerate's FSDP.
     """
     inner, mesh = inner_model(model), mesh_of_all(accelerator)
     if not set(model.parameters()) <= set(inner.parameters()):
@@ -175,8 +183,7 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
     if plugin is not None and inner is not model:
         raise RecipeError(
             f"accelerate's FSDP with a {type(model).__name__}: it would shard the adapters again; leave "
-            "accelerate's "
-            "FSDP out, and the recipe's fsdp=True shards them"
+            "accelerate's FSDP out, and the recipe's fsdp=True shards them"
         )
     by_ddp = combined_by_ddp(recipe, mesh.size())
     sharding: Sharding = "accelerate" if by_ddp else "lab"
@@ -189,15 +196,16 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
 
 
 def combined_by_ddp(recipe: Recipe, ranks: int) -> bool:
-    """Return whether DDP combines the gradients of P ranks, and not the lab."""
+    """Return whether DDP, and not the lab, combines the gradients of the ranks."""
     return ranks > 1 and not recipe.fsdp and recipe.compute_dtype is None
 
 
 def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel | None:
-    """Return what a model is to which ``lab.apply_recipe`` was applied by hand; None for any other.
+    """Describe a model to which the caller has applied ``lab.apply_recipe``; return None for any other model.
 
     Raises:
-        RecipeError: It was made for other degrees than the recipe's.
+        RecipeError: The model has other degrees than the recipe; accelerate has an FSDP plugin; see
+            ``check_parallelism``.
     """
     inner = inner_model(model)
     degrees = getattr(inner.forward, "sequence", None)
@@ -219,11 +227,14 @@ def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -
 
 
 def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
-    """Have accelerate return the model as it is: one with this mark, and with FSDP one that is sharded."""
+    """Make ``accelerator.prepare`` return the model unchanged.
+
+    Accelerate returns a model that has this attribute, and with FSDP also one that is sharded.
+    """
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
-        # It would look for the classes of layers, which FSDP has renamed.
+        # The policy would look for the names of the layers' classes, which FSDP has changed.
         plugin.auto_wrap_policy = None
 
 
@@ -240,15 +251,13 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         if size > 1:
             raise RecipeError(
                 f"{name}={size} in the parallelism_config beside a recipe: its ulysses and ring shard "
-                "sequences, and "
-                "its fsdp the parameters; leave it out"
+                "sequences, and its fsdp the parameters; leave it out"
             )
     cp_size = 1 if config is None else config.cp_size
     if cp_size != shared:
         raise RecipeError(
-            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, "
-            f"ring={recipe.ring}: {shared} "
-            "ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
+            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, ring={recipe.ring}: "
+            f"{shared} ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
         )
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         raise RecipeError(
@@ -264,9 +273,8 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         return
     if not recipe.fsdp:
         raise RecipeError(
-            "accelerate's FSDP beside a recipe with fsdp=False: they contradict each other; set fsdp=True "
-            "in the "
-            "recipe, or leave accelerate's FSDP out"
+            "accelerate's FSDP beside a recipe with fsdp=False: they contradict each other; set fsdp=True in "
+            "the recipe, or leave accelerate's FSDP out"
         )
     if plugin.fsdp_version != 2:
         raise RecipeError(
@@ -281,8 +289,7 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         if is_set:
             raise RecipeError(
                 f"{name}={getattr(plugin, name)} of accelerate's FSDP beside a recipe, which has checkpoint "
-                "and "
-                "optimizer for this: leave it out"
+                "and optimizer for this: leave it out"
             )
 
 

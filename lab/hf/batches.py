@@ -1,4 +1,4 @@
-"""A trainer's batch, of which each rank takes its part of every row."""
+"""Sharding of a trainer's batch: each rank takes its part of every row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
 
 INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
-"""What a batch may have."""
+"""The keys that a batch may have."""
 
 
 def shard_rows(
@@ -32,25 +32,29 @@ def shard_rows(
 ) -> dict[str, Tensor]:
     """Return this rank's part of a batch, with labels that are shifted before the rows are divided.
 
+    Letters: b rows of S tokens, s tokens of a row on one rank.
+
     Args:
         inputs: What a collator of transformers or TRL makes: ``input_ids`` and ``labels`` [b, S], with -100
-            where nothing is predicted, and perhaps ``attention_mask`` [b, S] with padding at the end of rows.
-            The label at place i is the token at place i.
+            where nothing is predicted, and perhaps ``attention_mask`` [b, S] with padding at the end of rows
+            and ``position_ids`` that count from 0. The label at place i is the token at place i.
         ulysses: C, the Ulysses degree.
         ring: R, the ring degree.
         index: The rank's number among the C*R ranks that share a sequence.
-        vocab_size: V.
-        sequence: The ranks that share a sequence, which must have the same batch.
-        everyone: All ranks, which refuse together.
+        vocab_size: The number of tokens in the model's vocabulary.
+        sequence: The group of ranks that share a sequence, which must have the same batch; None for one rank.
+        everyone: The group of all ranks, which all raise an error if one refuses its batch; None for one
+            rank.
 
     Returns:
-        ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R), S rounded
-        up to a multiple that the degrees need. The label at place i is the token that follows it.
+        ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R). S is first
+        rounded up to a multiple of what ring and Ulysses divide. The label at place i is the token that
+        follows place i.
 
     Raises:
-        RecipeError: packed or padded rows other than above, other inputs, labels on padding, tokens that are
-            not in the vocabulary.
-        LabError: the ranks that share a sequence have different batches.
+        RecipeError: packed documents; padding that is not at the end of a row; keys that are not in
+            ``INPUTS``; labels on padding; tokens that are not in the vocabulary.
+        LabError: another rank refuses its batch; the ranks that share a sequence have different batches.
     """
     refuse_together(lambda: _check(inputs, vocab_size), everyone)
     input_ids, labels = inputs["input_ids"], inputs["labels"]
@@ -80,15 +84,13 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
         if name not in INPUTS and value is not None:
             raise RecipeError(
                 f"a batch with {name}: a recipe takes {', '.join(INPUTS)}; packed and padding-free rows are "
-                "not "
-                "supported"
+                "not supported"
             )
     input_ids, labels = inputs["input_ids"], inputs["labels"]
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or labels.shape != input_ids.shape:
         raise RecipeError(
-            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give "
-            "two of "
-            "shape [rows, tokens], with 2 tokens or more"
+            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give two "
+            "of shape [rows, tokens], with 2 tokens or more"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
@@ -101,16 +103,14 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
     if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocab_size):
         raise RecipeError(
             f"labels outside of 0 to {vocab_size - 1}: give tokens of the model, or {IGNORED} where nothing "
-            "is "
-            "predicted"
+            "is predicted"
         )
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
         if mask.shape != input_ids.shape:
             raise RecipeError(
                 f"attention_mask of shape {list(mask.shape)}: give one of shape {list(input_ids.shape)}, 1 "
-                "for "
-                "tokens and 0 for padding at the end of rows"
+                "for tokens and 0 for padding at the end of rows"
             )
         is_token = boolean_mask(mask)
         check_right_padding(is_token)

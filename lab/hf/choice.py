@@ -1,4 +1,4 @@
-"""The recipe that training arguments carry, until the model and the ranks are known."""
+"""The recipe of training arguments, which is complete when the model and the number of ranks are known."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lab.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """A recipe, or a name of one and what its knobs derive from.
+    """What was asked for: a recipe, or the name of one, and what its other knobs derive from.
 
     Attributes:
         recipe: A recipe, or the name of one.
-        tokens: S, the tokens of the longest row, from which the tiles of a named recipe derive.
+        tokens: The number of tokens in the longest row, from which the tiles of a named recipe derive.
         knobs: Fields of the recipe that are set by hand.
     """
 

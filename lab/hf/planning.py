@@ -1,4 +1,4 @@
-"""Will it fit? A trainer's own step, planned before it runs."""
+"""Plans of a trainer's own step, before it runs: what it needs, and which recipes fit."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def plan(
 ) -> Plan:
     """Plan a step of a trainer: its own model with its adapters, its recipe, and its longest rows.
 
-    What is frozen has no gradient and no state of an optimizer in the plan. Nothing is trained.
+    A frozen parameter has no gradient and no optimizer state in the plan. Nothing is trained.
 
     Args:
         trainer: The trainer, before or after it has trained.
-        ranks: P; by default the ranks that the trainer runs on. A named recipe is made for this number.
-        tokens: The tokens of a row; by default those of the longest row of ``train_dataset``.
-        machine: What ``lab.plan`` takes, such as ``device_memory="80GiB"``. The workspace of CUDA is counted
-            where the trainer runs on a GPU, or for other ranks than its own.
+        ranks: The number of ranks; by default that of the trainer. A named recipe is made for this number.
+        tokens: The number of tokens in a row; by default that of the longest row of ``train_dataset``.
+        machine: Further arguments of ``lab.plan``, such as ``device_memory="80GiB"``. By default
+            ``workspace`` is False for a trainer on CPUs with its own number of ranks, and True otherwise.
 
     Raises:
-        LabError: As ``lab.plan``; a dataset whose rows have no known length; replicas that DDP keeps equal,
-            whose buckets no plan knows; a model that was given with a recipe.
+        LabError: See ``lab.plan``; a dataset whose rows have no known length; replicas that DDP keeps equal,
+            because a plan does not know DDP's buckets; a model to which a recipe was applied by hand.
     """
-    step = _step(trainer, ranks, tokens)
+    step = _plan_arguments(trainer, ranks, tokens)
     if combined_by_ddp(step["recipe"], step["ranks"]):
         raise RecipeError(
-            "a plan of replicas in fp32, which DDP keeps equal: its buckets of gradients are not known; use "
+            "a plan of replicas in fp32, which DDP keeps equal: a plan does not know DDP's buckets; use "
             "fsdp=True in the recipe, or bf16=True"
         )
     own = ranks in (None, trainer.args.world_size) and trainer.args.device.type == "cpu"
-    return _outside_of_ranks(plan_of, **{"workspace": not own, **step, **machine})
+    return _call_outside_of_ranks(plan_of, **{"workspace": not own, **step, **machine})
 
 
 def fit(
@@ -63,18 +63,18 @@ def fit(
     """Find the recipes with which a step of a trainer fits, the fastest first; see ``lab.fit``.
 
     Args:
-        trainer: As ``plan``.
-        ranks: As ``plan``.
-        tokens: As ``plan``.
-        machine: What ``lab.fit`` takes: ``device_memory``, and perhaps ``host_memory``.
+        trainer: As in ``plan``.
+        ranks: As in ``plan``.
+        tokens: As in ``plan``.
+        machine: Further arguments of ``lab.fit``: ``device_memory``, and perhaps ``host_memory``.
 
     Raises:
-        LabError: As ``lab.fit``; a dataset whose rows have no known length.
-        RecipeError: What the closed form, by which recipes are chosen, does not know: a recipe that computes
-            in another dtype than bf16, weights of another than fp32, and frozen parameters other than those
-            beside LoRA adapters.
+        LabError: See ``lab.fit``; a dataset whose rows have no known length.
+        RecipeError: The trainer has what the closed form, by which recipes are chosen, does not know: a
+            compute dtype that is not bf16, weights that are not in fp32, or frozen parameters without plain
+            LoRA adapters on all projections.
     """
-    step = _step(trainer, ranks, tokens)
+    step = _plan_arguments(trainer, ranks, tokens)
     recipe, skeleton = step.pop("recipe"), step["model"]()
     if recipe.compute_dtype != "bfloat16" or skeleton.dtype != torch.float32:
         raise RecipeError(
@@ -82,16 +82,17 @@ def fit(
             "knows fp32 weights and bf16=True; ask lab.hf.plan(trainer) for one recipe"
         )
     if not all(parameter.requires_grad for parameter in skeleton.parameters()):
-        # The closed form knows the adapters by their name.
+        # The closed form takes the adapters as settings, beside the model without them.
         step |= {"model": skeleton.config, "lora": _lora_of(trainer)}
-    return _outside_of_ranks(fit_of, **step, **machine)
+    return _call_outside_of_ranks(fit_of, **step, **machine)
 
 
 def _lora_of(trainer: LongContext) -> Lora:
-    """Return the adapters of a trainer's model.
+    """Return the settings of the adapters in a trainer's model.
 
     Raises:
-        RecipeError: There are none, several, or others than those that ``lab plan --lora`` makes.
+        RecipeError: There are no adapters, several, or adapters that ``lab plan --lora`` does not make.
+        ModelError: A projection of a layer has no adapter.
     """
     configs = list(getattr(trainer.model, "peft_config", {}).values())
     inner = inner_model(trainer.model)
@@ -101,7 +102,7 @@ def _lora_of(trainer: LongContext) -> Lora:
         trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
         if all(".lora_" in name for name in trained) and not config.rank_pattern and not config.use_rslora:
             lora = Lora(config.r, float(config.lora_alpha), tuple(sorted(adapted)))
-            lora.check_estimate(shape_of(inner.config))
+            lora.check_closed_form(shape_of(inner.config))
             return lora
     raise RecipeError(
         "fit of a trainer with frozen parameters: it knows plain LoRA adapters of one rank; ask "
@@ -112,8 +113,12 @@ def _lora_of(trainer: LongContext) -> Lora:
 T = TypeVar("T")
 
 
-def _outside_of_ranks(function: Callable[..., T], **arguments: Any) -> T:
-    """Call a function that plans; in a process of its own where this process is a rank, for all ranks."""
+def _call_outside_of_ranks(function: Callable[..., T], **arguments: Any) -> T:
+    """Call a function that plans, in a process that is not a rank.
+
+    This process calls it if there is no process group. Otherwise a new process calls it once, and every rank
+    gets the result.
+    """
     if not dist.is_initialized():
         return function(**arguments)
     answer = answer_on_all_ranks("what the trainer needs", _pickled, function, arguments)
@@ -122,18 +127,19 @@ def _outside_of_ranks(function: Callable[..., T], **arguments: Any) -> T:
 
 
 def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
-    """Return what a function returns as a text, which travels between processes as JSON."""
+    """Call a function, and return its result as a text, because processes exchange JSON."""
     return b64encode(cloudpickle.dumps(function(**arguments))).decode()
 
 
 def outline(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
-    """Return a function that makes copies of a model without the values of its parameters.
+    """Return a function that makes copies of a model without the values of its parameters and buffers.
 
-    A copy has the modules, the adapters, the dtypes, and the frozen parameters of the model.
+    A copy has the model's modules and adapters, and its parameters have the same shapes and dtypes and are
+    frozen where the model's are.
     """
 
     def without_values(source: nn.Module, device: str) -> PreTrainedModel:
-        # deepcopy takes what its memo has for an object, so no value is copied.
+        # deepcopy takes an object's copy from its memo where there is one, so it copies no value.
         memo: dict[int, Any] = {}
         for tensor in (*source.parameters(), *source.buffers()):
             empty = torch.empty_like(tensor, device=device, requires_grad=False)
@@ -147,28 +153,34 @@ def outline(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
 
 
 def longest_row(dataset: Any) -> int:
-    """Return the tokens of the longest row of a dataset with ``input_ids``.
+    """Return the number of tokens in the longest row of a dataset with ``input_ids``.
 
     Raises:
-        DataError: The rows have no ``input_ids``, or no end.
+        DataError: The rows have no ``input_ids``, or the dataset has no length.
     """
     try:
-        # A dataset that is read as a stream has no length, and may have no end.
+        # A dataset that is read as a stream has no length, and may never end.
         len(dataset)
         columns = getattr(dataset, "column_names", None)
         rows = dataset["input_ids"] if columns else [row["input_ids"] for row in dataset]
         return max(len(row) for row in rows)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(
-            "a train_dataset whose rows have no input_ids, or no end: give tokens, those of the longest row"
+            "a train_dataset without a length, or whose rows have no input_ids: give tokens, the number of "
+            "tokens in the longest row"
         ) from error
 
 
-def _step(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> dict[str, Any]:
-    """The arguments of ``lab.plan`` that are the trainer's."""
+def _plan_arguments(trainer: LongContext, ranks: int | None, tokens: int | str | None) -> dict[str, Any]:
+    """Return the arguments of ``lab.plan`` that follow from a trainer.
+
+    Raises:
+        RecipeError: The trainer's model was sharded before the trainer was made.
+        DataError: See ``longest_row``.
+    """
     if trainer.outline is None:
         raise RecipeError(
-            "a plan of a model that was given with a recipe, whose parameters are sharded already: call "
+            "a plan of a model that was given with a recipe: its parameters are sharded already; call "
             "lab.plan with the model's config and the recipe"
         )
     ranks = ranks or trainer.args.world_size

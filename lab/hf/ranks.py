@@ -1,4 +1,4 @@
-"""Trainers on the ranks of a cluster, which accelerate takes for processes that torchrun has started."""
+"""Trainers on the ranks of a cluster, as if torchrun had started them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from cluster.remote import leave
 def on_ranks(cluster: Cluster, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Call a function that makes and trains a trainer on all ranks of a cluster.
 
-    During the call, accelerate takes the ranks for processes that torchrun has started. A trainer's
-    ``report_to`` and ``disable_tqdm`` should be set, because what it prints stays on the ranks.
+    During the call, the ranks have the environment variables that torchrun sets, which accelerate reads. What
+    a trainer prints stays on the ranks, so set its ``report_to`` and ``disable_tqdm``.
 
     Args:
         cluster: The ranks, such as ``lab.Cluster(ranks=2)`` after its ``start()``.
-        function: The function. It is sent to the ranks by cloudpickle, like its arguments and its results,
-            so it returns numbers and no trainer.
+        function: The function. Like its arguments and its results it is pickled by cloudpickle, so it
+            returns numbers and not the trainer.
         args: Its arguments.
         kwargs: Its keyword arguments.
 
@@ -59,13 +59,14 @@ def as_torchrun(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 @contextmanager
 def fresh_process(**variables: str) -> Iterator[None]:
-    """Run a block as a trainer's process: what trainers set for all of a process ends with the block.
+    """Run a block as if it were a process of its own, and undo what trainers set for the whole process.
 
-    That is environment variables, accelerate's singletons, the random states of Python, NumPy and torch's
-    CPU, and a process group that was made inside.
+    The block starts without accelerate's singletons. At its end, the environment variables and the random
+    states of Python, NumPy and torch's CPU are what they were before, accelerate's singletons are reset, and
+    a process group that was made in the block is destroyed.
 
     Args:
-        variables: The environment variables of the block.
+        variables: Environment variables that are set in the block.
     """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     group = dist.is_initialized()

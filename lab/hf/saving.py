@@ -1,7 +1,7 @@
-"""What Trainer saves of a model whose parameters the lab has sharded.
+"""Checkpoints of a trainer whose model the lab has sharded.
 
-The weights are gathered one by one into plain files, as ``save_pretrained`` writes them. The optimizer's
-state is written as shards, by every rank, and read again on any number of ranks.
+The weights are gathered one by one and written as ``save_pretrained`` writes them. Every rank writes its
+shards of the optimizer's state, which can be read on any number of ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from lab.errors import CheckpointError
 from lab.training.checkpoint_reader import CheckpointReader, write_index
 
 FOLDER = "optimizer_shards"
-"""The folder of the optimizer's state inside a checkpoint of Trainer."""
+"""The name of the folder in a checkpoint of Trainer that has the optimizer's state."""
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint of Trainer that was written to its end, of those in a folder.
+    """Return the newest complete checkpoint of Trainer in a folder.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: No checkpoint in the folder is complete.
     """
-    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _is_whole(path)]
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _is_complete(path)]
     if not found:
         raise CheckpointError(
-            f"no whole checkpoint in {folder}: train without resume_from_checkpoint, or name another one"
+            f"no complete checkpoint in {folder}: train without resume_from_checkpoint, or give it the "
+            "path of a checkpoint"
         )
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def _is_complete(checkpoint: Path) -> bool:
     # Trainer writes this file last.
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
@@ -123,10 +124,10 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what ``save_optimizer`` wrote into an optimizer, in place. No code of the files is run.
+    """Read the files of ``save_optimizer`` into the state of an optimizer. Reading runs no code in the files.
 
     Raises:
-        CheckpointError: The folder is damaged, or of another model.
+        CheckpointError: The folder is damaged, or belongs to another model.
     """
     reader = CheckpointReader(folder)
     reader.read_metadata()
@@ -139,7 +140,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state by the names of the parameters, the live tensors themselves."""
+    """Return the optimizer's own state tensors, by the names of their parameters."""
     return {
         "optimizer": {
             name: optimizer.state[parameter]
@@ -150,5 +151,6 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def _cause(error: CheckpointException) -> str:
+    """Return the first line of the error on the first rank that failed."""
     _, (cause, _) = min(error.failures.items())
     return str(cause).partition("\n")[0] or type(cause).__name__

@@ -1,4 +1,4 @@
-"""What accelerate is told of a recipe: which ranks share a sequence, and so get the same batch."""
+"""The ``parallelism_config`` of accelerate for a recipe: which ranks share a sequence, and get one batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lab.recipe.recipe import Recipe
 
 @dataclass(repr=False)
 class SharedSequences(ParallelismConfig):
-    """Groups of ``cp_size`` ranks that share one sequence; ``dp_shard_size`` groups have different batches.
+    """Groups of ``cp_size`` ranks that share a sequence; ``dp_shard_size`` groups have different batches.
 
-    Accelerate then gives the ranks of a group the same batch, and counts the batches of different groups. Its
-    own context parallelism, which would put hooks on the attention, stays off.
+    Accelerate then gives the ranks of a group the same batch, and counts it once. Its own context
+    parallelism, which would put hooks on the attention, stays off.
     """
 
     @property
@@ -27,20 +27,23 @@ class SharedSequences(ParallelismConfig):
         return False
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of all ranks, by groups and by the ranks of a group."""
+        """Return a mesh of all ranks: its rows are the groups, and its columns the ranks of a group."""
         shape = (self.dp_shard_size, self.cp_size)
         return init_device_mesh(device_type, shape, mesh_dim_names=("dp_shard", "cp"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the sizes as plain values."""
-        return dict(self._sizes)
+        """Return the sizes, which Trainer writes with its arguments."""
+        return {"dp_shard_size": self.dp_shard_size, "cp_size": self.cp_size}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainer saves its arguments; a mesh belongs to this process.
+        # Trainer pickles its arguments. The mesh is of use in this process alone.
         return {name: value for name, value in vars(self).items() if name != "device_mesh"}
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Refuse another number of processes; accelerate's own check refuses CPU ranks."""
+        """Refuse another number of processes.
+
+        Accelerate calls this. Its own check would also refuse ranks on CPUs.
+        """
         if self.total_size != accelerator.num_processes:
             raise RecipeError(
                 f"a recipe for {self.total_size} ranks on {accelerator.num_processes}: make the parallelism "

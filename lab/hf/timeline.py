@@ -29,52 +29,53 @@ from lab.torch_private import uncompiled
 from lab.training.records import Ended, Progress, Started
 
 FILE = "memory_timeline"
-"""The files' name in the output directory, without what says the rank and the format."""
+"""The beginning of the names of the files in the output directory."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeteredStep:
-    """One measured step, as ``lab.show`` takes it; ``timelines`` has that of this rank alone."""
+    """One measured step, in the form that ``lab.show`` draws; ``timelines`` has only that of this rank."""
 
     title: str
     timelines: tuple[Timeline, ...]
 
 
 class MemoryTimeline(TrainerCallback):
-    """Shows the memory of a training step: ``Trainer(..., callbacks=[lab.hf.MemoryTimeline()])``.
+    """Measures the memory of a training step: ``Trainer(..., callbacks=[lab.hf.MemoryTimeline()])``.
 
-    It works with ``Trainer`` and ``SFTTrainer``, with and without ``lab.hf.LongContext``, and changes no
-    number of the training. Every operator of one optimizer step is measured, from the first forward of its
-    micro-batches to the optimizer; evaluation is not. The measured step takes longer, and all others take
-    the same time as without the callback.
+    It works with ``Trainer`` and ``SFTTrainer``, with and without ``lab.hf.LongContext``. It changes neither
+    losses nor gradients. Every operator of one optimizer step is measured, from the first forward of its
+    micro-batches to the optimizer; evaluation is not. The measured step takes longer. The other steps take
+    as long as without the callback.
 
-    - In a notebook the timeline is drawn while the step runs. When it has ended, its picture is displayed,
-      and a click on it shows who holds the bytes; a script prints the peak in a line.
+    - In a notebook, the timeline is drawn while the step runs. After the step it is displayed as a figure in
+      which a click shows the tensors that are held. In a script, one line with the peak is printed.
     - ``args.output_dir`` gets ``memory_timeline.json``, which ``Timeline.from_json`` reads,
-      ``memory_timeline.png``, and ``memory_timeline.trace.json`` for https://ui.perfetto.dev. They are those
-      of rank 0; every other rank writes ``memory_timeline_rank1.json`` and so on. After an error in the step
-      they have what was measured until then.
-    - Trainer's logs, and so whatever ``report_to`` names, get beside the loss:
+      ``memory_timeline.png``, and ``memory_timeline.trace.json`` for https://ui.perfetto.dev. These files are
+      those of rank 0. Rank 1 writes ``memory_timeline_rank1.json``, and so on. If the step fails, the files
+      have what was measured until then.
+    - Trainer's logs, which ``report_to`` gets, have these values in addition:
 
-      - ``tokens_per_second``: the tokens of all ranks, padding included, over the seconds of the steps since
-        the log before. Neither the measured step counts nor the time between steps, such as evaluation.
-      - ``device_peak_bytes``, and ``host_peak_bytes`` where there are any: the most bytes that a rank held in
-        the measured step, once, in the log after it.
-      - ``allocated_peak_bytes`` on CUDA: the most bytes that the allocator of a rank has held since training
-        began. For that, the allocator's own peak is reset at the beginning.
+      - ``tokens_per_second``: the tokens of all ranks, with padding, divided by the seconds of the steps
+        since the last log. The measured step is left out, and so is the time between steps, such as that of
+        an evaluation.
+      - ``device_peak_bytes``, and ``host_peak_bytes`` if it is not 0: the most bytes that a rank held in the
+        measured step. Only the first log after the step has them.
+      - ``allocated_peak_bytes`` on CUDA: the most bytes that a rank's allocator has held since training
+        began. The allocator's peak is reset when training begins.
 
     Args:
-        step: The optimizer step to measure, counted from 1 where training begins or resumes. By default the
-            second, because the first makes the optimizer's state.
+        step: The optimizer step to measure, counted from 1 where training begins or resumes. The default is
+            the second, because the first one makes the optimizer's state.
 
     Attributes:
-        step: The same.
+        step: The argument ``step``.
         timeline: The timeline of this rank; None until the step has run.
 
     Raises:
-        LabError: A step that is no number from 1 on. When training begins: a second MemoryTimeline; one
+        LabError: ``step`` is not an integer of at least 1. When training begins: a second MemoryTimeline; one
             process that trains on several GPUs; DeepSpeed's engine, FSDP version 1, a compiled model, or
-            TRL's offloading of activations on CUDA, whose bytes the meter would miss or misplace.
+            TRL's offloading of activations on CUDA, whose bytes the meter would miss or count wrongly.
     """
 
     def __init__(self, step: int = 2) -> None:
@@ -82,7 +83,7 @@ class MemoryTimeline(TrainerCallback):
             raise LabError(f"step={step!r}: give the number of one training step, counted from 1")
         self.step = step
         self.timeline: Timeline | None = None
-        # What is undone when training ends, and when the measured step ends.
+        # The first is closed when training ends, the second when the measured step ends.
         self._training, self._measured = ExitStack(), ExitStack()
         self._meter: Meter | None = None
 
@@ -91,7 +92,7 @@ class MemoryTimeline(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Prepare to count tokens, and to be told of errors."""
+        """Find the trainer, and wrap its methods in which tokens are counted and errors are noticed."""
         trainer = _calling_trainer()
         _check(trainer)
         self._training.close()
@@ -102,7 +103,7 @@ class MemoryTimeline(TrainerCallback):
         self._step_tokens = self._tokens = 0
         self._seconds = 0.0
         self._peaks = (0, 0)
-        # What the first adds to the logs is reported by those behind it.
+        # Callbacks run in this order, and those after this one report what it adds to the logs.
         handler = trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
         self._training.enter_context(_replaced(trainer, "training_step", self._count_tokens))
@@ -111,7 +112,7 @@ class MemoryTimeline(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Begin to measure, if it is this step."""
+        """Begin the measurement, if this is the step to measure."""
         if state.global_step == self._first + self.step - 1:
             self._begin(state)
         self._began = time.perf_counter()
@@ -119,7 +120,7 @@ class MemoryTimeline(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """End the measurement, or count the time that the step took."""
+        """End the measurement, or add the time and the tokens of another step."""
         if state.global_step == self._first + self.step:
             self._measured.close()
             self._finish()
@@ -139,7 +140,10 @@ class MemoryTimeline(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add to the logs of training, which all ranks make together, and not to those of evaluation."""
+        """Add values to the logs of training, which all ranks make at the same time.
+
+        Logs of evaluation stay as they are.
+        """
         if not logs or not logs.keys() & {"learning_rate", "train_runtime"}:
             return
         accelerator = self._trainer.accelerator
@@ -156,14 +160,14 @@ class MemoryTimeline(TrainerCallback):
             values["tokens_per_second"] = tokens / self._seconds
         values = {name: value for name, value in values.items() if value}
         logs.update(values)
-        # Trainer has copied the logs before this event.
+        # Trainer has copied the logs into its history before it called this.
         state.log_history[-1].update(values)
         self._tokens, self._seconds, self._peaks = 0, 0.0, (0, 0)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Warn if the step did not come."""
+        """Warn if training ended before the step to measure."""
         self._training.close()
         if self.timeline is None:
             warnings.warn(
@@ -192,18 +196,18 @@ class MemoryTimeline(TrainerCallback):
         self._phase.enter_context(self._meter.phase(phase))
 
     def _name_phases(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """Name what is before a backward, the backward, and what is after it."""
+        """Wrap ``backward`` so that the meter knows the phases: forward, backward, and optimizer."""
 
         def run(*args: Any, **kwargs: Any) -> None:
             self._enter("backward")
             backward(*args, **kwargs)
-            # After the last micro-batch the gradients are clipped.
+            # The optimizer's phase begins with the clipping of gradients, after the last micro-batch.
             self._enter("optimizer" if self._trainer.accelerator.sync_gradients else "forward")
 
         return run
 
     def _finish(self) -> None:
-        """Keep the timeline, write the files and show the picture."""
+        """Keep the timeline, write the files and show the figure."""
         assert self._meter is not None
         timeline = self.timeline = self._meter.timeline()
         self._meter = None
@@ -234,7 +238,10 @@ class MemoryTimeline(TrainerCallback):
         return run
 
     def _leave_after_errors(self, run_epoch: Callable[..., Any]) -> Callable[..., Any]:
-        """Stop measuring where an error or the end of the data ends an epoch inside of a step."""
+        """Wrap ``run_epoch`` so that the measurement ends with an epoch that ends inside the measured step.
+
+        An error ends an epoch so, and the end of the data does.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -266,14 +273,16 @@ def _replaced(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Any
 
 
 def _show_nothing(_: object) -> None:
-    """Stand for the live timeline on all ranks but one."""
+    """Take the place of the live timeline on ranks other than the first."""
 
 
 def _calling_trainer() -> Trainer:
-    """Return the trainer that calls an event now: no argument of an event refers to it.
+    """Return the trainer that calls a callback now, from the frames of its callers.
+
+    No argument of a callback's methods refers to the trainer.
 
     Raises:
-        LabError: There is none.
+        LabError: No trainer called this.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -285,7 +294,7 @@ def _calling_trainer() -> Trainer:
 
 
 def _check(trainer: Trainer) -> None:
-    """Refuse what would be measured wrongly.
+    """Refuse a trainer whose memory would be measured wrongly.
 
     Raises:
         LabError: See ``MemoryTimeline``.
@@ -318,15 +327,15 @@ def _check(trainer: Trainer) -> None:
 
 
 def _measured_model(model: Any) -> Any:
-    """Return the model whose modules and parameters the timeline names: that inside of PEFT's."""
+    """Return the model whose modules and parameters the timeline names: the one inside PEFT's model."""
     inner = inner_model(model)
-    # Prompt tuning has parameters around it.
+    # Prompt tuning has parameters outside it.
     return inner if set(model.parameters()) <= set(inner.parameters()) else model
 
 
 def _ranks_of_a_batch(trainer: Trainer) -> int:
-    """Return how many ranks are given the same tokens."""
-    # LongContext gives each rank its part.
+    """Return how many ranks count the same tokens."""
+    # With LongContext, each rank counts its own part.
     return 1 if isinstance(trainer, LongContext) else trainer.get_cp_size() * trainer.get_tp_size()
 
 

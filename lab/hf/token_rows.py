@@ -14,21 +14,21 @@ from lab.units import parse_tokens
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """Rows of S tokens, one after the other, with the tokens themselves as labels.
+    """A text as rows of S tokens, one after the other, with the tokens themselves as labels.
 
-    A token file is mapped into memory, and a row is read when it is asked for. What is left at the end of the
-    text is no row. SFTTrainer takes ``datasets.Dataset`` alone, and tokenizes texts itself.
+    A token file is mapped into memory, and a row is read when it is asked for. Tokens after the last whole
+    row are left out. This is a dataset for ``Trainer``; ``SFTTrainer`` takes a ``datasets.Dataset`` alone.
 
     Args:
         text: A file of tokens (``*.uint16.bin`` or ``*.uint32.bin``, see ``lab.step.write_tokens``), or a
             file or a folder of text.
         tokens: S, a number or a text such as "128K".
-        vocab_size: V, the tokens of the model's vocabulary.
-        tokenizer: A local directory, for a text; None for bytes as tokens.
+        vocab_size: The number of tokens in the model's vocabulary.
+        tokenizer: The local directory of a tokenizer, for a text; None for bytes as tokens.
 
     Raises:
-        DataError: See ``open_source``; a text of fewer than S tokens; a token beyond the vocabulary, when its
-            row is read.
+        DataError: See ``open_source``; a text of fewer than S tokens. When a row is read: a token that is not
+            in the vocabulary.
     """
 
     def __init__(

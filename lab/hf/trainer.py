@@ -44,27 +44,28 @@ KNOWN = {
 class LongContext(Base):
     """A recipe in ``Trainer`` or ``SFTTrainer``: ``class Trainer(lab.hf.LongContext, SFTTrainer): ...``.
 
-    The arguments are made by ``lab.hf.arguments``, which says the recipe. Losses, gradients, the norm by
-    which they are clipped and the logged values are those of the plain trainer in one process, with a batch
-    of ``per_device_train_batch_size`` rows per group of C*R ranks that share a sequence.
+    ``lab.hf.arguments`` makes the arguments, which have the recipe. Losses, gradients, gradient norms and
+    evaluations are those of the plain trainer in one process, if its batches have the rows of all groups of
+    C*R ranks that share a sequence: ``per_device_train_batch_size`` rows for each group. C is the recipe's
+    ``ulysses``, and R is its ``ring``.
 
-    1. The ranks of a group get the same batch; each takes its part of every row. Labels are shifted before.
-    2. The model's forward returns the sum over a rank's labels, of which the loss is the share of all labels
-       of the update, of all ranks and micro-batches.
-    3. The lab shards or replicates the parameters, as the recipe says, and sums gradients, also where the
-       arguments have ``fsdp``. Replicas in the parameters' own dtype are kept equal by DDP.
+    1. The ranks of a group get the same batch. Labels are shifted, and each rank takes its part of every row.
+    2. The model's forward returns the sum of the losses of a rank's labels. The sum over all ranks is divided
+       by the number of labels on all ranks, in all micro-batches of the update.
+    3. The lab shards or replicates the parameters, as the recipe says, and sums gradients, also if the
+       arguments have ``fsdp``. Only replicas that compute in the parameters' own dtype are left to DDP.
 
-    Saving writes plain files of ``save_pretrained``. Entropy and token accuracy, which SFTTrainer logs, are
-    not, because they need the logits of all tokens.
+    Saving writes the files that ``save_pretrained`` writes. SFTTrainer's logs lack the entropy and the token
+    accuracy, which need the logits of all tokens.
 
     Raises:
-        RecipeError: Arguments without a recipe, or with settings that it is not right with, see
+        RecipeError: Arguments without a recipe, or with settings that do not go with one, see
             ``lab.hf.arguments``; another trainer, such as DPO's; ``compute_loss_func``, ``compute_metrics``.
         LabError: See ``lab.apply_recipe``.
     """
 
     if TYPE_CHECKING:
-        # Trainer declares what it makes later as optional.
+        # Trainer declares these as optional, because it makes them after it was made itself.
         args: Any
         model: Any
         optimizer: Any
@@ -108,11 +109,11 @@ class LongContext(Base):
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the recipe for this model, and tell accelerate which ranks share a sequence."""
+        """Resolve the recipe for this model and number of ranks, and make an accelerator for it."""
         if self.model is None:
             raise RecipeError("model_init beside a recipe: give the model itself")
         inner = inner_model(self.model)
-        # SFTTrainer replaces it afterwards by one that computes entropies, which a recipe does not call.
+        # SFTTrainer later sets a forward that computes entropies. The recipe is applied to this one.
         self._forward = vars(inner).get("forward")
         self.outline = None if self._applied_by_hand else outline(inner)
         self.recipe = self.recipe_for(self.args.world_size)
@@ -120,12 +121,11 @@ class LongContext(Base):
         if given is not None and not isinstance(given, SharedSequences):
             raise RecipeError(
                 f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, "
-                f"tp_size={given.tp_size} "
-                "beside a recipe, which makes its own: leave it out"
+                f"tp_size={given.tp_size} beside a recipe, which makes its own: leave it out"
             )
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
         if self.recipe.fsdp:
-            # Without it, accelerate's FSDP would hold whole gradients from one micro-batch to the next.
+            # Without this setting, FSDP would hold unsharded gradients from one micro-batch to the next.
             config = self.args.accelerator_config
             config.gradient_accumulation_kwargs = {
                 **(config.gradient_accumulation_kwargs or {}),
@@ -135,21 +135,21 @@ class LongContext(Base):
 
     @property
     def _applied_by_hand(self) -> bool:
-        """Whether the model was given with a recipe, by ``lab.apply_recipe``, which has sharded it."""
+        """Whether the caller has applied ``lab.apply_recipe`` to the model."""
         return getattr(self._forward, "sequence", None) is not None
 
     def recipe_for(self, ranks: int) -> Recipe:
-        """Return the recipe of the arguments for this model on P ranks."""
+        """Return the recipe of the arguments for this model on a number of ranks."""
         return check_arguments(self.args).resolve(inner_model(self.model).config, ranks)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # A model without memory can be planned.
+        # A model on the meta device has no values to move; it can be planned.
         if not any(parameter.is_meta for parameter in model.parameters()):
             super()._move_model_to_device(model, device)
 
     @property
     def applied(self) -> LongContextModel:
-        """The model with its recipe, which is applied when this is first asked for."""
+        """The model with its recipe. The first access applies the recipe."""
         if self._applied is None:
             inner = inner_model(self.model)
             if self._forward is None:
@@ -164,43 +164,43 @@ class LongContext(Base):
     # ---- training ----------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; with True, go on from the newest checkpoint in ``output_dir`` that was written to its end.
+        """Train; with True, resume from the newest complete checkpoint in ``output_dir``.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or one of another trainer or model.
+            CheckpointError: There is no complete checkpoint, or it belongs to another trainer or model.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # The weights are loaded, and the optimizer is not made yet.
+        # Here, because the optimizer is made next, of the parameters that the recipe has sharded.
         self.applied  # noqa: B018
         return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make AdamW with its state."""
+        """Make AdamW, and the state that plans count from the first step on."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.applied.sharding == "lab":
             make_moments(optimizer)
         return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's parts of the micro-batches of an update, and the count of all their labels."""
+        """Return this rank's parts of an update's micro-batches, and the number of labels on all ranks."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         if count is None:
             raise RecipeError("batches without labels: give a collator for language modeling")
         return [self.applied.shard(self._prepare_inputs(sample)) for sample in samples], float(count)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Add this micro-batch's share to the gradients, and return its share of the loss."""
+        """Add this micro-batch's gradients, and return its share of the update's loss."""
         model.train()
         loss = self.applied.loss(model, inputs, num_items_in_batch)
         self.backward(loss)
         return loss.detach()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to those that there are."""
+        """Run backward. ``MemoryTimeline`` replaces this method to see when backward begins and ends."""
         if self.applied.sharding == "lab":
             loss.backward()
         else:
@@ -223,33 +223,32 @@ class LongContext(Base):
     # ---- evaluation --------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on all ranks; a loss counts once for each group of ranks that share a sequence."""
+        """Evaluate on all ranks; losses only, as ``prediction_loss_only`` says."""
         self.applied  # noqa: B018
         self.gather_function = self._gather_losses
         return super().evaluation_loop(*args, **kwargs)
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
+        """Return the losses of all rows: of the ranks that share a sequence, those of one."""
         gathered: Tensor = self.accelerator.gather(losses)
         once = gathered.view(-1, len(losses))[:: self.applied.shared].flatten()
         state = self.accelerator.gradient_state
-        # The last batch has rows of the first again, where the rows do not divide.
+        # Accelerate fills the last batch with rows of the first; ``remainder`` rows are its own.
         return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
-        """Return the mean loss over the labels of all ranks' batches."""
-        inputs = self._prepare_inputs(inputs)
-        count: Any = self._get_num_items_in_batch([inputs], self.args.device)
+        """Return the mean loss over the labels of this batch on all ranks."""
+        part = self.applied.shard(self._prepare_inputs(inputs))
         with torch.no_grad():
-            part = self.applied.shard(inputs)
-            return self.applied.loss(model, part, float(count)), None, None
+            return self.applied.loss(model, part, self.applied.count([part])), None, None
 
     # ---- saving and resuming -----------------------------------------------------------------------------
 
     @property
     def _sharded(self) -> bool:
-        """Whether the lab has sharded the model, so that Trainer's own saving would write shards."""
+        """Whether the lab shards or replicates the model: then this class saves it, and not Trainer."""
         return self._applied is not None and self._applied.sharding == "lab"
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -279,8 +278,7 @@ class LongContext(Base):
         if not folder.is_dir() or not scheduler.is_file():
             raise CheckpointError(
                 f"{checkpoint} has no {FOLDER} and {SCHEDULER_NAME}: it was saved with another recipe or "
-                "with "
-                "save_only_model; resume from a checkpoint of this trainer"
+                "with save_only_model; resume from a checkpoint of this trainer"
             )
         load_optimizer(folder, self.applied.inner, self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))

@@ -1,4 +1,4 @@
-"""Training arguments with a recipe, and the settings that would make a trainer compute something else."""
+"""Training arguments with a recipe, and checks of the settings that do not go with one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lab.units import parse_tokens
 A = TypeVar("A", bound=TrainingArguments)
 
 CHOICE = "long_context"
-"""The attribute of training arguments that has the ``RecipeChoice``."""
+"""The attribute of training arguments in which ``arguments`` keeps the ``RecipeChoice``."""
 
 
 def arguments(
@@ -27,25 +27,26 @@ def arguments(
     knobs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> A:
-    """Return training arguments for a trainer with ``LongContext``: where the recipe is said, once.
+    """Return training arguments with a recipe, for a trainer with ``LongContext``.
 
     Args:
         kind: ``TrainingArguments``, ``SFTConfig``, or a subclass.
-        recipe: A recipe, or the name of one: it is then made for the trainer's model and ranks.
-        tokens: The tokens of the longest row, from which the tiles of a named recipe derive. By default
-            ``max_length``.
+        recipe: A recipe, or the name of one, which is made for the trainer's model and ranks.
+        tokens: The number of tokens in the longest row, from which the tiles of a named recipe derive. By
+            default the ``max_length`` of ``kind``.
         knobs: Fields of the recipe that are set by hand.
         settings: Fields of ``kind``. ``bf16`` sets the recipe's ``compute_dtype``: parameters are cast for
-            forward and backward, and autocast stays off. Gradient checkpointing is off by default, because
-            it is part of a recipe; evaluation returns losses alone; a loss that is not finite is logged as it
-            is.
+            forward and backward, and autocast stays off. Three defaults differ from those of ``kind``:
+            gradient checkpointing is off, because it is part of a recipe; evaluation returns losses alone;
+            and a loss that is not finite is logged as it is.
 
     Raises:
-        RecipeError: A setting that ``check_arguments`` refuses; no number of tokens for a named recipe.
+        RecipeError: A setting that ``check_arguments`` refuses; ``bf16`` with another ``compute_dtype`` in
+            the recipe; no number of tokens for a named recipe.
     """
     declared = {field.name: field.default for field in fields(kind)}
     chosen = dict(knobs or {})
-    # Before they take effect: some of them change environment variables.
+    # They are checked before ``kind`` is made, because some of them change environment variables then.
     for name in _ONLY:
         if name in settings and name != "bf16":
             _check_setting(name, settings[name])
@@ -55,15 +56,15 @@ def arguments(
         bf16 = declared["bf16"] is not False
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None)
-    usual = {
+    defaults = {
         "activation_checkpointing": False,
         "prediction_loss_only": True,
         "logging_nan_inf_filter": False,
     }
-    # One name is the older one of the other.
+    # gradient_checkpointing is the older name of activation_checkpointing.
     if settings.get("gradient_checkpointing") or settings.get("activation_checkpointing"):
         raise RecipeError(_CHECKPOINTING)
-    made = kind(**{**usual, **settings, "bf16": False})
+    made = kind(**{**defaults, **settings, "bf16": False})
     if tokens is None:
         tokens = getattr(made, "max_length", None)
     if tokens is None and isinstance(recipe, str):
@@ -83,39 +84,47 @@ _CHECKPOINTING = (
 
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "fp16": ((False,), "gradients would need a loss scale, which no recipe has; use bf16=True"),
-    "bf16": ((False,), "autocast would run around the techniques; make the arguments by lab.hf.arguments, "
-    "whose "
-             "bf16 sets the recipe's compute_dtype"),
+    "bf16": (
+        (False,),
+        "autocast would run around the techniques; make the arguments by lab.hf.arguments, whose bf16 sets "
+        "the recipe's compute_dtype",
+    ),
     "label_smoothing_factor": ((0.0, 0), "a recipe's loss is the cross-entropy; set it to 0"),
     "neftune_noise_alpha": ((None,), "noise on embeddings is not supported; leave it out"),
-    "deepspeed": ((None, "", {}), "DeepSpeed's engine and a recipe would both shard the model; leave it "
-    "out, and "
-                  "use fsdp=True in the recipe"),
+    "deepspeed": (
+        (None, "", {}),
+        "DeepSpeed's engine and a recipe would both shard the model; leave it out, and use fsdp=True in the "
+        "recipe",
+    ),
     "packing": ((False,), "packed documents would attend to each other; set it to False"),
     "eval_packing": ((False, None), "packed documents would attend to each other; set it to False"),
-    "padding_free": ((False,), "rows without padding are one row of several documents, which would attend "
-    "to each "
-                     "other; set it to False"),
+    "padding_free": (
+        (False,),
+        "rows without padding are one row of several documents, which would attend to each other; set it to "
+        "False",
+    ),
     "loss_type": (("nll",), "a recipe's loss is the cross-entropy; use 'nll'"),
     "activation_offloading": ((False,), "a recipe has its own; use one with offload='inputs'"),
-    "use_liger_kernel": ((False,), "it replaces modules that the techniques call; use loss_kernel='liger' "
-    "in the "
-                         "recipe"),
+    "use_liger_kernel": (
+        (False,),
+        "it replaces modules that the techniques call; use loss_kernel='liger' in the recipe",
+    ),
     "torch_compile": ((False,), "the techniques run uncompiled; use compile='tiles' in the recipe"),
-    "average_tokens_across_devices": ((True,), "the loss of a part of a sequence is a share of all labels; "
-    "set it to "
-                                      "True"),
+    "average_tokens_across_devices": (
+        (True,),
+        "the loss of a part of a sequence is a share of all labels; set it to True",
+    ),
     "auto_find_batch_size": ((False,), "a recipe is applied once; ask lab.hf.fit(trainer, ...) instead"),
     "prediction_loss_only": ((True,), "logits of a whole sequence never exist; set it to True"),
     "fp16_full_eval": ((False,), "the model is evaluated as it is trained; set it to False"),
     "bf16_full_eval": ((False,), "the model is evaluated as it is trained; set it to False"),
     "batch_eval_metrics": ((False,), "evaluation returns losses alone; set it to False"),
-}  # fmt: skip
-"""The settings with the only values that are right with a recipe, and what would work."""
+}
+"""For each setting, the only values that are right with a recipe, and the end of the message on any other."""
 
 
 def check_arguments(args: TrainingArguments) -> RecipeChoice:
-    """Return the recipe that training arguments carry, and refuse settings that it is not right with.
+    """Return the recipe of training arguments, or refuse settings with which a trainer would compute wrongly.
 
     Raises:
         RecipeError: Arguments without a recipe; the first setting of ``_ONLY`` with another value; gradient
@@ -125,8 +134,7 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     if choice is None:
         raise RecipeError(
             "training arguments without a recipe: make them by lab.hf.arguments(TrainingArguments, "
-            "recipe='upipe', "
-            "...), with SFTConfig for SFTTrainer"
+            "recipe='upipe', ...), with SFTConfig for SFTTrainer"
         )
     for name, (works, _) in _ONLY.items():
         _check_setting(name, getattr(args, name, works[0]))
@@ -141,8 +149,7 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     if config.dispatch_batches or config.split_batches:
         raise RecipeError(
             "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the "
-            "same "
-            "batch themselves; leave both out"
+            "same batch themselves; leave both out"
         )
     return choice
 
@@ -154,13 +161,15 @@ def _check_setting(name: str, value: object) -> None:
 
 
 def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -> None:
-    """Let ``bf16`` decide the compute dtype, unless the recipe or a knob has said another."""
-    said = recipe.compute_dtype if isinstance(recipe, Recipe) else knobs.get("compute_dtype", dtype)
-    said = knobs.get("compute_dtype", said)
-    if said != dtype:
+    """Set the knob ``compute_dtype`` to the dtype that ``bf16`` asks for.
+
+    Raises:
+        RecipeError: The recipe or the knob has another compute dtype.
+    """
+    given = knobs.get("compute_dtype", recipe.compute_dtype if isinstance(recipe, Recipe) else dtype)
+    if given != dtype:
         raise RecipeError(
-            f"bf16={dtype is not None} with compute_dtype={said!r} in the recipe: they say different "
-            "dtypes; leave "
-            "bf16 out"
+            f"bf16={dtype is not None} with compute_dtype={given!r} in the recipe: they say different "
+            "dtypes; leave bf16 out"
         )
     knobs["compute_dtype"] = dtype

@@ -1,8 +1,9 @@
-"""LoRA adapters that are asked for, without torch: their rank, their scale, and the projections."""
+"""The settings of LoRA adapters: their rank, their scale, and the projections. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,11 +24,12 @@ class Lora:
 
     Attributes:
         r: The rank of the adapters.
-        alpha: Their scale, in units of 1/r; None stands for r.
+        alpha: The numerator of their scale alpha/r; None stands for r, a scale of 1.
         targets: The projections of a decoder layer that have an adapter; None stands for all of them.
 
     Raises:
-        ModelError: A rank that is no count, a scale that is no number above 0, or no target.
+        ModelError: A rank that is not a number from 1 to ``LARGEST_RANK``; an alpha that is not a finite
+            number above 0; targets that are not a tuple of at least one name.
     """
 
     r: int
@@ -72,8 +74,8 @@ class Lora:
                 )
         return tuple(name for name in shape.projections if self.targets is None or name in self.targets)
 
-    def check_estimate(self, shape: Shape) -> None:
-        """Refuse an answer from the closed form, which is proved for adapters on all projections alone.
+    def check_closed_form(self, shape: Shape) -> None:
+        """Refuse adapters that the closed form does not know: it assumes one on every projection of a layer.
 
         Raises:
             ModelError: A projection of the model's layers has no adapter.
@@ -86,7 +88,7 @@ class Lora:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values by field name."""
+        """Return plain values by field name."""
         return asdict(self)
 
 
@@ -122,7 +124,7 @@ def _refusal(given: str) -> str:
 
 
 def _whole(text: str) -> int:
-    # Python reads the digits of any script, and as many as there are.
+    # int() also takes the digits of other scripts, and any number of them.
     if not (text.isascii() and text.isdecimal() and len(text) <= 19):
         raise ValueError
     return int(text)
@@ -138,7 +140,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split("+")))
 
 
-_READERS: dict[str, Any] = {"r": _whole, "alpha": _number, "targets": _names}
+_READERS: dict[str, Callable[[str], Any]] = {"r": _whole, "alpha": _number, "targets": _names}
 
 
 def check_takes_adapters(model: object, lora: Lora | None) -> None:

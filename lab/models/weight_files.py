@@ -1,4 +1,4 @@
-"""Parameters without memory are allocated; weights are read from safetensors by shards, written by files."""
+"""The memory of parameters, and safetensors files: a rank reads its shards, and writes file by file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ COMPARED_ELEMENTS = 2**22
 """How many elements of two tied tensors are compared at once."""
 
 MAX_FILE = 5 * 10**9
-"""The largest file of weights, in bytes."""
+"""The most bytes of weights in a file, unless the caller says another number."""
 
 ReadWeights: TypeAlias = Callable[[list[str]], Mapping[str, Tensor]]
-"""Returns the weights of these names; they are let go before the next ones are asked for."""
+"""A function that returns the weights of these names. The caller frees them before it asks for the next."""
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -55,7 +55,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's own tensors by name, the live ones; a head that is the embedding counts once."""
+    """Return the tensors of a model's state dict, without copies; a tied tensor has its first name alone."""
     weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not any(tensor is seen for seen in weights.values()):
@@ -130,8 +130,9 @@ class WeightFiles:
             )
 
     def load(self, model: PreTrainedModel) -> None:
-        """Read the values of every parameter but adapters' from the files; of a sharded one, only this rank's
-        rows.
+        """Read the values of every parameter that is not an adapter's.
+
+        Of a sharded parameter, only this rank's rows are read.
 
         Raises:
             ModelError: A parameter is in no file, or has another shape there; or two tied parameters have
@@ -166,8 +167,11 @@ class WeightFiles:
     def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
         """Return, for each file, pairs of a parameter's name in the file and its name in the model.
 
-        A tied parameter has several names. The files may contain any of them, or all. They have nothing of
-        adapters.
+        A tied parameter has several names. The files may contain any of them, or all; if they contain
+        several, the values are compared. Parameters of adapters are left out.
+
+        Raises:
+            ModelError: See ``load``.
         """
         tied: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -205,7 +209,7 @@ class WeightFiles:
                 if not torch.equal(*pair):
                     raise ModelError(
                         f"the config of {self.folder} ties {second} to {first}, and its files hold different "
-                        f"values for the two; set tie_word_embeddings to false in its config.json"
+                        "values for the two; set tie_word_embeddings to false in its config.json"
                     )
 
     def _check_shape(self, shape: list[int], name: str, parameter: nn.Parameter) -> None:

@@ -111,7 +111,7 @@ def estimate(
     shape = models.shape_of(model)
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     if job.lora is not None:
-        job.lora.check_estimate(shape)
+        job.lora.check_closed_form(shape)
     return estimate_job(shape, job)
 
 

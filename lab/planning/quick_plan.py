@@ -127,7 +127,7 @@ def quick_plan(
     )
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     if job.lora is not None:
-        job.lora.check_estimate(shape)
+        job.lora.check_closed_form(shape)
     return QuickPlan(job, machine, estimate_on(machine, shape, job))
 
 

@@ -1,7 +1,7 @@
-"""Tokens that a rank reads in parts: those of a text in memory, or of a file that is mapped into memory.
+"""The tokens of a text, of which a rank reads parts: they are in memory, or in a file that is mapped into it.
 
-A token file has no header: it is the tokens of one text, one after the other, as little-endian integers. Its
-name says their size: ``*.uint16.bin`` or ``*.uint32.bin``.
+A token file has no header: it holds the tokens of one text, one after the other, as little-endian integers.
+Its name says their size: ``*.uint16.bin`` or ``*.uint32.bin``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lab.step import data
 from lab.units import abbreviate, parse_path
 
 SUFFIXES = {".uint16.bin": "<u2", ".uint32.bin": "<u4"}
-"""The end of the name of a token file, and numpy's name of its integers."""
+"""The end of a token file's name, and numpy's name of the dtype of its integers."""
 
 BLOCK, BLOCKS = 2**16, 256
-"""The tokens of a block, and the blocks of a long source, that its digest is made of."""
+"""The number of tokens in a block, and the largest number of blocks that ``TokenSource.digest`` reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class TokenSource:
 
     Attributes:
         tokens: The tokens [n], integers. Those of a file are read from the disk when they are asked for.
-        vocab_size: The tokens of the model's vocabulary.
+        vocab_size: The number of tokens in the model's vocabulary.
         path: The file; None for tokens in memory.
     """
 
@@ -47,33 +47,36 @@ class TokenSource:
         return len(self.tokens)
 
     def read(self, places: Tensor) -> Tensor:
-        """Return the tokens at some places, int64; behind the last token the first follows again.
+        """Return the tokens at some places, int64. The first token follows the last one.
 
         Args:
             places: Places in the text, counted from 0, int64 of any shape.
 
         Raises:
-            DataError: A token is beyond the vocabulary; the message names its place. The file is not as long
-                as it was.
+            DataError: A token is not in the vocabulary; the message says its place. The size of the file has
+                changed.
         """
         if self.path is not None and (size := self.path.stat().st_size) != self.tokens.nbytes:
-            raise DataError(f"{self.path} has {size} bytes and had {self.tokens.nbytes}: leave it as it is")
+            raise DataError(
+                f"{self.path} has {size} bytes, and had {self.tokens.nbytes} when it was opened: do not "
+                "change a token file that is in use"
+            )
         within = places % len(self)
         found = torch.from_numpy(self.tokens[within.numpy()].astype(np.int64))
         beyond = found >= self.vocab_size
         if bool(beyond.any()):
             raise DataError(
                 f"{self.path or 'the text'} has token {int(found[beyond][0])} at place "
-                f"{int(within[beyond][0])}, the model's vocabulary ends at {self.vocab_size - 1}: take the "
-                "tokenizer that belongs to the model, and the file's own size of integers"
+                f"{int(within[beyond][0])}, the model's vocabulary ends at {self.vocab_size - 1}: encode the "
+                "text with the model's tokenizer, and name a file by the size of its integers"
             )
         return found
 
     def digest(self) -> str:
-        """What tells one text from another: a hash of the number of tokens, and of the tokens.
+        """Return a hash of the number of tokens and of the tokens, to tell one text from another.
 
-        Of more than 2^24 tokens, 256 blocks of 2^16 are read, at equal distances, the first and the last
-        tokens among them: a change between them is not seen.
+        Of more than 2^24 tokens it covers 256 blocks of 2^16, at equal distances, the first and the last
+        tokens among them. A change between the blocks is not noticed.
         """
         whole = hashlib.sha256(str(len(self)).encode())
         for block in self._blocks():
@@ -89,7 +92,7 @@ class TokenSource:
 
 
 def is_token_file(text: object) -> bool:
-    """Whether a path is, by its name, that of a token file."""
+    """Return whether the name of a path is that of a token file."""
     return isinstance(text, str | Path) and _dtype(text) is not None
 
 
@@ -101,10 +104,12 @@ def open_source(
     Args:
         text: A token file; or a file or a folder of text; None for the Python standard library's sources.
         tokenizer: A local directory; None for bytes as tokens. A token file needs none.
-        vocab_size: The tokens of the model's vocabulary. Those of a file are checked when they are read.
+        vocab_size: The number of tokens in the model's vocabulary. The tokens of a file are compared with it
+            when they are read.
 
     Raises:
-        DataError: See ``read_text`` and ``encode``; a token file that is missing, empty, cut, or unreadable.
+        DataError: See ``read_text`` and ``encode``; a token file that is missing, empty, cut within a token,
+            or unreadable.
     """
     dtype = _dtype(text) if isinstance(text, str | Path) else None
     if dtype is None:
@@ -127,15 +132,15 @@ def open_source(
 
 
 def write_tokens(tokens: Tensor, path: str | Path) -> None:
-    """Write a token file, which has its name only when it is whole.
+    """Write a token file. It gets its name when all tokens are written.
 
     Args:
         tokens: The tokens, int64 [n], as ``lab.step.data.encode`` returns them.
         path: The file. Its name ends with ``.uint16.bin`` or ``.uint32.bin``.
 
     Raises:
-        DataError: Another name; no tokens; a token that these integers do not hold; a file that cannot be
-            written.
+        DataError: A name with another end; no tokens; a token that is too large for these integers, or
+            negative; a file that cannot be written.
     """
     dtype = _dtype(path)
     if dtype is None:

@@ -13,10 +13,10 @@ from lab.techniques.precision import accumulation_dtype
 class GradientSums:
     """The sums over tiles of the gradients of parameters, in the wider of fp32 and the parameter's dtype.
 
-    Autograd itself sums the gradients of a parameter of a wide dtype, in place and as soon as it has the
-    gradient of one parameter. So of each tile after the first, one parameter's gradient exists at a time, and
-    no other memory is needed than that of the gradients. The gradients of a narrower dtype are added to wide
-    sums at the end of each tile.
+    A parameter in fp32 or wider has its sum in ``grad``, to which autograd adds the gradient from a tile as
+    soon as it is computed. So from the second tile on, one parameter's gradient from a tile exists at a time,
+    next to the sums. The gradients of a parameter in a narrower dtype are added to a wide sum at the end of
+    each tile.
 
     Args:
         parameters: Leaves of autograd that nothing else differentiates, such as the aliases that
@@ -30,14 +30,14 @@ class GradientSums:
     def differentiate(
         self, outputs: Sequence[Tensor], output_grads: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Differentiate a tile: return the gradients of ``inputs``, and add those of the parameters.
+        """Return the gradients of ``inputs`` from a tile, and add those of the parameters to the sums.
 
-        A parameter that the tile did not use, such as that of a disabled adapter, gets nothing.
+        Nothing is added for a parameter that the tile did not use, such as that of a disabled adapter.
 
         Args:
             outputs: The outputs of the tile.
             output_grads: Their gradients.
-            inputs: Leaves, on which the outputs depend.
+            inputs: Leaves of autograd on which the outputs depend.
         """
         torch.autograd.backward(outputs, output_grads, inputs=[*inputs, *self._parameters])
         self._widen()
@@ -65,9 +65,9 @@ class GradientSums:
                 total.mul_(factor)
 
     def round(self) -> list[Tensor | None]:
-        """Return the gradients in the dtypes of the parameters, and drop the sums one by one.
+        """Return the sums in the dtypes of the parameters; None for a parameter that no tile used.
 
-        That of a parameter that no tile used is None.
+        Each wide sum is freed when it is rounded, so this is called once.
         """
         rounded: list[Tensor | None] = []
         for parameter in self._parameters:

@@ -41,7 +41,7 @@ def apply_loss(model: nn.Module) -> None:
     The loss of transformers shifts the labels itself, and returns the mean over the local labels. Both are
     wrong on a rank that has a part of the sequence.
 
-    This function saves nothing. ``apply_tiled_loss`` is compared with it.
+    It saves no memory. It is the reference with which ``apply_tiled_loss`` is compared.
     """
     model.loss_function = summed_cross_entropy  # type: ignore[assignment]
 
@@ -55,7 +55,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, **_: A
         logits: [b, s, V].
         labels: Shifted labels, [b, s].
         vocab_size: V.
-        **_: Further arguments of transformers, which matter only for means.
+        **_: Further arguments that transformers passes, such as ``num_items_in_batch``. A sum needs none.
     """
     wide = logits.to(accumulation_dtype(logits.dtype)).view(-1, vocab_size)
     return F.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
@@ -67,14 +67,13 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
     The b*s tokens of all rows are one sequence here. For each tile of t tokens:
 
     1. Forward calls the head, which returns logits [t, V].
-    2. It computes the losses in fp32, a block of ceil(t/16) tokens at a time. The gradient of their sum
-       overwrites the logits, block by block, and is rounded once.
+    2. It computes the losses in fp32 or wider, a block of ceil(t/16) tokens at a time. The gradient of their
+       sum overwrites the logits, block by block, and is rounded once.
     3. The backward of the head gives the gradients of the hidden state and of the weight. The weight's
        gradient is summed over tiles in fp32 or wider.
 
-    Backward multiplies both gradients by the gradient of the loss. It is called once: a second backward would
-    need the gradients as they were. Without labels, the model behaves as before; without gradients, forward
-    computes losses alone.
+    Backward multiplies both gradients by the gradient of the loss, in place, so it can run only once. Without
+    labels, the model behaves as before. If no gradient is needed, forward computes the losses alone.
 
     Args:
         model: The model.
@@ -87,9 +86,8 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
         the head from that tile, and the sum over tiles. Backward rounds the sum, which takes V*E*(w + W)
         bytes. For w = 4 or more, it rounds nothing and takes V*E*w bytes.
     Costs:
-        Three products with the head, as in the plain loss. The loss is the end of forward and the beginning
-        of backward, so what is kept from one to the other is not there at the same time as what the layers
-        need.
+        Three matrix products with the head, as in the plain loss. The loss is the last part of forward and
+        the first part of backward, so what it keeps from forward to backward is not held while a layer runs.
     Source:
         Liger Kernel (arXiv 2410.10989), fused linear loss with gradients from forward; ALST (arXiv
         2506.13996), tiled logits.
@@ -190,9 +188,10 @@ class _TiledLoss(Function):
 
 
 def _losses(logits: Tensor, labels: Tensor, *, gradient: bool = False) -> Tensor:
-    """Return the cross-entropies [t] of logits [t, V] and labels [t], and overwrite the logits.
+    """Return the cross-entropies [t] of logits [t, V] and labels [t], which nothing may use afterwards.
 
-    With ``gradient``, the gradient of the sum of the losses overwrites them.
+    With ``gradient``, the gradient of the sum of the losses overwrites the logits. Without, logits in fp32 or
+    wider are overwritten by intermediate values.
     """
     losses = logits.new_empty(labels.shape, dtype=accumulation_dtype(logits.dtype))
     for start, length in slices(labels.shape[0], -(-labels.shape[0] // BLOCKS)):

@@ -1,7 +1,7 @@
 """Sequence tiling: modules that work on each token alone run tile by tile, in forward and backward.
 
-The function ``run_in_tiles`` does this for any such module. This file applies it to MLPs and norms, and
-``loss.py`` applies it to the head with its loss.
+The function ``run_in_tiles`` does this for any such module. This file applies it to MLPs and norms. The head
+has tiles of its own, in ``loss.py``.
 
 Letters: b rows, s tokens of one rank, t = min(tile, s) tokens of a tile, E hidden size, I intermediate size
 of an MLP, w bytes per element, W = max(w, 4).
