@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import update_wrapper
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,18 @@ FAMILIES: dict[str, Family] = {
         head_norms=True,
         windows=True,
     ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        used=_BIASES | {"attention_out_bias"},
+        only={"pretraining_tp": (1,), "residual_dropout": (0.0,)},
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        used=_BIASES | _WINDOW | {"no_rope_layers"},
+        harmless=frozenset({"no_rope_layer_interval", "use_sliding_window"}),
+        only=_TYPES,
+        windows=True,
+    ),
     "starcoder2": Family(
         "Starcoder2",
         used=_WINDOW | {"norm_epsilon", "use_bias"},
@@ -246,6 +258,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
     # The field of Starcoder2 stands for all biases.
     everywhere = getattr(c, "use_bias", False)
     attention_bias = bool(getattr(c, "attention_bias", everywhere))
+    output_bias = bool(getattr(c, "attention_out_bias", attention_bias))
     mlp_bias = bool(getattr(c, "mlp_bias", everywhere))
     return Shape(
         L=c.num_hidden_layers,
@@ -258,7 +271,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
         mlp_projections=family.mlp_projections,
         head_norms=family.head_norms,
         layer_norms=family.layer_norms,
-        attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + attention_bias * E,
+        attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
         relu_squared=c.hidden_act == "relu2",
         scaled_residual=family.scaled_residual,
@@ -268,6 +281,14 @@ def shape_of(config: PretrainedConfig) -> Shape:
     )
 
 
+def keep_layers(config: PretrainedConfig, layers: int) -> None:
+    """Cut a config to its first ``layers`` layers."""
+    config.num_hidden_layers = min(config.num_hidden_layers, layers)
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[: config.num_hidden_layers])
+
+
 def head_dim_of(config: PretrainedConfig) -> int:
     """Return head_dim; where the config has none, it is the hidden size over the number of query heads."""
     own: int | None = getattr(config, "head_dim", None)
@@ -275,6 +296,10 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 
 # ---- the parts ---------------------------------------------------------------------------------------------
+
+
+Rotary = Literal["half", "interleaved", "none"]
+"""Which pairs of a head's first R dimensions are turned by an angle: i and i + R/2, or 2*i and 2*i + 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,6 +316,7 @@ class Layer:
         norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
         window: The number of keys that a query sees, itself included; None if it sees all before it.
+        rotary: How q and k are rotated.
     """
 
     module: nn.Module
@@ -299,24 +325,33 @@ class Layer:
     norms: tuple[nn.Module, nn.Module]
     residual_multiplier: float = 1.0
     window: int | None = None
+    rotary: Rotary = "half"
+
+    @property
+    def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The norms of each head of q and of k, before it is rotated; None if there is none."""
+        return getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
 
     @property
     def head_modules(self) -> list[nn.Module]:
         """The modules that ``head`` calls."""
         a: Any = self.attention
-        norms = (getattr(a, "q_norm", None), getattr(a, "k_norm", None))
-        return [self.norms[0], a.q_proj, a.k_proj, a.v_proj, *(norm for norm in norms if norm is not None)]
+        return [self.norms[0], a.q_proj, a.k_proj, a.v_proj, *(n for n in self.head_norms if n is not None)]
+
+    def input_weights(self, technique: str) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the weight and the bias of the projections of q, k and v; see ``effective_weight``."""
+        a: Any = self.attention
+        return [effective_weight(projection, technique) for projection in (a.q_proj, a.k_proj, a.v_proj)]
 
     def head(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [b, s, H*D], k and v [b, s, K*D] of the input [b, s, E], before rotary positions."""
         a: Any = self.attention
         hidden = self.norms[0](x)
         q, k, v = a.q_proj(hidden), a.k_proj(hidden), a.v_proj(hidden)
-        if hasattr(a, "q_norm"):
-            q, k = (
-                norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
-                for norm, heads in ((a.q_norm, q), (a.k_norm, k))
-            )
+        q, k = (
+            heads if norm is None else norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
+            for norm, heads in zip(self.head_norms, (q, k), strict=True)
+        )
         return q, k, v
 
     @property
@@ -411,6 +446,7 @@ def decoder_of(model: nn.Module) -> Decoder:
                 norms=(layer.input_layernorm, layer.post_attention_layernorm),
                 residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
                 window=windows[layer.self_attn.layer_idx],
+                rotary="half" if getattr(layer.self_attn, "use_rope", True) else "none",
             )
             for layer in model.model.layers
         ),

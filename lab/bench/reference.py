@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
     Starcoder2Config,
 )
 
@@ -39,21 +41,29 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "arcee": ArceeConfig,
     "granite": GraniteConfig,
     "starcoder2": Starcoder2Config,
+    "seed_oss": SeedOssConfig,
+    "smollm3": SmolLM3Config,
 }
 
 OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 13},
     "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
     "arcee": {"mlp_bias": True},
+    "seed_oss": {"attention_out_bias": True, "residual_dropout": 0.0},
+    # Without rotation, a bias of k adds the same to all scores of a query, and its gradient is zero.
+    "smollm3": {
+        "mlp_bias": True, "no_rope_layers": [0, 1], "sliding_window": 11, "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "granite": {
         "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
 }  # fmt: skip
-"""The fields of each family's config beside its sizes, with values that change the result.
+"""The fields of each family's config beside its sizes, with values that change the result."""
 
-``layer_types`` are repeated for all layers.
-"""
+PER_LAYER = {"layer_types", "no_rope_layers"}
+"""The fields with a value for each layer. Those above are repeated for all layers."""
 
 
 def config(
@@ -80,8 +90,8 @@ def config(
         "eos_token_id": None,
     }
     fields = {**sizes, **OWN.get(family, {}), **more}
-    if "layer_types" in fields:
-        fields["layer_types"] = (fields["layer_types"] * layers)[:layers]
+    for name in PER_LAYER & fields.keys():
+        fields[name] = (fields[name] * layers)[:layers]
     return FAMILIES[family](**fields)
 
 
