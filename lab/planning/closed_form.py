@@ -35,6 +35,7 @@ from lab.planning.closed_form_terms import (
     Held,
     Parts,
     Sizes,
+    accumulates,
     bytes_of,
     forward_bytes,
     highest_of,
