@@ -37,7 +37,6 @@ from lab.planning.closed_form_terms import (
     Sizes,
     accumulates,
     bytes_of,
-    forward_bytes,
     highest_of,
     inside_mlp,
     kernel_bytes,
@@ -390,10 +389,8 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         # With an adapter, the output goes through W and through B @ A, and is scaled.
         sent = {TEMPORARY: exchanged * z.H * z.h}
         through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
-        # In a windowed kernel, before the output is sent.
-        kernel = {TEMPORARY: forward_bytes(z, z.H * z.h, z.sent, window), kept: -z.H * z.h * exchanged}
-        again = () if z.recipe.offload == "attention" else (kernel,)
-        inside = plus(attention, more, highest_of(sent, through, *again))
+        # What a windowed kernel holds forward beside this is less than what it holds in backward.
+        inside = plus(attention, more, highest_of(sent, through))
         yield "attention recomputed", residual | {"norms": first, "attention": inside}
 
 
