@@ -50,10 +50,11 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
         Attention to W keys a query in place of S/2, in both passes: 4*b*h*S*W*D floating-point operations
         forward. In backward, the kernel's dq, dk and dv of all tokens, as ``tiled_kernel``.
     Costs:
-        Forward, tensors of the p = min(S, max(W, ``piece``)) tokens of a call: the outputs of two calls, a
-        sum of them, and q, k and v in reversed order: b = 1, p*h*D*(3*w + f + 2*w/G) bytes at most. Backward,
-        the same of dout, out, and of the gradients; and sums of dk and dv, 2*b*S*h*D*f/G bytes. If W does not
-        divide S, the last block is computed with padding.
+        Tensors of the p = min(S, max(W, ``piece``)) tokens of a call: q, k and v in reversed order and an
+        output, p*h*D*w*(2 + 2/G) bytes forward, or in half precision 6*p*h*D bytes if that is more; dout, q,
+        k, v and out in reversed order, and dq, dk and dv, p*h*D*w*(4 + 4/G) bytes backward; beside them, an
+        LSE or a few. In backward also the sums of dk and dv, 2*b*S*h*D*f/G bytes. If W does not divide S, the
+        queries of the last block are padded for the second call.
     Source:
         Longformer (arXiv 2004.05150), section 3.1, for windows; FlashAttention (arXiv 2205.14135), appendix
         B.4, for gradients from the LSE over all keys.
@@ -75,18 +76,22 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
             return kernel.forward(q, k, v, scale=scale)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
         for blocks in _pieces(q.shape, window, piece):
-            part, part_lse = kernel.forward(*(blocks.of(t) for t in (q, k, v)), scale=scale)
-            part = part.to(lse.dtype)
-            if blocks.have_earlier_keys and window > 1:
-                earlier, earlier_lse = kernel.forward(
-                    *(blocks.of_queries(q), blocks.of_earlier_keys(k), blocks.of_earlier_keys(v)), scale=scale
-                )
-                rows = blocks.queries_with_earlier_keys
-                merge(part[rows], part_lse[rows], earlier.flip(2), earlier_lse.flip(2))
-                del earlier, earlier_lse
-            blocks.write(out, part)
-            blocks.write(lse, part_lse)
+            part, part_lse = kernel.forward(blocks.of(q), blocks.of(k), blocks.of(v), scale=scale)
+            blocks.of(out).copy_(part)
+            blocks.of(lse).copy_(part_lse)
             del part, part_lse
+            if blocks.have_earlier_keys:
+                part, part_lse = kernel.forward(
+                    blocks.reverse_queries(q), blocks.reverse_keys(k), blocks.reverse_keys(v), scale=scale
+                )
+                part = blocks.in_order(part)
+                part_lse = blocks.in_order(part_lse)
+                # In half precision, the sum of both is rounded once.
+                whole = blocks.queries(out).to(lse.dtype)
+                merge(whole, blocks.queries(lse), part, part_lse)
+                if whole.dtype != out.dtype:
+                    blocks.queries(out).copy_(whole)
+                del part, part_lse, whole
         return out, lse
 
     def backward(
@@ -121,7 +126,10 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
         causal: bool = True,
         scale: float | None = None,
     ) -> None:
-        add_blocks(grad_out, q, k, v, out, lse, q, dk, dv, causal=causal, scale=scale)
+        if window >= q.shape[2] and kernel.accumulate is not None:
+            kernel.accumulate(grad_out, q, k, v, out, lse, dk, dv, causal=causal, scale=scale)
+        else:
+            add_blocks(grad_out, q, k, v, out, lse, q, dk, dv, causal=causal, scale=scale)
 
     def add_blocks(
         grad_out: Tensor,
@@ -140,22 +148,22 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
         """Write dq, which may be ``q`` itself, and add dk and dv to their sums."""
         _check_causal(causal)
         for blocks in _pieces(q.shape, min(window, q.shape[2]), piece):
-            arguments = [blocks.of(t) for t in (grad_out, q, k, v, out, lse)]
-            part, *parts = kernel.backward(*arguments, scale=scale)
-            for total, gradient in zip((dk, dv), parts, strict=True):
-                blocks.add(total, gradient)
-            part = part.to(dk.dtype)
-            del arguments, parts
-            if blocks.have_earlier_keys and window > 1:
-                dout_, q_, out_, lse_ = (blocks.of_queries(t) for t in (grad_out, q, out, lse))
-                k_, v_ = (blocks.of_earlier_keys(t) for t in (k, v))
+            earlier = None
+            if blocks.have_earlier_keys:
+                dout_, q_, out_, lse_ = (blocks.reverse_queries(t) for t in (grad_out, q, out, lse))
+                k_, v_ = blocks.reverse_keys(k), blocks.reverse_keys(v)
                 earlier, *parts = kernel.backward(dout_, q_, k_, v_, out_, lse_, scale=scale)
-                part[blocks.queries_with_earlier_keys].add_(earlier.flip(2))
-                for total, gradient in zip((dk, dv), parts, strict=True):
-                    blocks.add_to_earlier_keys(total, gradient)
-                del dout_, q_, out_, lse_, k_, v_, earlier, parts
-            blocks.write(dq, part)
+                del dout_, q_, k_, v_, out_, lse_
+                for total in (dk, dv):
+                    blocks.keys(total).add_(parts.pop(0).flip(2))
+            part, *parts = kernel.backward(*map(blocks.of, (grad_out, q, k, v, out, lse)), scale=scale)
+            for total in (dk, dv):
+                blocks.of(total).add_(parts.pop(0))
+            blocks.of(dq).copy_(part)
             del part
+            if earlier is not None:
+                blocks.queries(dq).add_(blocks.in_order(earlier))
+                del earlier
 
     return Kernel(forward, backward, accumulate)
 
@@ -166,71 +174,57 @@ def _check_causal(causal: bool) -> None:
 
 
 class _Blocks:
-    """Some blocks of W tokens of one row, as rows of a batch: [b, h, S, ...] -> [blocks, h, W, ...].
+    """Some blocks of tokens of one row, as rows of a batch: [b, h, S, ...] -> [blocks, h, length, ...].
 
     Args:
         row: The row.
         start: The first token.
         count: The number of blocks.
+        length: The tokens of each block: W, or fewer in the last block of a row.
         window: W.
-        tokens: S. If the last block ends after the last token, it is padded with zeros, whose gradients are
-            zero.
     """
 
-    def __init__(self, row: int, start: int, count: int, window: int, tokens: int) -> None:
-        self.row, self.start, self.count, self.window = row, start, count, window
-        self.length = min(count * window, tokens - start)
-        # The first block of a sequence has no block before it.
+    def __init__(self, row: int, start: int, count: int, length: int, window: int) -> None:
+        self.row, self.start, self.count, self.length, self.window = row, start, count, length, window
+        # The first block of a row has no block before it.
         self.first = int(start == 0)
-        self.have_earlier_keys = count > self.first
-        self.queries_with_earlier_keys = (slice(self.first, None), slice(None), slice(None, window - 1))
-        """The places of ``of_queries`` in the blocks."""
+        self.have_earlier_keys = count > self.first and window > 1
+        self.missing = max(window - 1 - length, 0)
+        """The queries with which those of the last block of a row are padded."""
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the blocks of ``x``, a view if nothing is padded."""
-        part = x[self.row, :, self.start : self.start + self.length]
-        missing = self.count * self.window - self.length
-        if missing:
-            part = pad(part, (*(0, 0) * (part.dim() - 2), 0, missing))
-        return _divide(part, self.count)
+        """View the blocks of ``x``."""
+        return _divide(x[self.row, :, self.start : self.start + self.count * self.length], self.count)
 
-    def of_queries(self, x: Tensor) -> Tensor:
-        """Return the tokens that see keys of the block before theirs, in reversed order."""
-        return self.of(x)[self.queries_with_earlier_keys].flip(2)
+    def queries(self, x: Tensor) -> Tensor:
+        """View the tokens that see keys of the block before theirs."""
+        return self.of(x)[self.first :, :, : self.window - 1]
 
-    def _earlier(self, x: Tensor) -> Tensor:
-        """View the keys before those blocks that these see, [blocks, h, W - 1, ...]."""
+    def keys(self, x: Tensor) -> Tensor:
+        """View the keys before these blocks that ``queries`` see, [blocks, h, W - 1, ...]."""
         count = self.count - self.first
         start = self.start - self.window * (1 - self.first)
         return _divide(x[self.row, :, start : start + count * self.window], count)[:, :, 1:]
 
-    def of_earlier_keys(self, x: Tensor) -> Tensor:
-        """Return the keys that ``of_queries`` see, in reversed order."""
-        return self._earlier(x).flip(2)
+    def reverse_queries(self, x: Tensor) -> Tensor:
+        """Return ``queries`` in reversed order, [blocks, h, W - 1, ...].
 
-    def write(self, target: Tensor, blocks: Tensor) -> None:
-        """Copy ``blocks`` to their places in ``target``; padding is dropped."""
-        self._whole(target).copy_(self._unpadded(blocks))
+        Zeros are put before those of a short block. Their gradients are zero.
+        """
+        tokens = self.queries(x).flip(2)
+        return pad(tokens, (*(0, 0) * (x.dim() - 3), self.missing, 0)) if self.missing else tokens
 
-    def add(self, target: Tensor, blocks: Tensor) -> None:
-        """Add ``blocks`` to ``target``; padding is dropped."""
-        self._whole(target).add_(self._unpadded(blocks))
+    def reverse_keys(self, x: Tensor) -> Tensor:
+        """Return ``keys`` in reversed order."""
+        return self.keys(x).flip(2)
 
-    def add_to_earlier_keys(self, target: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of ``of_earlier_keys`` to ``target``."""
-        self._earlier(target).add_(gradient.flip(2))
-
-    def _whole(self, target: Tensor) -> Tensor:
-        part = target[self.row, :, self.start : self.start + self.length]
-        padded = self.length < self.window
-        return part[None] if padded else _divide(part, self.count)
-
-    def _unpadded(self, blocks: Tensor) -> Tensor:
-        return blocks[:, :, : self.length]
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return what was computed of ``reverse_queries`` in the order of ``queries``."""
+        return x[:, :, self.missing :].flip(2)
 
 
 def _divide(x: Tensor, count: int) -> Tensor:
-    """View [h, count*W, ...] as [count, h, W, ...]."""
+    """View [h, count*length, ...] as [count, h, length, ...]."""
     divided: Tensor = x.unflatten(1, (count, -1))
     return divided.transpose(0, 1)
 
@@ -241,6 +235,6 @@ def _pieces(shape: torch.Size, window: int, piece: int) -> Iterator[_Blocks]:
     whole, together = tokens // window, max(1, piece // window)
     for row in range(rows):
         for first in range(0, whole, together):
-            yield _Blocks(row, first * window, min(together, whole - first), window, tokens)
+            yield _Blocks(row, first * window, min(together, whole - first), window, window)
         if tokens % window:
-            yield _Blocks(row, whole * window, 1, window, tokens)
+            yield _Blocks(row, whole * window, 1, tokens % window, window)
