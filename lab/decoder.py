@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import update_wrapper
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -63,8 +63,8 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
 """Fields that transformers reads from any config, although no config class declares them."""
 
 # ``layer_types`` decides which layers have a window, whatever these fields are.
-_WINDOWS = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
-_NO_WINDOW: dict[str, tuple[object, ...]] = {"layer_types": ("full_attention",)}
+_WINDOWS = frozenset({"max_window_layers", "use_sliding_window"})
+_TYPES: dict[str, tuple[object, ...]] = {"layer_types": ("full_attention", "sliding_attention")}
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class Family:
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The field that divides the logits; None if there is none.
+        windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
+            ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Family:
     qkv_biases: bool = False
     scaled_residual: bool = False
     logits_divisor: str | None = None
+    windows: bool = False
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
         """Return the values of a field that the lab computes right; None stands for every value.
@@ -111,6 +114,7 @@ class Family:
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
+_WINDOW = frozenset({"sliding_window"})
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
@@ -122,17 +126,36 @@ FAMILIES: dict[str, Family] = {
         logits_divisor="logits_scaling",
     ),
     "llama": Family("Llama", used=_BIASES, only={"pretraining_tp": (1,)}),
-    "mistral": Family("Mistral", only={"sliding_window": (None,)}),
-    "qwen2": Family("Qwen2", harmless=_WINDOWS, only=_NO_WINDOW, qkv_biases=True),
+    "ministral": Family("Ministral", used=_WINDOW, only=_TYPES, windows=True),
+    "mistral": Family("Mistral", used=_WINDOW, windows=True),
+    "qwen2": Family("Qwen2", used=_WINDOW, harmless=_WINDOWS, only=_TYPES, qkv_biases=True, windows=True),
     "qwen3": Family(
-        "Qwen3", used=frozenset({"attention_bias"}), harmless=_WINDOWS, only=_NO_WINDOW, head_norms=True
+        "Qwen3",
+        used=_WINDOW | {"attention_bias"},
+        harmless=_WINDOWS,
+        only=_TYPES,
+        head_norms=True,
+        windows=True,
+    ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        used=_BIASES | {"attention_out_bias"},
+        only={"pretraining_tp": (1,), "residual_dropout": (0.0,)},
+    ),
+    "smollm3": Family(
+        "SmolLM3",
+        used=_BIASES | _WINDOW | {"no_rope_layers"},
+        harmless=frozenset({"no_rope_layer_interval", "use_sliding_window"}),
+        only=_TYPES,
+        windows=True,
     ),
     "starcoder2": Family(
         "Starcoder2",
-        used=frozenset({"norm_epsilon", "use_bias"}),
-        only={"embedding_dropout": (0.0,), "residual_dropout": (0.0,), "sliding_window": (None,)},
+        used=_WINDOW | {"norm_epsilon", "use_bias"},
+        only={"embedding_dropout": (0.0,), "residual_dropout": (0.0,)},
         mlp_projections=("c_fc", "c_proj"),
         layer_norms=True,
+        windows=True,
     ),
 }
 """The supported families by their ``model_type``."""
@@ -170,7 +193,30 @@ def check_config(config: PretrainedConfig) -> Family:
             _check_value(family, name, getattr(config, name, default), works)
     for name, works in _UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), works)
+    for window in windows_of(config):
+        check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
+
+
+def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer, the number of keys that a query sees; None if it sees all.
+
+    Raises:
+        ModelError: A layer has a window, and the config has no number of keys.
+    """
+    layers: int = config.num_hidden_layers
+    if not FAMILIES[config.model_type].windows:
+        return (None,) * layers
+    window: int | None = config.sliding_window
+    types: list[str] | None = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * layers
+    if window is None and "sliding_attention" in types:
+        raise ModelError(
+            "layer_types has 'sliding_attention', and sliding_window is None: set sliding_window to the "
+            "number of keys that a query of these layers sees"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def check_family(kind: str) -> Family:
@@ -212,6 +258,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
     # The field of Starcoder2 stands for all biases.
     everywhere = getattr(c, "use_bias", False)
     attention_bias = bool(getattr(c, "attention_bias", everywhere))
+    output_bias = bool(getattr(c, "attention_out_bias", attention_bias))
     mlp_bias = bool(getattr(c, "mlp_bias", everywhere))
     return Shape(
         L=c.num_hidden_layers,
@@ -224,13 +271,22 @@ def shape_of(config: PretrainedConfig) -> Shape:
         mlp_projections=family.mlp_projections,
         head_norms=family.head_norms,
         layer_norms=family.layer_norms,
-        attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + attention_bias * E,
+        attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
         relu_squared=c.hidden_act == "relu2",
         scaled_residual=family.scaled_residual,
         divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,
         tied=c.tie_word_embeddings,
+        windows=windows_of(c),
     )
+
+
+def keep_layers(config: PretrainedConfig, layers: int) -> None:
+    """Cut a config to its first ``layers`` layers."""
+    config.num_hidden_layers = min(config.num_hidden_layers, layers)
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[: config.num_hidden_layers])
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
@@ -240,6 +296,10 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 
 # ---- the parts ---------------------------------------------------------------------------------------------
+
+
+Rotary = Literal["half", "interleaved", "none"]
+"""Which pairs of a head's first R dimensions are turned by an angle: i and i + R/2, or 2*i and 2*i + 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +315,8 @@ class Layer:
         mlp: The MLP.
         norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
+        window: The number of keys that a query sees, itself included; None if it sees all before it.
+        rotary: How q and k are rotated.
     """
 
     module: nn.Module
@@ -262,24 +324,34 @@ class Layer:
     mlp: nn.Module
     norms: tuple[nn.Module, nn.Module]
     residual_multiplier: float = 1.0
+    window: int | None = None
+    rotary: Rotary = "half"
+
+    @property
+    def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The norms of each head of q and of k, before it is rotated; None if there is none."""
+        return getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
 
     @property
     def head_modules(self) -> list[nn.Module]:
         """The modules that ``head`` calls."""
         a: Any = self.attention
-        norms = (getattr(a, "q_norm", None), getattr(a, "k_norm", None))
-        return [self.norms[0], a.q_proj, a.k_proj, a.v_proj, *(norm for norm in norms if norm is not None)]
+        return [self.norms[0], a.q_proj, a.k_proj, a.v_proj, *(n for n in self.head_norms if n is not None)]
+
+    def input_weights(self, technique: str) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the weight and the bias of the projections of q, k and v; see ``effective_weight``."""
+        a: Any = self.attention
+        return [effective_weight(projection, technique) for projection in (a.q_proj, a.k_proj, a.v_proj)]
 
     def head(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [b, s, H*D], k and v [b, s, K*D] of the input [b, s, E], before rotary positions."""
         a: Any = self.attention
         hidden = self.norms[0](x)
         q, k, v = a.q_proj(hidden), a.k_proj(hidden), a.v_proj(hidden)
-        if hasattr(a, "q_norm"):
-            q, k = (
-                norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
-                for norm, heads in ((a.q_norm, q), (a.k_norm, k))
-            )
+        q, k = (
+            heads if norm is None else norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
+            for norm, heads in zip(self.head_norms, (q, k), strict=True)
+        )
         return q, k, v
 
     @property
@@ -362,7 +434,7 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
     check_modules(model)
-    divisor = family.logits_divisor
+    divisor, windows = family.logits_divisor, windows_of(config)
     return Decoder(
         model=model,
         shape=shape_of(config),
@@ -373,6 +445,8 @@ def decoder_of(model: nn.Module) -> Decoder:
                 mlp=layer.mlp,
                 norms=(layer.input_layernorm, layer.post_attention_layernorm),
                 residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
+                window=windows[layer.self_attn.layer_idx],
+                rotary="half" if getattr(layer.self_attn, "use_rope", True) else "none",
             )
             for layer in model.model.layers
         ),

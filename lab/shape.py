@@ -26,6 +26,7 @@ class Shape:
         scaled_residual: Whether what a layer's attention and MLP return is multiplied before it is added.
         divided_logits: Whether the head's output is divided by a number.
         tied: Whether the head shares its weight with the embedding.
+        windows: The number of keys that a query of each layer sees; None if it sees all before it.
     """
 
     L: int
@@ -44,6 +45,12 @@ class Shape:
     scaled_residual: bool
     divided_logits: bool
     tied: bool
+    windows: tuple[int | None, ...]
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer has a window."""
+        return any(window is not None for window in self.windows)
 
     @property
     def matrices(self) -> int:

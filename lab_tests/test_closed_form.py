@@ -113,6 +113,48 @@ OF_STREAMED = [
 """Families, the MLP's width, knobs, and where the peak is: H=24, K=6, D=10, E=48, 400 tokens, two ranks."""
 
 
+WINDOWED = [
+    ("mistral-7b", "plain", 64 * Ki, 4, {}, "loss backward"),
+    ("mistral-7b", "tiling", 1 * Mi, 8, {"attention_tile": 64 * Ki, **TILES}, "MLP backward, layer 1"),
+    ("mistral-7b", "upipe", 1 * Mi, 8, {"head_chunk": 32, **TILES}, "attention backward, layer 1"),
+    (
+        "mistral-7b", "upipe", 512 * Ki, 8,
+        {"head_chunk": 32, "window": 300_000, "attention_tile": 64 * Ki, **TILES},
+        "attention backward, layer 0",
+    ),
+    (
+        "mistral-7b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "window": 1 * Mi, **TILES},
+        "attention backward, layer 0",
+    ),
+    (
+        "mistral-7b", "streamed", 512 * Ki, 8, {"head_chunk": 32, "stream": 4 * Ki},
+        "attention backward, layer 0",
+    ),
+    ("qwen3-8b", "tiling", 256 * Ki, 4, {"types": "fwfwf", **TILES}, "attention backward, layer 1"),
+    (
+        "qwen3-8b", "upipe", 256 * Ki, 4, {"head_chunk": 32, "types": "fwwfw", **TILES},
+        "attention backward, layer 1",
+    ),
+]  # fmt: skip
+"""Points of models with windows of 4096 tokens, or of ``window``, and where the peak is.
+
+A layer has a window if its letter in ``types`` is w; without ``types`` there are two layers with windows.
+"""
+
+SMALL_WINDOWS = [
+    ("mistral", "ww", 5, {}, "attention backward, layer 0"),
+    ("mistral", "ww", 60, {"attention_tile": 8, "compute_dtype": "bfloat16"}, "attention backward, layer 0"),
+    ("mistral", "ww", 5, {"head_chunk": 1, "stream": 2}, "attention again, layer 0"),
+    (
+        "mistral", "ww", 60, {"head_chunk": 2, "stream": 2, "compute_dtype": "bfloat16"},
+        "attention again, layer 0",
+    ),
+    ("ministral", "fffwfff", 5, {}, "attention backward, layer 3"),
+    ("ministral", "fwf", 60, {"head_chunk": 24, "stream": 2}, "attention backward, layer 1"),
+]  # fmt: skip
+"""Families, layers as in ``WINDOWED``, windows, knobs, and where the peak is: H=24, K=4, D=2, 250 tokens."""
+
+
 def config_of(model, layers=LAYERS):
     config = PRESETS[model]()
     config.num_hidden_layers = layers
@@ -194,6 +236,45 @@ def test_a_streamed_layer_where_nothing_coincides(family, inner, knobs, moment):
     estimated = estimate_job(models.shape_of(config), Job(config, recipe, 400, 2))
     assert estimated.moment == moment
     assert estimated.host_peak == planned.host_peak
+    assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
+
+
+def set_windows(config, types, window):
+    """Let the layers whose letter is w have a window."""
+    config.num_hidden_layers, config.sliding_window = len(types), window
+    if getattr(config, "layer_types", None):
+        kinds = {"w": "sliding_attention", "f": "full_attention"}
+        config.layer_types = [kinds[letter] for letter in types]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", WINDOWED, ids=lambda p: "-".join(map(str, (*p[:4], *p[4]))))
+def test_windows_within_1_percent(point):
+    model, rung, tokens, ranks, knobs, moment = point
+    by_hand, config = dict(knobs), config_of(model)
+    set_windows(config, by_hand.pop("types", "ww"), by_hand.pop("window", 4096))
+    recipe = resolve_recipe(rung, config, ranks, tokens, **by_hand)
+    planned = plan(config, recipe, tokens=tokens, ranks=ranks, workspace=False)
+    estimated = estimate_job(models.shape_of(config), Job(config, recipe, tokens, ranks))
+    assert estimated.moment == moment
+    assert estimated.host_peak == planned.host_peak
+    assert estimated.device_peak == pytest.approx(planned.device_peak, rel=0.001)
+    assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
+
+
+@pytest.mark.parametrize(("family", "types", "window", "knobs", "moment"), SMALL_WINDOWS)
+def test_windows_of_small_heads(family, types, window, knobs, moment):
+    """An LSE takes as many bytes as an element of a head, of which there are two."""
+    sizes = {"head_dim": 2, "hidden_size": 24, "intermediate_size": 4, "vocab_size": 11}
+    config = reference.config(family, 24, 4, **sizes)
+    set_windows(config, types, window)
+    tiles = {"offload": "inputs"} if "stream" in knobs else {"mlp_tile": 8}
+    recipe = Recipe(fsdp=True, checkpoint=True, norm_tile=1, loss_tile=1, **tiles, **knobs)
+    planned = plan(config, recipe, tokens=250, ranks=1, workspace=False)
+    estimated = estimate_job(models.shape_of(config), Job(config, recipe, 250, 1))
+    assert estimated.moment == moment
+    assert estimated.host_peak == planned.host_peak
+    assert estimated.device_peak == pytest.approx(planned.device_peak, rel=0.0015)
     assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
 
 
@@ -293,4 +374,5 @@ def test_the_closed_form_imports_nothing_of_the_plan():
         "lab.techniques.host_pieces",
         "lab.techniques.loss_blocks",
         "lab.techniques.upipe.schedule",
+        "lab.techniques.window_pieces",
     }

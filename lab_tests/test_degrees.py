@@ -69,7 +69,7 @@ def peaks(model: str, ranks: int) -> dict[tuple[int, int], int]:
     shape: Shape = shape_of(model)
     return {
         (c, r): estimate(model, "upipe", tokens=3 * Mi, ranks=ranks, ulysses=c, ring=r).device_peak
-        for c, r in degree_pairs(shape.H, shape.K, ranks)
+        for c, r in degree_pairs(shape, ranks)
     }
 
 

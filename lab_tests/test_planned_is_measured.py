@@ -5,7 +5,7 @@ from functools import partial
 from itertools import product
 
 import pytest
-from transformers import PretrainedConfig, Qwen2Config, Qwen3Config, Starcoder2Config
+from transformers import MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Starcoder2Config
 
 import lab
 from lab.memory.timeline import Timeline
@@ -128,6 +128,18 @@ CASES = {
         odd(), replace(OFFLOAD, attention_tile=60, compute_dtype="bfloat16"), 250, 3,
     ),
     "kept attention": (odd(num_hidden_layers=8), replace(OFFLOAD, offload="attention"), 250, 1),
+    "windows": (odd(MistralConfig, sliding_window=30), replace(UPIPE, head_chunk=4), 250, 1),
+    "windows, no UPipe, eight layers, bf16": (
+        odd(MistralConfig, sliding_window=33, num_hidden_layers=8),
+        replace(OFFLOAD, compute_dtype="bfloat16"), 250, 3,
+    ),
+    "windows in every other layer, streamed": (
+        odd(
+            Qwen2Config, num_hidden_layers=9, use_sliding_window=True, sliding_window=17,
+            layer_types=["full_attention", "sliding_attention"] * 4 + ["full_attention"],
+        ),
+        STREAMED, 250, 1,
+    ),
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lab.bench.table import Row, Say
+from lab.decoder import keep_layers
 from lab.models import config_of, shape_of
 from lab.models.presets import PRESETS
 from lab.planning.plan import Plan, plan
@@ -44,12 +45,10 @@ def compare_pairs(model: str, ranks: int, rung: str, tokens: int, say: Say, *, a
     Pairs with a Ulysses degree smaller than ``at_least`` are left out: their plans take the longest.
     """
     config, shape = config_of(model), shape_of(model)
-    config.num_hidden_layers = LAYERS
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:LAYERS]
+    keep_layers(config, LAYERS)
     dtype = None if model == "tiny" else "bfloat16"
     plans: dict[tuple[int, int], Plan] = {}
-    pairs = [pair for pair in degree_pairs(shape.H, shape.K, ranks) if pair[0] >= at_least]
+    pairs = [pair for pair in degree_pairs(shape, ranks) if pair[0] >= at_least]
     for ulysses, ring in pairs:
         say(f"{model} on {ranks} ranks, ulysses={ulysses} ring={ring}")
         knobs: dict[str, Any] = {"ulysses": ulysses, "ring": ring, "compute_dtype": dtype}

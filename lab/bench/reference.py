@@ -18,11 +18,14 @@ from transformers import (
     AutoModelForCausalLM,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
     Starcoder2Config,
 )
 
@@ -34,20 +37,33 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "ministral": MinistralConfig,
     "arcee": ArceeConfig,
     "granite": GraniteConfig,
     "starcoder2": Starcoder2Config,
+    "seed_oss": SeedOssConfig,
+    "smollm3": SmolLM3Config,
 }
 
 OWN: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 13},
+    "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
     "arcee": {"mlp_bias": True},
+    "seed_oss": {"attention_out_bias": True, "residual_dropout": 0.0},
+    # Without rotation, a bias of k adds the same to all scores of a query, and its gradient is zero.
+    "smollm3": {
+        "mlp_bias": True, "no_rope_layers": [0, 1], "sliding_window": 11, "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "granite": {
         "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
 }  # fmt: skip
 """The fields of each family's config beside its sizes, with values that change the result."""
+
+PER_LAYER = {"layer_types", "no_rope_layers"}
+"""The fields with a value for each layer. Those above are repeated for all layers."""
 
 
 def config(
@@ -73,7 +89,10 @@ def config(
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return FAMILIES[family](**{**sizes, **OWN.get(family, {}), **more})
+    fields = {**sizes, **OWN.get(family, {}), **more}
+    for name in PER_LAYER & fields.keys():
+        fields[name] = (fields[name] * layers)[:layers]
+    return FAMILIES[family](**fields)
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:

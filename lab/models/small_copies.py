@@ -9,7 +9,7 @@ from math import gcd
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lab.decoder import head_dim_of
+from lab.decoder import head_dim_of, keep_layers
 from lab.errors import ModelError
 from lab.models import ModelLike, config_of
 from lab.techniques.rope import check_rope
@@ -53,7 +53,7 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     small.vocab_size = max(small.vocab_size // by, min(small.vocab_size, BYTES))
     if getattr(small, "head_dim", None) is not None:
         small.head_dim = own // by
-    _cut(small, layers)
+    keep_layers(small, layers)
     # An embedding needs a row for the padding token.
     if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:
         small.pad_token_id = None
@@ -79,21 +79,15 @@ def first_layers(model: ModelLike, layers: int | None, *, config: PretrainedConf
     if callable(model) and not isinstance(model, PretrainedConfig):
         return partial(_call_and_cut, model, layers)
     small = copy.deepcopy(config)
-    _cut(small, layers)
+    keep_layers(small, layers)
     return small
 
 
 def _call_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrainedModel:
     result = model()
     del result.model.layers[layers:]
-    _cut(result.config, layers)
+    keep_layers(result.config, layers)
     return result
-
-
-def _cut(config: PretrainedConfig, layers: int) -> None:
-    config.num_hidden_layers = min(config.num_hidden_layers, layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
 
 
 def _fits(dim: int, least: int) -> bool:

@@ -35,16 +35,18 @@ from lab.planning.closed_form_terms import (
     Held,
     Parts,
     Sizes,
+    accumulates,
     bytes_of,
     highest_of,
     inside_mlp,
     kernel_bytes,
     kernel_heads,
     nested,
-    pair_bytes,
+    part_bytes,
     plus,
     sizes_of,
     weight_sums,
+    whole_call,
     wide_norm,
 )
 from lab.recipe.jobs import Job, make_job
@@ -141,9 +143,7 @@ def _moments(z: Sizes) -> dict[str, Parts]:
         "final norm backward": _held(z, z.L, {"norms": final} | head),
         "optimizer": {"model state": plus(_state(z), _reduced(z, z.trained.shard, 4))},
     }
-    # From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
-    # layer from it, where the parameters of the next and the gradients of the one before are under way too.
-    for i in () if z.recipe.stream else {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}:
+    for i in () if z.recipe.stream else _layers(z):
         highest |= {f"{part}, layer {i}": _held(z, i, held) for part, held in _layer(z, i)}
     if z.recipe.stream:
         forward = {"attention": streamed_forward(z)}
@@ -177,6 +177,19 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
             highest[f"gradients of layer {i}"] = _held(z, i, reduced, runs=False)
     return highest
+
+
+def _layers(z: Sizes) -> list[int]:
+    """The layers in which the step may hold the most.
+
+    From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
+    layer from it, where the parameters of the next and the gradients of the one before are under way too. Of
+    those between, it is so for the layers that have the same window.
+    """
+    ends = {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}
+    between = [i for i in range(z.L) if i not in ends]
+    of_window = [[i for i in between if z.windows[i] == window] for window in set(z.windows)]
+    return sorted(ends | {i for layers in of_window for i in (*layers[:1], *layers[-1:])})
 
 
 def _total(parts: Parts) -> Held:
@@ -335,6 +348,7 @@ def _attention_keeps(z: Sizes) -> Held:
 def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
     attention, norms, kept = _attention_keeps(z), _norm_keeps(z) + z.A, _kept(z)
+    window = z.windows[layer]
     # The layer's input, which waited, is what its first norm keeps; or it came from the host, as all but the
     # last layer's do, and is not kept once the layer has run again.
     same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None
@@ -354,7 +368,8 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     yield "norm backward", after
     # The gradient of the output's projection is there before the kernel runs; in UPipe it is counted inside.
     weights = gone | beside(done + projection * (not upipe), z.A + dout * upipe)
-    yield "attention backward", weights | {"norms": first, "attention": _upipe(z) if upipe else _attention(z)}
+    inside = _upipe(z, window) if upipe else _attention(z, window)
+    yield "attention backward", weights | {"norms": first, "attention": inside}
     # Of the projections, q's is the last: beside its gradient, dx so far and its own part of it.
     every = beside(z.w * z.trained.layer)
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
@@ -374,6 +389,7 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         # With an adapter, the output goes through W and through B @ A, and is scaled.
         sent = {TEMPORARY: exchanged * z.H * z.h}
         through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
+        # What a windowed kernel holds forward beside this is less than what it holds in backward.
         inside = plus(attention, more, highest_of(sent, through))
         yield "attention recomputed", residual | {"norms": first, "attention": inside}
 
@@ -425,15 +441,15 @@ def _mlp_tile(z: Sizes, t: int, sums: Held, *, added: bool = False) -> tuple[Hel
     return nested(inside), plus(sums, weights if become_sums else nested(weights))
 
 
-def _attention(z: Sizes) -> Held:
+def _attention(z: Sizes, window: int | None) -> Held:
     """In the kernel; or where dout is exchanged; or, when all that is done, in the norm of q."""
     q, exchanged = z.H * z.h, z.recipe.ulysses > 1
     # The output as it went on is of no more use.
     kept = plus(_attention_keeps(z), {_kept(z): -q * exchanged})
     # A ring makes its gradients of what it sums and passes on; dq is its own sum if that is no wider.
-    backward = kernel_bytes(z, q, z.sent)
+    backward = kernel_bytes(z, q, z.sent, window)
     made = backward if z.recipe.ring == 1 else q * (z.f == z.w)
-    if z.recipe.ring == 1 and z.recipe.attention_tile is not None:
+    if z.recipe.ring == 1 and not whole_call(z, window):
         made = q + 2 * z.sent * (z.f == z.w)
     kernel = plus(kept, {ACTIVATION_GRADIENTS: q + made, TEMPORARY: backward - made})
     dout = plus(
@@ -443,7 +459,7 @@ def _attention(z: Sizes) -> Held:
     return highest_of(kernel, dout, norm)
 
 
-def _upipe(z: Sizes) -> Held:
+def _upipe(z: Sizes, window: int | None) -> Held:
     """A stage of U heads with U_kv in flight, or the end; or in the norms of a stage's heads."""
     chunk = z.recipe.head_chunk or z.H
     plan = schedule(z.H, z.K, z.recipe.ulysses, chunk)
@@ -460,13 +476,14 @@ def _upipe(z: Sizes) -> Held:
     end = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: weights} if z.A + weights > grouped else {TEMPORARY: grouped}
     end = plus(end, {TEMPORARY: home})
     heads = max(kernel_heads(z)) * z.h
-    if z.recipe.attention_tile is None or z.recipe.ring > 1:
-        stage = 3 * u + 2 * u_kv + sums + kernel_bytes(z, heads, u_kv)
-    else:
-        # In pairs of tiles all is summed wide; or the output is exchanged; or what a stage made is.
-        exchange = (4 if z.recipe.ulysses > 1 else 3) * u + 2 * u_kv + sums
-        kernel, sent_back = 3 * u + 2 * u_kv + pair_bytes(z, heads, u_kv), 2 * u + 4 * u_kv
+    stage = 3 * u + 2 * u_kv + sums
+    if accumulates(z, window):
+        # All is summed wide; or the output is exchanged; or what a stage made is.
+        kernel, sent_back = 3 * u + 2 * u_kv + part_bytes(z, heads, u_kv, window), 2 * u + 4 * u_kv
+        exchange = stage + u * (z.recipe.ulysses > 1)
         stage = max(2 * u_kv * z.f // z.w + max(kernel, sent_back), exchange)
+    else:
+        stage += kernel_bytes(z, heads, u_kv, window)
     peaks = [{TEMPORARY: stage + there + ahead}, end]
     if z.head_norms:
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.

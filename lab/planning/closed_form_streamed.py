@@ -17,12 +17,14 @@ from lab.planning.closed_form_terms import (
     Held,
     Parts,
     Sizes,
+    accumulates,
+    forward_bytes,
     highest_of,
     inside_mlp,
     kernel_bytes,
     kernel_heads,
     nested,
-    pair_bytes,
+    part_bytes,
     plus,
     weight_sums,
     wide_norm,
@@ -39,7 +41,7 @@ def streamed_forward(z: Sizes) -> Held:
     inputs, tile = {ACTIVATIONS: z.A * min(2, z.L)}, _tiles(z)[0]
     inner = z.M * tile.t // z.s
     made = {ACTIVATIONS: z.A + 3 * inner + tile.x, TEMPORARY: inner + 3 * tile.x}
-    stage = _attention_forward(z, in_tiles=False)
+    stage = highest_of(*(_attention_forward(z, window, in_tiles=False) for window in set(z.windows)))
     return plus(inputs, highest_of(stage, made) if z.adapted else stage)
 
 
@@ -47,9 +49,17 @@ def streamed_layers(z: Sizes) -> list[int]:
     """The layers in which the step may hold the most.
 
     The lower a layer, the more gradients are there. So of the layers that run a segment again, and of those
-    that do not, with a layer below or none, the lowest is enough.
+    that do not, with a layer below or none, the lowest with each window is enough.
     """
-    return sorted({0, 1, 2, z.recipe.segment - 1, z.L - 1} & set(range(z.L)))
+    lowest = {}
+    for layer in reversed(range(z.L)):
+        lowest[z.windows[layer], _begins(z, layer), layer % z.recipe.segment > 0, layer > 0] = layer
+    return sorted(lowest.values())
+
+
+def _begins(z: Sizes, layer: int) -> bool:
+    """Return whether backward begins in a segment with this layer: the segment runs again before."""
+    return layer == z.L - 1 or layer % z.recipe.segment == z.recipe.segment - 1
 
 
 def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
@@ -58,18 +68,18 @@ def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
     dx is written over dy.
     """
     place, others = layer % z.recipe.segment, int(layer > 0 and z.n > 1)
-    begins = layer == z.L - 1 or place == z.recipe.segment - 1
+    begins, window = _begins(z, layer), z.windows[layer]
     dy: Parts = {"residual": {ACTIVATION_GRADIENTS: z.A}}
     if begins and place:
         # The layer below was gathered in advance, but has run again since, and is not whole any more. While
         # it ran, less was held than in its backward.
         others = 0
     if begins and z.recipe.offload != "attention":
-        yield "attention again", dy | {"attention": _attention_forward(z)}, others
+        yield "attention again", dy | {"attention": _attention_forward(z, window)}, others
     made = ACTIVATION_GRADIENTS if z.summed else GRADIENTS
     done: Held = {made: z.w * z.trained.tail}
     yield "tail backward", dy | _tail_backward(z, made), others
-    yield "attention backward", dy | {"attention": _stages(z), "gradients in flight": done}, others
+    yield "attention backward", dy | {"attention": _stages(z, window), "gradients in flight": done}, others
     yield "head backward", dy | _head_backward(z, made) | {"gradients in flight": done}, others
 
 
@@ -217,7 +227,7 @@ def _stage_sizes(z: Sizes) -> tuple[int, int]:
     return plan.chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
 
 
-def _stages(z: Sizes) -> Held:
+def _stages(z: Sizes, window: int | None) -> Held:
     """Attention's backward in a stage: in the kernel; or where a tile's q, k and v are computed.
 
     In tiles it may be higher where dout and the output are exchanged.
@@ -229,11 +239,12 @@ def _stages(z: Sizes) -> Held:
     ahead = (6 * u + 4 * u_kv * (plan.slots > plan.slots_in_flight)) * _overlaps(z)
     stage, heads = 3 * u + 2 * u_kv + ahead, max(kernel_heads(z))
     lse = {ACTIVATIONS: z.f * z.b * z.s * heads}
-    if z.recipe.attention_tile is None or z.recipe.ring > 1:
-        inside = sums + kernel_bytes(z, heads * z.h, u_kv)
+    if accumulates(z, window):
+        # All is summed wide; then what a stage made is exchanged.
+        part = part_bytes(z, heads * z.h, u_kv, window)
+        inside = 2 * u_kv * z.f // z.w + max(part, 2 * u_kv - u)
     else:
-        # In pairs of tiles all is summed wide; then what a stage made is exchanged.
-        inside = 2 * u_kv * z.f // z.w + max(pair_bytes(z, heads * z.h, u_kv), 2 * u_kv - u)
+        inside = sums + kernel_bytes(z, heads * z.h, u_kv, window)
     kernel, exchange = plus(lse, {TEMPORARY: stage + inside}), stage + u * (z.recipe.ulysses > 1) + sums
     # A stage that computes its keys and values has no sums yet.
     computed = stage + sums if ahead else 2 * u + max(4 * u_kv, 2 * u_kv + sums)
@@ -241,7 +252,7 @@ def _stages(z: Sizes) -> Held:
     return plus(highest_of(kernel, {TEMPORARY: exchange}, tile), _effective(z))
 
 
-def _attention_forward(z: Sizes, *, in_tiles: bool = True) -> Held:
+def _attention_forward(z: Sizes, window: int | None, *, in_tiles: bool = True) -> Held:
     """A stage forward: in the kernel; or where a tile's q, k and v are computed. LSEs wait for the end.
 
     Tiles of the input come from the host, or are slices of one on the device.
@@ -250,7 +261,8 @@ def _attention_forward(z: Sizes, *, in_tiles: bool = True) -> Held:
     heads, qkv = max(kernel_heads(z)), u + 2 * u_kv
     ahead = 2 * qkv * _overlaps(z)
     ring = (heads * z.h * z.f // z.w + 4 * u_kv + 3 * heads * lse) * (z.recipe.ring > 1)
-    kernel = {TEMPORARY: qkv + ahead + lse * z.H + heads * z.h + ring}
+    windowed = forward_bytes(z, heads * z.h, u_kv, window)
+    kernel = {TEMPORARY: qkv + ahead + lse * z.H + heads * z.h + ring + windowed}
     computed = 2 * qkv + ahead + lse * (z.H - _schedule(z).chunk) + _norm_forward(first)
     tile = plus(_buffers(z, first.x * in_tiles), {TEMPORARY: computed})
     return plus(highest_of(kernel, tile), _effective(z))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm, prod
 
@@ -12,6 +12,7 @@ from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.upipe.schedule import schedule
+from lab.techniques.window_pieces import PIECE
 
 WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
@@ -87,7 +88,8 @@ class Sizes:
     M is one tensor inside the MLP, h one head, ``sent`` all keys as exchanged (where K < C, each to C/K
     ranks), ``table`` the embedding, ``root`` all outside the layers, ``matrices`` those of an MLP.
     ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most.
-    ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen.
+    ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen. ``windows``
+    are the keys that a query of each layer sees, at most all; None if the layer's kernel knows of no window.
     """
 
     recipe: Recipe
@@ -123,6 +125,7 @@ class Sizes:
     shard: int
     sent: int
     adapted: bool
+    windows: tuple[int | None, ...]
     trained: Trained
 
 
@@ -154,7 +157,16 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
         shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
         adapted=job.lora is not None, trained=trained,
+        windows=tuple(_window(window, recipe, s) for window in shape.windows),
     )  # fmt: skip
+
+
+def _window(window: int | None, recipe: Recipe, s: int) -> int | None:
+    """The keys of a window; a kernel that computes in tiles is without a window of all tokens as with one."""
+    tokens = s * recipe.ulysses
+    if window is None or (window >= tokens and recipe.attention_tile is not None):
+        return None
+    return min(window, tokens)
 
 
 def _adapters(shape: Shape, lora: Lora, n: int) -> Trained:
@@ -219,7 +231,7 @@ def kernel_heads(z: Sizes) -> list[int]:
     return [plan.ranks * len(run.slots) * len(run.queries) for stage in plan.stages for run in stage]
 
 
-def kernel_bytes(z: Sizes, q: int, k: int) -> int:
+def kernel_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
     """dq, dk and dv; in a ring also what travels, and wide sums; a ring of two passes nothing on.
 
     Of keys that come from another rank, all queries meet half, or half the queries meet all. The first dq is
@@ -227,29 +239,105 @@ def kernel_bytes(z: Sizes, q: int, k: int) -> int:
     """
     wide_q, wide_k = q * z.f // z.w, k * z.f // z.w
     if z.recipe.ring == 1:
-        return _call(z, q, k)
+        return _call(z, q, k, window)
     part = max(_call(z, q, k, keys=2), _call(z, q, k, queries=2))
     if z.recipe.ring == 2:
         return wide_q + max(q * (z.f > z.w) + 6 * k + 2 * wide_k, part + 2 * k + 4 * wide_k)
     return wide_q + part + 4 * k + 4 * wide_k
 
 
-def _call(z: Sizes, q: int, k: int, *, queries: int = 1, keys: int = 1) -> int:
+def _call(z: Sizes, q: int, k: int, window: int | None = None, *, queries: int = 1, keys: int = 1) -> int:
     """dq, dk and dv of one call of the kernel, with one of so many parts of the queries and of the keys.
 
-    In tiles, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded of them.
+    In tiles or windows, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded
+    of them.
     """
     dq, dk = q // queries, k // keys
-    if z.recipe.attention_tile is None:
+    if whole_call(z, window):
         return dq + 2 * dk
-    return dq + 2 * dk * z.f // z.w + max(pair_bytes(z, q, k, queries, keys), dk * (z.f > z.w))
+    part = part_bytes(z, q, k, window, queries=queries, keys=keys)
+    return dq + 2 * dk * z.f // z.w + max(part, dk * (z.f > z.w))
 
 
-def pair_bytes(z: Sizes, q: int, k: int, queries: int = 1, keys: int = 1) -> int:
-    """dq, dk and dv of a pair of tiles, and the sum of dq; ``q`` and ``k`` are bytes of all tokens."""
+def whole_call(z: Sizes, window: int | None) -> bool:
+    """Return whether the backward of a layer's kernel computes all tokens at once."""
+    return z.recipe.attention_tile is None and window in (None, z.s * z.recipe.ulysses)
+
+
+def accumulates(z: Sizes, window: int | None) -> bool:
+    """Return whether the kernel of a layer has ``accumulate``, which UPipe then calls."""
+    return z.recipe.ring == 1 and (window is not None or z.recipe.attention_tile is not None)
+
+
+def part_bytes(z: Sizes, q: int, k: int, window: int | None, *, queries: int = 1, keys: int = 1) -> int:
+    """What a kernel that computes backward in parts holds for one of them; see ``_call``.
+
+    ``q`` and ``k`` are bytes of all tokens. In tiles, dq, dk and dv of a pair of tiles, and the sum of dq. In
+    windows, of the queries that see keys of the block before theirs, dout, q, the output and the LSE in
+    reversed order, and of these keys k and v, with dq, dk and dv; or this dq, and those of the blocks.
+    """
+    tokens, tile = z.s * z.recipe.ulysses, z.recipe.attention_tile
+
+    def pair(queries: int, keys: int) -> int:
+        """Of tiles of so many queries and keys; here and below in units of ``q`` and ``k`` of a token."""
+        return queries * (q + q * z.f // z.w) + keys * 2 * k
+
+    if window is None:
+        assert tile is not None
+        return pair(min(tile, tokens // queries), min(tile, tokens // keys)) // tokens
+
+    def call(blocks: int, length: int) -> int:
+        of_blocks = blocks * length
+        if tile is None:
+            return of_blocks * (q + 2 * k)
+        part = max(pair(*(blocks * min(tile, length),) * 2), of_blocks * k * (z.f > z.w))
+        return of_blocks * (q + 2 * k * z.f // z.w) + part
+
+    parts = []
+    for blocks, length, later in _window_calls(z, window):
+        reversed_ = later * (window - 1)
+        parts.append(reversed_ * q + call(blocks, length))
+        if reversed_:
+            parts.append(reversed_ * (3 * q + 2 * k + _lse(z, q)) + call(later, window - 1))
+    return max(parts) // (z.b * tokens)
+
+
+def forward_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
+    """What a kernel with a window holds forward beside the outputs and LSEs of all tokens: those of a part.
+
+    Or q, k, v and an output of the queries that see keys of the block before theirs, in reversed order. Or,
+    where sums are wider, that output and what it is added to, both in order, and LSEs and factors of them.
+    """
+    tokens, parts = z.s * z.recipe.ulysses, [0]
+    if window in (None, tokens):
+        return 0
+    for blocks, length, later in _window_calls(z, window):
+        merged = later * min(length, window - 1)
+        parts += [
+            blocks * length * (q + _lse(z, q)),
+            later * (window - 1) * (2 * q + 2 * k + _lse(z, q)),
+            merged * (q + q * z.f // z.w + 3 * _lse(z, q)) * (z.f > z.w),
+        ]
+    return max(parts) // (z.b * tokens)
+
+
+def _lse(z: Sizes, q: int) -> int:
+    """The bytes of the LSEs of the queries that have ``q`` bytes."""
+    return q * z.f // (z.w * z.D)
+
+
+def _window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks of a call of a windowed kernel, their length, and how many see keys of the block before.
+
+    All but the first block of a sequence do. There are the first call, the next, and that of the last block.
+    """
     tokens = z.s * z.recipe.ulysses
-    tile = z.recipe.attention_tile or tokens
-    return (min(tile, tokens // queries) * (q + q * z.f // z.w) + min(tile, tokens // keys) * 2 * k) // tokens
+    whole, together = tokens // window, max(1, PIECE // window)
+    yield min(together, whole), window, min(together, whole) - 1
+    if whole > together:
+        yield (min(together, whole - together), window, min(together, whole - together))
+    if tokens % window:
+        yield 1, tokens % window, 1
 
 
 def wide_norm(z: Sizes, kept: str, elements: int) -> Held:

@@ -171,7 +171,7 @@ def candidates(base: Recipe, shape: Shape, ranks: int, tokens: int) -> Iterator[
     tile = base.mlp_tile or base.stream
     long = {"segment": min(BESIDE["long"][1]["segment"], shape.L), "optimizer": "host"}
     kinds = ({"segment": 1}, {"segment": 1, "optimizer": "host"}, long)
-    for ulysses, ring in degree_pairs(shape.H, shape.K, ranks):
+    for ulysses, ring in degree_pairs(shape, ranks):
         chunks = [u for u in range(ulysses, shape.H + 1, ulysses) if shape.H % u == 0]
         for chunk, (checkpoint, offload), (mlp, norm, loss) in product([None, *chunks], keeps, tiles):
             yield replace(

@@ -170,7 +170,7 @@ def _settings(name: str, shape: Shape, job: Job) -> list[Setting]:
     if name in ("fsdp", "checkpoint"):
         values = [True] if not getattr(recipe, name) and (name == "checkpoint" or job.ranks > 1) else []
     elif name == "ulysses":
-        pairs = degree_pairs(shape.H, shape.K, job.ranks)
+        pairs = degree_pairs(shape, job.ranks)
         return [{"ulysses": c, "ring": r} for c, r in pairs if (c, r) != (recipe.ulysses, recipe.ring)]
     elif name == "offload":
         values = ["inputs", "attention"] if recipe.offload == "none" else []

@@ -141,7 +141,7 @@ def max_context(
     degrees: Degrees = {}
     usual = job(Ki, degrees).recipe
     if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
-        degrees = best_degrees(usual, degree_pairs(shape.H, shape.K, ranks), longest)
+        degrees = best_degrees(usual, degree_pairs(shape, ranks), longest)
 
     def planned(tokens: int) -> Plan:
         tried = plan_job(job(tokens, degrees), machine)

@@ -225,7 +225,7 @@ def _candidate(name: str, model: ModelLike, shape: Shape, rental: Rental, machin
     degrees: Degrees = {}
     usual = job(Ki, degrees).recipe
     if usual.ulysses * usual.ring == rental.gpus > 1:
-        degrees = best_degrees(usual, degree_pairs(shape.H, shape.K, rental.gpus), longest)
+        degrees = best_degrees(usual, degree_pairs(shape, rental.gpus), longest)
     return _Candidate(
         name,
         lambda tokens: job(tokens, degrees),

@@ -403,7 +403,9 @@ def _fullest(job: Job, machine: Machine, skeleton: PreTrainedModel) -> tuple[int
 def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank: int) -> Step:
     """The step of the whole model, from disk if it was planned before; ``skeleton`` is the model, fake."""
     layers: nn.ModuleList = skeleton.model.layers
-    alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
+    alike = (
+        len({tuple(_shapes(layer)) for layer in layers}) == len(set(decoder.windows_of(skeleton.config))) == 1
+    )
 
     def make() -> Step:
         extrapolated = _extrapolated(job, machine, len(layers), ring_rank) if alike else None

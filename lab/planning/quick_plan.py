@@ -123,9 +123,15 @@ def quick_plan(
         {"model": model_identity(model)},
         lambda: models.shape_of(model),
         encode=asdict,
-        decode=lambda document: Shape(**document | {"mlp_projections": tuple(document["mlp_projections"])}),
+        decode=_shape,
     )
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
     if job.lora is not None:
         job.lora.check_closed_form(shape)
     return QuickPlan(job, machine, estimate_on(machine, shape, job))
+
+
+def _shape(document: dict[str, Any]) -> Shape:
+    """Return a shape from JSON, which has lists in the place of tuples."""
+    sizes: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in document.items()}
+    return Shape(**sizes)

@@ -99,18 +99,19 @@ def sequence_degrees(shape: Shape, ranks: int, knobs: Mapping[str, Any]) -> tupl
 
     ulysses is the largest degree that divides the ranks and the key/value heads, so that no key or value is
     sent to two ranks. ring takes the remaining ranks, so that all ranks share one sequence. A degree in
-    ``knobs`` holds, and the other follows from it. DeepSpeed's exchange has no ring: with it, ulysses is the
-    largest degree that divides the ranks and that the heads allow.
+    ``knobs`` holds, and the other follows from it. DeepSpeed's exchange has no ring, and a model with sliding
+    windows takes none: with them, ulysses is the largest degree that divides the ranks and that the heads
+    allow.
 
     For the ladder's recipes with UPipe a smaller ulysses can need less memory, because head_chunk follows it.
     ``lab.fit`` and ``lab.max_context`` compare the pairs, and so does ``lab bench degrees``.
     """
-    deepspeed = knobs.get("ulysses_backend") == "deepspeed"
+    no_ring = knobs.get("ulysses_backend") == "deepspeed" or shape.has_windows
     ring = knobs.get("ring", 1)
     legal = [c for c in degrees(shape.H, shape.K) if ranks % (c * ring) == 0]
-    shared = [c for c in legal if deepspeed or shape.K % c == 0]
+    shared = [c for c in legal if no_ring or shape.K % c == 0]
     ulysses = knobs.get("ulysses", max(shared, default=1))
-    if "ring" not in knobs and not deepspeed:
+    if "ring" not in knobs and not no_ring:
         ring = ranks // ulysses if ranks % ulysses == 0 else 1
     return ulysses, ring
 

@@ -148,8 +148,9 @@ class Recipe:
 
         Raises:
             ModelError: a family or a config that the lab does not compute right, see ``check_config``.
-            RecipeError: degrees that the heads or the ranks forbid, a head_chunk that does not divide, a rope
-                type without exact angles. The message holds the rule and the values that would work.
+            RecipeError: degrees that the heads or the ranks forbid, a ring with windows, a head_chunk that
+                does not divide, a rope type without exact angles. The message holds the rule and the values
+                that would work.
         """
         # Imported late, because it imports torch and transformers.
         if not isinstance(model, Shape):
@@ -163,6 +164,11 @@ class Recipe:
             raise RecipeError(
                 f"ulysses={self.ulysses} x ring={self.ring} on {ranks} ranks: their product must divide the "
                 f"ranks; these products work: {', '.join(map(str, works))}"
+            )
+        if self.ring > 1 and model.has_windows:
+            raise RecipeError(
+                f"ring={self.ring} with a model whose layers have sliding windows: a rank of a ring has no "
+                "whole windows; set ring=1, and ulysses to share a sequence"
             )
         if self.head_chunk is not None:
             schedule(heads, kv_heads, self.ulysses, self.head_chunk)

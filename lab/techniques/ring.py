@@ -13,8 +13,14 @@ from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, Kernel
 from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.merging import merge
 from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import accumulation_dtype
+
+NO_WINDOWS = (
+    "ring={ring} with a model whose layers have sliding windows: a rank of a ring has no whole windows; set "
+    "ring=1, and ulysses to share a sequence"
+)
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
@@ -48,10 +54,13 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Ker
         one ring rank (USP, arXiv 2405.07719). Checkpointing, tiling, FSDP2.
 
     Raises:
-        RecipeError: See ``apply_attention``.
+        RecipeError: There are several ranks, and a layer has a window; or see ``apply_attention``.
     """
+    decoder = decoder_of(model)
+    if decoder.shape.has_windows and size_of(group) > 1:
+        raise RecipeError(NO_WINDOWS.format(ring=size_of(group)))
     apply_attention(model)
-    for module in decoder_of(model).attentions:
+    for module in decoder.attentions:
         module.lab_kernel = ring_kernel(group, kernel)  # type: ignore[assignment]
 
 
@@ -168,7 +177,7 @@ def ring_forward(
         if step == 0:
             out, lse = part.to(sum_dtype), part_lse
         else:
-            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
         # A variable would keep tensors alive that the next rank has now.
         del part, part_lse, k_step, v_step
         if shift is not None:
@@ -262,16 +271,6 @@ def _visible(tokens: int, step: int, group: dist.ProcessGroup) -> tuple[slice, s
     if step <= dist.get_rank(group):  # the keys belong to the rank that is ``step`` ranks before this one
         return everything, slice(None, half)
     return slice(half, None), everything
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention to other keys into ``out`` and ``lse``, in place.
-
-    Each output is weighted by its share of the sum of both softmax denominators.
-    """
-    share = torch.sigmoid(lse - part_lse)[..., None]
-    out.mul_(share).addcmul_(part, 1 - share)
-    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def _add(sums: Tensor, parts: list[Tensor]) -> None:

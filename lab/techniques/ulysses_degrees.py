@@ -1,6 +1,7 @@
 """Which Ulysses degrees the heads of a model allow: arithmetic on integers, without torch."""
 
 from lab.errors import RecipeError
+from lab.shape import Shape
 
 
 def degrees(heads: int, kv_heads: int) -> list[int]:
@@ -15,12 +16,14 @@ def degrees(heads: int, kv_heads: int) -> list[int]:
     ]
 
 
-def degree_pairs(heads: int, kv_heads: int, ranks: int) -> list[tuple[int, int]]:
+def degree_pairs(shape: Shape, ranks: int) -> list[tuple[int, int]]:
     """Return every pair of a Ulysses and a ring degree whose product is ``ranks``.
 
-    The pair with the largest Ulysses degree is the first.
+    The pair with the largest Ulysses degree is the first. Windows allow no ring: with them, the only pair has
+    the largest Ulysses degree that divides the ranks.
     """
-    return [(c, ranks // c) for c in reversed(degrees(heads, kv_heads)) if ranks % c == 0]
+    legal = [c for c in reversed(degrees(shape.H, shape.K)) if ranks % c == 0]
+    return [(legal[0], 1)] if shape.has_windows else [(c, ranks // c) for c in legal]
 
 
 def check_degree(heads: int, kv_heads: int, degree: int) -> None:

@@ -12,8 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH, attention
+from lab.techniques.attention.flash import attention
 from lab.techniques.attention.saved_results import ResultCache, no_cache, with_cache
+from lab.techniques.attention.window import kernel_of
 
 NAME = "lab"
 """The name of both functions in transformers' registries, which ``config._attn_implementation`` refers to."""
@@ -35,8 +36,8 @@ def hf_attention_forward(
     """Compute causal attention; transformers calls this function for the implementation ``"lab"``.
 
     A technique may set attributes of the attention module. ``lab_attention`` is a function that exchanges
-    sequence for heads before and after the kernel; without it, attention uses this rank's tokens only.
-    ``lab_kernel`` is the kernel, which may be a ring; without it, the kernel is ``FLASH``.
+    sequence for heads before and after the kernel; without it, attention uses this rank's tokens only. For
+    the kernel, see ``kernel_of``.
 
     Args:
         module: The attention module.
@@ -46,7 +47,7 @@ def hf_attention_forward(
         attention_mask: Must be None.
         scaling: Multiplies the scores; by default 1/sqrt(D).
         dropout: Must be 0.
-        sliding_window: Must be None.
+        sliding_window: The module's window, which ``apply_attention`` noted.
         is_causal: Must not be False.
         lab_cache: Stores the kernel's results for a recomputation.
         **_: Other keywords of transformers, which are not used.
@@ -55,20 +56,27 @@ def hf_attention_forward(
         The output [b, s, H, D], and None in the place of attention weights.
 
     Raises:
-        RecipeError: There is a mask, dropout, a window, attention to later tokens, or a key/value cache.
+        RecipeError: There is a mask, dropout, another window, attention to later tokens, or a key/value
+            cache.
     """
-    if attention_mask is not None or dropout or sliding_window is not None or is_causal is False:
+    if attention_mask is not None or dropout or is_causal is False:
         raise RecipeError(
-            f"attention with mask={attention_mask is not None}, dropout={dropout}, window={sliding_window}, "
+            f"attention with mask={attention_mask is not None}, dropout={dropout}, "
             f"is_causal={is_causal is not False}: the lab's attention is causal over whole rows; give no "
-            "attention_mask, dropout 0 and no window"
+            "attention_mask and dropout 0"
+        )
+    window = getattr(module, "lab_window", None)
+    if sliding_window != window:
+        raise RecipeError(
+            f"attention with a window of {sliding_window} keys, where the model had {window} when the recipe "
+            "was applied: set config.sliding_window and config.layer_types before"
         )
     if query.shape[2] != key.shape[2]:
         raise RecipeError(
             f"attention of {query.shape[2]} new tokens to a cache of keys: pass use_cache=False"
         )
     attend = getattr(module, "lab_attention", attention)
-    kernel = with_cache(getattr(module, "lab_kernel", FLASH), lab_cache)
+    kernel = with_cache(kernel_of(module), lab_cache)
     out = attend(query, key, value, scale=scaling, kernel=kernel)
     return out.transpose(1, 2), None
 
@@ -111,7 +119,9 @@ def apply_attention(model: nn.Module) -> None:
         ModelError: See ``decoder_of``.
         RecipeError: An attention module is not causal.
     """
-    for module in decoder_of(model).attentions:
+    for layer in decoder_of(model).layers:
+        module = layer.attention
+        module.lab_window = layer.window  # type: ignore[assignment]
         if getattr(module, "is_causal", True) is False:
             raise RecipeError(
                 "an attention module with is_causal=False is not supported: the techniques are for causal "

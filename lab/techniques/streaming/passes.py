@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.decoder import Layer, effective_weight
-from lab.techniques.attention.flash import FLASH
+from lab.decoder import Layer
+from lab.techniques.attention.window import kernel_of
 from lab.techniques.host_tiles import HostTiles, TileCopiers
 from lab.techniques.host_transfer import HostTensor
 from lab.techniques.parameter_aliases import parameter_aliases
@@ -48,19 +48,21 @@ class StreamedLayer:
     def settings(self) -> LayerSettings:
         """Return the arguments of the stages, with the kernel that the attention has now."""
         module: Any = self.parts.attention
-        norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
-        kernel = getattr(module, "lab_kernel", FLASH)
         return LayerSettings(
-            self.schedule, self.group, kernel, module.scaling, module.head_dim, norms, self.overlap
+            self.schedule,
+            self.group,
+            kernel_of(module),
+            module.scaling,
+            module.head_dim,
+            self.parts.head_norms,
+            self.overlap,
+            self.parts.rotary,
         )
 
     @torch.no_grad()
     def inputs(self, cos: Tensor, sin: Tensor) -> Inputs:
         """Return the weights of the stages; the output projection is a part of the tail."""
-        module: Any = self.parts.attention
-        (wq, bq), (wk, bk), (wv, bv) = (
-            effective_weight(p, "stream") for p in (module.q_proj, module.k_proj, module.v_proj)
-        )
+        (wq, bq), (wk, bk), (wv, bv) = self.parts.input_weights("stream")
         return Inputs(cos, sin, wq, wk, wv, None, bq, bk, bv, None)
 
 

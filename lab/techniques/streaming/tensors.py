@@ -132,7 +132,8 @@ class HostTensors:
             dk, dv = _join_slots(parts[stages : stages + pairs]), _join_slots(parts[stages + pairs :])
             cos, sin = (t.narrow(1, start, x.shape[1]) for t in (inputs.cos, inputs.sin))
             for grad in (dq, dk):
-                rotate_(grad.unflatten(-1, (-1, self.settings.head_dim)), cos, sin, transposed=True)
+                heads = grad.unflatten(-1, (-1, self.settings.head_dim))
+                rotate_(heads, cos, sin, rotary=self.settings.rotary, transposed=True)
             yield start, x, (dq, dk, dv)
 
     def allocate_output_grads(self) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lab.decoder import Patch, check_hooks, decoder_of, effective_weight, has_cache
+from lab.decoder import Layer, Patch, check_hooks, decoder_of, effective_weight, has_cache
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.saved_results import ResultCache, Results, no_cache
+from lab.techniques.attention.window import kernel_of
 from lab.techniques.exchange import size_of
 from lab.techniques.upipe.passes import Inputs, LayerSettings, backward_pass, forward_pass
 from lab.techniques.upipe.schedule import Schedule, schedule
@@ -92,13 +92,13 @@ def apply_upipe(
     decoder = decoder_of(model)
     stages = schedule(decoder.shape.H, decoder.shape.K, size_of(group), head_chunk)
     apply_attention(model)
-    for module in decoder.attentions:
-        forward = partial(upipe_forward, module, schedule=stages, group=group, overlap=overlap)
-        module.forward = Patch(forward, module.forward)
+    for layer in decoder.layers:
+        forward = partial(upipe_forward, layer, schedule=stages, group=group, overlap=overlap)
+        layer.attention.forward = Patch(forward, layer.attention.forward)
 
 
 def upipe_forward(
-    module: Any,
+    layer: Layer,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
@@ -109,10 +109,10 @@ def upipe_forward(
     lab_cache: ResultCache = no_cache,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Compute one attention module in stages: its ``forward`` after ``apply_upipe``.
+    """Compute the attention of a layer in stages: its ``forward`` after ``apply_upipe``.
 
     Args:
-        module: The attention module.
+        layer: The layer.
         hidden_states: x, [b, s, E].
         position_embeddings: Cosines and sines, [b, s, D] or [1, s, D] each.
         attention_mask: Must be None.
@@ -133,15 +133,15 @@ def upipe_forward(
         raise RecipeError(
             "UPipe with a mask or a cache is not supported: pass no attention_mask, and use_cache=False"
         )
-    norms = (getattr(module, "q_norm", None), getattr(module, "k_norm", None))
-    kernel = getattr(module, "lab_kernel", FLASH)
+    module: Any = layer.attention
+    norms = layer.head_norms
     # A group of one rank sends nothing.
     overlap = overlap and schedule.ranks > 1
-    settings = LayerSettings(schedule, group, kernel, module.scaling, module.head_dim, norms, overlap)
-    weights, biases = zip(
-        *(effective_weight(p, "UPipe") for p in (module.q_proj, module.k_proj, module.v_proj, module.o_proj)),
-        strict=True,
+    settings = LayerSettings(
+        schedule, group, kernel_of(module), module.scaling, module.head_dim, norms, overlap, layer.rotary
     )
+    output = effective_weight(module.o_proj, "UPipe")
+    weights, biases = zip(*layer.input_weights("UPipe"), output, strict=True)
     for norm in norms:
         if norm is not None:
             check_hooks(norm, "UPipe")

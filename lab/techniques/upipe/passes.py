@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.decoder import Rotary
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
@@ -42,6 +43,7 @@ class LayerSettings:
         head_dim: D.
         norms: q_norm and k_norm of the attention module, or None.
         overlap: Whether the inputs of a stage are sent during the stage before it.
+        rotary: How q and k are rotated.
     """
 
     schedule: Schedule
@@ -51,6 +53,7 @@ class LayerSettings:
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
     overlap: bool
+    rotary: Rotary
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ def _project_and_send(
             _norm(settings.norms[1], k)
             rotated.append(k)
         for heads in rotated:
-            rotate_(heads, cos, sin, scratch=transfer.received)
+            rotate_(heads, cos, sin, rotary=settings.rotary, scratch=transfer.received)
     return buffers.send(transfer)
 
 
@@ -387,7 +390,7 @@ class DeviceTensors:
     def write_query_grads(self, buffers: StageBuffers, stage: Stage, dq: Tensor, scratch: Tensor) -> None:
         """Write the gradient of the stage's projected queries to its columns of ``out``."""
         inputs = self.inputs
-        rotate_(dq, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+        rotate_(dq, inputs.cos, inputs.sin, rotary=self.settings.rotary, transposed=True, scratch=scratch)
         if self.settings.norms[0] is not None:
             raw = buffers.by_sequence(scratch[: dq.numel()])
             buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
@@ -399,7 +402,7 @@ class DeviceTensors:
     ) -> None:
         """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
         inputs = self.inputs
-        rotate_(dk, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+        rotate_(dk, inputs.cos, inputs.sin, rotary=self.settings.rotary, transposed=True, scratch=scratch)
         if self.settings.norms[1] is not None:
             raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
             buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
