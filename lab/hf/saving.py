@@ -153,7 +153,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     try:
         metadata = save(_moments(model, optimizer), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} could not be written: {firstfirst_cause(error)}") from error
+        raise CheckpointError(f"{folder} could not be written: {first_cause(error)}") from error
     if dist.get_rank() == 0:
         write_index(folder, metadata)
     dist.barrier()
@@ -172,7 +172,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(_moments(model, optimizer), storage_reader=reader)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read into this optimizer: {firstfirst_cause(error)}") from error
+        raise CheckpointError(f"{folder} cannot be read into this optimizer: {first_cause(error)}") from error
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
