@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lab.errors import CheckpointError
-from lab.training.checkpoint_reader import CheckpointReader, write_index
+from lab.training.checkpoint_reader import CheckpointReader, first_cause, write_index
 
 FOLDER = "optimizer_shards"
 """The name of the folder in a checkpoint of Trainer that has the optimizer's state."""
