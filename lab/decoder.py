@@ -202,7 +202,8 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """Return the window of each layer, the number of keys that a query sees; None if it sees all.
 
     Raises:
-        ModelError: A layer has a window, and the config has no number of keys.
+        ModelError: ``layer_types`` has another number of values than there are layers; or a layer has a
+            window, and the config has no number of keys.
     """
     layers: int = config.num_hidden_layers
     if not FAMILIES[config.model_type].windows:
@@ -211,6 +212,8 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     types: list[str] | None = getattr(config, "layer_types", None)
     if types is None:
         return (window,) * layers
+    if len(types) != layers:
+        raise ModelError(f"layer_types has {len(types)} values for {layers} layers: give one for each layer")
     if window is None and "sliding_attention" in types:
         raise ModelError(
             "layer_types has 'sliding_attention', and sliding_window is None: set sliding_window to the "

@@ -162,7 +162,6 @@ def test_no_mask_is_made_and_no_other_model_is_touched():
     [
         {"attention_mask": torch.ones(1, 1, 8, 8)},
         {"dropout": 0.1},
-        {"sliding_window": 4},
         {"is_causal": False},
     ],
 )
@@ -171,6 +170,15 @@ def test_arguments_that_the_kernel_does_not_take_are_refused(given):
     call = ALL_ATTENTION_FUNCTIONS[NAME]
     with pytest.raises(RecipeError, match="causal over whole rows"):
         call(torch.nn.Module(), q, k, v, **{"attention_mask": None, **given})
+
+
+def test_another_window_than_the_models_is_refused():
+    q, k, v = qkv()
+    module = torch.nn.Module()
+    for noted, given in ((None, 4), (5, 4), (5, None)):
+        module.lab_window = noted
+        with pytest.raises(RecipeError, match=f"a window of {given} keys, where the model had {noted}"):
+            ALL_ATTENTION_FUNCTIONS[NAME](module, q, k, v, None, sliding_window=given)
 
 
 def test_a_cache_is_refused():

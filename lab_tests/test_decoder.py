@@ -5,18 +5,20 @@ import torch
 from click.testing import CliRunner
 from transformers import (
     CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Cohere2Config,
     CohereConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
-    SmolLM3Config,
+    Qwen2Config,
 )
 
 import lab
 from lab import decoder, models
 from lab.bench.reference import build, config
 from lab.commands.cli import main
-from lab.decoder import FAMILIES, check_config, config_fields, decoder_of
+from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, windows_of
 from lab.errors import ModelError
 
 
@@ -42,16 +44,18 @@ def test_a_field_in_no_group_is_refused_unless_it_is_at_its_default(monkeypatch)
 def test_each_field_that_is_right_at_one_value_is_refused_at_another(kind, name):
     made = CONFIG_MAPPING[kind]()
     for field, values in FAMILIES[kind].only.items():
-        setattr(made, field, [values[0]] if field == "layer_types" else values[0])
+        layers = made.num_hidden_layers
+        setattr(made, field, [values[0]] * layers if field == "layer_types" else values[0])
+    made.attention_dropout = 0.0
     check_config(made)
-    setattr(made, name, ["sliding_attention"] if name == "layer_types" else 3)
+    setattr(made, name, ["chunked_attention"] * layers if name == "layer_types" else 3)
     with pytest.raises(ModelError, match=f"{name}=.* the lab computes it right only with {name}="):
         check_config(made)
 
 
-@pytest.mark.parametrize("made", [CohereConfig(), SmolLM3Config()], ids=["cohere", "smollm3"])
+@pytest.mark.parametrize("made", [CohereConfig(), Cohere2Config()], ids=["cohere", "cohere2"])
 def test_another_family_is_refused_by_every_door_alike(made, tmp_path):
-    said = f"{made.model_type} is not a family that the lab computes right: Arcee, Granite, Llama, Mistral, "
+    said = f"{made.model_type} is not a family that the lab computes right: Arcee, Granite, Llama, "
     made.save_pretrained(tmp_path)
     for call in (
         lambda: models.config_of(made),
@@ -105,9 +109,38 @@ def test_a_forward_that_was_replaced_is_refused():
         decoder_of(model)
 
 
-def test_a_window_is_refused_in_the_same_words_by_the_config_and_by_the_recipe():
+def test_a_value_is_refused_in_the_same_words_by_the_config_and_by_the_recipe():
+    config = MistralConfig(attention_dropout=0.1)
     with pytest.raises(ModelError) as by_config:
-        models.config_of(MistralConfig())
+        models.config_of(config)
     with pytest.raises(ModelError) as by_recipe:
-        lab.Recipe().check(MistralConfig(), 1)
+        lab.Recipe().check(config, 1)
     assert str(by_config.value) == str(by_recipe.value)
+
+
+def test_windows_are_those_of_the_layers():
+    assert windows_of(MistralConfig(num_hidden_layers=2, sliding_window=7)) == (7, 7)
+    mixed = config("qwen2", layers=3, use_sliding_window=True, sliding_window=32, max_window_layers=1)
+    assert windows_of(mixed) == (None, 32, 32)
+    assert [layer.window for layer in decoder_of(AutoModelForCausalLM.from_config(mixed)).layers] == [
+        None, 32, 32,
+    ]  # fmt: skip
+    # The field alone gives no layer a window.
+    assert windows_of(Qwen2Config(sliding_window=32, num_hidden_layers=2)) == (None, None)
+    assert windows_of(LlamaConfig(sliding_window=32, num_hidden_layers=2)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"sliding_window": None}, "layer_types has 'sliding_attention', and sliding_window is None"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 values for 2 layers"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(changed, said):
+    config = Qwen2Config(use_sliding_window=True, max_window_layers=1, num_hidden_layers=2)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=said):
+        check_config(config)

@@ -206,8 +206,8 @@ def fail():
 
 
 FAMILY = (
-    "is not a family that the lab computes right: Arcee, Granite, Llama, Mistral, Qwen2, Qwen3 and "
-    "Starcoder2 are"
+    "is not a family that the lab computes right: Arcee, Granite, Llama, Ministral, Mistral, Qwen2, "
+    "Qwen3, Seed-OSS, SmolLM3 and Starcoder2 are"
 )
 
 

@@ -151,11 +151,10 @@ def llama(**changed):
         (llama(), {"ulysses": 2, "head_chunk": 3}, 2, "head_chunk=3: .* 2, 4, 6, 8, 12, 24"),
         (llama(), {"ulysses": 2, "head_chunk": 10}, 2, "head_chunk=10: .* 2, 4, 6, 8, 12, 24"),
         (llama(), {"ulysses": 2, "ring": 2}, 6, r"ulysses=2 x ring=2 on 6 ranks: .* work: 1, 2, 3, 6"),
-        (MistralConfig(), {}, 1, "sliding_window=4096 .*right only with sliding_window=None"),
-        (MistralConfig(), {"ring": 2}, 2, "sliding_window=4096"),
+        (MistralConfig(), {"ring": 2}, 2, "ring=2 with .* sliding windows: .* set ring=1"),
         (
-            Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1), {}, 1,
-            "layer_types='sliding_attention' .*only with layer_types='full_attention'",
+            Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1), {"ring": 4}, 4,
+            "ring=4 with .* sliding windows: .* set ring=1",
         ),
         (llama(attention_dropout=0.1), {}, 1, "attention_dropout=0.1 .*only with attention_dropout=0.0"),
         (

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import MixtralConfig, Qwen2Config, Qwen3Config
 
 from lab import models
 from lab.errors import LabError, ModelError
@@ -111,15 +111,10 @@ def test_the_model_itself_is_left_alone_and_a_directory_will_do(tmp_path):
 
 
 REFUSED = {
-    "sliding_window=4096": MistralConfig(sliding_window=4096),
     "mixtral is not a family": MixtralConfig(),
     "attention_dropout=0.1": odd(attention_dropout=0.1),
     "rope_type='dynamic'": odd(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=99
-    ),
-    # Only the layers that a copy lacks have windows.
-    "layer_types='sliding_attention'": odd(
-        Qwen2Config, use_sliding_window=True, sliding_window=64, max_window_layers=5
     ),
 }  # fmt: skip
 

@@ -506,7 +506,7 @@ def of_any_family(kind: str) -> MakeModel:
     return make
 
 
-FOREIGN = ("apertus", "cohere", "gemma2", "gpt2", "helium", "mixtral", "olmo2", "phi3", "smollm3")
+FOREIGN = ("apertus", "cohere", "gemma2", "gpt2", "helium", "mixtral", "olmo2", "phi3", "cohere2")
 """Families that the lab refuses, though their layers have the same names, or nearly."""
 
 CASES = (
