@@ -1,6 +1,8 @@
 """What lab.hf refuses: each by name, in one line that says what would work."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from lab.errors import LabError
 from lab.hf.applying import check_parallelism, mesh_of_all
 from lab.hf.batches import shard_rows
 from lab.hf.ranks import fresh_process
+from lab.hf.training_arguments import check_arguments
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 from lab_tests.support.small_trainings import tokenizer
@@ -483,3 +486,21 @@ def test_a_model_that_was_given_another_recipe(tmp_path: Path) -> None:
     made.forward.sequence = (2, 3)
     trainer = LongTrainer(made, arguments(tmp_path), train_dataset=rows())
     refused("ulysses=2, ring=3, and arguments with one of ulysses=1, ring=1", trainer.train)
+
+
+def test_a_package_of_the_extra_that_is_not_installed_is_named():
+    """In a new process, because this one has imported it."""
+    code = "import sys; sys.modules['accelerate'] = None; import lab.hf; lab.hf.LongContext"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: lab.hf.LongContext without accelerate: install the extra, "
+        "pip install -e '.[hf]'"
+    )
+
+
+def test_the_compute_dtype_of_a_knob_is_not_contradicted_by_a_default_of_trl(tmp_path):
+    args = lab.hf.arguments(
+        SFTConfig, recipe="upipe", tokens=64, output_dir=str(tmp_path), knobs={"compute_dtype": None},
+        use_cpu=True,
+    )  # fmt: skip
+    assert check_arguments(args).knobs["compute_dtype"] is None

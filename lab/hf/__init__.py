@@ -3,7 +3,8 @@
 The packages that this folder imports are an extra: ``pip install -e '.[hf]'``.
 """
 
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from lab import load_on_first_use
 
@@ -31,7 +32,10 @@ __all__ = [
     "shard_rows",
 ]
 
-__getattr__ = load_on_first_use(
+PACKAGES = ("accelerate", "datasets", "peft", "trl")
+"""The packages of the extra."""
+
+_load = load_on_first_use(
     __name__,
     {
         "LongContext": "lab.hf.trainer",
@@ -46,3 +50,21 @@ __getattr__ = load_on_first_use(
         "apply": "lab.hf.applying",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name when the name is first used.
+
+    Raises:
+        ModuleNotFoundError: A package of the extra is not installed.
+    """
+    try:
+        return _load(name)
+    except ImportError as error:
+        # transformers' own error does not say which package it lacks.
+        missing = [package for package in PACKAGES if find_spec(package) is None]
+        if not missing:
+            raise
+        raise ModuleNotFoundError(
+            f"lab.hf.{name} without {', '.join(missing)}: install the extra, pip install -e '.[hf]'"
+        ) from error

@@ -53,7 +53,7 @@ def arguments(
         if name in settings and name != "bf16":
             _check_setting(name, settings[name])
     bf16 = settings.pop("bf16", None)
-    if bf16 is None and not isinstance(recipe, Recipe):
+    if bf16 is None and not isinstance(recipe, Recipe) and "compute_dtype" not in chosen:
         # TRL's default of None stands for bf16.
         bf16 = declared["bf16"] is not False
     if bf16 is not None:
