@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
+from lab.recipe.recipe import Recipe
 from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.ring import apply_ring, local_positions, ring_kernel, token_multiple
 from lab.techniques.rope import apply_rope
@@ -54,7 +55,9 @@ def errors_of(cases, dtype, rounded=None):
             of_all = [dist.new_group(list(range(b, b + c * r))) for b in range(0, 4, c * r)]
             groups[c, r] = (*mesh(c, r), of_all[dist.get_rank() // (c * r)])
         ulysses, ring, index, both = groups[c, r]
-        cfg, ids = config(family, heads, kv_heads), tokens(rows, length)
+        # Windows allow no ring.
+        more = {"sliding_window": None} if family == "mistral" else {}
+        cfg, ids = config(family, heads, kv_heads, **more), tokens(rows, length)
         model = build(cfg, dtype)
         apply_rope(model)
         if chunk is not None:
@@ -90,6 +93,22 @@ def test_bf16_is_no_worse_than_plain_bf16(ranks4):
     found = ranks4.apply(errors_of, cases, torch.bfloat16, rounded=torch.bfloat16)[0]
     for case, (_, gradient, plain) in zip(cases, found, strict=True):
         assert 0 < gradient < 1.5 * plain, case
+
+
+def refusal_of_a_window():
+    model = build(config("mistral"), torch.float64)
+    try:
+        apply_ring(model, group=dist.group.WORLD)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_ring_with_windows_is_refused_by_hand_as_in_a_recipe(ranks4):
+    with pytest.raises(RecipeError) as in_a_recipe:
+        Recipe(ring=4).check(config("mistral"), 4)
+    assert ranks4.apply(refusal_of_a_window) == [str(in_a_recipe.value)] * 4
+    apply_ring(build(config("mistral"), torch.float64), group=None)
 
 
 # ---- causality --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lab.errors import RecipeError
 from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload, Optimizer
 from lab.shape import Shape
-from lab.techniques.ulysses_degrees import check_degree
+from lab.techniques.ulysses_degrees import check_degree, check_ring
 from lab.techniques.upipe.schedule import schedule
 from lab.units import parse_tokens
 
@@ -165,11 +165,7 @@ class Recipe:
                 f"ulysses={self.ulysses} x ring={self.ring} on {ranks} ranks: their product must divide the "
                 f"ranks; these products work: {', '.join(map(str, works))}"
             )
-        if self.ring > 1 and model.has_windows:
-            raise RecipeError(
-                f"ring={self.ring} with a model whose layers have sliding windows: a rank of a ring has no "
-                "whole windows; set ring=1, and ulysses to share a sequence"
-            )
+        check_ring(model, self.ring)
         if self.head_chunk is not None:
             schedule(heads, kv_heads, self.ulysses, self.head_chunk)
 

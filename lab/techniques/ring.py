@@ -16,11 +16,7 @@ from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.merging import merge
 from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import accumulation_dtype
-
-NO_WINDOWS = (
-    "ring={ring} with a model whose layers have sliding windows: a rank of a ring has no whole windows; set "
-    "ring=1, and ulysses to share a sequence"
-)
+from lab.techniques.ulysses_degrees import check_ring
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
@@ -57,8 +53,7 @@ def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Ker
         RecipeError: There are several ranks, and a layer has a window; or see ``apply_attention``.
     """
     decoder = decoder_of(model)
-    if decoder.shape.has_windows and size_of(group) > 1:
-        raise RecipeError(NO_WINDOWS.format(ring=size_of(group)))
+    check_ring(decoder.shape, size_of(group))
     apply_attention(model)
     for module in decoder.attentions:
         module.lab_kernel = ring_kernel(group, kernel)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from lab.decoder import Patch, Rotary, decoder_of, head_dim_of
+from lab.decoder import Patch, decoder_of, head_dim_of
 from lab.errors import RecipeError
 from lab.torch_private import FakeTensor
 
@@ -208,25 +208,17 @@ def rotary_tables(
 
 
 def rotate_(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    rotary: Rotary = "half",
-    transposed: bool = False,
-    scratch: Tensor | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False, scratch: Tensor | None = None
 ) -> Tensor:
     """Rotate every head of ``x`` in place.
 
-    Of the first R dimensions, two form a pair, which is turned by an angle:
+    Dimensions i and i + D/2 form a pair, as in ``rotate_half`` of transformers:
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Args:
         x: [..., b, s, h, D], with h heads.
-        cos: Cosines, [b, s, R] or [1, s, R], with R at most D. The first R/2 are those of the pairs.
-        sin: Sines, [b, s, R] or [1, s, R].
-        rotary: Which dimensions form a pair: "half" for i and i + R/2, as in ``rotate_half`` of transformers;
-            "interleaved" for 2*i and 2*i + 1; "none" for no rotation.
+        cos: Cosines, [b, s, D] or [1, s, D].
+        sin: Sines, [b, s, D] or [1, s, D].
         transposed: Multiply by the transposed matrix, as a gradient needs. If the tables have YaRN's factor,
             this is not the inverse rotation.
         scratch: Temporary memory of at least x.numel() / 2 elements: a flat tensor of the dtype of ``x``. By
@@ -235,13 +227,8 @@ def rotate_(
     Returns:
         ``x``.
     """
-    if rotary == "none":
-        return x
-    half = cos.shape[-1] // 2
-    if rotary == "half":
-        first, second = x[..., :half], x[..., half : 2 * half]
-    else:
-        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
     cos, sin = cos[..., None, :half], sin[..., None, :half]
     sign = -1 if transposed else 1
     if scratch is None:

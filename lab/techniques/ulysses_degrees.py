@@ -26,6 +26,19 @@ def degree_pairs(shape: Shape, ranks: int) -> list[tuple[int, int]]:
     return [(legal[0], 1)] if shape.has_windows else [(c, ranks // c) for c in legal]
 
 
+def check_ring(shape: Shape, ring: int) -> None:
+    """Refuse a ring of several ranks for a model whose layers have windows.
+
+    Raises:
+        RecipeError: ``ring`` is above 1, and a layer has a window.
+    """
+    if ring > 1 and shape.has_windows:
+        raise RecipeError(
+            f"ring={ring} with a model whose layers have sliding windows: a rank of a ring has no whole "
+            "windows; set ring=1, and ulysses to share a sequence"
+        )
+
+
 def check_degree(heads: int, kv_heads: int, degree: int) -> None:
     """Refuse a Ulysses degree that the heads do not allow.
 
