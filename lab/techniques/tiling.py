@@ -87,13 +87,11 @@ def apply_tiled_norms(model: nn.Module, *, tile: int, layers: bool = True) -> No
         _tile_module(norm, tile, "norm_tile")
 
 
-def run_in_tiles(
-    fn: Callable[..., Tensor], module: nn.Module, x: Tensor, *constants: Tensor, tile: int
-) -> Tensor:
-    """Compute ``fn(x, *constants)`` in tiles along dim 1, so that inner tensors exist for one tile at a time.
+def run_in_tiles(fn: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, *, tile: int) -> Tensor:
+    """Compute ``fn(x)`` in tiles along dim 1, so that inner tensors exist for one tile at a time.
 
     1. Forward writes the output of each tile into its place in one tensor, and saves no inner tensor.
-    2. Between forward and backward, ``x`` and ``constants`` are saved. The parameters stay in the module.
+    2. Between forward and backward, ``x`` is saved. The parameters stay in the module.
     3. Backward runs ``fn`` on each tile again and differentiates it. The gradient of ``x`` is written into
        its place. The gradients of the parameters are summed in the wider of fp32 and the parameter's dtype
        (see ``GradientSums``). A sum is rounded once, at the end.
@@ -102,8 +100,6 @@ def run_in_tiles(
         fn: Maps [b, t, ...] to [b, t, ...], each token alone, with the parameters of ``module``.
         module: The module whose parameters get gradients.
         x: [b, s, ...], which gets a gradient.
-        *constants: Further arguments of ``fn``, [b, s, ...], which are divided as ``x`` is and get no
-            gradient.
         tile: The number of tokens in a tile.
 
     Returns:
@@ -111,82 +107,74 @@ def run_in_tiles(
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
-        return _forward(fn, tile, x, constants)
+        return _forward(fn, tile, x)
     # A separate node saves the input, before anything is computed. A checkpointed layer is recomputed only
     # until all tensors that it saved exist. It stops here, so the tiles run twice in all and not three times.
-    saved: Tensor = _SaveInput.apply(x, len(constants), *constants, *parameters)  # type: ignore[no-untyped-call]
+    saved: Tensor = _SaveInput.apply(x, *parameters)  # type: ignore[no-untyped-call]
     out: Tensor = _Tiled.apply(  # type: ignore[no-untyped-call]
-        fn, module, tile, saved.grad_fn, x.requires_grad, constants, saved, *parameters
+        fn, module, tile, saved.grad_fn, x.requires_grad, saved, *parameters
     )
     return out
 
 
 class _SaveInput(Function):
-    """Return x unchanged, and save it together with the constants.
+    """Return x unchanged, and save it.
 
     The parameters are inputs too, so that this is a node of the graph even if x needs no gradient. The saved
-    tensors are then freed when backward has passed the node.
+    tensor is then freed when backward has passed the node.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *constants_and_parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *constants_and_parameters[:count])
-        ctx.inputs = 2 + len(constants_and_parameters)
+        ctx.save_for_backward(x)
+        ctx.parameters = len(parameters)
         return x
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None) -> tuple[Any, ...]:
-        return dx, *(None,) * (ctx.inputs - 1)
+        return dx, *(None,) * ctx.parameters
 
 
 class _Tiled(Function):
-    """``run_in_tiles`` with gradients; ``save_input`` is the node that saved x and the constants."""
+    """``run_in_tiles`` with gradients; ``save_input`` is the node that saved x."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        fn: Callable[..., Tensor],
+        fn: Callable[[Tensor], Tensor],
         module: nn.Module,
         tile: int,
         save_input: Any,
         x_needs_grad: bool,
-        constants: tuple[Tensor, ...],
         x: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.fn, ctx.module, ctx.tile, ctx.x_needs_grad = fn, module, tile, x_needs_grad
         ctx.save_input = save_input
-        return _forward(fn, tile, x, constants)
+        return _forward(fn, tile, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        x, *constants = ctx.save_input.saved_tensors
+        (x,) = ctx.save_input.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.x_needs_grad else None
         with parameter_aliases(ctx.module) as parameters:
             sums = GradientSums(parameters)
             for start, length in slices(x.shape[1], ctx.tile):
-                x_tile, dout_tile, *constant_tiles = (
-                    a.narrow(1, start, length) for a in (x, dout, *constants)
-                )
+                x_tile, dout_tile = (a.narrow(1, start, length) for a in (x, dout))
                 dx_tile = None if dx is None else dx.narrow(1, start, length)
-                _backward_tile(ctx.fn, x_tile, constant_tiles, dout_tile, dx_tile, sums)
-        return *(None,) * 6, dx, *sums.round()
+                _backward_tile(ctx.fn, x_tile, dout_tile, dx_tile, sums)
+        return *(None,) * 5, dx, *sums.round()
 
 
 def _backward_tile(
-    fn: Callable[..., Tensor],
-    x: Tensor,
-    constants: list[Tensor],
-    dout: Tensor,
-    dx: Tensor | None,
-    sums: GradientSums,
+    fn: Callable[[Tensor], Tensor], x: Tensor, dout: Tensor, dx: Tensor | None, sums: GradientSums
 ) -> None:
     """Run ``fn`` on one tile again, write the gradient of x to ``dx``, and add the others to ``sums``."""
     x = x.detach().requires_grad_(dx is not None)
     with torch.enable_grad():
-        out = fn(x, *constants)
+        out = fn(x)
     if dx is None:
         sums.differentiate([out], [dout], [])
     else:
@@ -194,10 +182,10 @@ def _backward_tile(
         dx.copy_(x_grad)
 
 
-def _forward(fn: Callable[..., Tensor], tile: int, x: Tensor, constants: tuple[Tensor, ...]) -> Tensor:
+def _forward(fn: Callable[[Tensor], Tensor], tile: int, x: Tensor) -> Tensor:
     out: Tensor | None = None
     for start, length in slices(x.shape[1], tile):
-        part = fn(x.narrow(1, start, length), *(c.narrow(1, start, length) for c in constants))
+        part = fn(x.narrow(1, start, length))
         if out is None:
             out = part.new_empty(part.shape[0], x.shape[1], *part.shape[2:])
         out.narrow(1, start, length).copy_(part)
