@@ -107,9 +107,10 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
     ) -> tuple[Tensor, Tensor, Tensor]:
         if window >= q.shape[2]:
             return kernel.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+        _check_causal(causal)
         dq = torch.empty_like(q)
         sums = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in (k, v)]
-        add_blocks(grad_out, q, k, v, out, lse, dq, *sums, causal=causal, scale=scale)
+        _add_blocks(kernel, window, piece, (grad_out, q, k, v, out, lse), dq, sums, scale)
         dk = sums.pop(0).to(k.dtype)
         return dq, dk, sums.pop().to(v.dtype)
 
@@ -128,44 +129,51 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
     ) -> None:
         if window >= q.shape[2] and kernel.accumulate is not None:
             kernel.accumulate(grad_out, q, k, v, out, lse, dk, dv, causal=causal, scale=scale)
-        else:
-            add_blocks(grad_out, q, k, v, out, lse, q, dk, dv, causal=causal, scale=scale)
-
-    def add_blocks(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        causal: bool,
-        scale: float | None,
-    ) -> None:
-        """Write dq, which may be ``q`` itself, and add dk and dv to their sums."""
+            return
         _check_causal(causal)
-        for blocks in _pieces(q.shape, min(window, q.shape[2]), piece):
-            earlier = None
-            if blocks.have_earlier_keys:
-                dout_, q_, out_, lse_ = (blocks.reverse_queries(t) for t in (grad_out, q, out, lse))
-                k_, v_ = blocks.reverse_keys(k), blocks.reverse_keys(v)
-                earlier, *parts = kernel.backward(dout_, q_, k_, v_, out_, lse_, scale=scale)
-                del dout_, q_, k_, v_, out_, lse_
-                for total in (dk, dv):
-                    blocks.keys(total).add_(parts.pop(0).flip(2))
-            part, *parts = kernel.backward(*map(blocks.of, (grad_out, q, k, v, out, lse)), scale=scale)
-            for total in (dk, dv):
-                blocks.of(total).add_(parts.pop(0))
-            blocks.of(dq).copy_(part)
-            del part
-            if earlier is not None:
-                blocks.queries(dq).add_(blocks.in_order(earlier))
-                del earlier
+        _add_blocks(kernel, window, piece, (grad_out, q, k, v, out, lse), q, [dk, dv], scale)
 
     return Kernel(forward, backward, accumulate)
+
+
+def _add_blocks(
+    kernel: Kernel,
+    window: int,
+    piece: int,
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    dq: Tensor,
+    sums: list[Tensor],
+    scale: float | None,
+) -> None:
+    """Write dq, and add dk and dv to their ``sums``.
+
+    Args:
+        kernel: As in ``windowed_kernel``, like ``window`` and ``piece``.
+        window: W; more than S stands for S.
+        piece: The most tokens in one call, if W is not larger.
+        arguments: dout, q, k, v, the output and the LSE.
+        dq: Where dq is written. It may be q itself.
+        sums: The sums of dk and dv.
+        scale: Multiplies the scores.
+    """
+    grad_out, q, k, v, out, lse = arguments
+    for blocks in _pieces(q.shape, min(window, q.shape[2]), piece):
+        earlier = None
+        if blocks.have_earlier_keys:
+            dout_, q_, out_, lse_ = (blocks.reverse_queries(t) for t in (grad_out, q, out, lse))
+            k_, v_ = blocks.reverse_keys(k), blocks.reverse_keys(v)
+            earlier, *parts = kernel.backward(dout_, q_, k_, v_, out_, lse_, scale=scale)
+            del dout_, q_, k_, v_, out_, lse_
+            for total in sums:
+                blocks.keys(total).add_(parts.pop(0).flip(2))
+        part, *parts = kernel.backward(*map(blocks.of, arguments), scale=scale)
+        for total in sums:
+            blocks.of(total).add_(parts.pop(0))
+        blocks.of(dq).copy_(part)
+        del part
+        if earlier is not None:
+            blocks.queries(dq).add_(blocks.in_order(earlier))
+            del earlier
 
 
 def _check_causal(causal: bool) -> None:
