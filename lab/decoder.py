@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import update_wrapper
 from textwrap import shorten
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,9 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
     "quantization_config": (None, {}),
 }
 """Fields that transformers reads from any config, although no config class declares them."""
+
+PER_LAYER = ("layer_types", "no_rope_layers")
+"""The fields of a config with a value for each layer."""
 
 # ``layer_types`` decides which layers have a window, whatever these fields are.
 _WINDOWS = frozenset({"max_window_layers", "use_sliding_window"})
@@ -287,7 +290,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
 def keep_layers(config: PretrainedConfig, layers: int) -> None:
     """Cut a config to its first ``layers`` layers."""
     config.num_hidden_layers = min(config.num_hidden_layers, layers)
-    for name in ("layer_types", "no_rope_layers"):
+    for name in PER_LAYER:
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[: config.num_hidden_layers])
 
@@ -299,10 +302,6 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 
 # ---- the parts ---------------------------------------------------------------------------------------------
-
-
-Rotary = Literal["half", "interleaved", "none"]
-"""Which pairs of a head's first R dimensions are turned by an angle: i and i + R/2, or 2*i and 2*i + 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,7 +318,7 @@ class Layer:
         norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
         window: The number of keys that a query sees, itself included; None if it sees all before it.
-        rotary: How q and k are rotated.
+        rotates: Whether q and k are rotated by their positions.
     """
 
     module: nn.Module
@@ -328,7 +327,7 @@ class Layer:
     norms: tuple[nn.Module, nn.Module]
     residual_multiplier: float = 1.0
     window: int | None = None
-    rotary: Rotary = "half"
+    rotates: bool = True
 
     @property
     def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
@@ -449,7 +448,7 @@ def decoder_of(model: nn.Module) -> Decoder:
                 norms=(layer.input_layernorm, layer.post_attention_layernorm),
                 residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
                 window=windows[layer.self_attn.layer_idx],
-                rotary="half" if getattr(layer.self_attn, "use_rope", True) else "none",
+                rotates=bool(getattr(layer.self_attn, "use_rope", True)),
             )
             for layer in model.model.layers
         ),

@@ -13,6 +13,7 @@ from torch import nn
 
 from lab import models
 from lab.bench import reference
+from lab.decoder import keep_layers
 from lab.models.lora import Lora
 from lab.models.presets import PRESETS
 from lab.planning import closed_form
@@ -157,9 +158,7 @@ SMALL_WINDOWS = [
 
 def config_of(model, layers=LAYERS):
     config = PRESETS[model]()
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    keep_layers(config, layers)
     return config
 
 

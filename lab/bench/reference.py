@@ -29,7 +29,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from lab.decoder import Patch
+from lab.decoder import PER_LAYER, Patch
 
 VOCABULARY, HEAD_DIM = 101, 10
 FAMILIES: dict[str, type[PretrainedConfig]] = {
@@ -60,10 +60,10 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
 }  # fmt: skip
-"""The fields of each family's config beside its sizes, with values that change the result."""
+"""The fields of each family's config beside its sizes, with values that change the result.
 
-PER_LAYER = {"layer_types", "no_rope_layers"}
-"""The fields with a value for each layer. Those above are repeated for all layers."""
+Those of ``PER_LAYER`` are repeated for all layers.
+"""
 
 
 def config(
@@ -90,7 +90,7 @@ def config(
         "eos_token_id": None,
     }
     fields = {**sizes, **OWN.get(family, {}), **more}
-    for name in PER_LAYER & fields.keys():
+    for name in fields.keys() & set(PER_LAYER):
         fields[name] = (fields[name] * layers)[:layers]
     return FAMILIES[family](**fields)
 

@@ -56,7 +56,7 @@ class StreamedLayer:
             module.head_dim,
             self.parts.head_norms,
             self.overlap,
-            self.parts.rotary,
+            self.parts.rotates,
         )
 
     @torch.no_grad()

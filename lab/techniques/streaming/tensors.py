@@ -131,9 +131,8 @@ class HostTensors:
             dq = self._join_stages(parts[:stages])
             dk, dv = _join_slots(parts[stages : stages + pairs]), _join_slots(parts[stages + pairs :])
             cos, sin = (t.narrow(1, start, x.shape[1]) for t in (inputs.cos, inputs.sin))
-            for grad in (dq, dk):
-                heads = grad.unflatten(-1, (-1, self.settings.head_dim))
-                rotate_(heads, cos, sin, rotary=self.settings.rotary, transposed=True)
+            for grad in (dq, dk) if self.settings.rotates else ():
+                rotate_(grad.unflatten(-1, (-1, self.settings.head_dim)), cos, sin, transposed=True)
             yield start, x, (dq, dk, dv)
 
     def allocate_output_grads(self) -> None:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.decoder import Rotary
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
@@ -43,7 +42,7 @@ class LayerSettings:
         head_dim: D.
         norms: q_norm and k_norm of the attention module, or None.
         overlap: Whether the inputs of a stage are sent during the stage before it.
-        rotary: How q and k are rotated.
+        rotates: Whether q and k are rotated by their positions.
     """
 
     schedule: Schedule
@@ -53,7 +52,7 @@ class LayerSettings:
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
     overlap: bool
-    rotary: Rotary
+    rotates: bool
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,8 @@ def _project_and_send(
             buffers.heads.project_slots(x, slots, inputs.wv, inputs.bv, v)
             _norm(settings.norms[1], k)
             rotated.append(k)
-        for heads in rotated:
-            rotate_(heads, cos, sin, rotary=settings.rotary, scratch=transfer.received)
+        for heads in rotated if settings.rotates else ():
+            rotate_(heads, cos, sin, scratch=transfer.received)
     return buffers.send(transfer)
 
 
@@ -390,7 +389,8 @@ class DeviceTensors:
     def write_query_grads(self, buffers: StageBuffers, stage: Stage, dq: Tensor, scratch: Tensor) -> None:
         """Write the gradient of the stage's projected queries to its columns of ``out``."""
         inputs = self.inputs
-        rotate_(dq, inputs.cos, inputs.sin, rotary=self.settings.rotary, transposed=True, scratch=scratch)
+        if self.settings.rotates:
+            rotate_(dq, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
         if self.settings.norms[0] is not None:
             raw = buffers.by_sequence(scratch[: dq.numel()])
             buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
@@ -402,7 +402,8 @@ class DeviceTensors:
     ) -> None:
         """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
         inputs = self.inputs
-        rotate_(dk, inputs.cos, inputs.sin, rotary=self.settings.rotary, transposed=True, scratch=scratch)
+        if self.settings.rotates:
+            rotate_(dk, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
         if self.settings.norms[1] is not None:
             raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
             buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
