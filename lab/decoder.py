@@ -168,8 +168,8 @@ def check_config(config: PretrainedConfig) -> Family:
     """Check every field of a config, and return its family.
 
     Raises:
-        ModelError: The family is not supported; a field has a value that the lab would compute wrongly; or a
-            size is not 1 or more.
+        ModelError: The family is not supported; a field has a value that the lab would compute wrongly; a
+            size is not 1 or more; or a field of ``PER_LAYER`` has another number of values than layers.
     """
     kind = config.model_type
     # A class outside transformers may use the name of a family.
@@ -196,6 +196,10 @@ def check_config(config: PretrainedConfig) -> Family:
             _check_value(family, name, getattr(config, name, default), works)
     for name, works in _UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), works)
+    for name in filter(family.knows, PER_LAYER):
+        values, layers = getattr(config, name, None), config.num_hidden_layers
+        if values is not None and len(values) != layers:
+            raise ModelError(f"{name} has {len(values)} values for {layers} layers: give one for each layer")
     for window in windows_of(config):
         check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
@@ -205,8 +209,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     """Return the window of each layer, the number of keys that a query sees; None if it sees all.
 
     Raises:
-        ModelError: ``layer_types`` has another number of values than there are layers; or a layer has a
-            window, and the config has no number of keys.
+        ModelError: A layer has a window, and the config has no number of keys.
     """
     layers: int = config.num_hidden_layers
     if not FAMILIES[config.model_type].windows:
@@ -215,8 +218,6 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     types: list[str] | None = getattr(config, "layer_types", None)
     if types is None:
         return (window,) * layers
-    if len(types) != layers:
-        raise ModelError(f"layer_types has {len(types)} values for {layers} layers: give one for each layer")
     if window is None and "sliding_attention" in types:
         raise ModelError(
             "layer_types has 'sliding_attention', and sliding_window is None: set sliding_window to the "

@@ -12,6 +12,7 @@ from transformers import (
     LlamaForSequenceClassification,
     MistralConfig,
     Qwen2Config,
+    SmolLM3Config,
 )
 
 import lab
@@ -128,6 +129,14 @@ def test_windows_are_those_of_the_layers():
     # The field alone gives no layer a window.
     assert windows_of(Qwen2Config(sliding_window=32, num_hidden_layers=2)) == (None, None)
     assert windows_of(LlamaConfig(sliding_window=32, num_hidden_layers=2)) == (None, None)
+
+
+def test_a_layer_without_a_value_is_refused():
+    config = SmolLM3Config(num_hidden_layers=4)
+    check_config(config)
+    config.no_rope_layers = [1, 1, 0]
+    with pytest.raises(ModelError, match="no_rope_layers has 3 values for 4 layers: give one for each"):
+        check_config(config)
 
 
 @pytest.mark.parametrize(
