@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import update_wrapper
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,10 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
 }
 """Fields that transformers reads from any config, although no config class declares them."""
 
+Rotation: TypeAlias = Literal["halves", "interleaved", "none"]
+"""The pairs of dimensions that a rotary embedding rotates, if R dimensions of each head are rotated: i and
+i + R/2, or 2i and 2i+1; or it rotates nothing."""
+
 PER_LAYER = ("layer_types", "no_rope_layers")
 """The fields of a config with a value for each layer."""
 
@@ -80,8 +84,13 @@ class Family:
         harmless: Fields that change neither the loss nor the gradients.
         only: Fields with the only values that the lab computes right. Other values are refused.
         mlp_projections: The names of the MLP's projections. Three are ``down(act(gate(x)) * up(x))``, and two
-            are ``down(act(up(x)))``.
+            are ``down(act(up(x)))``. One named ``gate_up_proj`` computes gate and up together.
+        norms: The names of a layer's norms over the hidden size, in this order: before attention, after it,
+            before the MLP, and after it. None if there is no such norm.
         head_norms: Whether each head of q and k has a norm before the rotary embedding.
+        fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
+        interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
+            Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
@@ -95,7 +104,10 @@ class Family:
     harmless: frozenset[str] = frozenset()
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     mlp_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     head_norms: bool = False
+    fused_attention: bool = False
+    interleaved: bool = False
     layer_norms: bool = False
     qkv_biases: bool = False
     scaled_residual: bool = False
@@ -121,6 +133,41 @@ _WINDOW = frozenset({"sliding_window"})
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
+    "gemma": Family(
+        "Gemma",
+        used=frozenset({"attention_bias"}),
+        only={"use_bidirectional_attention": (None, False)},
+    ),
+    "gemma3_text": Family(
+        "Gemma 3",
+        used=_WINDOW | {"attention_bias", "hidden_activation", "query_pre_attn_scalar"},
+        only={
+            **_TYPES,
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        norms=(
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        head_norms=True,
+        windows=True,
+    ),
+    "glm4": Family(
+        "GLM-4",
+        used=frozenset({"attention_bias"}),
+        mlp_projections=("gate_up_proj", "down_proj"),
+        norms=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        interleaved=True,
+    ),
     "granite": Family(
         "Granite",
         used=_BIASES
@@ -131,6 +178,15 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", used=_BIASES, only={"pretraining_tp": (1,)}),
     "ministral": Family("Ministral", used=_WINDOW, only=_TYPES, windows=True),
     "mistral": Family("Mistral", used=_WINDOW, windows=True),
+    "phi3": Family(
+        "Phi-3",
+        used=_WINDOW,
+        harmless=frozenset({"original_max_position_embeddings"}),
+        only={"embd_pdrop": (0.0,), "resid_pdrop": (0.0,)},
+        mlp_projections=("gate_up_proj", "down_proj"),
+        fused_attention=True,
+        windows=True,
+    ),
     "qwen2": Family("Qwen2", used=_WINDOW, harmless=_WINDOWS, only=_TYPES, qkv_biases=True, windows=True),
     "qwen3": Family(
         "Qwen3",
@@ -277,10 +333,12 @@ def shape_of(config: PretrainedConfig) -> Shape:
         V=c.vocab_size,
         mlp_projections=family.mlp_projections,
         head_norms=family.head_norms,
+        fused_attention=family.fused_attention,
+        norms=sum(name is not None for name in family.norms),
         layer_norms=family.layer_norms,
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
-        relu_squared=c.hidden_act == "relu2",
+        relu_squared=getattr(c, "hidden_act", None) == "relu2",
         scaled_residual=family.scaled_residual,
         divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,
         tied=c.tie_word_embeddings,
@@ -316,19 +374,22 @@ class Layer:
         module: The layer.
         attention: The attention.
         mlp: The MLP.
-        norms: The norm before the attention and the norm before the MLP, [b, s, E] -> [b, s, E].
+        norms: The norms before and after the attention, and before and after the MLP, [b, s, E] ->
+            [b, s, E]; None if there is no such norm.
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
         window: The number of keys that a query sees, itself included; None if it sees all before it.
-        rotates: Whether q and k are rotated by their positions.
+        rotation: The pairs of dimensions of q and k that are rotated by their positions.
+        fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has its own projection.
     """
 
     module: nn.Module
     attention: nn.Module
     mlp: nn.Module
-    norms: tuple[nn.Module, nn.Module]
+    norms: tuple[nn.Module | None, ...]
     residual_multiplier: float = 1.0
     window: int | None = None
-    rotates: bool = True
+    rotation: Rotation = "halves"
+    fused: tuple[int, int, int] | None = None
 
     @property
     def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
@@ -336,21 +397,31 @@ class Layer:
         return getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
 
     @property
+    def inputs(self) -> list[nn.Module]:
+        """The projections of q, k and v, or the one that computes all of them."""
+        a: Any = self.attention
+        return [a.q_proj, a.k_proj, a.v_proj] if self.fused is None else [a.qkv_proj]
+
+    @property
     def head_modules(self) -> list[nn.Module]:
         """The modules that ``head`` calls."""
-        a: Any = self.attention
-        return [self.norms[0], a.q_proj, a.k_proj, a.v_proj, *(n for n in self.head_norms if n is not None)]
+        return [m for m in (self.norms[0], *self.inputs, *self.head_norms) if m is not None]
 
     def input_weights(self, technique: str) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the weight and the bias of the projections of q, k and v; see ``effective_weight``."""
-        a: Any = self.attention
-        return [effective_weight(projection, technique) for projection in (a.q_proj, a.k_proj, a.v_proj)]
+        """Return the weight and the bias of q, of k and of v; see ``effective_weight``."""
+        weights = [effective_weight(projection, technique) for projection in self.inputs]
+        if self.fused is None:
+            return weights
+        ((weight, bias),) = weights
+        biases = (None,) * 3 if bias is None else bias.split(self.fused)
+        return list(zip(weight.split(self.fused), biases, strict=True))
 
     def head(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [b, s, H*D], k and v [b, s, K*D] of the input [b, s, E], before rotary positions."""
         a: Any = self.attention
-        hidden = self.norms[0](x)
-        q, k, v = a.q_proj(hidden), a.k_proj(hidden), a.v_proj(hidden)
+        hidden = self.normalize(0, x)
+        projected = [projection(hidden) for projection in self.inputs]
+        q, k, v = projected if self.fused is None else projected[0].split(self.fused, -1)
         q, k = (
             heads if norm is None else norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
             for norm, heads in zip(self.head_norms, (q, k), strict=True)
@@ -361,13 +432,18 @@ class Layer:
     def tail_modules(self) -> list[nn.Module]:
         """The modules that ``tail`` calls."""
         a: Any = self.attention
-        return [a.o_proj, self.norms[1], self.mlp]
+        return [m for m in (a.o_proj, *self.norms[1:], self.mlp) if m is not None]
 
     def tail(self, x: Tensor, heads: Tensor) -> Tensor:
         """Return the output [b, s, E] of the input [b, s, E] and the outputs of all heads [b, s, H*D]."""
         a: Any = self.attention
-        hidden = x + self._scaled(a.o_proj(heads))
-        return hidden + self._scaled(self.mlp(self.norms[1](hidden)))
+        hidden = x + self._scaled(self.normalize(1, a.o_proj(heads)))
+        return hidden + self._scaled(self.normalize(3, self.mlp(self.normalize(2, hidden))))
+
+    def normalize(self, which: int, x: Tensor) -> Tensor:
+        """Return the output of one of ``norms``; ``x`` itself if there is no such norm."""
+        norm = self.norms[which]
+        return x if norm is None else norm(x)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.residual_multiplier == 1 else x * self.residual_multiplier
@@ -383,7 +459,8 @@ class Decoder:
         layers: The layers, in order.
         norm: The norm before the head.
         head: The head, [..., E] -> [..., V].
-        rotary: The rotary embedding; takes x and position_ids [b, s], returns cos and sin.
+        rotary: The rotary embedding; takes x, position_ids [b, s], and where the layers of each type have
+            frequencies of their own, a type of layer; returns cos and sin.
         logits_divisor: The number that divides the output of the head.
     """
 
@@ -402,8 +479,9 @@ class Decoder:
 
     @property
     def norms(self) -> list[nn.Module]:
-        """The norms over the hidden size: two of each layer, and the norm before the head."""
-        return [*(norm for layer in self.layers for norm in layer.norms), self.norm]
+        """The norms over the hidden size: those of each layer, and the norm before the head."""
+        of_layers = [norm for layer in self.layers for norm in layer.norms if norm is not None]
+        return [*of_layers, self.norm]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., E]."""
@@ -437,26 +515,31 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
     check_modules(model)
-    divisor, windows = family.logits_divisor, windows_of(config)
+    divisor = family.logits_divisor
     return Decoder(
         model=model,
         shape=shape_of(config),
-        layers=tuple(
-            Layer(
-                module=layer,
-                attention=layer.self_attn,
-                mlp=layer.mlp,
-                norms=(layer.input_layernorm, layer.post_attention_layernorm),
-                residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
-                window=windows[layer.self_attn.layer_idx],
-                rotates=bool(getattr(layer.self_attn, "use_rope", True)),
-            )
-            for layer in model.model.layers
-        ),
+        layers=tuple(_layer(layer, family, config) for layer in model.model.layers),
         norm=model.model.norm,
         head=model.lm_head,
         rotary=model.model.rotary_emb,
         logits_divisor=1.0 if divisor is None else float(getattr(config, divisor)),
+    )
+
+
+def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
+    shape, attention = shape_of(config), module.self_attn
+    rotates = getattr(attention, "use_rope", True)
+    queries, keys = shape.H * shape.D, shape.K * shape.D
+    return Layer(
+        module=module,
+        attention=attention,
+        mlp=module.mlp,
+        norms=tuple(None if name is None else getattr(module, name) for name in family.norms),
+        residual_multiplier=getattr(module, "residual_multiplier", 1.0),
+        window=shape.windows[attention.layer_idx],
+        rotation="none" if not rotates else "interleaved" if family.interleaved else "halves",
+        fused=(queries, keys, keys) if family.fused_attention else None,
     )
 
 
@@ -629,10 +712,11 @@ def _class_of(module: nn.Module) -> type:
 
 def _belongs(kind: type, model_type: str) -> bool:
     where = kind.__module__
+    package = CONFIG_MAPPING[model_type].__module__.rpartition(".")[0]
     return (
         kind in _PLAIN
         or where in ("torch.nn.modules.activation", "transformers.activations")
-        or where.startswith(f"transformers.models.{model_type}.")
+        or where.startswith(f"{package}.")
         or f"{where}.{kind.__name__}" in _ADAPTERS
     )
 

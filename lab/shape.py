@@ -16,8 +16,10 @@ class Shape:
         I: The inner width of the MLP.
         V: The size of the vocabulary.
         mlp_projections: The names of the projections of an MLP, each of E*I weights, in order. The last one
-            has the output.
+            has the output. One named ``gate_up_proj`` has 2*E*I weights.
+        norms: The number of norms over the hidden size in a layer.
         head_norms: Whether each head of q and k has a norm.
+        fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
         attention_biases: The number of biases of a layer's attention.
@@ -37,7 +39,9 @@ class Shape:
     I: int  # noqa: E741
     V: int
     mlp_projections: tuple[str, ...]
+    norms: int
     head_norms: bool
+    fused_attention: bool
     layer_norms: bool
     attention_biases: int
     mlp_biases: int
@@ -53,14 +57,26 @@ class Shape:
         return any(window is not None for window in self.windows)
 
     @property
+    def fused_mlp(self) -> bool:
+        """Whether one projection computes gate and up of an MLP."""
+        return "gate_up_proj" in self.mlp_projections
+
+    @property
     def matrices(self) -> int:
-        """The number of projections of an MLP: 3 if it is gated, else 2."""
-        return len(self.mlp_projections)
+        """The number of matrices [E, I] of an MLP: 3 if it is gated, else 2."""
+        return len(self.mlp_projections) + self.fused_mlp
+
+    @property
+    def attention_projections(self) -> dict[str, tuple[int, int]]:
+        """The inputs and the outputs of each linear map of a layer's attention; the output's is the last."""
+        E, heads, keys = self.E, self.H * self.D, self.K * self.D
+        if self.fused_attention:
+            return {"qkv_proj": (E, heads + 2 * keys), "o_proj": (heads, E)}
+        return {"q_proj": (E, heads), "k_proj": (E, keys), "v_proj": (E, keys), "o_proj": (heads, E)}
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
         """The inputs and the outputs of each linear map of a layer, by its name."""
-        E, heads, keys = self.E, self.H * self.D, self.K * self.D
-        attention = {"q_proj": (E, heads), "k_proj": (E, keys), "v_proj": (E, keys), "o_proj": (heads, E)}
         *first, last = self.mlp_projections
-        return attention | dict.fromkeys(first, (E, self.I)) | {last: (self.I, E)}
+        inner = self.I * (1 + self.fused_mlp)
+        return self.attention_projections | dict.fromkeys(first, (self.E, inner)) | {last: (self.I, self.E)}

@@ -59,6 +59,7 @@ class InputCase:
     run: RunCase
 
 
+@reference.exact_norms()
 def outcome(case: InputCase, recipe: Recipe, mesh: DeviceMesh) -> str:
     """Run a case on this rank, and return "right", "refused: ..." or "WRONG: ..."."""
     try:

@@ -96,6 +96,7 @@ def save_checkpoint(
     torch.save(plain_result(reference.build(config, dtype)), folder / "expected.pt")
 
 
+@reference.exact_norms()
 def plain_result(model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
     """Return the mean loss and the gradients of a plain model on the batch of the matrix."""
     ids = token_ids()
@@ -105,6 +106,7 @@ def plain_result(model: torch.nn.Module) -> tuple[float, dict[str, Tensor]]:
     return mean.item(), reference.gradients(model)
 
 
+@reference.exact_norms()
 def relative_errors(work: list[tuple[str, Recipe]]) -> list[tuple[float, float] | None]:
     """Return the relative error of the loss and the largest one of a gradient, for each (checkpoint, recipe).
 

@@ -2,12 +2,14 @@
 
 In transformers, the softmax of eager attention and the rotary tables are computed in fp32, so two right fp64
 models can differ by 1e-7. The gradients of a right model differ from those of this model by about 1e-15. The
-norms compute in fp32 here too, because the techniques call the same norms.
+norms compute in fp32 here too, because the techniques call the same norms; but see ``exact_norms``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +18,14 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -28,6 +34,9 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
+
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from lab.decoder import PER_LAYER, Patch
 
@@ -43,8 +52,13 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "starcoder2": Starcoder2Config,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
+    "phi3": Phi3Config,
+    "gemma": GemmaConfig,
+    "gemma3_text": Gemma3TextConfig,
+    "glm4": Glm4Config,
 }
 
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 13},
     "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
@@ -55,6 +69,15 @@ OWN: dict[str, dict[str, Any]] = {
         "mlp_bias": True, "no_rope_layers": [0, 1], "sliding_window": 11, "use_sliding_window": True,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "phi3": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.6}},
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
+        },
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
+        "query_pre_attn_scalar": 17, "attention_bias": True,
+    },
+    "glm4": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.4}},
     "granite": {
         "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
@@ -83,7 +106,7 @@ def config(
         "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "rope_parameters": _ROPE,
         "attention_dropout": 0.0,
         "pad_token_id": None,
         "bos_token_id": None,
@@ -115,16 +138,42 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
 def exact_rotary(model: nn.Module) -> nn.Module:
     """Let the rotary embedding (of the default type) compute in fp64, without code of the lab."""
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
-    theta, dim = rotary.config.rope_parameters["rope_theta"], rotary.config.head_dim
+    head_dim, of_all = rotary.config.head_dim, rotary.config.rope_parameters
 
-    def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        parameters = of_all if layer_type is None else of_all[layer_type]
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        half = position_ids.double()[..., None] * torch.exp(-powers * math.log(theta))
+        half = position_ids.double()[..., None] * torch.exp(-powers * math.log(parameters["rope_theta"]))
         angles = torch.cat((half, half), -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     rotary.forward = Patch(forward, rotary.forward)
     return model
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """Let the norms of the Gemma families compute in fp64 if their input is fp64, in this block or function.
+
+    They multiply by their scales in fp32, so the gradient of a scale is a sum over tokens in fp32, which
+    depends on the order of the tokens by 1e-7. All models of this process are changed, so that a model with
+    techniques is compared with a plain one with the same norms. Other families multiply in the input's dtype.
+    """
+    classes: tuple[Any, ...] = (GemmaRMSNorm, Gemma3RMSNorm)
+    before = [norm.forward for norm in classes]
+
+    def forward(norm: Any, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return (norm._norm(wide) * (1.0 + norm.weight.to(wide.dtype))).type_as(x)
+
+    try:
+        for norm in classes:
+            norm.forward = forward
+        yield
+    finally:
+        for norm, own in zip(classes, before, strict=True):
+            norm.forward = own
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

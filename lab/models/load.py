@@ -142,9 +142,13 @@ def outline(
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         assert isinstance(skeleton, PreTrainedModel)
-        # The only module of these families that has buffers. It computes them in its constructor.
+        # Two modules of these families have buffers. The rotary embedding computes them in its constructor.
         decoder: Any = skeleton.model
         decoder.rotary_emb = type(decoder.rotary_emb)(decoder.rotary_emb.config)
+        embedding = decoder.embed_tokens
+        if hasattr(embedding, "embed_scale"):
+            scale = torch.tensor(embedding.scalar_embed_scale, dtype=dtype)
+            embedding.embed_scale = nn.Buffer(scale, persistent=False)
     skeleton.config.use_cache = False
     files = None
     if folder is not None and own and weights:

@@ -177,7 +177,7 @@ def _adapters(shape: Shape, lora: Lora, n: int) -> Trained:
         sizes = [shape.projections[name] for name in names if name in targets]
         return sum(-(-lora.r // ranks) * before + -(-after // ranks) * lora.r for before, after in sizes)
 
-    *inputs, output = list(shape.projections)[:4]
+    *inputs, output = shape.attention_projections
     mlp, layer_shard = weights(shape.mlp_projections), weights(targets, n)
     of_mlp = len(set(shape.mlp_projections) & set(targets))
     return Trained(

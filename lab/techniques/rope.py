@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from lab.decoder import Patch, decoder_of, head_dim_of
+from lab.decoder import Patch, Rotation, decoder_of, head_dim_of
 from lab.errors import RecipeError
 from lab.torch_private import FakeTensor
+
+Frequencies: TypeAlias = tuple[list[float], float]
+"""Inverse frequencies in radians per position, and the factor by which cosines and sines are multiplied."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The values of ``rope_type`` in a config for which this file computes frequencies."""
@@ -23,16 +26,17 @@ def apply_rope(model: nn.Module) -> None:
     """Make the model's rotary embedding compute cosines and sines in fp64, for this rank's positions only.
 
     The embedding takes x (for its dtype) and ``position_ids`` [b, s] or [1, s], and returns cosines and sines
-    [b, s, D] or [1, s, D] in the dtype of x. At position 5,242,880, angles are up to 5e6 radians. Computed in
+    [b, s, R] or [1, s, R] in the dtype of x. It takes the type of a layer too, if the layers of each type
+    have frequencies of their own. At position 5,242,880, angles are up to 5e6 radians. Computed in
     fp32, they have cosines with errors up to 0.256 (published). The module's own buffer of inverse
     frequencies is fp32 and causes errors of 0.217 even if the angles are fp64, so it is not used.
 
-    Letters: b rows, S tokens, s tokens of one rank, D head_dim, w bytes per element.
+    Letters: b rows, S tokens, s tokens of one rank, R rotated dimensions of a head, w bytes per element.
 
     Saves:
-        The tables of the whole context: 2*s*D*w bytes instead of 2*S*D*w.
+        The tables of the whole context: 2*s*R*w bytes instead of 2*S*R*w, for each type of layers that has frequencies of its own.
     Costs:
-        12*s*D bytes while the tables are computed, before the first layer.
+        12*s*R bytes while the tables are computed, before the first layer.
     Source:
         RoFormer (arXiv 2104.09864), section 3.4.2; YaRN (arXiv 2309.00071), sections 3.2 to 3.4.
     Composes with:
@@ -40,44 +44,72 @@ def apply_rope(model: nn.Module) -> None:
 
     Raises:
         ModelError: See ``decoder_of``.
-        RecipeError: The rope type is not one of ``ROPE_TYPES``, or rotates only a part of each head; or the
-            module's frequencies are not those of its config.
+        RecipeError: The rope type is not one of ``ROPE_TYPES``, or the module's frequencies are not those of
+            its config.
     """
     rotary: Any = decoder_of(model).rotary
-    frequencies, factor = check_rope(rotary.config)
-    _check_frequencies(rotary, frequencies, factor)
-    rotary.forward = Patch(partial(rotary_tables, frequencies=frequencies, factor=factor), rotary.forward)
+    frequencies = check_rope(rotary.config)
+    for layer_type, of_type in frequencies.items():
+        _check_frequencies(rotary, layer_type, *of_type)
+    rotary.forward = Patch(partial(_tables_of_type, frequencies), rotary.forward)
 
 
-def _check_frequencies(rotary: Any, frequencies: list[float], factor: float) -> None:
+def _tables_of_type(
+    frequencies: Mapping[str | None, Frequencies],
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    inverse, factor = frequencies[layer_type]
+    return rotary_tables(x, position_ids, frequencies=inverse, factor=factor)
+
+
+def _check_frequencies(rotary: Any, layer_type: str | None, frequencies: list[float], factor: float) -> None:
     """Refuse a rotary embedding whose frequencies are not those of its config.
 
     Raises:
         RecipeError: The config or the module was changed after the module was made.
     """
-    own: Tensor = rotary.inv_freq
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    own: Tensor = getattr(rotary, f"{prefix}inv_freq")
     if own.is_meta or isinstance(own, FakeTensor):
         return
     expected = torch.tensor(frequencies, dtype=own.dtype, device=own.device)
     same = own.shape == expected.shape and torch.allclose(
         own, expected, rtol=1e-2 if own.itemsize < 4 else 1e-4
     )
-    if not same or not math.isclose(rotary.attention_scaling, factor, rel_tol=1e-6):
+    if not same or not math.isclose(getattr(rotary, f"{prefix}attention_scaling"), factor, rel_tol=1e-6):
         raise RecipeError(
             "the rotary embedding has other frequencies than config.rope_parameters gives: set the config "
             "before the model is made"
         )
 
 
-def check_rope(config: PretrainedConfig) -> tuple[list[float], float]:
+def check_rope(config: PretrainedConfig) -> dict[str | None, Frequencies]:
     """Check the rotary settings of a config, and return its ``inverse_frequencies``.
 
+    Returns:
+        They are by the type of the layer, if ``rope_parameters`` has parameters for each type in
+        ``layer_types``. Otherwise they are those of all layers, under None.
+
     Raises:
-        RecipeError: See ``inverse_frequencies``.
+        RecipeError: See ``inverse_frequencies``; or a type of layers has no parameters.
     """
-    return inverse_frequencies(
-        config.rope_parameters, head_dim_of(config), max_positions=config.max_position_embeddings
-    )
+    parameters, types = config.rope_parameters, sorted(set(getattr(config, "layer_types", None) or ()))
+    by_type: dict[str | None, Any] = {None: parameters}
+    # transformers has parameters by the type of the layer in families that rotate the types differently.
+    if isinstance(parameters, Mapping) and any(isinstance(p, Mapping) for p in parameters.values()):
+        missing = [kind for kind in types if not isinstance(parameters.get(kind), Mapping)]
+        if missing or not types:
+            raise RecipeError(
+                f"rope_parameters for {', '.join(map(str, parameters))}, and none for layers of the type "
+                f"{', '.join(missing) or 'of this model'}: give those that the model was trained with"
+            )
+        by_type = {kind: parameters[kind] for kind in types}
+    return {
+        kind: inverse_frequencies(of_type, head_dim_of(config), max_positions=config.max_position_embeddings)
+        for kind, of_type in by_type.items()
+    }
 
 
 def inverse_frequencies(
@@ -92,12 +124,12 @@ def inverse_frequencies(
             have none.
 
     Returns:
-        The D/2 inverse frequencies in radians per position, and the factor by which cosines and sines are
-        multiplied. They are Python floats, which are fp64 and belong to no device and to no fake mode.
+        The R/2 inverse frequencies, where R is D times ``partial_rotary_factor``, and the factor by which
+        cosines and sines are multiplied. They are Python floats, which are fp64 and belong to no device and
+        to no fake mode.
 
     Raises:
-        RecipeError: The rope type is not one of ``ROPE_TYPES``, or rotates only a part of each head; or a
-            parameter is missing or unusable.
+        RecipeError: The rope type is not one of ``ROPE_TYPES``; or a parameter is missing or unusable.
     """
     rope_type = parameters.get("rope_type", "default")
     try:
@@ -119,14 +151,17 @@ def _frequencies(
     rope_type: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None
 ) -> tuple[list[float], float]:
     if rope_type not in ROPE_TYPES or "rope_theta" not in parameters:
+        raise RecipeError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
+    part = parameters.get("partial_rotary_factor", 1.0)
+    rotated = int(head_dim * part)
+    if not 0 < part <= 1 or rotated % 2 or not rotated:
         raise RecipeError(
-            f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}, the same in every layer"
+            f"partial_rotary_factor={part} of a head_dim of {head_dim}: an even number of dimensions, from 2 "
+            "to all, can be rotated"
         )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise RecipeError(
-            f"partial_rotary_factor={parameters['partial_rotary_factor']}: whole heads are rotated; 1.0 works"
-        )
-    plain = [parameters["rope_theta"] ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if part != 1 and rope_type == "yarn":
+        raise RecipeError(f"rope_type='yarn' with partial_rotary_factor={part}: only 1.0 is supported")
+    plain = [parameters["rope_theta"] ** (-2 * i / rotated) for i in range(rotated // 2)]
     if rope_type == "linear":
         return [f / parameters["factor"] for f in plain], 1.0
     if rope_type == "llama3":
@@ -192,11 +227,11 @@ def rotary_tables(
     Args:
         x: A tensor of the dtype of the results.
         position_ids: [b, s].
-        frequencies: The D/2 inverse frequencies, in radians per position.
+        frequencies: The R/2 inverse frequencies, in radians per position.
         factor: Multiplies the cosines and sines.
 
     Returns:
-        Cosines and sines, each [b, s, D] in the dtype of ``x``. Both halves of D are equal.
+        Cosines and sines, each [b, s, R] in the dtype of ``x``. Both halves of R are equal.
     """
     inverse = torch.tensor(frequencies, dtype=torch.float64, device=position_ids.device)
     angles = position_ids[..., None] * inverse
@@ -208,17 +243,24 @@ def rotary_tables(
 
 
 def rotate_(
-    x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False, scratch: Tensor | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    rotation: Rotation = "halves",
+    transposed: bool = False,
+    scratch: Tensor | None = None,
 ) -> Tensor:
-    """Rotate every head of ``x`` in place.
+    """Rotate the first R dimensions of every head of ``x`` in place.
 
-    Dimensions i and i + D/2 form a pair, as in ``rotate_half`` of transformers:
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    A pair (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin). Dimensions i and i + R/2 form a pair, as in
+    ``rotate_half`` of most families of transformers; interleaved, dimensions 2i and 2i+1.
 
     Args:
         x: [..., b, s, h, D], with h heads.
-        cos: Cosines, [b, s, D] or [1, s, D].
-        sin: Sines, [b, s, D] or [1, s, D].
+        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal.
+        sin: Sines, like ``cos``.
+        rotation: The pairs; "none" leaves ``x`` as it is.
         transposed: Multiply by the transposed matrix, as a gradient needs. If the tables have YaRN's factor,
             this is not the inverse rotation.
         scratch: Temporary memory of at least x.numel() / 2 elements: a flat tensor of the dtype of ``x``. By
@@ -227,8 +269,12 @@ def rotate_(
     Returns:
         ``x``.
     """
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    if rotation == "none":
+        return x
+    half = cos.shape[-1] // 2
+    rotated = x[..., : 2 * half]
+    pairs = rotated.unflatten(-1, (half, 2) if rotation == "interleaved" else (2, half))
+    first, second = pairs.unbind(-1 if rotation == "interleaved" else -2)
     cos, sin = cos[..., None, :half], sin[..., None, :half]
     sign = -1 if transposed else 1
     if scratch is None:

@@ -136,7 +136,7 @@ class _ModelState:
             self._segment = None
         if backward_follows:
             if self._segment is None:
-                self._segment = Segment(run.cos, run.sin, self._keeps_outputs)
+                self._segment = Segment(self._keeps_outputs)
             run.segment, run.place = self._segment, len(self._segment)
 
     def end_layer(self, run: _Run, output: Tensor, *, last: bool) -> None:
@@ -209,7 +209,7 @@ class _StreamedLayer(Function):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         run_tail(layer, tensors, y)
         if run.segment is not None:
-            run.segment.keep(layer, x, tensors)
+            run.segment.keep(layer, x, (run.cos, run.sin), tensors)
         # After this, the caller drops x, and its memory may be reused.
         layer.copiers.to_host.wait_until_sent()
         return y

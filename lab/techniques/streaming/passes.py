@@ -56,7 +56,7 @@ class StreamedLayer:
             module.head_dim,
             self.parts.head_norms,
             self.overlap,
-            self.parts.rotates,
+            self.parts.rotation,
         )
 
     @torch.no_grad()

@@ -17,15 +17,15 @@ class Segment:
     """The tensors that the layers of one segment keep for the backward of one forward pass.
 
     Args:
-        cos: The cosines of the positions.
-        sin: The sines of the positions.
         keeps_outputs: Whether each layer keeps the outputs of its heads and the LSEs, so that its attention
             is not computed again.
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, keeps_outputs: bool) -> None:
-        self._cos, self._sin, self._keeps_outputs = cos, sin, keeps_outputs
+    def __init__(self, keeps_outputs: bool) -> None:
+        self._keeps_outputs = keeps_outputs
         self._layers: list[StreamedLayer] = []
+        # The cosines and sines of the positions, which may be others in each layer.
+        self._tables: list[tuple[Tensor, Tensor]] = []
         self._inputs: list[HostTiles | None] = []
         self._tensors: list[HostTensors | None] = []
 
@@ -33,7 +33,9 @@ class Segment:
         """Return the number of layers that have run forward."""
         return len(self._layers)
 
-    def keep(self, layer: StreamedLayer, x: Tensor, tensors: HostTensors) -> None:
+    def keep(
+        self, layer: StreamedLayer, x: Tensor, tables: tuple[Tensor, Tensor], tensors: HostTensors
+    ) -> None:
         """Keep what backward needs of the next layer: of the first one, start to send x to the host.
 
         The caller keeps x until it is sent.
@@ -44,6 +46,7 @@ class Segment:
             kept.write_all(x)
         tensors.x = None
         self._layers.append(layer)
+        self._tables.append(tables)
         self._inputs.append(kept)
         self._tensors.append(tensors if self._keeps_outputs else None)
 
@@ -70,7 +73,7 @@ class Segment:
         """Compute a layer's outputs of its heads, and unless it is the last one, the next layer's input."""
         x = self._inputs[i]
         assert x is not None
-        tensors = self._tensors[i] or run_stages(layer, x, self._cos, self._sin)
+        tensors = self._tensors[i] or run_stages(layer, x, *self._tables[i])
         tensors.x = x
         self._tensors[i] = tensors
         if not last:

@@ -62,9 +62,8 @@ class HostTensors:
 
     def input_tiles(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first token of each tile, and the normalized input of the tile, [b, t, E]."""
-        norm = self.layer.norms[0]
         for start, x, _ in self.tiles():
-            yield start, norm(x)
+            yield start, self.layer.normalize(0, x)
 
     def write_outputs(self, buffers: StageBuffers, stage: Stage, outputs: Tensor) -> None:
         """Copy the outputs of the stage's query heads to the host."""
@@ -131,8 +130,9 @@ class HostTensors:
             dq = self._join_stages(parts[:stages])
             dk, dv = _join_slots(parts[stages : stages + pairs]), _join_slots(parts[stages + pairs :])
             cos, sin = (t.narrow(1, start, x.shape[1]) for t in (inputs.cos, inputs.sin))
-            for grad in (dq, dk) if self.settings.rotates else ():
-                rotate_(grad.unflatten(-1, (-1, self.settings.head_dim)), cos, sin, transposed=True)
+            for grad in (dq, dk):
+                heads = grad.unflatten(-1, (-1, self.settings.head_dim))
+                rotate_(heads, cos, sin, rotation=self.settings.rotation, transposed=True)
             yield start, x, (dq, dk, dv)
 
     def allocate_output_grads(self) -> None:

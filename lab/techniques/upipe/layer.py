@@ -138,7 +138,7 @@ def upipe_forward(
     # A group of one rank sends nothing.
     overlap = overlap and schedule.ranks > 1
     settings = LayerSettings(
-        schedule, group, kernel_of(module), module.scaling, module.head_dim, norms, overlap, layer.rotates
+        schedule, group, kernel_of(module), module.scaling, module.head_dim, norms, overlap, layer.rotation
     )
     output = effective_weight(module.o_proj, "UPipe")
     weights, biases = zip(*layer.input_weights("UPipe"), output, strict=True)

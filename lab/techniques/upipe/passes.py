@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.decoder import Rotation
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
@@ -42,7 +43,7 @@ class LayerSettings:
         head_dim: D.
         norms: q_norm and k_norm of the attention module, or None.
         overlap: Whether the inputs of a stage are sent during the stage before it.
-        rotates: Whether q and k are rotated by their positions.
+        rotation: The pairs of dimensions of q and k that are rotated by their positions.
     """
 
     schedule: Schedule
@@ -52,7 +53,7 @@ class LayerSettings:
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
     overlap: bool
-    rotates: bool
+    rotation: Rotation
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,8 @@ def _project_and_send(
             buffers.heads.project_slots(x, slots, inputs.wv, inputs.bv, v)
             _norm(settings.norms[1], k)
             rotated.append(k)
-        for heads in rotated if settings.rotates else ():
-            rotate_(heads, cos, sin, scratch=transfer.received)
+        for heads in rotated:
+            rotate_(heads, cos, sin, rotation=settings.rotation, scratch=transfer.received)
     return buffers.send(transfer)
 
 
@@ -389,8 +390,7 @@ class DeviceTensors:
     def write_query_grads(self, buffers: StageBuffers, stage: Stage, dq: Tensor, scratch: Tensor) -> None:
         """Write the gradient of the stage's projected queries to its columns of ``out``."""
         inputs = self.inputs
-        if self.settings.rotates:
-            rotate_(dq, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+        self._rotate_back(dq, scratch)
         if self.settings.norms[0] is not None:
             raw = buffers.by_sequence(scratch[: dq.numel()])
             buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
@@ -402,14 +402,17 @@ class DeviceTensors:
     ) -> None:
         """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
         inputs = self.inputs
-        if self.settings.rotates:
-            rotate_(dk, inputs.cos, inputs.sin, transposed=True, scratch=scratch)
+        self._rotate_back(dk, scratch)
         if self.settings.norms[1] is not None:
             raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
             buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
             dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
         for grads, grad in ((self.dk, dk), (self.dv, dv)):
             grads.append(grad.permute(1, 2, 3, 0, 4).clone(memory_format=torch.contiguous_format))
+
+    def _rotate_back(self, grad: Tensor, scratch: Tensor) -> None:
+        cos, sin = self.inputs.cos, self.inputs.sin
+        rotate_(grad, cos, sin, rotation=self.settings.rotation, transposed=True, scratch=scratch)
 
     def norm_grads(self) -> Iterator[Tensor | None]:
         """Yield the gradients of the norms' parameters; each sum is rounded once."""
