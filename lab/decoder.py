@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lab.errors import ModelError, RecipeError
-from lab.shape import Shape
+from lab.shape import HeadNorms, Shape
 from lab.torch_private import has_gradient_hooks, module_hooks
 from lab.units import check_counts
 
@@ -87,7 +87,8 @@ class Family:
             are ``down(act(up(x)))``. One named ``gate_up_proj`` computes gate and up together.
         norms: The names of a layer's norms over the hidden size, in this order: before attention, after it,
             before the MLP, and after it. None if there is no such norm.
-        head_norms: Whether each head of q and k has a norm before the rotary embedding.
+        head_norms: Whether q and k have a norm before the rotary embedding: "each" is a norm of each head, and
+            "all" is one norm of all heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
@@ -95,6 +96,8 @@ class Family:
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The field that divides the logits; None if there is none.
+        wide_scales: Whether the norms multiply by their scales in fp32. Otherwise they do in the input's dtype.
+        scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
             ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
     """
@@ -105,13 +108,15 @@ class Family:
     only: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     mlp_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    head_norms: bool = False
+    head_norms: HeadNorms = "none"
     fused_attention: bool = False
     interleaved: bool = False
     layer_norms: bool = False
     qkv_biases: bool = False
     scaled_residual: bool = False
     logits_divisor: str | None = None
+    wide_scales: bool = False
+    scaled_embedding: bool = False
     windows: bool = False
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
@@ -130,6 +135,7 @@ class Family:
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _WINDOW = frozenset({"sliding_window"})
+_NORMS_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
@@ -137,6 +143,8 @@ FAMILIES: dict[str, Family] = {
         "Gemma",
         used=frozenset({"attention_bias"}),
         only={"use_bidirectional_attention": (None, False)},
+        wide_scales=True,
+        scaled_embedding=True,
     ),
     "gemma3_text": Family(
         "Gemma 3",
@@ -153,7 +161,9 @@ FAMILIES: dict[str, Family] = {
             "pre_feedforward_layernorm",
             "post_feedforward_layernorm",
         ),
-        head_norms=True,
+        head_norms="each",
+        wide_scales=True,
+        scaled_embedding=True,
         windows=True,
     ),
     "glm4": Family(
@@ -178,6 +188,22 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", used=_BIASES, only={"pretraining_tp": (1,)}),
     "ministral": Family("Ministral", used=_WINDOW, only=_TYPES, windows=True),
     "mistral": Family("Mistral", used=_WINDOW, windows=True),
+    "olmo2": Family(
+        "OLMo 2",
+        used=frozenset({"attention_bias"}),
+        norms=_NORMS_AFTER,
+        head_norms="all",
+        wide_scales=True,
+    ),
+    "olmo3": Family(
+        "OLMo 3",
+        used=_WINDOW | {"attention_bias"},
+        only=_TYPES,
+        norms=_NORMS_AFTER,
+        head_norms="all",
+        wide_scales=True,
+        windows=True,
+    ),
     "phi3": Family(
         "Phi-3",
         used=_WINDOW,
@@ -193,7 +219,7 @@ FAMILIES: dict[str, Family] = {
         used=_WINDOW | {"attention_bias"},
         harmless=_WINDOWS,
         only=_TYPES,
-        head_norms=True,
+        head_norms="each",
         windows=True,
     ),
     "seed_oss": Family(
@@ -334,6 +360,9 @@ def shape_of(config: PretrainedConfig) -> Shape:
         mlp_projections=family.mlp_projections,
         head_norms=family.head_norms,
         fused_attention=family.fused_attention,
+        rotated=_rotated(c),
+        wide_scales=family.wide_scales,
+        scaled_embedding=family.scaled_embedding,
         norms=sum(name is not None for name in family.norms),
         layer_norms=family.layer_norms,
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
@@ -344,6 +373,14 @@ def shape_of(config: PretrainedConfig) -> Shape:
         tied=c.tie_word_embeddings,
         windows=windows_of(c),
     )
+
+
+def _rotated(config: PretrainedConfig) -> int:
+    """Return the rotated dimensions of a head, summed over the kinds of layers with tables of their own."""
+    parameters = config.rope_parameters
+    kinds = [parameters[kind] for kind in set(getattr(config, "layer_types", None) or ()) & parameters.keys()]
+    parts = [kind.get("partial_rotary_factor", 1.0) for kind in kinds or [parameters]]
+    return sum(int(head_dim_of(config) * part) for part in parts)
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> None:
@@ -379,6 +416,7 @@ class Layer:
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
         window: The number of keys that a query sees, itself included; None if it sees all before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
+        norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
         fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has its own projection.
     """
 
@@ -389,11 +427,12 @@ class Layer:
     residual_multiplier: float = 1.0
     window: int | None = None
     rotation: Rotation = "halves"
+    norms_all_heads: bool = False
     fused: tuple[int, int, int] | None = None
 
     @property
     def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """The norms of each head of q and of k, before it is rotated; None if there is none."""
+        """The norms of q and of k, before they are rotated; None if there is none."""
         return getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
 
     @property
@@ -422,11 +461,13 @@ class Layer:
         hidden = self.normalize(0, x)
         projected = [projection(hidden) for projection in self.inputs]
         q, k, v = projected if self.fused is None else projected[0].split(self.fused, -1)
-        q, k = (
-            heads if norm is None else norm(heads.unflatten(-1, (-1, a.head_dim))).flatten(-2)
-            for norm, heads in zip(self.head_norms, (q, k), strict=True)
-        )
-        return q, k, v
+        q_norm, k_norm = self.head_norms
+        if q_norm is None or k_norm is None:
+            return q, k, v
+        if self.norms_all_heads:
+            return q_norm(q), k_norm(k), v
+        q, k = (heads.unflatten(-1, (-1, a.head_dim)) for heads in (q, k))
+        return q_norm(q).flatten(-2), k_norm(k).flatten(-2), v
 
     @property
     def tail_modules(self) -> list[nn.Module]:
@@ -539,6 +580,7 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         residual_multiplier=getattr(module, "residual_multiplier", 1.0),
         window=shape.windows[attention.layer_idx],
         rotation="none" if not rotates else "interleaved" if family.interleaved else "halves",
+        norms_all_heads=family.head_norms == "all",
         fused=(queries, keys, keys) if family.fused_attention else None,
     )
 

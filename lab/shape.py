@@ -1,6 +1,9 @@
 """The sizes of a model, without torch: all that the closed form and a recipe's rules need of it."""
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+HeadNorms: TypeAlias = Literal["none", "each", "all"]
 
 
 @dataclass(frozen=True)
@@ -18,13 +21,18 @@ class Shape:
         mlp_projections: The names of the projections of an MLP, each of E*I weights, in order. The last one
             has the output. One named ``gate_up_proj`` has 2*E*I weights.
         norms: The number of norms over the hidden size in a layer.
-        head_norms: Whether each head of q and k has a norm.
+        head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
+            heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
+        rotated: The dimensions of each head that are rotated, summed over the kinds of layers that have cosines
+            and sines of their own.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
         attention_biases: The number of biases of a layer's attention.
         mlp_biases: The number of biases of a layer's MLP.
         relu_squared: Whether the activation of the MLP is ReLU squared.
+        wide_scales: Whether the norms multiply by their scales in fp32.
+        scaled_embedding: Whether the output of the embedding is multiplied by a number.
         scaled_residual: Whether what a layer's attention and MLP return is multiplied before it is added.
         divided_logits: Whether the head's output is divided by a number.
         tied: Whether the head shares its weight with the embedding.
@@ -40,12 +48,15 @@ class Shape:
     V: int
     mlp_projections: tuple[str, ...]
     norms: int
-    head_norms: bool
+    head_norms: HeadNorms
     fused_attention: bool
+    rotated: int
     layer_norms: bool
     attention_biases: int
     mlp_biases: int
     relu_squared: bool
+    wide_scales: bool
+    scaled_embedding: bool
     scaled_residual: bool
     divided_logits: bool
     tied: bool

@@ -86,7 +86,7 @@ def test_the_shape_and_the_parts_of_a_model():
     found = decoder_of(model)
     shape = found.shape
     assert (shape.L, shape.E, shape.H, shape.K, shape.D, shape.I, shape.V) == (2, 48, 24, 6, 10, 72, 101)
-    assert (shape.matrices, shape.head_norms, shape.tied) == (3, True, False)
+    assert (shape.matrices, shape.head_norms, shape.tied) == (3, "each", False)
     assert len(found.norms) == 5
     assert found.attentions == [layer.self_attn for layer in model.model.layers]
     hidden = torch.randn(1, 3, 48, dtype=torch.float64)

@@ -146,6 +146,7 @@ def draws() -> SearchStrategy[Draw]:
     return make_draw()
 
 
+@reference.exact_norms()
 def examine(draw: Draw, cluster: Cluster) -> str:
     """Return "right", "refused" or "WRONG: ..." for a draw, on a cluster of its ranks.
 
@@ -162,8 +163,8 @@ def examine(draw: Draw, cluster: Cluster) -> str:
     if tolerance is not None and not error < tolerance:
         return f"WRONG: a gradient or the loss is off by {error:.1e}"
     for name, expected, peaks in (
-        ("device", planned.device_peak, [device for _, device, _ in by_rank]),
-        ("host", planned.host_peak, [host for _, _, host in by_rank]),
+        ("device", planned.timeline.device_peak, [device for _, device, _ in by_rank]),
+        ("host", planned.timeline.host_peak, [host for _, _, host in by_rank]),
     ):
         if max(peaks) != expected:
             return f"WRONG: {name} peak planned {expected}, measured {peaks}"

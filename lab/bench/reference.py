@@ -25,6 +25,8 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -56,6 +58,8 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "gemma": GemmaConfig,
     "gemma3_text": Gemma3TextConfig,
     "glm4": Glm4Config,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
 }
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -77,6 +81,13 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
         "query_pre_attn_scalar": 17, "attention_bias": True,
     },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "rope_parameters": {
+            "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
+        },
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
+    },
     "glm4": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.4}},
     "granite": {
         "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,
@@ -95,7 +106,7 @@ def config(
     """Return a small config in which no two sizes are equal.
 
     With H query heads, the hidden size is 2*H, the head_dim 10 (so H*head_dim is another number), and the
-    vocabulary has 101 tokens.
+    vocabulary has 101 tokens. A part of each head that is rotated is rounded to an even number of dimensions.
     """
     sizes: dict[str, Any] = {
         "hidden_size": 2 * heads,
@@ -113,6 +124,11 @@ def config(
         "eos_token_id": None,
     }
     fields = {**sizes, **OWN.get(family, {}), **more}
+    # An even number of dimensions can be rotated.
+    rope, dim = fields["rope_parameters"], fields["head_dim"]
+    if "partial_rotary_factor" in rope:
+        rotated = 2 * max(round(rope["partial_rotary_factor"] * dim / 2), 1)
+        fields["rope_parameters"] = {**rope, "partial_rotary_factor": rotated / dim}
     for name in fields.keys() & set(PER_LAYER):
         fields[name] = (fields[name] * layers)[:layers]
     return FAMILIES[family](**fields)
@@ -165,7 +181,8 @@ def exact_norms() -> Iterator[None]:
 
     def forward(norm: Any, x: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
-        return (norm._norm(wide) * (1.0 + norm.weight.to(wide.dtype))).type_as(x)
+        out: Tensor = norm._norm(wide) * (1.0 + norm.weight.to(wide.dtype))
+        return out.type_as(x)
 
     try:
         for norm in classes:

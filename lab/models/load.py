@@ -147,7 +147,7 @@ def outline(
         decoder.rotary_emb = type(decoder.rotary_emb)(decoder.rotary_emb.config)
         embedding = decoder.embed_tokens
         if hasattr(embedding, "embed_scale"):
-            scale = torch.tensor(embedding.scalar_embed_scale, dtype=dtype)
+            scale = torch.tensor(embedding.scalar_embed_scale, dtype=skeleton.dtype)
             embedding.embed_scale = nn.Buffer(scale, persistent=False)
     skeleton.config.use_cache = False
     files = None

@@ -254,7 +254,7 @@ def _reduced(z: Sizes, weights: int, width: int) -> Held:
 
 def _tokens(z: Sizes) -> int:
     """Ids, labels, and positions; cos and sin."""
-    return 8 * (2 * z.b + 1) * z.s + 2 * z.w * z.s * z.D
+    return 8 * (2 * z.b + 1) * z.s + 2 * z.w * z.s * z.rotated
 
 
 def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
@@ -303,7 +303,7 @@ def _waiting(z: Sizes, layer: int) -> int:
     if not z.recipe.checkpoint:
         # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
         frozen = _norm_keeps(z) * (z.adapted and layer > 0)
-        return layer * (2 * (_norm_keeps(z) + z.A) + bytes_of(_attention_keeps(z)) + mlp) - frozen
+        return layer * (z.norms * _norm_keeps(z) + 2 * z.A + bytes_of(_attention_keeps(z)) + mlp) - frozen
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
@@ -337,7 +337,7 @@ def _attention_keeps(z: Sizes) -> Held:
         effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
         return plus(attended, {_kept(z): effective})
     # Norms of q and k are never tiled: the heads in fp32, normalised, and the scale of each.
-    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w * (not z.adapted)) * z.D + 4) * z.head_norms
+    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w * (not z.adapted)) * z.D + 4) * (z.head_norms != "none")
     normed += z.w * z.b * z.s * z.trained.low[0]
     return plus(attended, {_kept(z): normed + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent})
 
@@ -455,7 +455,7 @@ def _attention(z: Sizes, window: int | None) -> Held:
     dout = plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
     )
-    norm = plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w)) if z.head_norms else {}
+    norm = plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w)) if z.head_norms != "none" else {}
     return highest_of(kernel, dout, norm)
 
 
@@ -485,7 +485,7 @@ def _upipe(z: Sizes, window: int | None) -> Held:
     else:
         stage += kernel_bytes(z, heads, u_kv, window)
     peaks = [{TEMPORARY: stage + there + ahead}, end]
-    if z.head_norms:
+    if z.head_norms != "none":
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})

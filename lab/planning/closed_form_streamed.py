@@ -173,7 +173,7 @@ def _head_backward(z: Sizes, made: str) -> Parts:
             # The gradients of the tile before are there until those of this one are joined, and rotated.
             {TEMPORARY: qkv * (tile.before > 0) + q // 2},
             # Of the projections, q's is the last. Two gradients of the norm's output, and their sum.
-            plus(keeps, {RECOMPUTED: x, TEMPORARY: 3 * x + keys + q * z.head_norms}),
+            plus(keeps, {RECOMPUTED: x, TEMPORARY: 3 * x + keys + q * (z.head_norms != "none")}),
             plus(keeps, {TEMPORARY: 3 * x + z.w * weights}),
             plus(_norm_backward(z, tile), own, outputs, {TEMPORARY: z.w * weights}),
             plus(outputs, {TEMPORARY: x + z.w * weights}, new),
@@ -181,7 +181,7 @@ def _head_backward(z: Sizes, made: str) -> Parts:
         if z.adapted:
             # Forward, q through W, through B @ A, and scaled, before there are k and v.
             moments.append(plus(_norm_keeps(z, tile), own, {RECOMPUTED: x + 2 * q, TEMPORARY: q}))
-        if z.head_norms:
+        if z.head_norms != "none":
             normed = plus(keeps, {RECOMPUTED: x})
             of_keys, of_queries = (nested(wide_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
             moments.append(plus(normed, of_keys, {RECOMPUTED: (4 + z.w) * (q // z.w)}))

@@ -10,7 +10,7 @@ from lab.memory.categories import CATEGORIES
 from lab.models.lora import Lora
 from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
-from lab.shape import Shape
+from lab.shape import HeadNorms, Shape
 from lab.techniques.upipe.schedule import schedule
 from lab.techniques.window_pieces import PIECE
 
@@ -108,7 +108,13 @@ class Sizes:
     copied: bool
     summed: bool
     tied: bool
-    head_norms: bool
+    norms: int
+    fused_attention: bool
+    fused_mlp: bool
+    rotated: int
+    wide_scales: bool
+    scaled_embedding: bool
+    head_norms: HeadNorms
     layer_norms: bool
     relu_squared: bool
     scaled_residual: bool
@@ -151,7 +157,9 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         recipe, L, E, H, K, D, V, b, s, w, f, n,
         # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
         reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
-        tied=tied, head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
+        tied=tied, norms=shape.norms, fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp,
+        rotated=shape.rotated, wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding,
+        head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
         A=token * E, M=token * shape.I, h=token * D, mlp=mlp,
         matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
@@ -212,12 +220,18 @@ def _weights(shape: Shape, n: int) -> tuple[int, int]:
     def most(rows: int) -> int:
         return -(-rows // n)
 
-    E, D, I = shape.E, shape.D, shape.I  # noqa: E741
-    attention = E * (most(shape.H * D) + 2 * most(shape.K * D)) + shape.H * D * most(E)
-    mlp = (shape.matrices - 1) * E * most(I) + I * most(E)
+    E = shape.E
+    projections = sum(before * most(after) for before, after in shape.projections.values())
     norm = most(E) * (1 + shape.layer_norms)
-    vectors = most(shape.attention_biases) + most(shape.mlp_biases) + 2 * most(D) * shape.head_norms
-    return attention + mlp + vectors + 2 * norm, (2 - shape.tied) * E * most(shape.V) + norm
+    vectors = most(shape.attention_biases) + most(shape.mlp_biases) + _head_norm_weights(shape, n)
+    return projections + vectors + shape.norms * norm, (2 - shape.tied) * E * most(shape.V) + norm
+
+
+def _head_norm_weights(shape: Shape, n: int) -> int:
+    """The weights of the norms of q and k on the rank of ``n`` that has the most."""
+    of_all = [shape.H * shape.D, shape.K * shape.D]
+    sizes = {"none": [], "each": 2 * [shape.D], "all": of_all}[shape.head_norms]
+    return sum(-(-size // n) for size in sizes)
 
 
 # ---- what several parts hold alike -------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class StreamedLayer:
             module.scaling,
             module.head_dim,
             self.parts.head_norms,
+            self.parts.norms_all_heads,
             self.overlap,
             self.parts.rotation,
         )

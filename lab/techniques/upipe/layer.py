@@ -138,7 +138,15 @@ def upipe_forward(
     # A group of one rank sends nothing.
     overlap = overlap and schedule.ranks > 1
     settings = LayerSettings(
-        schedule, group, kernel_of(module), module.scaling, module.head_dim, norms, overlap, layer.rotation
+        schedule,
+        group,
+        kernel_of(module),
+        module.scaling,
+        module.head_dim,
+        norms,
+        layer.norms_all_heads,
+        overlap,
+        layer.rotation,
     )
     output = effective_weight(module.o_proj, "UPipe")
     weights, biases = zip(*layer.input_weights("UPipe"), output, strict=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from lab.techniques.precision import accumulation_dtype
 from lab.techniques.rope import rotate_
 from lab.techniques.upipe.buffers import ALL, KEYS_AND_VALUES, QUERIES, Arrival, StageBuffers
 from lab.techniques.upipe.schedule import HeadRange, Schedule, Stage
+from lab.techniques.upipe.width_norms import backward_, normalize_, token_scales
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class LayerSettings:
         scale: Multiplies the attention scores.
         head_dim: D.
         norms: q_norm and k_norm of the attention module, or None.
+        norms_all_heads: Whether they normalize all heads of a token together.
         overlap: Whether the inputs of a stage are sent during the stage before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
     """
@@ -52,8 +54,13 @@ class LayerSettings:
     scale: float
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
+    norms_all_heads: bool
     overlap: bool
     rotation: Rotation
+
+    def tokens_at_once(self, tokens: int) -> int:
+        """Return of how many tokens all heads are computed at once: they are as large as those of a stage."""
+        return max(1, tokens * self.schedule.chunk // self.schedule.heads)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,7 @@ class Inputs:
         bk: The bias of the key projection, [K*D], or None.
         bv: The bias of the value projection, [K*D], or None.
         bo: The bias of the output projection, [E], or None.
+        scales: Of a norm over all heads of q, and of k, the ``token_scales``, [b, s, 1]; else None.
     """
 
     cos: Tensor
@@ -83,6 +91,17 @@ class Inputs:
     bk: Tensor | None
     bv: Tensor | None
     bo: Tensor | None
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def with_scales(self, settings: LayerSettings, tensors: LayerTensors) -> Inputs:
+        """Return these with the ``scales`` of a layer whose norms are over all heads."""
+        q_norm, k_norm = settings.norms
+        if not settings.norms_all_heads or q_norm is None or k_norm is None:
+            return self
+        part = settings.tokens_at_once(tensors.shape[1])
+        queries = token_scales(q_norm, tensors.input_tiles(), self.wq, self.bq, part)
+        keys = token_scales(k_norm, tensors.input_tiles(), self.wk, self.bk, part)
+        return replace(self, scales=(queries, keys))
 
 
 class LayerTensors(Protocol):
@@ -132,6 +151,7 @@ def forward_stages(settings: LayerSettings, tensors: LayerTensors, inputs: Input
     Returns:
         One LSE per head range, [b, heads of the range, S].
     """
+    inputs = inputs.with_scales(settings, tensors)
     buffers, lses = _buffers(settings, tensors, inputs), []
 
     def send(stage: Stage, ahead: bool) -> list[Arrival]:
@@ -211,12 +231,13 @@ def _project_and_send(
         if stage is not None:
             rotated.append(targets.pop(0))
             buffers.heads.project_queries(x, stage, inputs.wq, inputs.bq, rotated[0])
-            _norm(settings.norms[0], rotated[0])
+            of_stage = buffers.heads.query_vector
+            _norm(settings, inputs, 0, rotated[0], start, partial(of_stage, stage))
         if slots is not None:
             k, v = targets
             buffers.heads.project_slots(x, slots, inputs.wk, inputs.bk, k)
             buffers.heads.project_slots(x, slots, inputs.wv, inputs.bv, v)
-            _norm(settings.norms[1], k)
+            _norm(settings, inputs, 1, k, start, partial(buffers.heads.slot_vector, slots))
             rotated.append(k)
         for heads in rotated:
             rotate_(heads, cos, sin, rotation=settings.rotation, scratch=transfer.received)
@@ -229,9 +250,26 @@ def _sent_parts(stage: Stage | None, slots: range | None) -> slice:
     return QUERIES if slots is None else ALL
 
 
-def _norm(norm: nn.Module | None, heads: Tensor) -> None:
-    if norm is not None:
+def _norm(
+    settings: LayerSettings,
+    inputs: Inputs,
+    which: int,
+    heads: Tensor,
+    start: int,
+    of_heads: Callable[[Tensor], Tensor],
+) -> None:
+    """Normalize heads of q (``which`` = 0) or of k (1) in place, from the token ``start``.
+
+    ``of_heads`` returns the part of a vector of all heads for these.
+    """
+    norm, scale = settings.norms[which], inputs.scales[which]
+    if norm is None:
+        return
+    if scale is None:
         heads.copy_(norm(heads))
+        return
+    weight: Tensor = norm.weight  # type: ignore[assignment]
+    normalize_(heads, scale.narrow(1, start, heads.shape[2]), of_heads(weight))
 
 
 class BackwardStages:
@@ -248,7 +286,8 @@ class BackwardStages:
     def __init__(
         self, settings: LayerSettings, tensors: LayerTensors, inputs: Inputs, lses: Iterable[Tensor]
     ) -> None:
-        self.settings, self.tensors, self.inputs, self.lses = settings, tensors, inputs, iter(lses)
+        self.settings, self.tensors, self.lses = settings, tensors, iter(lses)
+        self.inputs = inputs.with_scales(settings, tensors)
         self.sum_dtype = accumulation_dtype(inputs.cos.dtype)
         self.sums: list[Tensor] = []
 
@@ -391,7 +430,7 @@ class DeviceTensors:
         """Write the gradient of the stage's projected queries to its columns of ``out``."""
         inputs = self.inputs
         self._rotate_back(dq, scratch)
-        if self.settings.norms[0] is not None:
+        if self.settings.norms[0] is not None and not self.settings.norms_all_heads:
             raw = buffers.by_sequence(scratch[: dq.numel()])
             buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
             dq.copy_(self._norm_backward(0, raw, dq))
@@ -403,7 +442,7 @@ class DeviceTensors:
         """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
         inputs = self.inputs
         self._rotate_back(dk, scratch)
-        if self.settings.norms[1] is not None:
+        if self.settings.norms[1] is not None and not self.settings.norms_all_heads:
             raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
             buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
             dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
@@ -413,6 +452,18 @@ class DeviceTensors:
     def _rotate_back(self, grad: Tensor, scratch: Tensor) -> None:
         cos, sin = self.inputs.cos, self.inputs.sin
         rotate_(grad, cos, sin, rotation=self.settings.rotation, transposed=True, scratch=scratch)
+
+    def differentiate_norms_of_all_heads(self, dq: Tensor, dk: Tensor) -> None:
+        """Replace the gradients of the normalized q and k, [b*s, ...], by those of the projected ones."""
+        if not self.settings.norms_all_heads:
+            return
+        x, inputs, part = self.x, self.inputs, self.settings.tokens_at_once(self.shape[1])
+        sides = ((dq, inputs.wq, inputs.bq), (dk, inputs.wk, inputs.bk))
+        for (grad, weight, bias), norm, sums in zip(
+            sides, self.settings.norms, self.norm_sums, strict=True
+        ):
+            assert norm is not None
+            backward_(norm, x, weight, bias, grad.unflatten(0, self.shape), sums, part)
 
     def norm_grads(self) -> Iterator[Tensor | None]:
         """Yield the gradients of the norms' parameters; each sum is rounded once."""
@@ -494,6 +545,7 @@ def backward_pass(
     tensors = DeviceTensors(settings, x, inputs, out, grad)
     BackwardStages(settings, tensors, inputs, lses).run()
     grads = (dq, _join(tensors.dk), _join(tensors.dv))
+    tensors.differentiate_norms_of_all_heads(*grads[:2])
     dw = [g.T @ flat_x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
     db = [g.sum(0) if needed else None for g, needed in zip(grads, b_needed[:3], strict=True)]
     dx = None

@@ -80,6 +80,19 @@ class HeadProjections:
         if schedule.replicas > 1:
             shared[:, 1:].copy_(shared[:, :1])
 
+    def query_vector(self, stage: Stage, vector: Tensor) -> Tensor:
+        """Return the elements of ``vector`` [H*D] that belong to the stage's query heads, [C, 1, 1, n, D]."""
+        width = sum(len(r.slots) * len(r.queries) for r in stage)
+        target = vector.new_empty(self.schedule.ranks, 1, 1, width, self.head_dim)
+        self.read_columns(vector[None, None], stage, target)
+        return target
+
+    def slot_vector(self, slots: range, vector: Tensor) -> Tensor:
+        """Return the elements of ``vector`` [K*D] that belong to the slots, [C, 1, 1, m, D]."""
+        by_slot = vector.view(self.schedule.slots, -1, self.head_dim)[slots.start : slots.stop]
+        of_ranks = by_slot.transpose(0, 1).repeat_interleave(self.schedule.replicas, 0)
+        return of_ranks[:, None, None]
+
     # ---- copies between a stage's heads and all heads [b, s, H*D] in the order of the model ---------------
 
     def write_columns(self, full: Tensor, stage: Stage, heads: Tensor) -> None:
