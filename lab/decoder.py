@@ -92,6 +92,7 @@ class Family:
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
+        joined_heads: Whether it joins each head of the rotated dimensions and the others, which is a copy.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
@@ -111,6 +112,7 @@ class Family:
     head_norms: HeadNorms = "none"
     fused_attention: bool = False
     interleaved: bool = False
+    joined_heads: bool = False
     layer_norms: bool = False
     qkv_biases: bool = False
     scaled_residual: bool = False
@@ -177,6 +179,7 @@ FAMILIES: dict[str, Family] = {
             "post_mlp_layernorm",
         ),
         interleaved=True,
+        joined_heads=True,
     ),
     "granite": Family(
         "Granite",
@@ -211,6 +214,7 @@ FAMILIES: dict[str, Family] = {
         only={"embd_pdrop": (0.0,), "resid_pdrop": (0.0,)},
         mlp_projections=("gate_up_proj", "down_proj"),
         fused_attention=True,
+        joined_heads=True,
         windows=True,
     ),
     "qwen2": Family("Qwen2", used=_WINDOW, harmless=_WINDOWS, only=_TYPES, qkv_biases=True, windows=True),
@@ -361,9 +365,11 @@ def shape_of(config: PretrainedConfig) -> Shape:
         head_norms=family.head_norms,
         fused_attention=family.fused_attention,
         rotated=_rotated(c),
+        joined_heads=family.joined_heads,
         wide_scales=family.wide_scales,
         scaled_embedding=family.scaled_embedding,
         norms=sum(name is not None for name in family.norms),
+        norms_after=family.norms[1] is not None,
         layer_norms=family.layer_norms,
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),

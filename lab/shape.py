@@ -21,11 +21,14 @@ class Shape:
         mlp_projections: The names of the projections of an MLP, each of E*I weights, in order. The last one
             has the output. One named ``gate_up_proj`` has 2*E*I weights.
         norms: The number of norms over the hidden size in a layer.
+        norms_after: Whether there is one after the attention, and one after the MLP.
         head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
             heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         rotated: The dimensions of each head that are rotated, summed over the kinds of layers that have cosines
             and sines of their own.
+        joined_heads: Whether each head of q and k is a copy, joined of the dimensions that are rotated and those
+            that are not, even if there are none of these.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
         attention_biases: The number of biases of a layer's attention.
@@ -48,9 +51,11 @@ class Shape:
     V: int
     mlp_projections: tuple[str, ...]
     norms: int
+    norms_after: bool
     head_norms: HeadNorms
     fused_attention: bool
     rotated: int
+    joined_heads: bool
     layer_norms: bool
     attention_biases: int
     mlp_biases: int

@@ -36,7 +36,6 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
-
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 

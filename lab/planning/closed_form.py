@@ -44,6 +44,7 @@ from lab.planning.closed_form_terms import (
     nested,
     part_bytes,
     plus,
+    scale_bytes,
     sizes_of,
     weight_sums,
     whole_call,
@@ -295,19 +296,26 @@ def _waiting(z: Sizes, layer: int) -> int:
     """
     if z.recipe.stream:
         return 0
-    # Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
-    # Without an adapter, a frozen last projection does not keep its input.
-    low = z.w * z.b * z.s * z.trained.low[1]
-    tensors = (4 if z.matrices == 3 else 2) - (z.adapted and not z.trained.down)
-    mlp = 0 if z.recipe.mlp_tile else tensors * z.M + low
     if not z.recipe.checkpoint:
         # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
         frozen = _norm_keeps(z) * (z.adapted and layer > 0)
-        return layer * (z.norms * _norm_keeps(z) + 2 * z.A + bytes_of(_attention_keeps(z)) + mlp) - frozen
+        return (
+            layer * (z.norms * _norm_keeps(z) + 2 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z))
+            - frozen
+        )
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
     return z.A + coming * (0 < layer < z.L)
+
+
+def _mlp_keeps(z: Sizes) -> int:
+    """Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
+
+    Without an adapter, a frozen last projection does not keep its input. In tiles, the MLP keeps its own.
+    """
+    tensors = (4 if z.matrices == 3 else 2) - (z.adapted and not z.trained.down)
+    return 0 if z.recipe.mlp_tile else tensors * z.M + z.w * z.b * z.s * z.trained.low[1]
 
 
 def _norm_keeps(z: Sizes) -> int:
@@ -317,7 +325,7 @@ def _norm_keeps(z: Sizes) -> int:
     if z.layer_norms:
         return z.A + 8 * z.b * z.s
     # The scale of a frozen norm has no gradient, so the normalised input is not kept.
-    return (4 + z.w * (not z.adapted)) * z.b * z.s * z.E + 4 * z.b * z.s
+    return (4 + scale_bytes(z)) * z.b * z.s * z.E + 4 * z.b * z.s
 
 
 def _attended(z: Sizes) -> int:
@@ -337,9 +345,14 @@ def _attention_keeps(z: Sizes) -> Held:
         effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
         return plus(attended, {_kept(z): effective})
     # Norms of q and k are never tiled: the heads in fp32, normalised, and the scale of each.
-    normed = (z.H + z.K) * z.b * z.s * ((4 + z.w * (not z.adapted)) * z.D + 4) * (z.head_norms != "none")
+    normed = (z.H + z.K) * z.b * z.s * ((4 + scale_bytes(z)) * z.D + 4) * (z.head_norms != "none")
     normed += z.w * z.b * z.s * z.trained.low[0]
-    return plus(attended, {_kept(z): normed + (1 + (z.recipe.ulysses > 1)) * z.H * z.h + 2 * z.sent})
+    exchanged = z.recipe.ulysses > 1
+    # v is a part of what one projection made of all heads. A copy of joined heads gives its layout to the
+    # output, which is copied then.
+    whole = (z.H + z.K) * z.h * z.fused_attention * (not exchanged)
+    copied = z.H * z.h * (z.joined_heads and not exchanged)
+    return plus(attended, {_kept(z): normed + whole + copied + (1 + exchanged) * z.H * z.h + 2 * z.sent})
 
 
 # ---- the backward of each part ---------------------------------------------------------------------------
@@ -347,25 +360,35 @@ def _attention_keeps(z: Sizes) -> Held:
 
 def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
-    attention, norms, kept = _attention_keeps(z), _norm_keeps(z) + z.A, _kept(z)
+    attention, kept = _attention_keeps(z), _kept(z)
+    before, after = _norm_keeps(z) * z.norms_before, _norm_keeps(z) * z.norms_after
     window = z.windows[layer]
     # The layer's input, which waited, is what its first norm keeps; or it came from the host, as all but the
     # last layer's do, and is not kept once the layer has run again.
-    same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None
+    same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None or not z.norms_before
     dropped = z.recipe.offload != "none" and layer < z.L - 1
-    first = {kept: norms - z.A * (z.recipe.checkpoint and same)}
+    first = {kept: before + z.A - z.A * (z.recipe.checkpoint and same)}
+    second = {kept: after + before + z.A}
     gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
     # What a multiplied residual makes of dh; UPipe holds it until it ends.
-    dout = z.A * z.scaled_residual
+    dout = z.A * z.branches
     upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.trained.mlp, z.w * z.trained.output
 
     def beside(weights: int, residual: int = z.A) -> Parts:
         return {"residual": {ACTIVATION_GRADIENTS: residual}, "gradients in flight": {GRADIENTS: weights}}
 
     residual = gone | beside(0)
-    yield "MLP backward", residual | {"norms": plus(first, {kept: norms}), "attention": attention} | _mlp(z)
-    after = gone | beside(done) | {"norms": plus(first, _norm(z, kept)), "attention": attention}
-    yield "norm backward", after
+    if z.norms_after:
+        inside = plus(first, second, _norm(z, kept))
+        mlp = {"mlp": {kept: _mlp_keeps(z)}}
+        yield "norm after MLP backward", residual | {"norms": inside, "attention": attention} | mlp
+    yield "MLP backward", residual | {"norms": plus(first, second), "attention": attention} | _mlp(z)
+    if z.norms_before:
+        inside = plus(first, {kept: after}, _norm(z, kept))
+        yield "norm backward", gone | beside(done) | {"norms": inside, "attention": attention}
+    if z.norms_after:
+        inside = plus(first, _norm(z, kept))
+        yield "norm after attention backward", gone | beside(done) | {"norms": inside, "attention": attention}
     # The gradient of the output's projection is there before the kernel runs; in UPipe it is counted inside.
     weights = gone | beside(done + projection * (not upipe), z.A + dout * upipe)
     inside = _upipe(z, window) if upipe else _attention(z, window)
@@ -373,6 +396,14 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     # Of the projections, q's is the last: beside its gradient, dx so far and its own part of it.
     every = beside(z.w * z.trained.layer)
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
+    if z.fused_attention:
+        # The gradients of q, k and v are summed, each as wide as all of them. Or those of the stages' weights
+        # are joined.
+        parts = {ACTIVATION_GRADIENTS: 2 * z.qkv + z.H * z.h}
+        joined = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: z.w * z.E * z.D * (z.H + 2 * z.K)}
+        inside = {ACTIVATION_GRADIENTS: z.qkv + z.A, GRADIENTS: projection * z.summed}
+        yield "q, k and v backward", weights | {"norms": first, "attention": {} if upipe else parts}
+        inside = joined if upipe else inside
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
     if z.adapted and not upipe:
         # Of the heads' outputs, a gradient through W and one through B @ A, and their sum. What went on of
@@ -380,7 +411,8 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         sent = {kept: -z.H * z.h * (z.recipe.ulysses > 1)}
         inside = plus(attention, sent, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
         yield "output projection backward", weights | {"norms": first, "attention": inside}
-    yield "first norm backward", every | {"norms": _norm(z, kept)}
+    if z.norms_before:
+        yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
         # Beside what it keeps, q, k and v before the exchange, and the output as it is sent.
         exchanged = z.recipe.ulysses > 1
@@ -426,7 +458,7 @@ def _mlp(z: Sizes) -> Parts:
         moments.append(_mlp_tile(z, min(t, z.s - t), sums, added=summed))
     inside, weights = max(moments, key=lambda parts: sum(map(bytes_of, parts)))
     # What a multiplied residual makes of dy is there until the last tile has run.
-    whole = {ACTIVATION_GRADIENTS: z.A * (1 + z.scaled_residual)}
+    whole = {ACTIVATION_GRADIENTS: z.A * (1 + z.branches)}
     return {"mlp": plus(whole, inside), "gradients in flight": weights}
 
 
@@ -455,7 +487,9 @@ def _attention(z: Sizes, window: int | None) -> Held:
     dout = plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
     )
-    norm = plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w)) if z.head_norms != "none" else {}
+    norm = (
+        plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w)) if z.head_norms != "none" else {}
+    )
     return highest_of(kernel, dout, norm)
 
 
@@ -485,7 +519,11 @@ def _upipe(z: Sizes, window: int | None) -> Held:
     else:
         stage += kernel_bytes(z, heads, u_kv, window)
     peaks = [{TEMPORARY: stage + there + ahead}, end]
-    if z.head_norms != "none":
+    if z.head_norms == "all":
+        # As many tokens at once that all of their heads are as large as a stage.
+        inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
+        peaks.append(plus({TEMPORARY: home}, inside))
+    if z.head_norms == "each":
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})

@@ -109,6 +109,9 @@ class Sizes:
     summed: bool
     tied: bool
     norms: int
+    norms_after: bool
+    norms_before: bool
+    joined_heads: bool
     fused_attention: bool
     fused_mlp: bool
     rotated: int
@@ -134,6 +137,16 @@ class Sizes:
     windows: tuple[int | None, ...]
     trained: Trained
 
+    @property
+    def branches(self) -> bool:
+        """Whether the gradient of what attention and MLP return is another tensor than the residual's."""
+        return self.scaled_residual or self.norms_after
+
+    @property
+    def qkv(self) -> int:
+        """The bytes of q, k and v of all heads."""
+        return (self.H + 2 * self.K) * self.h
+
 
 def sizes_of(shape: Shape, job: Job) -> Sizes:
     """The letters of a job; ``shape`` is that of its model."""
@@ -157,7 +170,8 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         recipe, L, E, H, K, D, V, b, s, w, f, n,
         # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
         reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
-        tied=tied, norms=shape.norms, fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp,
+        tied=tied, norms=shape.norms, norms_after=shape.norms_after,
+        norms_before=shape.norms > 2 * shape.norms_after, joined_heads=shape.joined_heads, fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp,
         rotated=shape.rotated, wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding,
         head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
@@ -354,6 +368,11 @@ def _window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
         yield 1, tokens % window, 1
 
 
+def scale_bytes(z: Sizes) -> int:
+    """The bytes of a normalised element that is kept for the gradient of the scale; none if that is frozen."""
+    return 0 if z.adapted else 4 if z.wide_scales else z.w
+
+
 def wide_norm(z: Sizes, kept: str, elements: int) -> Held:
     """The backward of RMSNorm: its input, two gradients and three products, or what is more."""
     wide = max(6 * 4, 4 * z.w + 4)
@@ -380,22 +399,25 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     tensors = 6 if gated else 5 if z.relu_squared else 3 + z.trained.down
     out = {output: x} if output else {}
     # What a multiplied residual makes of dy is there until the last matrix has run.
-    dout = z.A * z.scaled_residual * (not output)
+    dout = z.A * z.branches * (not output)
     half, inner = tensors // 2, (2 * one if z.relu_squared else 0)
     early = highest_of(
         {kept: (tensors - half) * one - inner, TEMPORARY: inner, ACTIVATION_GRADIENTS: half * one},
         {kept: 3 * one, ACTIVATION_GRADIENTS: (2 * gated) * one + dout},
     )
     one_gradient = {GRADIENTS: z.w * z.mlp // z.matrices * (not z.adapted)}
+    largest_gradient = {GRADIENTS: one_gradient[GRADIENTS] * (1 + z.fused_mlp)}
     gradients = {GRADIENTS: z.w * z.trained.mlp}
     if added:
         last = {kept: (4 if gated else 2) * one, ACTIVATION_GRADIENTS: one}
-        early, gradients = highest_of(early, plus(last, one_gradient)), one_gradient
+        early, gradients = highest_of(early, plus(last, one_gradient)), largest_gradient
     else:
         early = plus(early, one_gradient)
     early = plus(early, out, copies)
     if not gated:
         late = plus(out, {ACTIVATION_GRADIENTS: one + x})
+    elif z.fused_mlp:
+        late = {ACTIVATION_GRADIENTS: max(2 * one, x) + x}
     elif output:
         late = {ACTIVATION_GRADIENTS: max(one, x) + 3 * x}
     else:

@@ -459,9 +459,7 @@ class DeviceTensors:
             return
         x, inputs, part = self.x, self.inputs, self.settings.tokens_at_once(self.shape[1])
         sides = ((dq, inputs.wq, inputs.bq), (dk, inputs.wk, inputs.bk))
-        for (grad, weight, bias), norm, sums in zip(
-            sides, self.settings.norms, self.norm_sums, strict=True
-        ):
+        for (grad, weight, bias), norm, sums in zip(sides, self.settings.norms, self.norm_sums, strict=True):
             assert norm is not None
             backward_(norm, x, weight, bias, grad.unflatten(0, self.shape), sums, part)
 
