@@ -87,8 +87,8 @@ class Family:
             are ``down(act(up(x)))``. One named ``gate_up_proj`` computes gate and up together.
         norms: The names of a layer's norms over the hidden size, in this order: before attention, after it,
             before the MLP, and after it. None if there is no such norm.
-        head_norms: Whether q and k have a norm before the rotary embedding: "each" is a norm of each head, and
-            "all" is one norm of all heads together.
+        head_norms: Whether q and k have a norm before the rotary embedding: "each" is a norm of each head,
+            and "all" is one norm of all heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
@@ -97,7 +97,7 @@ class Family:
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The field that divides the logits; None if there is none.
-        wide_scales: Whether the norms multiply by their scales in fp32. Otherwise they do in the input's dtype.
+        wide_scales: Whether the norms multiply by their scales in fp32, and not in the input's dtype.
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
             ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
@@ -423,7 +423,7 @@ class Layer:
         window: The number of keys that a query sees, itself included; None if it sees all before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
         norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
-        fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has its own projection.
+        fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has a projection.
     """
 
     module: nn.Module

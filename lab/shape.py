@@ -25,10 +25,10 @@ class Shape:
         head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
             heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
-        rotated: The dimensions of each head that are rotated, summed over the kinds of layers that have cosines
-            and sines of their own.
-        joined_heads: Whether each head of q and k is a copy, joined of the dimensions that are rotated and those
-            that are not, even if there are none of these.
+        rotated: The dimensions of each head that are rotated, summed over the kinds of layers that have
+            cosines and sines of their own.
+        joined_heads: Whether each head of q and k is a copy, joined of the dimensions that are rotated and
+            those that are not, even if there are none of these.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
         attention_biases: The number of biases of a layer's attention.

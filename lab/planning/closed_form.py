@@ -299,10 +299,8 @@ def _waiting(z: Sizes, layer: int) -> int:
     if not z.recipe.checkpoint:
         # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
         frozen = _norm_keeps(z) * (z.adapted and layer > 0)
-        return (
-            layer * (z.norms * _norm_keeps(z) + 2 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z))
-            - frozen
-        )
+        keeps = z.norms * _norm_keeps(z) + 2 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z)
+        return layer * keeps - frozen
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
@@ -487,10 +485,8 @@ def _attention(z: Sizes, window: int | None) -> Held:
     dout = plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
     )
-    norm = (
-        plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w)) if z.head_norms != "none" else {}
-    )
-    return highest_of(kernel, dout, norm)
+    norm = plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w))
+    return highest_of(kernel, dout, norm if z.head_norms != "none" else {})
 
 
 def _upipe(z: Sizes, window: int | None) -> Held:

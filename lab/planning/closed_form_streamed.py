@@ -26,6 +26,7 @@ from lab.planning.closed_form_terms import (
     nested,
     part_bytes,
     plus,
+    scale_bytes,
     weight_sums,
     wide_norm,
 )
@@ -137,17 +138,21 @@ def _tail_backward(z: Sizes, made: str) -> Parts:
         earlier, new = (sums, {}) if tile.before else ({}, sums)
         # In the function that a tile's gradients come from, y and the gradients of x and of the heads.
         ends = {TEMPORARY: 2 * x + q + z.w * weights}
+        keeps = _norm_keeps(z, tile)
+        before = plus(keeps if z.norms_before else {}, {RECOMPUTED: x})
+        after = keeps if z.norms_after else {}
+        norm, done = _norm_backward(z, tile), {TEMPORARY: x + z.w * z.trained.mlp}
         moments = [
-            plus(
-                _norm_keeps(z, tile),
-                {RECOMPUTED: x},
-                nested(inside_mlp(z, tile.t, {}, RECOMPUTED, TEMPORARY)),
-            ),
-            plus(_norm_backward(z, tile), {TEMPORARY: x + z.w * z.trained.mlp}),
-            plus(ends, {TEMPORARY: x * z.scaled_residual}),
+            plus(before, after, nested(inside_mlp(z, tile.t, {}, RECOMPUTED, TEMPORARY))),
+            plus(ends, {TEMPORARY: x * z.branches}),
             plus(ends, new),
             plus({TEMPORARY: x + q + tile.sent}, new),
         ]
+        if z.norms_before:
+            moments.append(plus(after, norm, done))
+        if z.norms_after:
+            mlp = {RECOMPUTED: (4 if z.matrices == 3 else 2) * z.M * tile.t // z.s}
+            moments += [plus(before, after, mlp, norm), plus(norm, done)]
         beside = {TEMPORARY: q + under_way * first.sent}
         peaks.append(plus(earlier, beside, highest_of(*moments)))
     return {"tiles": _buffers(z, first.x + first.q), "tail": highest_of(*peaks)}
@@ -163,18 +168,22 @@ def _head_backward(z: Sizes, made: str) -> Parts:
     sums = _sums(z, weights, made)
     # What the norm keeps of its input may be the tile itself, which is in its buffer.
     buffered = z.layer_norms or z.w == 4
-    keys = 2 * z.w * z.E * z.K * z.D * (not z.adapted)
+    keys = 2 * z.w * z.E * z.K * z.D * (not z.adapted and not z.fused_attention)
     for tile in _tiles(z):
         x, q, k = tile.x, tile.q, tile.k
+        # One gradient of all heads is joined of those of q, k and v; or one of k is there while q's norm has
+        # its gradient.
+        last = q + 2 * k if z.fused_attention else q * (z.head_norms != "none")
+        dx = x if z.fused_attention else 3 * x
         earlier, new = (sums, {}) if tile.before else ({}, sums)
         outputs, own = {RECOMPUTED: q + 2 * k}, {TEMPORARY: -x * buffered}
-        keeps = plus(_norm_keeps(z, tile), own, outputs)
+        keeps = plus(_norm_keeps(z, tile) if z.norms_before else {}, own, outputs)
         moments = [
             # The gradients of the tile before are there until those of this one are joined, and rotated.
             {TEMPORARY: qkv * (tile.before > 0) + q // 2},
             # Of the projections, q's is the last. Two gradients of the norm's output, and their sum.
-            plus(keeps, {RECOMPUTED: x, TEMPORARY: 3 * x + keys + q * (z.head_norms != "none")}),
-            plus(keeps, {TEMPORARY: 3 * x + z.w * weights}),
+            plus(keeps, {RECOMPUTED: x, TEMPORARY: dx + keys + last}),
+            plus(keeps, {TEMPORARY: dx + z.w * weights + last * z.fused_attention}),
             plus(_norm_backward(z, tile), own, outputs, {TEMPORARY: z.w * weights}),
             plus(outputs, {TEMPORARY: x + z.w * weights}, new),
         ]
@@ -194,7 +203,7 @@ def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
     """Its input, which LayerNorm or fp32 keeps as it is; of RMSNorm also the normalised input."""
     if z.layer_norms:
         return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
-    scales = z.w * tile.elements * (not z.adapted) + 4 * z.b * tile.t
+    scales = scale_bytes(z) * tile.elements + 4 * z.b * tile.t
     return plus({TEMPORARY if z.w == 4 else RECOMPUTED: 4 * tile.elements}, {RECOMPUTED: scales})
 
 

@@ -171,9 +171,10 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
         reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
         tied=tied, norms=shape.norms, norms_after=shape.norms_after,
-        norms_before=shape.norms > 2 * shape.norms_after, joined_heads=shape.joined_heads, fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp,
-        rotated=shape.rotated, wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding,
-        head_norms=head_norms, layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
+        norms_before=shape.norms > 2 * shape.norms_after, joined_heads=shape.joined_heads,
+        fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp, rotated=shape.rotated,
+        wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding, head_norms=head_norms,
+        layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
         A=token * E, M=token * shape.I, h=token * D, mlp=mlp,
         matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
@@ -369,7 +370,7 @@ def _window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scale_bytes(z: Sizes) -> int:
-    """The bytes of a normalised element that is kept for the gradient of the scale; none if that is frozen."""
+    """The bytes of a normalised element that is kept for the gradient of the scale."""
     return 0 if z.adapted else 4 if z.wide_scales else z.w
 
 

@@ -34,7 +34,8 @@ def apply_rope(model: nn.Module) -> None:
     Letters: b rows, S tokens, s tokens of one rank, R rotated dimensions of a head, w bytes per element.
 
     Saves:
-        The tables of the whole context: 2*s*R*w bytes instead of 2*S*R*w, for each type of layers that has frequencies of its own.
+        The tables of the whole context: 2*s*R*w bytes instead of 2*S*R*w, for each type of layers that has
+        frequencies of its own.
     Costs:
         12*s*R bytes while the tables are computed, before the first layer.
     Source:
