@@ -206,8 +206,8 @@ def fail():
 
 
 FAMILY = (
-    "is not a family that the lab computes right: Arcee, Granite, Llama, Ministral, Mistral, Qwen2, "
-    "Qwen3, Seed-OSS, SmolLM3 and Starcoder2 are"
+    "is not a family that the lab computes right: Arcee, Gemma, Gemma 3, GLM-4, Granite, Llama, Ministral, "
+    "Mistral, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Seed-OSS, SmolLM3 and Starcoder2 are"
 )
 
 

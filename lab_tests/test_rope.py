@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from lab.bench.reference import build, config
 from lab.errors import RecipeError
-from lab.techniques.rope import apply_rope, inverse_frequencies, rotary_tables, rotate_
+from lab.techniques.rope import apply_rope, check_rope, inverse_frequencies, rotary_tables, rotate_
 
 FAR = 5 * 2**20
 KINDS = {
@@ -117,15 +117,45 @@ def test_other_models_keep_their_own_rotations():
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
         ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
         (
-            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            "partial_rotary_factor=0.5",
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
+            r"partial_rotary_factor=0.4 of a head_dim of 64: an even number of dimensions",
         ),
-        ({"full_attention": {"rope_type": "default", "rope_theta": 1e4}}, "the same in every layer"),
+        (
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.5},
+            r"partial_rotary_factor=1.5 of a head_dim of 64",
+        ),
+        ({**KINDS["yarn"], "partial_rotary_factor": 0.5}, "yarn' with partial_rotary_factor=0.5"),
     ],
 )
 def test_other_types_of_rotation_are_refused_by_name(parameters, named):
     with pytest.raises(RecipeError, match=named):
         inverse_frequencies(parameters, 64)
+
+
+def test_a_type_of_layers_without_rotary_parameters_is_refused():
+    own = {"sliding_attention": KINDS["default"]}
+    made = config("gemma3_text")
+    made.rope_parameters = own
+    with pytest.raises(RecipeError, match=r"none for layers of the type full_attention: give those"):
+        check_rope(made)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [4, 10])
+def test_pairs_of_a_part_of_each_head_rotate_and_the_rest_stays(interleaved, rotated):
+    """The rotation is a product of complex numbers."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 3, 10, dtype=torch.float64)
+    frequencies = [0.9, 0.4, 0.2, 0.1, 0.05][: rotated // 2]
+    tables = rotary_tables(x, torch.arange(7)[None], frequencies=frequencies)
+    pairs = x[..., :rotated].unflatten(-1, (rotated // 2, 2) if interleaved else (2, rotated // 2))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    angles = torch.arange(7)[:, None, None] * torch.tensor(frequencies, dtype=torch.float64)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+    right = torch.stack((turned.real, turned.imag), -1 if interleaved else -2).flatten(-2)
+    found = rotate_(x.clone(), *tables, rotation="interleaved" if interleaved else "halves")
+    torch.testing.assert_close(found, torch.cat((right, x[..., rotated:]), -1))
+    assert torch.equal(rotate_(x.clone(), *tables, rotation="none"), x)
 
 
 @pytest.mark.parametrize("scratch", [False, True])
