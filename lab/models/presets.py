@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 
 def _rope(theta: float, **more: Any) -> dict[str, Any]:
@@ -96,6 +104,40 @@ def _mistral_7b() -> MistralConfig:
     )  # fmt: skip
 
 
+def _gemma3_27b() -> Gemma3TextConfig:
+    """The shape of the text model of gemma-3-27b (its published config.json).
+
+    Five of six layers have a window of 1024 tokens. The head is tied.
+    """
+    return Gemma3TextConfig(
+        hidden_size=5376, intermediate_size=21504, num_hidden_layers=62, num_attention_heads=32,
+        num_key_value_heads=16, head_dim=128, vocab_size=262208, rms_norm_eps=1e-6,
+        max_position_embeddings=131072, sliding_window=1024, query_pre_attn_scalar=168,
+        rope_parameters={
+            "full_attention": _rope(1_000_000.0, rope_type="linear", factor=8.0),
+            "sliding_attention": _rope(10_000.0),
+        },
+    )  # fmt: skip
+
+
+def _olmo2_7b() -> Olmo2Config:
+    """The shape of OLMo-2-1124-7B (its published config.json): norms after attention and MLP."""
+    return Olmo2Config(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, vocab_size=100352, rms_norm_eps=1e-6, max_position_embeddings=4096,
+        rope_parameters=_rope(500_000.0),
+    )  # fmt: skip
+
+
+def _phi3_mini() -> Phi3Config:
+    """The shape of Phi-3-mini-4k-instruct (its published config.json): a window of 2047 tokens."""
+    return Phi3Config(
+        hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, vocab_size=32064, rms_norm_eps=1e-5, max_position_embeddings=4096,
+        rope_parameters=_rope(10_000.0), sliding_window=2047,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": _tiny,
     "llama3-8b": _llama3_8b,
@@ -105,4 +147,7 @@ PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-8b": _qwen3_8b,
     "qwen3-32b": _qwen3_32b,
     "mistral-7b": _mistral_7b,
+    "gemma3-27b": _gemma3_27b,
+    "olmo2-7b": _olmo2_7b,
+    "phi3-mini": _phi3_mini,
 }

@@ -516,8 +516,8 @@ def _upipe(z: Sizes, window: int | None) -> Held:
         stage += kernel_bytes(z, heads, u_kv, window)
     peaks = [{TEMPORARY: stage + there + ahead}, end]
     if z.head_norms == "all":
-        # As many tokens at once that all of their heads are as large as a stage.
-        inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
+        # As many tokens at once that all of their heads are as large as an eighth of a stage.
+        inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w // 8)), {RECOMPUTED: u // 8 * (z.w != 4)})
         peaks.append(plus({TEMPORARY: home}, inside))
     if z.head_norms == "each":
         # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.

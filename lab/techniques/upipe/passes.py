@@ -59,8 +59,11 @@ class LayerSettings:
     rotation: Rotation
 
     def tokens_at_once(self, tokens: int) -> int:
-        """Return of how many tokens all heads are computed at once: they are as large as those of a stage."""
-        return max(1, tokens * self.schedule.chunk // self.schedule.heads)
+        """Return of how many tokens all heads are computed at once.
+
+        In fp32, what a norm's backward holds of so many tokens is less than the heads of a stage.
+        """
+        return max(1, tokens * self.schedule.chunk // (8 * self.schedule.heads))
 
 
 @dataclass(frozen=True)
