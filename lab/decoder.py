@@ -591,6 +591,14 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
     )
 
 
+def kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """Return what distinguishes each layer of a supported model from others of the same parameters."""
+    config = model.config
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    layers = decoder_of(model).layers
+    return [(layer.window, layer.rotation, kind) for layer, kind in zip(layers, types, strict=True)]
+
+
 def check_materialized(model: nn.Module) -> None:
     """Refuse a model with a parameter on the meta device.
 

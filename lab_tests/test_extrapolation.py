@@ -10,6 +10,9 @@ from torch import nn
 from transformers import LlamaForCausalLM, PretrainedConfig
 
 import lab
+from lab import models
+from lab.bench import reference
+from lab.decoder import kinds_of
 from lab.memory.timeline import Timeline
 from lab.planning import plan as planning
 from lab.planning.costs import Costs
@@ -105,6 +108,30 @@ def test_segments_are_those_walked_in_full(walks, name):
     assert on_disk.host.tolist() == whole_on_disk.host.tolist()
 
 
+MIXED = {
+    "plain": (16, {}, [3, 10]),
+    "upipe": (17, {"head_chunk": 12, "mlp_tile": 45, "norm_tile": 45, "loss_tile": 45}, [3, 8]),
+    "streamed": (25, {"head_chunk": 24, "stream": 45, "loss_tile": 60, "segment": 2}, [6, 13]),
+}
+"""A recipe, its knobs, the layers of the model, and those of the two walks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", MIXED)
+def test_layers_of_several_kinds_repeat_after_their_period(walks, rung):
+    layers, knobs, walked = MIXED[rung]
+    pattern = ["sliding_attention", "sliding_attention", "full_attention"] * layers
+    mixed = reference.config("gemma3_text", 24, 6, layers, layer_types=pattern[:layers], sliding_window=13)
+    recipe = make_job(mixed, rung, tokens=TOKENS, ranks=RANKS, **knobs).recipe
+    plan = lab.plan(mixed, recipe, tokens=TOKENS, ranks=RANKS)
+    assert walks == walked
+    check(plan, *fake_step(plan.job, plan.machine, layers))
+    # A model of one kind more at the end has no period, and is walked whole.
+    pattern[layers - 1] = "full_attention" if pattern[layers - 1] != "full_attention" else "sliding_attention"
+    odd = reference.config("gemma3_text", 24, 6, layers, layer_types=pattern[:layers], sliding_window=13)
+    assert depths_to_walk(kinds_of(models.build(odd)), 1).deep > layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", ["plain", "checkpoint"])
 def test_micro_batches_are_those_walked_in_full(walks, rung):
@@ -186,7 +213,7 @@ def test_layers_that_differ_are_walked_in_full(walks):
 def test_steps_that_do_not_correspond_are_not_extrapolated(walks, monkeypatch):
     (job, machine), other = asked("plain"), asked("checkpoint")
     extrapolated = partial(
-        extrapolate, depths=depths_to_walk(9, 1), allocation=workspace_of(job, machine).allocation
+        extrapolate, depths=depths_to_walk([None] * 9, 1), allocation=workspace_of(job, machine).allocation
     )
     shallow, deep = walk(job, machine, 2), walk(job, machine, 5)
     assert extrapolated(shallow, deep) is not None

@@ -1,19 +1,22 @@
 """From the step of a model's first few layers to the step of all of them, row by row, to the byte.
 
-A unit is a segment of k layers, or one layer where there are no segments. In the step that is walked, the two
-first layers and the two last ones are as in the whole model: prefetching begins and ends there. Of the layers
-between, k in a row stand for all the others. Their rows are repeated once for each further unit, and so are
-the storages that are made and freed in them. The bytes of a row are the sum of its storages.
+A unit is a number of layers after which segments, and the kinds of layers, repeat: one layer if all are of
+one kind and there are no segments. In the step that is walked, the two first layers and the two last ones are
+as in the whole model: prefetching begins and ends there. So are the first layers of each kind. Of the layers
+between, a unit stands for all the others. Their rows are repeated once for each further unit, and so are the
+storages that are made and freed in them. The bytes of a row are the sum of its storages.
 
-What is outside the layers grows by one amount a layer. A second step, of two layers, gives this amount.
+What is outside the layers grows by one amount a layer. A second step, of two layers or of a unit with layers
+of every kind, gives this amount.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, replace
 from itertools import groupby, pairwise
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +37,20 @@ SHALLOW = 2
 _LAYER = re.compile(r"\bmodel\.layers\.(\d+)")
 
 
-def depths_to_walk(layers: int, segment: int) -> Depths:
-    """Return how many layers to walk for a model of ``layers`` layers in segments of ``segment``.
+def depths_to_walk(kinds: Sequence[Hashable], segment: int) -> Depths:
+    """Return how many layers to walk for a model with layers of these kinds, in segments of ``segment``.
 
-    The last segment of the deeper step is as long as that of the whole model.
+    The last segment of the deeper step is as long as that of the whole model, and its last layers are of the
+    same kinds.
     """
-    least = EDGE + segment + EDGE
-    return Depths(SHALLOW, least + (layers - least) % segment, layers, range(EDGE, EDGE + segment))
+    layers = len(kinds)
+    period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[: layers - p])
+    unit = lcm(segment, period)
+    # The first layer of a kind frees the cosines and sines of its kind in backward, and no other layer does.
+    first = max(EDGE, period if period > 1 else 0)
+    least = first + unit + EDGE
+    shallow = SHALLOW if period == 1 else unit
+    return Depths(shallow, least + (layers - least) % unit, layers, range(first, first + unit))
 
 
 def extrapolate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, cast, get_args
@@ -403,12 +403,11 @@ def _fullest(job: Job, machine: Machine, skeleton: PreTrainedModel) -> tuple[int
 def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank: int) -> Step:
     """The step of the whole model, from disk if it was planned before; ``skeleton`` is the model, fake."""
     layers: nn.ModuleList = skeleton.model.layers
-    alike = (
-        len({tuple(_shapes(layer)) for layer in layers}) == len(set(decoder.windows_of(skeleton.config))) == 1
-    )
+    alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
+    kinds = decoder.kinds_of(skeleton)
 
     def make() -> Step:
-        extrapolated = _extrapolated(job, machine, len(layers), ring_rank) if alike else None
+        extrapolated = _extrapolated(job, machine, kinds, ring_rank) if alike else None
         return extrapolated or fake_step(job, machine, len(layers), ring_rank=ring_rank)
 
     if callable(job.model):
@@ -433,10 +432,10 @@ def _step(document: dict[str, Any]) -> Step:
     return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
 
 
-def _extrapolated(job: Job, machine: Machine, layers: int, ring_rank: int) -> Step | None:
-    """The step of ``layers`` layers that are alike, from those of fewer; None if it cannot be had so."""
-    segment = job.recipe.segment
-    depths = depths_to_walk(layers, segment)
+def _extrapolated(job: Job, machine: Machine, kinds: Sequence[Hashable], ring_rank: int) -> Step | None:
+    """The step of layers of these kinds, from those of fewer layers; None if it cannot be had so."""
+    segment, layers = job.recipe.segment, len(kinds)
+    depths = depths_to_walk(kinds, segment)
     if layers <= depths.shallow + depths.deep:
         return None
     # A layer that is a segment for itself at the end keeps its input, as without segments.
