@@ -1,4 +1,4 @@
-"""The loop over tiles: a plan that runs three of them has the figures of one that runs all."""
+"""The loop over tiles: a plan that runs a few of them has the figures of one that runs all."""
 
 import contextlib
 from typing import Any
