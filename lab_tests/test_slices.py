@@ -1,10 +1,12 @@
-"""The loop over tiles: a plan that runs three of them has the figures of one that runs all."""
+"""The loop over tiles: a plan that runs a few of them has the figures of one that runs all."""
 
 import contextlib
+from typing import Any
 
 import pytest
 from torch._subclasses import FakeTensorMode
 
+from lab.memory.timeline import Timeline
 from lab.planning import fake_step as walking
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
@@ -41,6 +43,13 @@ def test_shortened_the_second_tile_stands_for_all_between(length, expected):
         assert [(*tile, repetitions()) for tile in slices(length, 8)] == expected
         assert sum(size * count for _, size, count in expected) == length
     assert len(list(slices(50, 8))) == 7
+
+
+def test_a_later_tile_stands_for_the_others_if_more_at_the_beginning_are_different():
+    with FakeTensorMode(), short_loops():
+        found = [[(*tile, repetitions()) for tile in slices(n, 8, different=2)] for n in (50, 32)]
+    assert found[0] == [(0, 8, 1), (8, 8, 1), (16, 8, 4), (48, 2, 1)]
+    assert found[1] == [(0, 8, 1), (8, 8, 1), (16, 8, 1), (24, 8, 1)]
 
 
 def test_loops_in_loops_multiply():
@@ -99,11 +108,11 @@ def test_a_loop_that_fails_leaves_nothing_to_the_next_plan():
     assert repetitions() == 1
 
 
-def asked(rung: str, workspace: bool) -> tuple[Job, Machine]:
+def asked(rung: str, workspace: bool, **changed: Any) -> tuple[Job, Machine]:
     config = small_config(vocab_size=104)
-    # s = 250: tiles of 23, 31 and 37 leave 20, 2 and 28; the loss takes a tile in blocks of 3 and one of 1.
-    tiles = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37}
-    return make_job(config, rung, tokens=500, ranks=4, ulysses=2, **tiles), Machine(workspace=workspace)
+    # s = 125: tiles of 23, 31 and 37 leave 10, 1 and 14; the loss takes a tile in blocks of 3 and one of 1.
+    settings = {"mlp_tile": 23, "norm_tile": 31, "loss_tile": 37, **changed}
+    return make_job(config, rung, tokens=500, ranks=4, ulysses=2, **settings), Machine(workspace=workspace)
 
 
 # The workspace of CUDA has no part in loops, so it is on in one of the two.
@@ -121,3 +130,28 @@ def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
     assert short_costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-12)
     assert short_costs.host_seconds == pytest.approx(costs.host_seconds, rel=1e-12)
     assert short.seconds[-1] == pytest.approx(whole.seconds[-1], rel=1e-12)
+
+
+def highest(timeline: Timeline) -> dict[tuple[str, str, str], int]:
+    """The most device bytes at each operator of each module, by phase."""
+    found: dict[tuple[str, str, str], int] = {}
+    for row, held in enumerate(timeline.device.sum(1).tolist()):
+        op, module = timeline.ops[timeline.op[row]].name, timeline.modules[timeline.module[row]]
+        where = timeline.phases[timeline.phase[row]], module, op
+        found[where] = max(found.get(where, 0), held)
+    return found
+
+
+# Copies to the host are under way while a tile is computed: of one stage, and of several; of tiles that are
+# copied on the device first, as those of several rows are.
+@pytest.mark.parametrize(
+    "knobs", [{"head_chunk": None, "rows": 8}, {"segment": 2}, {"offload": "attention", "rows": 8}], ids=str
+)
+def test_every_operator_of_a_shortened_step_of_streamed_layers_holds_as_much(monkeypatch, knobs):
+    # s = 125: tiles of 23 leave 10.
+    job, machine = asked("upipe", workspace=False, mlp_tile=None, stream=23, **knobs)
+    short = fake_step(job, machine, 2)[0]
+    monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
+    whole = fake_step(job, machine, 2)[0]
+    assert len(short) < 0.7 * len(whole)
+    assert highest(short) == highest(whole)

@@ -123,23 +123,21 @@ def train_step(
     Gradients are clipped to ``clip_norm`` by their global norm over all parameters and ranks.
     """
     labels = sum(batch.label_count for batch in batches)
-    *others, last = batches
+    total = torch.zeros((), device=batches[0].labels.device)
     with meter.measure(model, optimizer):
-        # The graph of a micro-batch is dropped before the next forward.
-        parts = [_add_gradients(model, batch, labels, meter).detach() for batch in others]
-        value = _add_gradients(model, last, labels, meter)
+        for batch in batches:
+            with meter.phase("forward"):
+                value = loss(model, batch, label_count=labels)
+            with meter.phase("backward"):
+                value.backward()
+                # Without its graph, which is dropped before the next forward. As in transformers' Trainer,
+                # the part of the loss is held until the next backward has run, beside the sum of the parts.
+                part = value.detach()
+                total = total + part
+            del value
         with meter.phase("optimizer"):
             update(model, optimizer, clip_norm=clip_norm)
-    return sum(parts, value.detach())
-
-
-def _add_gradients(model: nn.Module, batch: Batch, labels: int, meter: StepMeter) -> Tensor:
-    """Add a micro-batch's part of the gradients to those that there are, and return its part of the loss."""
-    with meter.phase("forward"):
-        value = loss(model, batch, label_count=labels)
-    with meter.phase("backward"):
-        value.backward()
-    return value
+    return total
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -16,6 +16,10 @@ from lab.techniques.host_file import HostFile
 from lab.techniques.host_transfer import HostCopier
 from lab.techniques.slices import slices
 
+WRITTEN = 2
+"""The ``different`` tiles of a loop that writes tiles, see ``slices``: from the third tile on, the two copies
+that may be under way are of whole tiles."""
+
 
 class TileCopiers:
     """The copiers of a model's tiles: one to the host and one back, so that both directions run at once.
@@ -69,7 +73,7 @@ class HostTiles:
 
     def write_all(self, x: Tensor) -> None:
         """Start the copies of all tiles of a tensor of this shape."""
-        for start, length in slices(self.tokens, self.tile):
+        for start, length in slices(self.tokens, self.tile, different=WRITTEN):
             self.write(start, x.narrow(self.dim, start, length))
 
     def wait_until_written(self) -> None:
@@ -85,7 +89,7 @@ class HostTiles:
         return self.copiers.to_device.fetch(self._pieces, out, start * self._token_bytes)[1]
 
 
-def read_tiles(*tensors: HostTiles) -> Iterator[tuple[int, int, list[Tensor]]]:
+def read_tiles(*tensors: HostTiles, different: int = 1) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Yield the start and the length of each tile, and the tile of each of the tensors on the device.
 
     While the caller computes with a tile, the next one is copied. There are two buffers for each tensor; a
@@ -93,6 +97,7 @@ def read_tiles(*tensors: HostTiles) -> Iterator[tuple[int, int, list[Tensor]]]:
 
     Args:
         *tensors: Tensors with as many tokens, in tiles of one length.
+        different: See ``slices``; ``WRITTEN`` if the caller writes tiles.
     """
     tokens, tile, device = tensors[0].tokens, tensors[0].tile, tensors[0].device
     memory = [
@@ -114,7 +119,7 @@ def read_tiles(*tensors: HostTiles) -> Iterator[tuple[int, int, list[Tensor]]]:
         return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers(start), strict=True)]
 
     arrivals = fetch(0)
-    for start, length in slices(tokens, tile):
+    for start, length in slices(tokens, tile, different=different):
         for arrival in arrivals:
             if arrival is not None:
                 torch.cuda.current_stream(device).wait_event(arrival)

@@ -12,16 +12,23 @@ _are_short: ContextVar[bool] = ContextVar("are_short", default=False)
 _repetitions: ContextVar[int] = ContextVar("repetitions", default=1)
 
 
-def slices(length: int, tile: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` yields (0, 8), (8, 8), (16, 4)."""
+def slices(length: int, tile: int, *, different: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of each tile of a sequence: ``slices(20, 8)`` yields (0, 8), (8, 8), (16, 4).
+
+    Args:
+        length: The tokens of the sequence.
+        tile: Those of a tile. If it does not divide the length, the last tile is shorter.
+        different: How many tiles at the beginning may hold other bytes than those after them. A shortened
+            loop runs each of these tiles.
+    """
     count = -(-length // tile)
-    equal = _repetitions_of_second(count)
+    equal = _repetitions_of_one(count, different)
     for index in range(count):
-        if equal == 1 or index in (0, count - 1):
+        if equal == 1 or index < different or index == count - 1:
             yield index * tile, min(tile, length - index * tile)
-        elif index == 1:
+        elif index == different:
             outer = _repetitions.set(_repetitions.get() * equal)
-            yield tile, tile
+            yield index * tile, tile
             _repetitions.reset(outer)
 
 
@@ -33,7 +40,7 @@ def causal_slices(length: int, tile: int) -> Iterator[tuple[tuple[int, int], Ite
     have one, two, and more tiles of keys before them. The one tile of keys before it then stands for all of
     theirs.
     """
-    second = _repetitions_of_second(-(-length // tile))
+    second = _repetitions_of_one(-(-length // tile), different=1)
     for start, size in slices(length, tile):
         yield (start, size), _slices_up_to(start, size, tile, second)
 
@@ -52,9 +59,12 @@ def _slices_up_to(start: int, size: int, tile: int, second: int) -> Iterator[tup
     yield start, size
 
 
-def _repetitions_of_second(count: int) -> int:
-    """Return how many of ``count`` tiles the second one stands for: 1 if the loop runs every tile."""
-    return count - 2 if _are_short.get() and count > 3 else 1
+def _repetitions_of_one(count: int, different: int) -> int:
+    """Return how many of ``count`` tiles the one after the first ``different`` stands for.
+
+    It is 1 if the loop runs every tile.
+    """
+    return max(count - different - 1, 1) if _are_short.get() else 1
 
 
 @contextmanager
@@ -63,8 +73,9 @@ def short_loops() -> Iterator[None]:
 
     The second tile stands for all tiles between the first and the last. This is right for fake tensors, whose
     bytes are all that a plan needs: from the second tile on, a loop that writes into memory which it has
-    allocated before holds the same bytes in every tile, and only the last tile may be shorter. Whatever is
-    counted (operations, seconds) must be multiplied by ``repetitions()``.
+    allocated before holds the same bytes in every tile, and only the last tile may be shorter. A loop that
+    holds the same bytes from a later tile on says so, see ``slices``. Whatever is counted (operations,
+    seconds) must be multiplied by ``repetitions()``.
     """
     assert detect_fake_mode() is not None, "skipping the tiles of a real tensor would leave it unwritten"
     token, outer = _are_short.set(True), _repetitions.set(1)

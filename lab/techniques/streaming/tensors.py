@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.decoder import Layer
-from lab.techniques.host_tiles import HostTiles, TileCopiers, read_tiles
+from lab.techniques.host_tiles import WRITTEN, HostTiles, TileCopiers, read_tiles
 from lab.techniques.host_transfer import HostTensor
 from lab.techniques.rope import rotate_
 from lab.techniques.slices import slices
@@ -101,22 +101,30 @@ class HostTensors:
 
     # ---- tiles of the layer's input, with the heads of all stages ---------------------------------------
 
-    def tiles(self, *more: HostTiles) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
-        """Yield the first token of each tile, the input of the tile [b, t, E], and the tiles of ``more``."""
+    def tiles(self, *more: HostTiles, different: int = 1) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+        """Yield the first token of each tile, the input of the tile [b, t, E], and the tiles of ``more``.
+
+        Args:
+            *more: Tensors with as many tokens, in tiles of one length.
+            different: See ``slices``.
+        """
         assert self.x is not None
         if isinstance(self.x, HostTiles):
-            for start, _, (x, *rest) in read_tiles(self.x, *more):
+            for start, _, (x, *rest) in read_tiles(self.x, *more, different=different):
                 yield start, x, rest
         elif more:
-            for start, length, rest in read_tiles(*more):
+            for start, length, rest in read_tiles(*more, different=different):
                 yield start, self.x.narrow(1, start, length), rest
         else:
-            for start, length in slices(self.shape[1], self.tile):
+            for start, length in slices(self.shape[1], self.tile, different=different):
                 yield start, self.x.narrow(1, start, length), []
 
     def output_tiles(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each tile's first token, its input [b, t, E] and the outputs of all its heads [b, t, H*D]."""
-        for start, x, parts in self.tiles(*self.outputs.values()):
+        """Yield each tile's first token, its input [b, t, E] and the outputs of all its heads [b, t, H*D].
+
+        What the caller computes from them, it may write to the host.
+        """
+        for start, x, parts in self.tiles(*self.outputs.values(), different=WRITTEN):
             yield start, x, self._join_stages(parts)
 
     def gradient_tiles(self, inputs: Inputs) -> Iterator[tuple[int, Tensor, tuple[Tensor, Tensor, Tensor]]]:
