@@ -341,8 +341,6 @@ class LongContext(Base):
             )
         load_optimizer(folder, self.applied.inner, self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._applied_by_hand:
