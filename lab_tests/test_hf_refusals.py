@@ -298,6 +298,12 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "the optimizer SGD beside a recipe ... give torch.optim.AdamW",
     ),
+    "amsgrad": (
+        lambda folder: with_optimizer(
+            folder, optimizer_cls_and_kwargs=lambda _: (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True})
+        ),
+        "AdamW with amsgrad=True ... set amsgrad=False",
+    ),
     "packed rows of trl": (
         lambda folder: LongSFTTrainer(
             model(),

@@ -161,7 +161,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse an optimizer that is not right with a recipe.
 
     Raises:
-        RecipeError: It is not AdamW; it has parameters that are not the model's any more.
+        RecipeError: It is not AdamW, or AdamW with amsgrad; it has parameters that are not the model's any
+            more.
     """
     # Accelerate's is around it from the second training on.
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -169,6 +170,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise RecipeError(
             f"the optimizer {type(inner).__name__} beside a recipe: plans and checkpoints know AdamW; "
             "leave it out, or give torch.optim.AdamW"
+        )
+    if any(group["amsgrad"] for group in inner.param_groups):
+        raise RecipeError(
+            "AdamW with amsgrad=True beside a recipe: plans and checkpoints know two moments of a parameter, "
+            "and not a third; set amsgrad=False"
         )
     given = {parameter for group in inner.param_groups for parameter in group["params"]}
     if not given <= set(model.parameters()):
