@@ -118,6 +118,9 @@ SETTINGS = {
         {"bf16": True, "knobs": {"compute_dtype": None}},
         "bf16=True with compute_dtype=None in the recipe ... leave bf16 out",
     ),
+    "knobs without values": ({"knobs": ["a"]}, "knobs=['a']: give fields of a recipe ... {'head_chunk': 16}"),
+    "knobs of a command line": ({"knobs": "fsdp=True"}, "knobs='fsdp=True': give ... {'head_chunk': 16}"),
+    "no such knob": ({"knobs": {"head_chunks": 2}}, "no field 'head_chunks': its fields are fsdp, ulysses"),
 }  # fmt: skip
 
 SFT_SETTINGS = {
@@ -140,6 +143,26 @@ def test_settings_of_trainer(name: str, tmp_path: Path) -> None:
 def test_settings_of_sfttrainer(name: str, tmp_path: Path) -> None:
     settings, words = SFT_SETTINGS[name]
     refused(words, lambda: arguments(tmp_path, SFTConfig, **settings))
+
+
+KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "arguments": (
+        lambda folder: plain_arguments(TrainingArguments, folder), "arguments of an object of type TrainingA"
+    ),
+    "a trainer": (
+        lambda folder: Trainer(model(), plain_arguments(TrainingArguments, folder)),
+        "arguments of an object of type Trainer",
+    ),
+    "the class of a trainer": (lambda _: SFTTrainer, "arguments of SFTTrainer"),
+    "a name": (lambda _: "SFTConfig", "arguments of an object of type str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_class_of_arguments(name: str, tmp_path: Path) -> None:
+    make, words = KINDS[name]
+    ends = "give the class TrainingArguments, or SFTConfig for SFTTrainer, and the settings by name"
+    refused(f"{words} ... {ends}", lambda: arguments(tmp_path, make(tmp_path)))
 
 
 def test_a_setting_that_was_changed_after_the_arguments_were_made(tmp_path: Path) -> None:

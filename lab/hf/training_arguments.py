@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 
 from lab.errors import RecipeError
 from lab.hf.choice import RecipeChoice
-from lab.recipe.recipe import Recipe
-from lab.units import parse_tokens
+from lab.recipe.recipe import Recipe, check_fields
+from lab.units import abbreviate, parse_tokens
 
 A = TypeVar("A", bound=TrainingArguments)
 
@@ -44,8 +44,21 @@ def arguments(
 
     Raises:
         RecipeError: A setting that ``check_arguments`` refuses; ``bf16`` with another ``compute_dtype`` in
-            the recipe; no number of tokens for a named recipe.
+            the recipe; no number of tokens for a named recipe; ``kind`` is not a class of arguments, or
+            ``knobs`` are not fields of a recipe with their values.
     """
+    if not (isinstance(kind, type) and issubclass(kind, TrainingArguments)):
+        given = kind.__name__ if isinstance(kind, type) else f"an object of type {type(kind).__name__}"
+        raise RecipeError(
+            f"arguments of {given}: give the class TrainingArguments, or SFTConfig for SFTTrainer, and the "
+            "settings by name"
+        )
+    if not (knobs is None or isinstance(knobs, Mapping)):
+        raise RecipeError(
+            f"knobs={abbreviate(repr(knobs))}: give fields of a recipe with their values, such as "
+            "{'head_chunk': 16}"
+        )
+    check_fields(knobs or ())
     declared = {field.name: field.default for field in fields(kind)}
     chosen = dict(knobs or {})
     # They are checked before ``kind`` is made, because some of them change environment variables then.
