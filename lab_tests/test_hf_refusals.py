@@ -360,8 +360,20 @@ BATCH = {"input_ids": IDS, "labels": LABELS, "attention_mask": MASK}
 
 BATCHES = {
     "no labels": ({"labels": None}, "a batch without labels ... collator for language modeling"),
-    "embeddings": ({"inputs_embeds": IDS}, "a batch with inputs_embeds: a recipe takes input_ids, labels"),
-    "lengths of packed rows": ({"cu_seq_lens_q": IDS}, "cu_seq_lens_q ... packed and padding-free rows are"),
+    "embeddings": (
+        {"inputs_embeds": IDS},
+        "a batch with inputs_embeds, which a recipe does not give to the model: it gives input_ids, labels, "
+        "attention_mask and position_ids alone; leave inputs_embeds out of the rows and of what the collator",
+    ),
+    "types of tokens": (
+        {"token_type_ids": torch.zeros_like(IDS)},
+        "a batch with token_type_ids, which ... out of the rows ... tokenizer takes return_token_type_ids=F",
+    ),
+    "lengths of packed rows": (
+        {"cu_seq_lens_q": IDS},
+        "a batch with cu_seq_lens_q, so with rows of several documents ... set packing=False and "
+        "padding_free=False, and take a collator that pads",
+    ),
     "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
     "padding at the beginning": (
         {"attention_mask": MASK.flip(1), "labels": IDS.masked_fill(MASK.flip(1) == 0, -100)},
