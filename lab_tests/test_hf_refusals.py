@@ -1,5 +1,6 @@
 """What lab.hf refuses: each by name, in one line that says what would work."""
 
+import pydoc
 import re
 import subprocess
 import sys
@@ -537,6 +538,16 @@ def test_a_package_of_the_extra_that_is_not_installed_is_named():
         "ModuleNotFoundError: lab.hf.LongContext without accelerate: install the extra, "
         "pip install -e '.[hf]'"
     )
+
+
+def test_help_shows_what_is_loaded_when_it_is_used():
+    code = "import sys, lab.hf; print({'accelerate', 'datasets', 'peft', 'trl'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stdout == "set()\n"
+    text = pydoc.render_doc(lab.hf, renderer=pydoc.plaintext)
+    for name in lab.hf.__all__:
+        assert re.search(rf"^    (class )?{name}\(", text, re.MULTILINE), name
+    assert set(lab.hf.__all__) == set(dir(lab.hf))
 
 
 def test_the_compute_dtype_of_a_knob_is_not_contradicted_by_a_default_of_trl(tmp_path):
