@@ -328,6 +328,10 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "AdamW with amsgrad=True ... set amsgrad=False",
     ),
+    "what the recipe was applied to, too early": (
+        lambda folder: LongTrainer(model(), arguments(folder)).applied,
+        "has not applied its recipe yet: call train or evaluate before",
+    ),
     "packed rows of trl": (
         lambda folder: LongSFTTrainer(
             model(),

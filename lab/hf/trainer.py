@@ -171,15 +171,24 @@ class LongContext(Base):
         if not any(parameter.is_meta for parameter in model.parameters()):
             super()._move_model_to_device(model, device)
 
-    @property
-    def applied(self) -> LongContextModel:
-        """The model with its recipe. The first access applies the recipe."""
+    def _apply_recipe(self) -> None:
+        """Apply the recipe to the model, if that has not been done."""
         if self._applied is None:
             self._outline = self.outline
             self._undo_forward()
             self._applied = applied_before(self.model, self.recipe, self.accelerator) or apply(
                 self.model, self.recipe, self.accelerator
             )
+
+    @property
+    def applied(self) -> LongContextModel:
+        """The model with its recipe.
+
+        Raises:
+            RecipeError: Neither a training nor an evaluation has begun, which apply the recipe.
+        """
+        if self._applied is None:
+            raise RecipeError("a trainer that has not applied its recipe yet: call train or evaluate before")
         return self._applied
 
     @property
@@ -216,13 +225,13 @@ class LongContext(Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Here, because the optimizer is made next, of the parameters that the recipe has sharded.
-        self.applied  # noqa: B018
+        self._apply_recipe()
         return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make AdamW, and the state that plans count from the first step on."""
         # It replaces the parameters by their shards.
-        self.applied  # noqa: B018
+        self._apply_recipe()
         optimizer = super().create_optimizer(*args, **kwargs)
         check_optimizer(optimizer, self.model)
         if self.applied.sharding == "lab":
@@ -277,7 +286,7 @@ class LongContext(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks; losses only, as ``prediction_loss_only`` says."""
-        self.applied  # noqa: B018
+        self._apply_recipe()
         self.gather_function = self._gather_losses
         try:
             return super().evaluation_loop(*args, **kwargs)
@@ -344,7 +353,7 @@ class LongContext(Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._applied_by_hand:
-            self.applied  # noqa: B018
+            self._apply_recipe()
         if not self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
