@@ -103,9 +103,9 @@ def test_a_directory_in_bf16_keeps_its_weights_and_gets_adapters_in_fp32(tmp_pat
 
 def test_ranks_with_other_seeds_for_their_adapters_differ(tmp_path):
     models.save(models.build(SMALL), tmp_path)
-    origins = {models.outline(tmp_path, lora=LORA, seed=seed).origin() for seed in (1, 2)}
+    origins = {models.build_on_meta(tmp_path, lora=LORA, seed=seed).origin() for seed in (1, 2)}
     assert len(origins) == 2
-    assert len({models.outline(tmp_path, seed=seed).origin() for seed in (1, 2)}) == 1
+    assert len({models.build_on_meta(tmp_path, seed=seed).origin() for seed in (1, 2)}) == 1
 
 
 def test_the_planned_start_has_the_moments_of_the_adapters_alone(monkeypatch):

@@ -131,7 +131,7 @@ def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
     return b64encode(cloudpickle.dumps(function(**arguments))).decode()
 
 
-def outline(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
+def empty_copies_of(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
     """Return a function that makes copies of a model without the values of its parameters and buffers.
 
     A copy has the model's modules and adapters, and its parameters have the same shapes and dtypes and are
@@ -178,7 +178,7 @@ def _plan_arguments(trainer: LongContext, ranks: int | None, tokens: int | str |
         RecipeError: The trainer's model was sharded before the trainer was made.
         DataError: See ``longest_row``.
     """
-    model = trainer.outline
+    model = trainer.make_empty_copy
     if model is None:
         raise RecipeError(
             "a plan of a model that was given with a recipe: its parameters are sharded already; call "

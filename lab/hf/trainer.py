@@ -13,7 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from lab.errors import CheckpointError, RecipeError
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
-from lab.hf.planning import outline
+from lab.hf.planning import empty_copies_of
 from lab.hf.saving import (
     FOLDER,
     load_optimizer,
@@ -79,7 +79,7 @@ class LongContext(Base):
         lr_scheduler: Any
 
     _applied: LongContextModel | None = None
-    _outline: Callable[[], PreTrainedModel] | None = None
+    _make_empty_copy: Callable[[], PreTrainedModel] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -174,7 +174,7 @@ class LongContext(Base):
     def _apply_recipe(self) -> None:
         """Apply the recipe to the model, if that has not been done."""
         if self._applied is None:
-            self._outline = self.outline
+            self._make_empty_copy = self.make_empty_copy
             self._undo_forward()
             self._applied = applied_before(self.model, self.recipe, self.accelerator) or apply(
                 self.model, self.recipe, self.accelerator
@@ -192,16 +192,16 @@ class LongContext(Base):
         return self._applied
 
     @property
-    def outline(self) -> Callable[[], PreTrainedModel] | None:
+    def make_empty_copy(self) -> Callable[[], PreTrainedModel] | None:
         """A function that makes copies without values of the model, as it was when the recipe was applied.
 
         Before that, they are copies of the model as it is. It is None for a model that was given with a
         recipe.
         """
         if self._applied is not None or self._applied_by_hand:
-            return self._outline
+            return self._make_empty_copy
         self._undo_forward()
-        return outline(inner_model(self.model))
+        return empty_copies_of(inner_model(self.model))
 
     def _undo_forward(self) -> None:
         """Give the model the forward back that SFTTrainer has replaced."""
