@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 import lab.hf
@@ -139,6 +140,25 @@ def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert plan.device_peak <= 2**30
         with pytest.raises(LabError, match="no recipe fits 41 tokens on 4 ranks: the leanest needs"):
             lab.hf.fit(alone, ranks=4, device_memory="1KiB", workspace=False)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+def test_what_fits_with_adapters(targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["lab.planning.fit"]
+    candidates = module.candidates  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "candidates", lambda *args: islice(candidates(*args), 1))
+    with fresh_process():
+        alone = trainer_of(CASES["upipe"], tmp_path, bf16=True)
+        adapted = get_peft_model(alone.model, LoraConfig(r=3, target_modules=targets))
+        alone.model = alone.model_wrapped = adapted
+        [plan] = lab.hf.fit(alone, ranks=4, device_memory="1GiB", workspace=False)
+        assert plan.job.lora is not None
+        trained = {name for name, value in adapted.named_parameters() if value.requires_grad}
+        assert set(plan.job.lora.targets or ()) == {name.split(".")[-4] for name in trained}
+        # They are the same in all layers, or nothing is said of them.
+        adapted.base_model.model.model.layers[1].self_attn.q_proj.lora_A.default.weight.requires_grad_(False)
+        with pytest.raises(LabError, match=r"plain LoRA adapters of one rank, the same in all layers; ask"):
+            lab.hf.fit(alone, ranks=4, device_memory="1GiB", workspace=False)
 
 
 def test_what_cannot_be_planned(tmp_path: Path) -> None:

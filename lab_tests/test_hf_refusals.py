@@ -1,5 +1,6 @@
 """What lab.hf refuses: each by name, in one line that says what would work."""
 
+import pydoc
 import re
 import subprocess
 import sys
@@ -118,6 +119,9 @@ SETTINGS = {
         {"bf16": True, "knobs": {"compute_dtype": None}},
         "bf16=True with compute_dtype=None in the recipe ... leave bf16 out",
     ),
+    "knobs without values": ({"knobs": ["a"]}, "knobs=['a']: give fields of a recipe ... {'head_chunk': 16}"),
+    "knobs of a command line": ({"knobs": "fsdp=True"}, "knobs='fsdp=True': give ... {'head_chunk': 16}"),
+    "no such knob": ({"knobs": {"head_chunks": 2}}, "no field 'head_chunks': its fields are fsdp, ulysses"),
 }  # fmt: skip
 
 SFT_SETTINGS = {
@@ -140,6 +144,26 @@ def test_settings_of_trainer(name: str, tmp_path: Path) -> None:
 def test_settings_of_sfttrainer(name: str, tmp_path: Path) -> None:
     settings, words = SFT_SETTINGS[name]
     refused(words, lambda: arguments(tmp_path, SFTConfig, **settings))
+
+
+KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "arguments": (
+        lambda folder: plain_arguments(TrainingArguments, folder), "arguments of an object of type TrainingA"
+    ),
+    "a trainer": (
+        lambda folder: Trainer(model(), plain_arguments(TrainingArguments, folder)),
+        "arguments of an object of type Trainer",
+    ),
+    "the class of a trainer": (lambda _: SFTTrainer, "arguments of SFTTrainer"),
+    "a name": (lambda _: "SFTConfig", "arguments of an object of type str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_class_of_arguments(name: str, tmp_path: Path) -> None:
+    make, words = KINDS[name]
+    ends = "give the class TrainingArguments, or SFTConfig for SFTTrainer, and the settings by name"
+    refused(f"{words} ... {ends}", lambda: arguments(tmp_path, make(tmp_path)))
 
 
 def test_a_setting_that_was_changed_after_the_arguments_were_made(tmp_path: Path) -> None:
@@ -298,6 +322,16 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "the optimizer SGD beside a recipe ... give torch.optim.AdamW",
     ),
+    "amsgrad": (
+        lambda folder: with_optimizer(
+            folder, optimizer_cls_and_kwargs=lambda _: (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True})
+        ),
+        "AdamW with amsgrad=True ... set amsgrad=False",
+    ),
+    "what the recipe was applied to, too early": (
+        lambda folder: LongTrainer(model(), arguments(folder)).applied,
+        "has not applied its recipe yet: call train or evaluate before",
+    ),
     "packed rows of trl": (
         lambda folder: LongSFTTrainer(
             model(),
@@ -331,8 +365,20 @@ BATCH = {"input_ids": IDS, "labels": LABELS, "attention_mask": MASK}
 
 BATCHES = {
     "no labels": ({"labels": None}, "a batch without labels ... collator for language modeling"),
-    "embeddings": ({"inputs_embeds": IDS}, "a batch with inputs_embeds: a recipe takes input_ids, labels"),
-    "lengths of packed rows": ({"cu_seq_lens_q": IDS}, "cu_seq_lens_q ... packed and padding-free rows are"),
+    "embeddings": (
+        {"inputs_embeds": IDS},
+        "a batch with inputs_embeds, which a recipe does not give to the model: it gives input_ids, labels, "
+        "attention_mask and position_ids alone; leave inputs_embeds out of the rows and of what the collator",
+    ),
+    "types of tokens": (
+        {"token_type_ids": torch.zeros_like(IDS)},
+        "a batch with token_type_ids, which ... out of the rows ... tokenizer takes return_token_type_ids=F",
+    ),
+    "lengths of packed rows": (
+        {"cu_seq_lens_q": IDS},
+        "a batch with cu_seq_lens_q, so with rows of several documents ... set packing=False and "
+        "padding_free=False, and take a collator that pads",
+    ),
     "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
     "padding at the beginning": (
         {"attention_mask": MASK.flip(1), "labels": IDS.masked_fill(MASK.flip(1) == 0, -100)},
@@ -496,6 +542,16 @@ def test_a_package_of_the_extra_that_is_not_installed_is_named():
         "ModuleNotFoundError: lab.hf.LongContext without accelerate: install the extra, "
         "pip install -e '.[hf]'"
     )
+
+
+def test_help_shows_what_is_loaded_when_it_is_used():
+    code = "import sys, lab.hf; print({'accelerate', 'datasets', 'peft', 'trl'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert said.stdout == "set()\n"
+    text = pydoc.render_doc(lab.hf, renderer=pydoc.plaintext)
+    for name in lab.hf.__all__:
+        assert re.search(rf"^    (class )?{name}\(", text, re.MULTILINE), name
+    assert set(lab.hf.__all__) == set(dir(lab.hf))
 
 
 def test_the_compute_dtype_of_a_knob_is_not_contradicted_by_a_default_of_trl(tmp_path):

@@ -22,9 +22,9 @@ from transformers import LlamaForCausalLM
 from cluster.ranks import Cluster
 from lab.errors import CheckpointError
 from lab.hf.ranks import fresh_process
-from lab.hf.saving import FOLDER, load_whole_state, whole_state
+from lab.hf.saving import FOLDER, GROUPS, load_optimizer, load_whole_state, whole_state
 from lab_tests.support import killed_training
-from lab_tests.support.small_trainings import Case, long_trainer, model
+from lab_tests.support.small_trainings import Case, long_trainer, model, plain_trainer
 from lab_tests.support.trainers import launch
 
 pytestmark = [
@@ -248,6 +248,39 @@ def test_a_checkpoint_without_the_optimizer_is_refused(
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{")
     with fresh_process(), pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: train"):
         long_trainer(ON_OTHER_RANKS, tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("make", [long_trainer, plain_trainer])
+def test_settings_of_the_optimizer_are_those_of_the_checkpoint(make: Any, tmp_path: Path) -> None:
+    """As with the plain trainer: its settings and its learning rate too, whatever the new arguments say."""
+    case = Case(dtype="float32", steps=STEPS, settings={**SETTINGS, "weight_decay": 0.1})
+    others = {
+        "learning_rate": 0.02, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 0.01, "weight_decay": 0.4
+    }  # fmt: skip
+    with fresh_process():
+        unbroken = trained(make(case, tmp_path))
+        changed = replace(case, settings={**SETTINGS, **others})
+        resumed = trained(make(changed, tmp_path), str(tmp_path / f"checkpoint-{SAVED}"))
+    assert resumed.logs == unbroken.logs
+    check_equal(resumed.weights, unbroken.weights)
+
+
+def one_group(trained: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained.parameters(), lr=1e-3)
+
+
+def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
+    case = Case("tiling", dtype="float32", steps=1, settings={"save_strategy": "steps", "save_steps": 1})
+    checkpoint = tmp_path / "checkpoint-1"
+    with fresh_process():
+        long_trainer(case, tmp_path).train()
+        other = long_trainer(replace(case, steps=2), tmp_path)
+        other.create_optimizer()
+        with pytest.raises(CheckpointError, match=r"has other groups of parameters .*: give the trainer the"):
+            load_optimizer(checkpoint / FOLDER, other.applied.inner, one_group(other.model))
+        (checkpoint / FOLDER / GROUPS).write_bytes(b"PK")
+        with pytest.raises(CheckpointError, match=r"param_groups.pt is missing or damaged: resume from"):
+            other.train(resume_from_checkpoint=str(checkpoint))
 
 
 # ---- killed ----------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_a_model_without_memory_is_planned_and_not_trained(tmp_path: Path) -> No
     with fresh_process():
         planned = lab.hf.plan(long_trainer(case, tmp_path), workspace=False)
         with torch.device("meta"):
-            outline = LlamaForCausalLM(model(case).config)
+            empty = LlamaForCausalLM(model(case).config)
         args = lab.hf.arguments(
             TrainingArguments,
             recipe=case.recipe,
@@ -157,7 +157,7 @@ def test_a_model_without_memory_is_planned_and_not_trained(tmp_path: Path) -> No
             per_device_train_batch_size=case.rows,
             **settings(case, tmp_path),
         )
-        trainer = LongTrainer(outline, args, collate, train_dataset=rows())
+        trainer = LongTrainer(empty, args, collate, train_dataset=rows())
         assert lab.hf.plan(trainer, workspace=False).device_peak == planned.device_peak
         with pytest.raises(ModelError, match="has no memory"):
             trainer.train()

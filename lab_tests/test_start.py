@@ -306,14 +306,14 @@ def test_a_model_without_memory_is_refused_without_fsdp():
     with one_rank(Recipe(), 2, "loopback") as mesh:
         for recipe in (Recipe(), Recipe(compute_dtype="bfloat16")):
             with pytest.raises(ModelError, match=r"embed_tokens.weight has no memory \(device meta\): load"):
-                lab.apply_recipe(models.outline(small_config()).model, recipe, mesh)
+                lab.apply_recipe(models.build_on_meta(small_config()).model, recipe, mesh)
         with pytest.raises(ModelError, match="has no memory"):
-            apply_replication(models.outline(small_config()).model, mesh=mesh)
+            apply_replication(models.build_on_meta(small_config()).model, mesh=mesh)
 
 
 def test_a_model_may_be_given_memory_by_hand(alone):
     mesh = init_device_mesh("cpu", (1,))
-    model = models.outline(small_config()).model
+    model = models.build_on_meta(small_config()).model
     lab.apply_recipe(model, FSDP, mesh)
     model.to_empty(device="cpu")
     assert all(isinstance(p, DTensor) and p.device.type == "cpu" for p in model.parameters())

@@ -27,7 +27,7 @@ def model():
 
 
 def skeleton():
-    return models.outline(small_config(tie_word_embeddings=True, vocab_size=211)).model.to(
+    return models.build_on_meta(small_config(tie_word_embeddings=True, vocab_size=211)).model.to(
         dtype=torch.bfloat16
     )
 

@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
         raise ModuleNotFoundError(
             f"lab.hf.{name} without {', '.join(missing)}: install the extra, pip install -e '.[hf]'"
         ) from error
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,6 +19,11 @@ from lab.techniques.ring import local_positions, token_multiple
 INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
 """The keys that a batch may have."""
 
+LISTED = f"{', '.join(INPUTS[:-1])} and {INPUTS[-1]}"
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
+"""Keys by which the collators of transformers and TRL say where the documents of a row begin."""
+
 
 def shard_rows(
     inputs: Mapping[str, Any],
@@ -81,10 +86,16 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
                 "modeling makes them"
             )
     for name, value in inputs.items():
-        if name not in INPUTS and value is not None:
+        if name in PACKED and value is not None:
             raise RecipeError(
-                f"a batch with {name}: a recipe takes {', '.join(INPUTS)}; packed and padding-free rows are "
-                "not supported"
+                f"a batch with {name}, so with rows of several documents, which would attend to each other: "
+                "set packing=False and padding_free=False, and take a collator that pads"
+            )
+        if name not in INPUTS and value is not None:
+            tokenizer = " (a tokenizer takes return_token_type_ids=False)" if name == "token_type_ids" else ""
+            raise RecipeError(
+                f"a batch with {name}, which a recipe does not give to the model: it gives {LISTED} alone; "
+                f"leave {name} out of the rows and of what the collator returns{tokenizer}"
             )
     input_ids, labels = inputs["input_ids"], inputs["labels"]
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or labels.shape != input_ids.shape:

@@ -72,7 +72,7 @@ def fit(
         LabError: See ``lab.fit``; a dataset whose rows have no known length.
         RecipeError: The trainer has what the closed form, by which recipes are chosen, does not know: a
             compute dtype that is not bf16, weights that are not in fp32, or frozen parameters without plain
-            LoRA adapters on all projections.
+            LoRA adapters, the same in all layers.
     """
     step = _plan_arguments(trainer, ranks, tokens)
     recipe, skeleton = step.pop("recipe"), step["model"]()
@@ -92,21 +92,21 @@ def _lora_of(trainer: LongContext) -> Lora:
 
     Raises:
         RecipeError: There are no adapters, several, or adapters that ``lab plan --lora`` does not make.
-        ModelError: A projection of a layer has no adapter.
     """
     configs = list(getattr(trainer.model, "peft_config", {}).values())
     inner = inner_model(trainer.model)
     if len(configs) == 1 and isinstance(configs[0], LoraConfig):
-        [config] = configs
-        adapted = {name.split(".")[-3] for name, _ in inner.named_parameters() if ".lora_A." in name}
-        trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
-        if all(".lora_" in name for name in trained) and not config.rank_pattern and not config.use_rslora:
-            lora = Lora(config.r, float(config.lora_alpha), tuple(sorted(adapted)))
-            lora.check_closed_form(shape_of(inner.config))
-            return lora
+        [config], shape = configs, shape_of(inner.config)
+        trained = {name: tuple(p.shape) for name, p in inner.named_parameters() if p.requires_grad}
+        targets = {name.split(".")[-4] for name in trained if ".lora_A." in name}
+        if targets <= shape.projections.keys() and not config.use_rslora:
+            sizes = [shape.projections[name] for name in targets] * shape.L
+            pairs = [((config.r, inputs), (outputs, config.r)) for inputs, outputs in sizes]
+            if sorted(trained.values()) == sorted(matrix for pair in pairs for matrix in pair):
+                return Lora(config.r, float(config.lora_alpha), tuple(sorted(targets)))
     raise RecipeError(
-        "fit of a trainer with frozen parameters: it knows plain LoRA adapters of one rank; ask "
-        "lab.hf.plan(trainer) for one recipe"
+        "fit of a trainer with frozen parameters: it knows plain LoRA adapters of one rank, the same in all "
+        "layers; ask lab.hf.plan(trainer) for one recipe"
     )
 
 
@@ -131,7 +131,7 @@ def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
     return b64encode(cloudpickle.dumps(function(**arguments))).decode()
 
 
-def outline(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
+def empty_copies_of(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
     """Return a function that makes copies of a model without the values of its parameters and buffers.
 
     A copy has the model's modules and adapters, and its parameters have the same shapes and dtypes and are
@@ -178,7 +178,7 @@ def _plan_arguments(trainer: LongContext, ranks: int | None, tokens: int | str |
         RecipeError: The trainer's model was sharded before the trainer was made.
         DataError: See ``longest_row``.
     """
-    model = trainer.outline
+    model = trainer.make_empty_copy
     if model is None:
         raise RecipeError(
             "a plan of a model that was given with a recipe: its parameters are sharded already; call "

@@ -7,6 +7,7 @@ shards of the optimizer's state, which can be read on any number of ranks.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -30,6 +31,9 @@ from lab.training.checkpoint_reader import CheckpointReader, first_cause, write_
 
 FOLDER = "optimizer_shards"
 """The name of the folder in a checkpoint of Trainer that has the optimizer's state."""
+
+GROUPS = "param_groups.pt"
+"""The name of the file in that folder that has the optimizer's settings, such as betas and weight decay."""
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -155,16 +159,20 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     except CheckpointException as error:
         raise CheckpointError(f"{folder} could not be written: {first_cause(error)}") from error
     if dist.get_rank() == 0:
+        torch.save(_groups(model, optimizer), folder / GROUPS)
         write_index(folder, metadata)
     dist.barrier()
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the files of ``save_optimizer`` into the state of an optimizer. Reading runs no code in the files.
+    """Read the files of ``save_optimizer`` into an optimizer. Reading runs no code in the files.
+
+    The optimizer then has the settings of the checkpoint, as after its ``load_state_dict``.
 
     Raises:
-        CheckpointError: The folder is damaged, or belongs to another model.
+        CheckpointError: The folder is damaged, or belongs to another model or optimizer.
     """
+    _load_groups(folder / GROUPS, model, optimizer)
     reader = CheckpointReader(folder)
     reader.read_metadata()
     try:
@@ -173,6 +181,37 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
             load(_moments(model, optimizer), storage_reader=reader)
     except CheckpointException as error:
         raise CheckpointError(f"{folder} cannot be read into this optimizer: {first_cause(error)}") from error
+
+
+def _load_groups(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read the settings of each parameter group into an optimizer with the same groups.
+
+    Raises:
+        CheckpointError: There is no such file, or it is damaged; the optimizer has other groups.
+    """
+    try:
+        stored = torch.load(file, weights_only=True)
+        names = [sorted(group.pop("params")) for group in stored]
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is missing or damaged: resume from another checkpoint of this trainer"
+        ) from error
+    if names != [sorted(group["params"]) for group in _groups(model, optimizer)]:
+        raise CheckpointError(
+            f"{file} has other groups of parameters than this optimizer: give the trainer the optimizer that "
+            "it was saved with"
+        )
+    for group, settings in zip(optimizer.param_groups, stored, strict=True):
+        group.update(settings)
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, with the names of its parameters as ``params``."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

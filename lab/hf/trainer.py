@@ -13,7 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from lab.errors import CheckpointError, RecipeError
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
-from lab.hf.planning import outline
+from lab.hf.planning import empty_copies_of
 from lab.hf.saving import (
     FOLDER,
     load_optimizer,
@@ -79,7 +79,7 @@ class LongContext(Base):
         lr_scheduler: Any
 
     _applied: LongContextModel | None = None
-    _outline: Callable[[], PreTrainedModel] | None = None
+    _make_empty_copy: Callable[[], PreTrainedModel] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -171,28 +171,37 @@ class LongContext(Base):
         if not any(parameter.is_meta for parameter in model.parameters()):
             super()._move_model_to_device(model, device)
 
-    @property
-    def applied(self) -> LongContextModel:
-        """The model with its recipe. The first access applies the recipe."""
+    def _apply_recipe(self) -> None:
+        """Apply the recipe to the model, if that has not been done."""
         if self._applied is None:
-            self._outline = self.outline
+            self._make_empty_copy = self.make_empty_copy
             self._undo_forward()
             self._applied = applied_before(self.model, self.recipe, self.accelerator) or apply(
                 self.model, self.recipe, self.accelerator
             )
+
+    @property
+    def applied(self) -> LongContextModel:
+        """The model with its recipe.
+
+        Raises:
+            RecipeError: Neither a training nor an evaluation has begun, which apply the recipe.
+        """
+        if self._applied is None:
+            raise RecipeError("a trainer that has not applied its recipe yet: call train or evaluate before")
         return self._applied
 
     @property
-    def outline(self) -> Callable[[], PreTrainedModel] | None:
+    def make_empty_copy(self) -> Callable[[], PreTrainedModel] | None:
         """A function that makes copies without values of the model, as it was when the recipe was applied.
 
         Before that, they are copies of the model as it is. It is None for a model that was given with a
         recipe.
         """
         if self._applied is not None or self._applied_by_hand:
-            return self._outline
+            return self._make_empty_copy
         self._undo_forward()
-        return outline(inner_model(self.model))
+        return empty_copies_of(inner_model(self.model))
 
     def _undo_forward(self) -> None:
         """Give the model the forward back that SFTTrainer has replaced."""
@@ -216,13 +225,13 @@ class LongContext(Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # Here, because the optimizer is made next, of the parameters that the recipe has sharded.
-        self.applied  # noqa: B018
+        self._apply_recipe()
         return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make AdamW, and the state that plans count from the first step on."""
         # It replaces the parameters by their shards.
-        self.applied  # noqa: B018
+        self._apply_recipe()
         optimizer = super().create_optimizer(*args, **kwargs)
         check_optimizer(optimizer, self.model)
         if self.applied.sharding == "lab":
@@ -277,7 +286,7 @@ class LongContext(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks; losses only, as ``prediction_loss_only`` says."""
-        self.applied  # noqa: B018
+        self._apply_recipe()
         self.gather_function = self._gather_losses
         try:
             return super().evaluation_loop(*args, **kwargs)
@@ -341,12 +350,10 @@ class LongContext(Base):
             )
         load_optimizer(folder, self.applied.inner, self.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._applied_by_hand:
-            self.applied  # noqa: B018
+            self._apply_recipe()
         if not self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return

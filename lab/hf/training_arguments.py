@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 
 from lab.errors import RecipeError
 from lab.hf.choice import RecipeChoice
-from lab.recipe.recipe import Recipe
-from lab.units import parse_tokens
+from lab.recipe.recipe import Recipe, check_fields
+from lab.units import abbreviate, parse_tokens
 
 A = TypeVar("A", bound=TrainingArguments)
 
@@ -44,8 +44,21 @@ def arguments(
 
     Raises:
         RecipeError: A setting that ``check_arguments`` refuses; ``bf16`` with another ``compute_dtype`` in
-            the recipe; no number of tokens for a named recipe.
+            the recipe; no number of tokens for a named recipe; ``kind`` is not a class of arguments, or
+            ``knobs`` are not fields of a recipe with their values.
     """
+    if not (isinstance(kind, type) and issubclass(kind, TrainingArguments)):
+        given = kind.__name__ if isinstance(kind, type) else f"an object of type {type(kind).__name__}"
+        raise RecipeError(
+            f"arguments of {given}: give the class TrainingArguments, or SFTConfig for SFTTrainer, and the "
+            "settings by name"
+        )
+    if not (knobs is None or isinstance(knobs, Mapping)):
+        raise RecipeError(
+            f"knobs={abbreviate(repr(knobs))}: give fields of a recipe with their values, such as "
+            "{'head_chunk': 16}"
+        )
+    check_fields(knobs or ())
     declared = {field.name: field.default for field in fields(kind)}
     chosen = dict(knobs or {})
     # They are checked before ``kind`` is made, because some of them change environment variables then.
@@ -161,7 +174,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse an optimizer that is not right with a recipe.
 
     Raises:
-        RecipeError: It is not AdamW; it has parameters that are not the model's any more.
+        RecipeError: It is not AdamW, or AdamW with amsgrad; it has parameters that are not the model's any
+            more.
     """
     # Accelerate's is around it from the second training on.
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -169,6 +183,11 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise RecipeError(
             f"the optimizer {type(inner).__name__} beside a recipe: plans and checkpoints know AdamW; "
             "leave it out, or give torch.optim.AdamW"
+        )
+    if any(group["amsgrad"] for group in inner.param_groups):
+        raise RecipeError(
+            "AdamW with amsgrad=True beside a recipe: plans and checkpoints know two moments of a parameter, "
+            "and not a third; set amsgrad=False"
         )
     given = {parameter for group in inner.param_groups for parameter in group["params"]}
     if not given <= set(model.parameters()):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lab import load_on_first_use
 
 if TYPE_CHECKING:
-    from lab.models.load import ModelLike, Outline, build, config_of, outline, save, shape_of
+    from lab.models.load import MetaModel, ModelLike, build, build_on_meta, config_of, save, shape_of
     from lab.models.lora import Lora
     from lab.models.small_copies import small_copy
     from lab.models.weight_files import MAX_FILE, weights_of
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_FILE",
     "Lora",
+    "MetaModel",
     "ModelLike",
-    "Outline",
     "build",
+    "build_on_meta",
     "config_of",
-    "outline",
     "save",
     "shape_of",
     "small_copy",
@@ -29,11 +29,11 @@ __getattr__ = load_on_first_use(
     {
         "MAX_FILE": "lab.models.weight_files",
         "Lora": "lab.models.lora",
+        "MetaModel": "lab.models.load",
         "ModelLike": "lab.models.load",
-        "Outline": "lab.models.load",
         "build": "lab.models.load",
+        "build_on_meta": "lab.models.load",
         "config_of": "lab.models.load",
-        "outline": "lab.models.load",
         "save": "lab.models.load",
         "shape_of": "lab.models.load",
         "small_copy": "lab.models.small_copies",

@@ -66,7 +66,7 @@ def config_of(model: ModelLike) -> PretrainedConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class Outline:
+class MetaModel:
     """A model on the meta device, with real buffers, and the source of its parameters' values.
 
     Attributes:
@@ -114,12 +114,12 @@ class Outline:
             fill(self.model, self.seed, adapters_alone=True)
 
 
-def outline(
+def build_on_meta(
     model: str | Path | PretrainedConfig, *, lora: Lora | None = None, seed: int = 0, weights: bool = True
-) -> Outline:
+) -> MetaModel:
     """Make a model without memory for its parameters.
 
-    A callable returns a whole model, so it has no outline. Parameters are fp32, unless the directory has
+    It takes no callable, which would return a whole model. Parameters are fp32, unless the directory has
     weights and its config has another dtype. The caller's config and random state do not change.
 
     Args:
@@ -159,7 +159,7 @@ def outline(
         skeleton.eval()
     if lora is not None:
         add_adapters(skeleton, lora)
-    return Outline(skeleton, seed, files, lora)
+    return MetaModel(skeleton, seed, files, lora)
 
 
 def build(
@@ -172,7 +172,8 @@ def build(
 ) -> PreTrainedModel:
     """Make a model with the weights of its directory, or else with random weights.
 
-    Under fake tensors, and on the meta device, the parameters have no values. All else is as in ``outline``.
+    Under fake tensors, and on the meta device, the parameters have no values. All else is as in
+    ``build_on_meta``.
 
     Args:
         model: A name, a directory, a config or a callable.
@@ -189,7 +190,7 @@ def build(
         check_takes_adapters(model, lora)
         result = _call(model)
         return result if device is None else result.to(device)  # type: ignore[arg-type]
-    empty = outline(model, lora=lora, seed=seed, weights=weights)
+    empty = build_on_meta(model, lora=lora, seed=seed, weights=weights)
     if detect_fake_mode() is not None:
         allocate(empty.model, place)
     elif place.type != "meta":

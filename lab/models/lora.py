@@ -74,19 +74,6 @@ class Lora:
                 )
         return tuple(name for name in shape.projections if self.targets is None or name in self.targets)
 
-    def check_closed_form(self, shape: Shape) -> None:
-        """Refuse adapters that the closed form does not know: it assumes one on every projection of a layer.
-
-        Raises:
-            ModelError: A projection of the model's layers has no adapter.
-        """
-        missing = [name for name in shape.projections if name not in self.targets_in(shape)]
-        if missing:
-            raise ModelError(
-                f"lora='{self}' leaves {', '.join(missing)} without an adapter, and the closed form is for "
-                "adapters on all projections: leave targets out, or let lab plan answer without --quick"
-            )
-
     def to_json(self) -> dict[str, Any]:
         """Return plain values by field name."""
         return asdict(self)

@@ -108,20 +108,17 @@ def estimate(
     """The peaks of one step of ``rows`` rows of ``tokens`` tokens, from shapes alone; see ``estimate_job``.
 
     Raises:
-        LabError: a model, recipe or size that cannot work; adapters on some projections alone.
+        LabError: a model, recipe or size that cannot work.
     """
     shape = models.shape_of(model)
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
-    if job.lora is not None:
-        job.lora.check_closed_form(shape)
     return estimate_job(shape, job)
 
 
 def estimate_job(shape: Shape, job: Job) -> Estimate:
     """The peaks of one step of a job; ``shape`` is that of its model.
 
-    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. With
-    adapters on some projections alone it is less exact: activations that these would keep are counted. What a
+    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
     kernel takes inside itself is left out, as by ``plan(..., workspace=False)``. Of several micro-batches
     the first is estimated, whose forward begins without gradients; those after it may hold more.
     """
@@ -297,23 +294,52 @@ def _waiting(z: Sizes, layer: int) -> int:
     if z.recipe.stream:
         return 0
     if not z.recipe.checkpoint:
-        # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
-        frozen = _norm_keeps(z) * (z.adapted and layer > 0)
-        keeps = z.norms * _norm_keeps(z) + 2 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z)
-        return layer * keeps - frozen
+        kept = z.norms * _norm_keeps(z) + sum(_inputs_kept(z))
+        kept += bytes_of(_attention_keeps(z)) + _mlp_keeps(z)
+        return layer * kept - _first_keeps_less(z) * (layer > 0)
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
     return z.A + coming * (0 < layer < z.L)
 
 
-def _mlp_keeps(z: Sizes) -> int:
-    """Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it.
+def _inputs_kept(z: Sizes) -> tuple[int, int]:
+    """The inputs of attention and of the MLP: a stage and a tile keep them, and so do trained projections."""
+    frozen = z.trained.frozen
+    attention = z.recipe.head_chunk is not None or not frozen.qkv
+    mlp = z.recipe.mlp_tile is not None or not (frozen.gate and frozen.up)
+    return z.A * attention, z.A * mlp
 
-    Without an adapter, a frozen last projection does not keep its input. In tiles, the MLP keeps its own.
+
+def _mlp_keeps(z: Sizes) -> int:
+    """Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it."""
+    if z.recipe.mlp_tile:
+        return 0
+    tensors = (4 if z.matrices == 3 else 2) - z.trained.frozen.down
+    return tensors * z.M + z.w * z.b * z.s * z.trained.low[1]
+
+
+def _first_keeps_less(z: Sizes) -> int:
+    """What the first layer of a frozen model does not keep: its input needs no gradient.
+
+    So what is made of it needs one only behind the first adapter.
     """
-    tensors = (4 if z.matrices == 3 else 2) - (z.adapted and not z.trained.down)
-    return 0 if z.recipe.mlp_tile else tensors * z.M + z.w * z.b * z.s * z.trained.low[1]
+    if not z.adapted:
+        return 0
+    frozen, tiled = z.trained.frozen, z.recipe.mlp_tile is not None
+    less = _norm_keeps(z)
+    if z.recipe.head_chunk:
+        attends = not (frozen.qkv and frozen.output)
+        less += (_inputs_kept(z)[0] + bytes_of(_attention_keeps(z))) * (not attends)
+    elif frozen.qkv:
+        # The output projection keeps its input.
+        output = z.H * z.h + z.w * z.b * z.s * z.trained.low[0]
+        less += bytes_of(_attention_keeps(z)) - output * (not frozen.output)
+    if frozen.qkv and frozen.output:
+        # silu(gate) is kept for the gradient of up, and up for that of silu(gate).
+        inner = frozen.up + 2 * frozen.gate if z.matrices == 3 else frozen.up
+        less += _norm_keeps(z) + inner * z.M * (not tiled)
+    return less
 
 
 def _norm_keeps(z: Sizes) -> int:
@@ -337,7 +363,7 @@ def _kept(z: Sizes) -> str:
 
 
 def _attention_keeps(z: Sizes) -> Held:
-    """Output and LSE; without UPipe q, k, v too, and the output twice if it is exchanged."""
+    """Output and LSE; without UPipe q, k, v too, and the output as it is exchanged, for its projection."""
     attended = {ACTIVATIONS if z.recipe.offload == "attention" else _kept(z): _attended(z)}
     if z.recipe.head_chunk:
         effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
@@ -350,7 +376,12 @@ def _attention_keeps(z: Sizes) -> Held:
     # output, which is copied then.
     whole = (z.H + z.K) * z.h * z.fused_attention * (not exchanged)
     copied = z.H * z.h * (z.joined_heads and not exchanged)
-    return plus(attended, {_kept(z): normed + whole + copied + (1 + exchanged) * z.H * z.h + 2 * z.sent})
+    return plus(attended, {_kept(z): normed + whole + copied + z.H * z.h + _sent_on(z) + 2 * z.sent})
+
+
+def _sent_on(z: Sizes) -> int:
+    """The output of attention as it is exchanged, if its projection keeps it."""
+    return z.H * z.h * (z.recipe.ulysses > 1 and not z.trained.frozen.output)
 
 
 # ---- the backward of each part ---------------------------------------------------------------------------
@@ -360,13 +391,14 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
     attention, kept = _attention_keeps(z), _kept(z)
     before, after = _norm_keeps(z) * z.norms_before, _norm_keeps(z) * z.norms_after
+    of_attention, of_mlp = _inputs_kept(z)
     window = z.windows[layer]
     # The layer's input, which waited, is what its first norm keeps; or it came from the host, as all but the
     # last layer's do, and is not kept once the layer has run again.
     same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None or not z.norms_before
     dropped = z.recipe.offload != "none" and layer < z.L - 1
-    first = {kept: before + z.A - z.A * (z.recipe.checkpoint and same)}
-    second = {kept: after + before + z.A}
+    first = {kept: before + of_attention - z.A * (z.recipe.checkpoint and same)}
+    second = {kept: after + before + of_mlp}
     gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
     # What a multiplied residual makes of dh; UPipe holds it until it ends.
     dout = z.A * z.branches
@@ -403,21 +435,21 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         yield "q, k and v backward", weights | {"norms": first, "attention": {} if upipe else parts}
         inside = joined if upipe else inside
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
-    if z.adapted and not upipe:
+    if z.adapted and not z.trained.frozen.output and not upipe:
         # Of the heads' outputs, a gradient through W and one through B @ A, and their sum. What went on of
         # the outputs is gone by then.
-        sent = {kept: -z.H * z.h * (z.recipe.ulysses > 1)}
-        inside = plus(attention, sent, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
+        inside = plus(attention, {kept: -_sent_on(z)}, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
         yield "output projection backward", weights | {"norms": first, "attention": inside}
     if z.norms_before:
         yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
-        # Beside what it keeps, q, k and v before the exchange, and the output as it is sent.
+        # Beside what it keeps, its input, and q, k and v before the exchange.
         exchanged = z.recipe.ulysses > 1
         keys = z.K * z.h
-        more = {TEMPORARY: z.H * z.h + (2 - exchanged) * keys, kept: exchanged * keys}
+        more = {TEMPORARY: z.H * z.h + (2 - exchanged) * keys, kept: z.A - of_attention + exchanged * keys}
+        # The output as it is sent and as it comes.
+        sent = {TEMPORARY: 2 * exchanged * z.H * z.h - _sent_on(z)}
         # With an adapter, the output goes through W and through B @ A, and is scaled.
-        sent = {TEMPORARY: exchanged * z.H * z.h}
         through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
         # What a windowed kernel holds forward beside this is less than what it holds in backward.
         inside = plus(attention, more, highest_of(sent, through))
@@ -475,7 +507,7 @@ def _attention(z: Sizes, window: int | None) -> Held:
     """In the kernel; or where dout is exchanged; or, when all that is done, in the norm of q."""
     q, exchanged = z.H * z.h, z.recipe.ulysses > 1
     # The output as it went on is of no more use.
-    kept = plus(_attention_keeps(z), {_kept(z): -q * exchanged})
+    kept = plus(_attention_keeps(z), {_kept(z): -_sent_on(z)})
     # A ring makes its gradients of what it sums and passes on; dq is its own sum if that is no wider.
     backward = kernel_bytes(z, q, z.sent, window)
     made = backward if z.recipe.ring == 1 else q * (z.f == z.w)

@@ -52,6 +52,20 @@ def highest_of(*moments: Held) -> Held:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """Which projections of a layer have no adapter, in a model that is frozen: these keep no input.
+
+    ``qkv``: none of q, k and v has one. An MLP that is not gated has no ``gate``, as if it were frozen.
+    """
+
+    qkv: bool = False
+    output: bool = False
+    gate: bool = False
+    up: bool = False
+    down: bool = False
+
+
+@dataclass(frozen=True)
 class Trained:
     """The weights that have gradients, in elements: all of them, or those of the adapters alone.
 
@@ -61,8 +75,7 @@ class Trained:
 
     With adapters, ``effective_inputs`` and ``effective_output`` are the weights W + scale * B @ A of the
     projections of q, k and v, and of the output, where they have one; and ``low`` is r times the adapters of
-    attention and of the MLP. ``down`` says that the last projection of the MLP is differentiated by its input
-    twice: through W, and through B @ A.
+    attention and of the MLP.
     """
 
     table: int
@@ -75,7 +88,7 @@ class Trained:
     effective_inputs: int = 0
     effective_output: int = 0
     low: tuple[int, int] = (0, 0)
-    down: bool = False
+    frozen: Frozen = Frozen()
 
 
 @dataclass(frozen=True)
@@ -203,6 +216,7 @@ def _adapters(shape: Shape, lora: Lora, n: int) -> Trained:
     *inputs, output = shape.attention_projections
     mlp, layer_shard = weights(shape.mlp_projections), weights(targets, n)
     of_mlp = len(set(shape.mlp_projections) & set(targets))
+    *gate, up, down = (name not in targets for name in shape.mlp_projections)
     return Trained(
         table=0,
         mlp=mlp,
@@ -214,7 +228,7 @@ def _adapters(shape: Shape, lora: Lora, n: int) -> Trained:
         effective_inputs=sum(prod(shape.projections[name]) for name in inputs if name in targets),
         effective_output=prod(shape.projections[output]) * (output in targets),
         low=(lora.r * (len(targets) - of_mlp), lora.r * of_mlp),
-        down=shape.mlp_projections[-1] in targets,
+        frozen=Frozen(not set(inputs) & set(targets), output not in targets, all(gate), up, down),
     )
 
 
@@ -397,7 +411,7 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     one, x = z.M * t // z.s, z.A * t // z.s
     gated = z.matrices == 3
     # An adapter of the last projection has two gradients of its input, and their sum.
-    tensors = 6 if gated else 5 if z.relu_squared else 3 + z.trained.down
+    tensors = 6 if gated else 5 if z.relu_squared else 3 + (z.adapted and not z.trained.frozen.down)
     out = {output: x} if output else {}
     # What a multiplied residual makes of dy is there until the last matrix has run.
     dout = z.A * z.branches * (not output)

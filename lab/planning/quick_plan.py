@@ -106,7 +106,7 @@ def quick_plan(
     imports neither torch nor transformers.
 
     Raises:
-        LabError: a model, recipe, size or device that cannot work; adapters on some projections alone.
+        LabError: a model, recipe, size or device that cannot work.
     """
     hardware(device)  # refuses a device that the table has not
     machine = make_machine(
@@ -126,8 +126,6 @@ def quick_plan(
         decode=_shape,
     )
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
-    if job.lora is not None:
-        job.lora.check_closed_form(shape)
     return QuickPlan(job, machine, estimate_on(machine, shape, job))
 
 

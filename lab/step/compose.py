@@ -86,17 +86,17 @@ def start(
         whole = models.build(model, lora=lora, seed=seed, device=device)
         whole.train()
         return apply_recipe(whole, recipe, mesh, checked=True, host_file=host_file)
-    outline = models.outline(model, lora=lora, seed=seed)
-    outline.model.train()
-    applied = apply_recipe(outline.model, recipe, mesh, checked=True, host_file=host_file)
-    origin = refuse_together(outline.origin, mesh.get_group())
+    meta = models.build_on_meta(model, lora=lora, seed=seed)
+    meta.model.train()
+    applied = apply_recipe(meta.model, recipe, mesh, checked=True, host_file=host_file)
+    origin = refuse_together(meta.origin, mesh.get_group())
     check_same(
         "the seed, or the files of the weights, differ",
         origin,
         mesh.get_group(),
         "give every rank the same seed, and a copy of the same files",
     )
-    outline.materialize(device)
+    meta.materialize(device)
     return applied
 
 

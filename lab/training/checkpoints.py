@@ -232,7 +232,7 @@ def _skeleton(manifest: Manifest, checkpoint: Path) -> PreTrainedModel:
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(manifest.config), encoding="utf-8")
         try:
-            return models.outline(folder).model
+            return models.build_on_meta(folder).model
         except ModelError as error:
             said = str(error).replace(folder, "its config")
             raise CheckpointError(f"{checkpoint} is damaged: {said}") from error
