@@ -27,6 +27,10 @@ class Shape:
         divided_logits: Whether the head's output is divided by a number.
         tied: Whether the head shares its weight with the embedding.
         windows: The number of keys that a query of each layer sees; None if it sees all before it.
+        sparse: Whether the MLP of each layer is a mixture of experts. The MLPs of the others are dense.
+        experts: The number of experts of such a layer; 0 if no layer has experts.
+        experts_per_token: The number of experts that compute each token.
+        expert_width: The inner width of an expert.
     """
 
     L: int
@@ -46,6 +50,10 @@ class Shape:
     divided_logits: bool
     tied: bool
     windows: tuple[int | None, ...]
+    sparse: tuple[bool, ...]
+    experts: int
+    experts_per_token: int
+    expert_width: int
 
     @property
     def has_windows(self) -> bool:
