@@ -67,8 +67,54 @@ class Shape:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """The inputs and the outputs of each linear map of a layer, by its name."""
+        """The inputs and the outputs of each linear map that all layers have, by its name.
+
+        Experts are no linear maps: the matrices of all of them are one parameter.
+        """
         E, heads, keys = self.E, self.H * self.D, self.K * self.D
         attention = {"q_proj": (E, heads), "k_proj": (E, keys), "v_proj": (E, keys), "o_proj": (heads, E)}
+        if self.experts:
+            return attention
         *first, last = self.mlp_projections
         return attention | dict.fromkeys(first, (E, self.I)) | {last: (self.I, E)}
+
+    def mlp_weights(self, *, sparse: bool) -> int:
+        """Return the weights of a layer's MLP; of a mixture of experts, with those of its router."""
+        if sparse:
+            return self.experts * self.E * (3 * self.expert_width + 1)
+        return self.matrices * self.E * self.I + self.mlp_biases
+
+    def layer_weights(self, *, sparse: bool, ranks: int = 1) -> int:
+        """Return the weights of a layer that the rank with the most has, of ``ranks``.
+
+        The rows of each parameter are divided over the ranks: of a projection's matrix its outputs, and of
+        experts the experts.
+        """
+
+        def most(rows: int) -> int:
+            return -(-rows // ranks)
+
+        E, D, I = self.E, self.D, self.I  # noqa: E741
+        attention = E * (most(self.H * D) + 2 * most(self.K * D)) + self.H * D * most(E)
+        if sparse:
+            mlp = most(self.experts) * E * (3 * self.expert_width + 1)
+        else:
+            mlp = (self.matrices - 1) * E * most(I) + I * most(E) + most(self.mlp_biases)
+        norms = 2 * most(E) * (1 + self.layer_norms) + 2 * most(D) * self.head_norms
+        return attention + most(self.attention_biases) + mlp + norms
+
+    def root_weights(self, *, ranks: int = 1) -> int:
+        """Return the weights outside the layers, as ``layer_weights``."""
+        tables = (2 - self.tied) * self.E * -(-self.V // ranks)
+        return tables + -(-self.E // ranks) * (1 + self.layer_norms)
+
+    @property
+    def weights(self) -> int:
+        """All weights of the model."""
+        return self.root_weights() + sum(self.layer_weights(sparse=sparse) for sparse in self.sparse)
+
+    @property
+    def active_weights(self) -> int:
+        """The weights that a token is computed with: all but those of the experts that it does not have."""
+        idle = (self.experts - self.experts_per_token) * 3 * self.E * self.expert_width
+        return self.weights - sum(self.sparse) * idle

@@ -17,6 +17,7 @@ from torch.nn.functional import grouped_mm
 
 from lab.decoder import Patch, decoder_of
 from lab.errors import RecipeError
+from lab.techniques.precision import accumulation_dtype
 
 # ---- grouped products --------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class _GroupedLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, ends)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, ends)
         out: Tensor = torch.ops.lab.grouped_product(rows, weights.transpose(1, 2), ends)
         return out
 
@@ -115,7 +116,7 @@ class Order(NamedTuple):
 
     Attributes:
         tokens: The token of each row, [T].
-        places: The row of each pair, [n, k].
+        places: The rows of each token, [k, n].
         ends: The number of rows of all experts up to each one, itself included, [N], int32.
     """
 
@@ -131,11 +132,15 @@ def order_of(chosen: Tensor, experts: int) -> tuple[Order, Tensor]:
         chosen: The experts of each token, [n, k].
         experts: N.
     """
+    n, k = chosen.shape
     by_expert, pairs = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=chosen.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=chosen.device))
-    return Order(pairs // chosen.shape[1], places.view(chosen.shape), ends), pairs
+    tokens = pairs // k
+    # Pair p is in place p % k of token p // k.
+    at = (pairs % k).mul_(n).add_(tokens)
+    places = torch.empty_like(pairs).scatter_(0, at, torch.arange(n * k, device=chosen.device))
+    return Order(tokens, places.view(k, n), ends), pairs
 
 
 def to_rows(x: Tensor, order: Order) -> Tensor:
@@ -144,8 +149,15 @@ def to_rows(x: Tensor, order: Order) -> Tensor:
 
 
 def sum_of_rows(rows: Tensor, order: Order) -> Tensor:
-    """Return the sum of the k rows of each token: [T, E] -> [n, E]. Sums in half precision are rounded once."""
-    return rows.index_select(0, order.places.flatten()).unflatten(0, order.places.shape).sum(1)
+    """Return the sum of the k rows of each token, [T, E] -> [n, E], which is rounded once.
+
+    The rows of one place of all tokens are copied at a time, so no second tensor [T, E] is made.
+    """
+    first, *others = order.places
+    total = rows.index_select(0, first).to(accumulation_dtype(rows.dtype))
+    for place in others:
+        total.add_(rows.index_select(0, place))
+    return total.to(rows.dtype)
 
 
 class _ToRows(Function):
@@ -170,6 +182,22 @@ class _SumOfRows(Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         return to_rows(dx, Order(*ctx.saved_tensors)), None, None, None
+
+
+class _Weighted(Function):
+    """Inner tensors [T, I] and a weight for each row [T] -> their products, in the dtype of the former."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(inner, weights)
+        return torch.mul(inner, weights[:, None], out=torch.empty_like(inner))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        inner, weights = ctx.saved_tensors
+        dweights = (dout * inner).sum(-1, dtype=accumulation_dtype(inner.dtype)).to(weights.dtype)
+        return torch.mul(dout, weights[:, None], out=torch.empty_like(inner)), dweights
 
 
 # ---- the experts -------------------------------------------------------------------------------------------
@@ -230,10 +258,9 @@ def _group_products(experts: Any) -> None:
         rows = _ToRows.apply(hidden_states, *order)  # type: ignore[no-untyped-call]
         weights = top_k_weights.flatten().gather(0, pairs)
         inner = experts._apply_gate(_linear(rows, experts.gate_up_proj, order))
-        weighted = (inner * weights[:, None]).to(inner.dtype)
-        out: Tensor = _SumOfRows.apply(  # type: ignore[no-untyped-call]
-            _linear(weighted, experts.down_proj, order), *order
-        )
+        weighted = _Weighted.apply(inner, weights)  # type: ignore[no-untyped-call]
+        results = _linear(weighted, experts.down_proj, order)
+        out: Tensor = _SumOfRows.apply(results, *order)  # type: ignore[no-untyped-call]
         return out
 
     experts.forward = Patch(forward, experts.forward)
