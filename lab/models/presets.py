@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 
 def _rope(theta: float, **more: Any) -> dict[str, Any]:
@@ -96,6 +103,26 @@ def _mistral_7b() -> MistralConfig:
     )  # fmt: skip
 
 
+def _mixtral_8x7b() -> MixtralConfig:
+    """The shape of Mixtral-8x7B-v0.1 (its published config.json): 8 experts, two of them for each token."""
+    return MixtralConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, num_local_experts=8, num_experts_per_tok=2, vocab_size=32000,
+        rms_norm_eps=1e-5, max_position_embeddings=32768, rope_parameters=_rope(1_000_000.0),
+        router_aux_loss_coef=0.02, sliding_window=None,
+    )  # fmt: skip
+
+
+def _qwen3_30b_a3b() -> Qwen3MoeConfig:
+    """The shape of Qwen3-30B-A3B (its published config.json): 128 experts, eight of them for each token."""
+    return Qwen3MoeConfig(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, vocab_size=151936, rms_norm_eps=1e-6, max_position_embeddings=40960,
+        rope_parameters=_rope(1_000_000.0), use_sliding_window=False,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": _tiny,
     "llama3-8b": _llama3_8b,
@@ -105,4 +132,6 @@ PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-8b": _qwen3_8b,
     "qwen3-32b": _qwen3_32b,
     "mistral-7b": _mistral_7b,
+    "mixtral-8x7b": _mixtral_8x7b,
+    "qwen3-30b-a3b": _qwen3_30b_a3b,
 }

@@ -159,6 +159,13 @@ def _moments(z: Sizes) -> dict[str, Parts]:
     highest["first layer gathered"] = {
         "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z) + z.A}
     }  # fmt: skip
+    if z.L > 1 and z.n > 1:
+        # Of a layer, too, while the buffer is there into which the parameters of the layer before came.
+        gathered = {PARAMETERS: z.w * (z.root + 2 * z.of(z.L - 1).layer + z.of(z.L - 2).layer)}
+        highest["last layer gathered"] = {
+            "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z)},
+            "inputs": {ACTIVATIONS: _waiting(z, z.L - 1) + z.A * (not z.recipe.checkpoint)},
+        }  # fmt: skip
     state = {"model state": _state(z), "gradients": _reduced(z, z.trained_shards(0), z.reduced)}
     # The gradient of a tied embedding is a sum of two.
     table = z.w * z.trained.table
@@ -308,12 +315,18 @@ def _waiting(z: Sizes, layer: int) -> int:
     if not z.recipe.checkpoint:
         # The input of a frozen model's first layer needs no gradient, so its first norm keeps nothing.
         frozen = _norm_keeps(z) * (z.adapted and layer > 0)
-        mlps = sum(_mlp_keeps(z.of(i)) for i in range(layer))
-        return layer * (2 * (_norm_keeps(z) + z.A) + bytes_of(_attention_keeps(z))) + mlps - frozen
+        mlps = sum(_mlp_input(z.of(i)) + _mlp_keeps(z.of(i)) for i in range(layer))
+        attention = z.A + bytes_of(_attention_keeps(z))
+        return layer * (2 * _norm_keeps(z) + attention) + mlps - frozen
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
     return z.A + coming * (0 < layer < z.L)
+
+
+def _mlp_input(z: Sizes) -> int:
+    """The input of a layer's MLP, which a tile keeps, and what is trained in it."""
+    return z.A * (z.recipe.mlp_tile is not None or z.trained.mlp > 0)
 
 
 def _mlp_keeps(z: Sizes) -> int:
@@ -382,7 +395,8 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         return {"residual": {ACTIVATION_GRADIENTS: residual}, "gradients in flight": {GRADIENTS: weights}}
 
     residual = gone | beside(0)
-    yield "MLP backward", residual | {"norms": plus(first, {kept: norms}), "attention": attention} | _mlp(z)
+    both = plus(first, {kept: _norm_keeps(z) + _mlp_input(z)})
+    yield "MLP backward", residual | {"norms": both, "attention": attention} | _mlp(z)
     after = gone | beside(done) | {"norms": plus(first, _norm(z, kept)), "attention": attention}
     yield "norm backward", after
     # The gradient of the output's projection is there before the kernel runs; in UPipe it is counted inside.

@@ -423,9 +423,10 @@ def _inside_experts(
     """The highest moment in the backward of a mixture of experts; the arguments are those of ``inside_mlp``.
 
     In the last product, what forward keeps, the gradients of its result and of its operand, and that of its
-    matrices. In the first, the rows, their gradient, that of its result, and those of all matrices. Where the
-    gradients of a token's rows are summed, these rows, the sum and a part of it. If forward runs again, where
-    the results are summed in the same way.
+    matrices. Where the inner tensor is weighted, the latter gradient, and a product of it. In the first
+    product, the rows, their gradient, that of its result, and those of all matrices. Where the gradients of a
+    token's rows are summed, these rows, the sum and a part of it. If forward runs again, where the results are
+    summed in the same way.
     """
     one, x = z.M * t // z.s, z.A * t // z.s
     rows, summed = z.chosen * x, x * z.f // z.w + x
@@ -433,6 +434,12 @@ def _inside_experts(
     out = {output: x} if output else {}
     moments = [
         {kept: experts_keep(z, t), ACTIVATION_GRADIENTS: rows + one, GRADIENTS: last},
+        {
+            kept: experts_keep(z, t) - one * (not z.adapted),
+            ACTIVATION_GRADIENTS: one,
+            TEMPORARY: one,
+            GRADIENTS: last,
+        },
         {
             kept: rows * (not z.adapted),
             ACTIVATION_GRADIENTS: 2 * one + rows,

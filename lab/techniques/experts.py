@@ -196,7 +196,8 @@ class _Weighted(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
         inner, weights = ctx.saved_tensors
-        dweights = (dout * inner).sum(-1, dtype=accumulation_dtype(inner.dtype)).to(weights.dtype)
+        # Torch sums in fp32 or wider inside the kernel.
+        dweights = (dout * inner).sum(-1).to(weights.dtype)
         return torch.mul(dout, weights[:, None], out=torch.empty_like(inner)), dweights
 
 
@@ -255,12 +256,15 @@ def _group_products(experts: Any) -> None:
                 "experts is one of the whole sequence, and is not supported; set it to False"
             )
         order, pairs = order_of(top_k_index, experts.num_experts)
-        rows = _ToRows.apply(hidden_states, *order)  # type: ignore[no-untyped-call]
         weights = top_k_weights.flatten().gather(0, pairs)
-        inner = experts._apply_gate(_linear(rows, experts.gate_up_proj, order))
-        weighted = _Weighted.apply(inner, weights)  # type: ignore[no-untyped-call]
-        results = _linear(weighted, experts.down_proj, order)
-        out: Tensor = _SumOfRows.apply(results, *order)  # type: ignore[no-untyped-call]
+        # Long tensors have no names here, so that one which backward does not need is freed when it was used.
+        inner = experts._apply_gate(
+            _linear(_ToRows.apply(hidden_states, *order), experts.gate_up_proj, order)  # type: ignore[no-untyped-call]
+        )
+        out: Tensor = _SumOfRows.apply(  # type: ignore[no-untyped-call]
+            _linear(_Weighted.apply(inner, weights), experts.down_proj, order),  # type: ignore[no-untyped-call]
+            *order,
+        )
         return out
 
     experts.forward = Patch(forward, experts.forward)
