@@ -101,6 +101,9 @@ class Family:
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
             ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
+        expert_width: The field with the inner width of an expert, in a family whose MLPs are mixtures of
+            experts; None if all MLPs are dense.
+        counts: Fields of its config beside ``SIZES`` that are counts. Every model of the family has them.
     """
 
     name: str
@@ -120,24 +123,30 @@ class Family:
     wide_scales: bool = False
     scaled_embedding: bool = False
     windows: bool = False
+    expert_width: str | None = None
+    counts: tuple[str, ...] = ()
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
         """Return the values of a field that the lab computes right; None stands for every value.
 
         For a field in none of the groups, this is its default alone.
         """
-        if name in self.used | _USED | self.harmless | _HARMLESS:
+        if name in self.used.union(_USED, self.harmless, _HARMLESS, self.counts):
             return None
         return {**_ONLY, **self.only}.get(name, (default,))
 
     def knows(self, name: str) -> bool:
         """Return whether a field is in one of the groups."""
-        return name in _USED | _HARMLESS | _ONLY.keys() | self.used | self.harmless | self.only.keys()
+        return name in self.used.union(_USED, _HARMLESS, _ONLY, self.harmless, self.only, self.counts)
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _WINDOW = frozenset({"sliding_window"})
 _NORMS_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+# The loss that balances the experts is one of the whole sequence, and is refused.
+_BALANCED = {"output_router_logits": (False,)}
+_BALANCE = frozenset({"router_aux_loss_coef"})
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
@@ -191,6 +200,15 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", used=_BIASES, only={"pretraining_tp": (1,)}),
     "ministral": Family("Ministral", used=_WINDOW, only=_TYPES, windows=True),
     "mistral": Family("Mistral", used=_WINDOW, windows=True),
+    "mixtral": Family(
+        "Mixtral",
+        used=_WINDOW,
+        harmless=_BALANCE,
+        only={**_BALANCED, "router_jitter_noise": (0.0,)},
+        windows=True,
+        expert_width="intermediate_size",
+        counts=("num_local_experts", "num_experts_per_tok"),
+    ),
     "olmo2": Family(
         "OLMo 2",
         used=frozenset({"attention_bias"}),
@@ -225,6 +243,16 @@ FAMILIES: dict[str, Family] = {
         only=_TYPES,
         head_norms="each",
         windows=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3-MoE",
+        used=_WINDOW | {"attention_bias", "norm_topk_prob", "mlp_only_layers"},
+        harmless=_BALANCE | {"use_sliding_window"},
+        only=_BALANCED,
+        head_norms="each",
+        windows=True,
+        expert_width="moe_intermediate_size",
+        counts=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
     ),
     "seed_oss": Family(
         "Seed-OSS",
@@ -261,7 +289,7 @@ def check_config(config: PretrainedConfig) -> Family:
     # A class outside transformers may use the name of a family.
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
-    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in SIZES}
+    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in (*SIZES, *family.counts)}
     check_counts(sizes, ModelError)
     check_counts({"head_dim": getattr(config, "head_dim", None)}, ModelError, or_none=True)
     sizes["head_dim"] = head_dim_of(config)
@@ -274,6 +302,11 @@ def check_config(config: PretrainedConfig) -> Family:
         raise ModelError(
             f"num_attention_heads={config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads={config.num_key_value_heads}: give each key/value head as many query heads"
+        )
+    if family.expert_width is not None and config.num_experts_per_tok > config.num_experts:
+        raise ModelError(
+            f"num_experts_per_tok={config.num_experts_per_tok} of {config.num_experts} experts: give at most "
+            "the number of experts"
         )
     for name, default in config_fields(type(config)):
         # A field in no group is new in this release of transformers.
@@ -310,6 +343,16 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
             "number of keys that a query of these layers sees"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def sparse_layers(config: PretrainedConfig) -> tuple[bool, ...]:
+    """Return whether the MLP of each layer is a mixture of experts."""
+    layers = range(config.num_hidden_layers)
+    if FAMILIES[config.model_type].expert_width is None:
+        return (False,) * len(layers)
+    step: int = getattr(config, "decoder_sparse_step", 1)
+    dense: list[int] = getattr(config, "mlp_only_layers", None) or []
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in layers)
 
 
 def check_family(kind: str) -> Family:
@@ -353,6 +396,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
     attention_bias = bool(getattr(c, "attention_bias", everywhere))
     output_bias = bool(getattr(c, "attention_out_bias", attention_bias))
     mlp_bias = bool(getattr(c, "mlp_bias", everywhere))
+    sparse = sparse_layers(c)
     return Shape(
         L=c.num_hidden_layers,
         E=E,
@@ -378,6 +422,10 @@ def shape_of(config: PretrainedConfig) -> Shape:
         divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,
         tied=c.tie_word_embeddings,
         windows=windows_of(c),
+        sparse=sparse,
+        experts=c.num_experts if any(sparse) else 0,
+        experts_per_token=c.num_experts_per_tok if any(sparse) else 0,
+        expert_width=getattr(c, family.expert_width) if family.expert_width and any(sparse) else 0,
     )
 
 
@@ -435,6 +483,11 @@ class Layer:
     rotation: Rotation = "halves"
     norms_all_heads: bool = False
     fused: tuple[int, int, int] | None = None
+
+    @property
+    def experts(self) -> nn.Module | None:
+        """The experts of the MLP, whose weights are [N, ...]; None if the MLP is dense."""
+        return getattr(self.mlp, "experts", None)
 
     @property
     def head_norms(self) -> tuple[nn.Module | None, nn.Module | None]:

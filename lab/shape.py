@@ -40,6 +40,10 @@ class Shape:
         divided_logits: Whether the head's output is divided by a number.
         tied: Whether the head shares its weight with the embedding.
         windows: The number of keys that a query of each layer sees; None if it sees all before it.
+        sparse: Whether the MLP of each layer is a mixture of experts. The MLPs of the others are dense.
+        experts: The number of experts of such a layer; 0 if no layer has experts.
+        experts_per_token: The number of experts that compute each token.
+        expert_width: The inner width of an expert.
     """
 
     L: int
@@ -66,6 +70,10 @@ class Shape:
     divided_logits: bool
     tied: bool
     windows: tuple[int | None, ...]
+    sparse: tuple[bool, ...]
+    experts: int
+    experts_per_token: int
+    expert_width: int
 
     @property
     def has_windows(self) -> bool:
@@ -92,7 +100,58 @@ class Shape:
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """The inputs and the outputs of each linear map of a layer, by its name."""
+        """The inputs and the outputs of each linear map that all layers have, by its name.
+
+        Experts are no linear maps: the matrices of all of them are one parameter.
+        """
+        return self.attention_projections | ({} if self.experts else self._dense_projections)
+
+    @property
+    def _dense_projections(self) -> dict[str, tuple[int, int]]:
         *first, last = self.mlp_projections
         inner = self.I * (1 + self.fused_mlp)
-        return self.attention_projections | dict.fromkeys(first, (self.E, inner)) | {last: (self.I, self.E)}
+        return dict.fromkeys(first, (self.E, inner)) | {last: (self.I, self.E)}
+
+    def mlp_weights(self, *, sparse: bool) -> int:
+        """Return the weights of a layer's MLP; of a mixture of experts, with those of its router."""
+        if sparse:
+            return self.experts * self.E * (3 * self.expert_width + 1)
+        return self.matrices * self.E * self.I + self.mlp_biases
+
+    def layer_weights(self, *, sparse: bool, ranks: int = 1) -> int:
+        """Return the weights of a layer that the rank with the most has, of ``ranks``.
+
+        The rows of each parameter are divided over the ranks: of a projection's matrix its outputs, and of
+        experts the experts.
+        """
+
+        def most(rows: int) -> int:
+            return -(-rows // ranks)
+
+        def linear(projections: dict[str, tuple[int, int]]) -> int:
+            return sum(before * most(after) for before, after in projections.values())
+
+        heads = (self.H * self.D, self.K * self.D)
+        of_heads = {"none": (), "each": (self.D, self.D), "all": heads}[self.head_norms]
+        if sparse:
+            mlp = most(self.experts) * self.E * (3 * self.expert_width + 1)
+        else:
+            mlp = linear(self._dense_projections) + most(self.mlp_biases)
+        norms = self.norms * most(self.E) * (1 + self.layer_norms) + sum(map(most, of_heads))
+        return linear(self.attention_projections) + most(self.attention_biases) + mlp + norms
+
+    def root_weights(self, *, ranks: int = 1) -> int:
+        """Return the weights outside the layers, as ``layer_weights``."""
+        tables = (2 - self.tied) * self.E * -(-self.V // ranks)
+        return tables + -(-self.E // ranks) * (1 + self.layer_norms)
+
+    @property
+    def weights(self) -> int:
+        """All weights of the model."""
+        return self.root_weights() + sum(self.layer_weights(sparse=sparse) for sparse in self.sparse)
+
+    @property
+    def active_weights(self) -> int:
+        """The weights that a token is computed with: all but those of the experts that it does not have."""
+        idle = (self.experts - self.experts_per_token) * 3 * self.E * self.expert_width
+        return self.weights - sum(self.sparse) * idle

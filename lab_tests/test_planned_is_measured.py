@@ -5,7 +5,15 @@ from functools import partial
 from itertools import product
 
 import pytest
-from transformers import MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Starcoder2Config
+from transformers import (
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Starcoder2Config,
+)
 
 import lab
 from lab.memory.timeline import Timeline
@@ -83,6 +91,11 @@ UPIPE = Recipe(
 half of them, and a chunk of 12 those of one and a half.
 """
 STREAMED = replace(UPIPE, mlp_tile=None, stream=96)
+mixtral = partial(odd, MixtralConfig, num_local_experts=8, num_experts_per_tok=3)
+qwen3_moe = partial(
+    odd, Qwen3MoeConfig, head_dim=28, num_hidden_layers=4, num_experts=12, num_experts_per_tok=5,
+    moe_intermediate_size=20, mlp_only_layers=[2],
+)  # fmt: skip
 OFFLOAD = Recipe(fsdp=True, ulysses=2, checkpoint=True, offload="inputs")
 CASES = {
     "tokens that do not divide": (odd(num_hidden_layers=3), replace(UPIPE, head_chunk=4), 499, 1),
@@ -139,6 +152,15 @@ CASES = {
             layer_types=["full_attention", "sliding_attention"] * 4 + ["full_attention"],
         ),
         STREAMED, 250, 1,
+    ),
+    "experts, nine layers": (mixtral(num_hidden_layers=9), UPIPE, 499, 1),
+    "experts, rows that do not divide, one tile": (mixtral(), replace(OFFLOAD, mlp_tile=500), 250, 3),
+    "experts without tiles, in bf16 on replicas": (mixtral(), Recipe(compute_dtype="bfloat16"), 60, 1),
+    "experts and dense layers, in tiles of 5": (
+        qwen3_moe(), Recipe(ulysses=2, mlp_tile=5, norm_tile=8, loss_tile=5), 40, 3,
+    ),
+    "experts and dense layers, streamed": (
+        qwen3_moe(), replace(STREAMED, segment=2, compute_dtype="bfloat16"), 100, 1,
     ),
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows.

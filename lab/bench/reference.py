@@ -25,6 +25,7 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -32,6 +33,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -46,7 +48,9 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
     "ministral": MinistralConfig,
     "arcee": ArceeConfig,
     "granite": GraniteConfig,
@@ -65,6 +69,12 @@ _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 13},
     "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    # The second layer is dense.
+    "qwen3_moe": {
+        "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 23, "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
     "arcee": {"mlp_bias": True},
     "seed_oss": {"attention_out_bias": True, "residual_dropout": 0.0},
     # Without rotation, a bias of k adds the same to all scores of a query, and its gradient is zero.
@@ -134,12 +144,14 @@ def config(
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """Return a model of transformers with sdpa.
+    """Return a model of transformers with sdpa, and with its own loop over experts.
 
     All parameters are random, because biases of 0 or norms of 1 could hide a bug.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(cfg, attn_implementation="sdpa", dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(
+        cfg, attn_implementation="sdpa", experts_implementation="eager", dtype=torch.float64
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.2))

@@ -41,8 +41,9 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
     """Write the first values into every parameter, or into this rank's shard of it.
 
     The distribution is that of transformers' ``_init_weights``. Weights of linear maps and embeddings are
-    normal, with the standard deviation ``config.initializer_range``; the row of ``padding_idx`` is zero.
-    Weights of norms are one, and biases are zero. A tied parameter has the name of its first place.
+    normal, with the standard deviation ``config.initializer_range``, and so are those of experts and of their
+    routers; the row of ``padding_idx`` is zero. Weights of norms are one, and biases are zero. A tied
+    parameter has the name of its first place.
 
     Of a LoRA adapter B @ A, as by PEFT's ``init_lora_weights="gaussian"``: A [r, in] is normal with the
     standard deviation 1/r, and B is zero. The other parameters have the values that they have without it.
@@ -64,7 +65,7 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
         kind = type(module)
         if ".lora_B." in name:
             local.zero_()
-        elif isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight"):
+        elif _is_normal(module, name):
             start = first_row * parameter.shape[1:].numel()
             normal_(local, seed=seed, name=plain_name(name), start=start, std=std)
             padding = module.padding_idx if isinstance(module, nn.Embedding) else None
@@ -74,9 +75,16 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
             local.fill_(1.0 if name.endswith("weight") else 0.0)
         else:
             raise ModelError(
-                f"{name} is a parameter of a {kind.__name__}: only linear maps, embeddings and norms have "
-                "first values here"
+                f"{name} is a parameter of a {kind.__name__}: only linear maps, embeddings, experts and "
+                "norms have first values here"
             )
+
+
+def _is_normal(module: nn.Module, name: str) -> bool:
+    """Return whether a parameter is a matrix: of a linear map, an embedding, experts, or of their router."""
+    if type(module).__name__.endswith(("Experts", "TopKRouter")):
+        return True
+    return isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight")
 
 
 def shard_of(parameter: Tensor) -> tuple[Tensor, int]:

@@ -45,6 +45,10 @@ ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedMo
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
 returns a model."""
 
+_OPTIONAL = ("num_key_value_heads", "decoder_sparse_step")
+"""The counts that a config may leave out. It then means as many key/value heads as query heads, and experts
+in every layer."""
+
 
 def config_of(model: ModelLike) -> PretrainedConfig:
     """Return the config of any model that ``build`` takes. A callable is called.
@@ -218,7 +222,8 @@ def save(
     config.dtype, config.architectures = model.dtype, [type(model).__name__]
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    write_weights(weights, folder, read or partial(_values, weights), max_file)
+    read = read or partial(_values, weights)
+    write_weights(weights, model.config.model_type, folder, read, max_file)
 
 
 def _values(weights: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
@@ -279,16 +284,16 @@ def _read(folder: Path) -> PretrainedConfig:
         raise ModelError(
             f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
         )
-    check_family(kind)
+    counts = (*SIZES, *check_family(kind).counts)
     family: Any = CONFIG_MAPPING[kind]
-    for name in SIZES:
+    for name in counts:
         own = family.attribute_map.get(name, name)
         value = document.get(own, document.get(name))
         if value is not None:
             check_counts({f"{path}: {name}": value}, ModelError)
-        # A config without a number of key/value heads means as many as query heads.
-        elif hasattr(family, own) and name != "num_key_value_heads":
-            raise ModelError(f"{path} has no {own}: add the model's own")
+        elif (hasattr(family, own) or hasattr(family, name)) and name not in _OPTIONAL:
+            written = name if hasattr(family, name) else own
+            raise ModelError(f"{path} has no {written}: add the model's own")
     with _as_model_error(f"{path} is not a config that transformers can read"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     assert isinstance(config, PretrainedConfig)

@@ -9,10 +9,12 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 
@@ -138,6 +140,26 @@ def _phi3_mini() -> Phi3Config:
     )  # fmt: skip
 
 
+def _mixtral_8x7b() -> MixtralConfig:
+    """The shape of Mixtral-8x7B-v0.1 (its published config.json): 8 experts, two of them for each token."""
+    return MixtralConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, num_local_experts=8, num_experts_per_tok=2, vocab_size=32000,
+        rms_norm_eps=1e-5, max_position_embeddings=32768, rope_parameters=_rope(1_000_000.0),
+        router_aux_loss_coef=0.02, sliding_window=None,
+    )  # fmt: skip
+
+
+def _qwen3_30b_a3b() -> Qwen3MoeConfig:
+    """The shape of Qwen3-30B-A3B (its published config.json): 128 experts, eight of them for each token."""
+    return Qwen3MoeConfig(  # type: ignore[call-arg]  # it has a head_dim, and does not declare it
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, vocab_size=151936, rms_norm_eps=1e-6, max_position_embeddings=40960,
+        rope_parameters=_rope(1_000_000.0), use_sliding_window=False,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": _tiny,
     "llama3-8b": _llama3_8b,
@@ -150,4 +172,6 @@ PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3-27b": _gemma3_27b,
     "olmo2-7b": _olmo2_7b,
     "phi3-mini": _phi3_mini,
+    "mixtral-8x7b": _mixtral_8x7b,
+    "qwen3-30b-a3b": _qwen3_30b_a3b,
 }

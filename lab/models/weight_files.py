@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lab.errors import ModelError
+from lab.models.expert_files import Place, parts_in_files
 from lab.models.first_values import shard_of
 from lab.models.lora import is_adapter, plain_name
 from lab.torch_private import offloaded_parameters, reset_shards
@@ -63,14 +64,17 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def write_weights(weights: Mapping[str, Tensor], folder: Path, read: ReadWeights, max_file: int) -> None:
+def write_weights(
+    weights: Mapping[str, Tensor], family: str, folder: Path, read: ReadWeights, max_file: int
+) -> None:
     """Write weights as safetensors: ``model.safetensors``, or several files and their index.
 
     It holds the tensors of one file at a time, and no copy of them. torch's ``HuggingFaceStorageWriter``
-    would hold each file three times: its tensors, and its bytes twice.
+    would hold each file three times: its tensors, and its bytes twice. Each expert has tensors of its own.
 
     Args:
         weights: Shapes and dtypes by name; on the meta device too.
+        family: The ``model_type``.
         folder: The folder.
         read: Returns the values, for one file at a time.
         max_file: The most bytes of tensors in a file. A tensor of more bytes has a file of its own.
@@ -83,8 +87,14 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, read: ReadWeights
     for number, names in enumerate(groups, 1):
         several = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
         file = f"model{several}.safetensors"
-        save_file(dict(read(names)), folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(names, file)
+        parts = {
+            name_in_file: place.part_of(tensor)
+            for name, tensor in read(names).items()
+            for name_in_file, place in parts_in_files(family, name, tensor.shape).items()
+        }
+        save_file(parts, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(parts, file)
+        del parts
     if len(groups) > 1:
         totals = {
             "total_parameters": sum(weight.numel() for weight in weights.values()),
@@ -140,12 +150,16 @@ class WeightFiles:
         """
         for path, names in self._by_file(model).items():
             with safe_open(path, framework="pt") as file, torch.no_grad():
-                for name_in_file, name in names:
-                    parameter = model.get_parameter(name)
-                    self._check_shape(file.get_slice(name_in_file).get_shape(), name, parameter)
+                for name_in_file, place in names:
+                    parameter = model.get_parameter(place.parameter)
+                    part = file.get_slice(name_in_file)
+                    self._check_shape(part.get_shape(), name_in_file, place, parameter)
                     local, first = shard_of(parameter)
-                    if local.numel():
-                        local.copy_(file.get_slice(name_in_file)[first : first + len(local)])
+                    if place.expert is not None:
+                        if first <= place.expert < first + len(local):
+                            place._replace(expert=place.expert - first).part_of(local).copy_(part[:])
+                    elif local.numel():
+                        local.copy_(part[first : first + len(local)])
 
     def digest(self, model: PreTrainedModel) -> str:
         """Return a checksum of every parameter's shape and first row, as text.
@@ -156,19 +170,20 @@ class WeightFiles:
         total = 0
         for path, names in self._by_file(model).items():
             with safe_open(path, framework="pt") as file:
-                for name_in_file, name in names:
-                    part = file.get_slice(name_in_file)
-                    self._check_shape(part.get_shape(), name, model.get_parameter(name))
+                for name_in_file, place in names:
+                    part, parameter = file.get_slice(name_in_file), model.get_parameter(place.parameter)
+                    self._check_shape(part.get_shape(), name_in_file, place, parameter)
                     row = part[:1] if len(part.get_shape()) > 1 else part[:]
-                    total = crc32(f"{name} {part.get_shape()} {part.get_dtype()}".encode(), total)
+                    total = crc32(f"{name_in_file} {part.get_shape()} {part.get_dtype()}".encode(), total)
                     total = crc32(row.contiguous().view(torch.uint8).numpy(), total)
         return f"files {total}"
 
-    def _by_file(self, model: nn.Module) -> dict[Path, list[tuple[str, str]]]:
-        """Return, for each file, pairs of a parameter's name in the file and its name in the model.
+    def _by_file(self, model: PreTrainedModel) -> dict[Path, list[tuple[str, Place]]]:
+        """Return, for each file, the names of its tensors, and the part of a parameter that each of them is.
 
         A tied parameter has several names. The files may contain any of them, or all; if they contain
-        several, the values are compared. Parameters of adapters are left out.
+        several, the values are compared. Experts have a tensor each, or are in one tensor as in the model.
+        Parameters of adapters are left out.
 
         Raises:
             ModelError: See ``load``.
@@ -177,22 +192,33 @@ class WeightFiles:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not is_adapter(name):
                 tied.setdefault(parameter, []).append(name)
-        files: dict[Path, list[tuple[str, str]]] = {}
+        files: dict[Path, list[tuple[str, Place]]] = {}
         missing = []
         for parameter, names in tied.items():
             # The names in files of a model without a head lack the prefix "model.".
-            own = map(plain_name, names)
-            names_in_file = [name if name in self._files else name.removeprefix("model.") for name in own]
-            names_in_file = [name for name in names_in_file if name in self._files]
+            own = [plain_name(name) for name in names]
+            names_in_file = [found for name in own if (found := self._name_in_file(name)) is not None]
             if names_in_file:
-                files.setdefault(self._files[names_in_file[0]], []).append((names_in_file[0], names[0]))
+                place = Place(names[0])
+                files.setdefault(self._files[names_in_file[0]], []).append((names_in_file[0], place))
                 for other in names_in_file[1:]:
                     self._check_equal(names_in_file[0], other, parameter)
-            else:
-                missing.append(plain_name(names[0]))
+                continue
+            parts = parts_in_files(model.config.model_type, own[0], parameter.shape)
+            for name, place in parts.items():
+                found = self._name_in_file(name)
+                if found is None:
+                    missing.append(name)
+                else:
+                    place = place._replace(parameter=names[0])
+                    files.setdefault(self._files[found], []).append((found, place))
         if missing:
             raise ModelError(f"the weights in {self.folder} lack {', '.join(sorted(missing)[:3])}")
         return files
+
+    def _name_in_file(self, name: str) -> str | None:
+        """Return the name of a tensor in the files; None if it is in none of them."""
+        return next((found for found in (name, name.removeprefix("model.")) if found in self._files), None)
 
     def _check_equal(self, first: str, second: str, parameter: nn.Parameter) -> None:
         """Compare two tensors of the files that are one parameter of the model, in blocks of rows."""
@@ -202,7 +228,7 @@ class WeightFiles:
         ):
             parts = one.get_slice(first), other.get_slice(second)
             for name, part in zip((first, second), parts, strict=True):
-                self._check_shape(part.get_shape(), name, parameter)
+                self._check_shape(part.get_shape(), name, Place(name), parameter)
             rows = max(1, COMPARED_ELEMENTS * len(parameter) // parameter.numel())
             for start in range(0, len(parameter), rows):
                 pair = [part[start : start + rows].to(parameter.dtype) for part in parts]
@@ -212,9 +238,10 @@ class WeightFiles:
                         "values for the two; set tie_word_embeddings to false in its config.json"
                     )
 
-    def _check_shape(self, shape: list[int], name: str, parameter: nn.Parameter) -> None:
-        if shape != list(parameter.shape):
+    def _check_shape(self, shape: list[int], name: str, place: Place, parameter: nn.Parameter) -> None:
+        expected = place.shape_in(parameter.shape)
+        if shape != expected:
             raise ModelError(
                 f"the weights in {self.folder} cannot be loaded: {name} has shape {shape} there, and "
-                f"{list(parameter.shape)} by the config; give the config that belongs to the weights"
+                f"{expected} by the config; give the config that belongs to the weights"
             )

@@ -37,6 +37,7 @@ from lab.planning.closed_form_terms import (
     Sizes,
     accumulates,
     bytes_of,
+    experts_keep,
     highest_of,
     inside_mlp,
     kernel_bytes,
@@ -152,26 +153,32 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             for part, held, others in streamed_layer(z, i)
         }
     # The first layer is gathered while the buffer is there into which the root's parameters came.
-    gathered = {PARAMETERS: (1 + (z.n > 1)) * z.w * (z.root + z.layer) * z.copied}
+    gathered = {PARAMETERS: (1 + (z.n > 1)) * z.w * (z.root + z.of(0).layer) * z.copied}
     highest["first layer gathered"] = {
         "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z) + z.A}
     }  # fmt: skip
-    state = {"model state": _state(z), "gradients": _reduced(z, z.L * z.trained.layer_shard, z.reduced)}
+    if z.L > 1 and z.n > 1:
+        # Of a layer, too, while the buffer is there into which the parameters of the layer before came.
+        gathered = {PARAMETERS: z.w * (z.root + 2 * z.of(z.L - 1).layer + z.of(z.L - 2).layer)}
+        highest["last layer gathered"] = {
+            "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z)},
+            "inputs": {ACTIVATIONS: _waiting(z, z.L - 1) + z.A * (not z.recipe.checkpoint)},
+        }  # fmt: skip
+    state = {"model state": _state(z), "gradients": _reduced(z, z.trained_shards(0), z.reduced)}
     # The gradient of a tied embedding is a sum of two.
     table = z.w * z.trained.table
     embedding = {GRADIENTS: (1 + z.summed) * table, TEMPORARY: table * z.tied}
     tables = {"head and embedding": plus(_head_gradient(z, z.w), embedding)}
     whole = {"tokens": {ACTIVATIONS: _tokens(z)}, "parameters": {PARAMETERS: z.w * z.root * z.copied}}
-    in_flight = {GRADIENTS: z.f * z.trained.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
+    in_flight = {GRADIENTS: z.f * z.of(0).trained.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
     highest["embedding backward"] = state | tables | whole | {"gradients in flight": in_flight}
     if z.copied and not z.adapted:
-        root_shard = z.shard - z.L * z.layer_shard
-        highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, root_shard)}
+        highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, z.root_shard)}
     if z.copied:
-        for i in {z.L - 1, min(1, z.L - 1), 0}:
+        for i in _layers(z):
             # The copy of the layer above is gone by then.
-            copy = {GRADIENTS: -z.f * z.trained.layer * (i < z.L - 1)}
-            flight = plus(_reducing(z, z.trained.layer, z.trained.layer_shard), copy)
+            own = z.of(i).trained
+            flight = plus(_reducing(z, own.layer, own.layer_shard), {GRADIENTS: -_copy_of_layer_above(z, i)})
             reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
             highest[f"gradients of layer {i}"] = _held(z, i, reduced, runs=False)
     return highest
@@ -182,12 +189,20 @@ def _layers(z: Sizes) -> list[int]:
 
     From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
     layer from it, where the parameters of the next and the gradients of the one before are under way too. Of
-    those between, it is so for the layers that have the same window.
+    those between, it is so for the layers that have the same window, and experts as the layers beside them.
     """
     ends = {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}
-    between = [i for i in range(z.L) if i not in ends]
-    of_window = [[i for i in between if z.windows[i] == window] for window in set(z.windows)]
-    return sorted(ends | {i for layers in of_window for i in (*layers[:1], *layers[-1:])})
+    alike: dict[object, list[int]] = {}
+    for i in range(z.L):
+        if i not in ends:
+            beside = tuple(layer.sparse for layer in z.layers[i - 1 : i + 2])
+            alike.setdefault((z.windows[i], beside), []).append(i)
+    return sorted(ends | {i for layers in alike.values() for i in (layers[0], layers[-1])})
+
+
+def _copy_of_layer_above(z: Sizes, layer: int) -> int:
+    """The wide copy of the gradients of the layer above, which are summed over ranks meanwhile."""
+    return z.f * z.of(layer + 1).trained.layer * z.copied if layer < z.L - 1 else 0
 
 
 def _total(parts: Parts) -> Held:
@@ -218,15 +233,17 @@ def _held(z: Sizes, layer: int, more: Parts, *, runs: bool = True, others: int |
     above, head = z.L - 1 - layer, z.w if z.copied else 4
     if others is None:
         others = layer > 0 and z.n > 1
-    whole = z.root + z.layer * ((layer < z.L and runs) + others)
-    reduced = _reduced(z, max(above, 0) * z.trained.layer_shard, z.reduced)
+    # Which layers are gathered in forward does not matter, but for their sizes.
+    following = z.of(layer - 1).layer if 0 < layer < z.L else max(kind.layer for kind in z.layers)
+    whole = z.root + others * following + (z.of(layer).layer if layer < z.L and runs else 0)
+    reduced = _reduced(z, z.trained_shards(layer + 1), z.reduced)
     held: Parts = {
         "model state": _state(z),
         "parameters": {PARAMETERS: z.w * whole * z.copied},
         "tokens": {ACTIVATIONS: _tokens(z)},
         "inputs": {ACTIVATIONS: _waiting(z, layer)},
         "gradients": plus(reduced, _head_gradient(z, head * (above >= 0))),
-        "gradients in flight": {GRADIENTS: z.f * z.trained.layer * (above > 0 and z.copied)},
+        "gradients in flight": {GRADIENTS: _copy_of_layer_above(z, layer)},
     }
     return {name: plus(held.get(name, {}), more.get(name, {})) for name in held | more}
 
@@ -280,7 +297,7 @@ def _kept_on_host(z: Sizes, tiles: bool) -> int:
     if z.recipe.offload == "attention":
         attended = sum(piece_sizes(z.H * z.h))
         attended += sum(sum(piece_sizes(z.f * z.b * z.s * heads)) for heads in kernel_heads(z))
-    grads = 4 * z.trained.layer_shard * (z.recipe.optimizer == "host")
+    grads = 4 * z.trained_shards(z.L - 1) * (z.recipe.optimizer == "host")
     return inputs + max(z.L * attended, (z.L - 1) * attended + grads)
 
 
@@ -294,9 +311,9 @@ def _waiting(z: Sizes, layer: int) -> int:
     if z.recipe.stream:
         return 0
     if not z.recipe.checkpoint:
-        kept = z.norms * _norm_keeps(z) + sum(_inputs_kept(z))
-        kept += bytes_of(_attention_keeps(z)) + _mlp_keeps(z)
-        return layer * kept - _first_keeps_less(z) * (layer > 0)
+        kept = z.norms * _norm_keeps(z) + _inputs_kept(z)[0] + bytes_of(_attention_keeps(z))
+        mlps = sum(_inputs_kept(z.of(i))[1] + _mlp_keeps(z.of(i)) for i in range(layer))
+        return layer * kept + mlps - _first_keeps_less(z) * (layer > 0)
     if z.recipe.offload == "none":
         return z.A * min(layer + 1, z.L)
     coming = z.A + _attended(z) * (z.recipe.offload == "attention")
@@ -315,6 +332,8 @@ def _mlp_keeps(z: Sizes) -> int:
     """Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it."""
     if z.recipe.mlp_tile:
         return 0
+    if z.sparse:
+        return experts_keep(z, z.s)
     tensors = (4 if z.matrices == 3 else 2) - z.trained.frozen.down
     return tensors * z.M + z.w * z.b * z.s * z.trained.low[1]
 
@@ -389,6 +408,7 @@ def _sent_on(z: Sizes) -> int:
 
 def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
+    z = z.of(layer)
     attention, kept = _attention_keeps(z), _kept(z)
     before, after = _norm_keeps(z) * z.norms_before, _norm_keeps(z) * z.norms_after
     of_attention, of_mlp = _inputs_kept(z)

@@ -54,7 +54,9 @@ def streamed_layers(z: Sizes) -> list[int]:
     """
     lowest = {}
     for layer in reversed(range(z.L)):
-        lowest[z.windows[layer], _begins(z, layer), layer % z.recipe.segment > 0, layer > 0] = layer
+        kinds = z.layers[max(layer - 1, 0) : layer + 2]
+        alike = (z.windows[layer], *(kind.sparse for kind in kinds))
+        lowest[alike, _begins(z, layer), layer % z.recipe.segment > 0, layer > 0] = layer
     return sorted(lowest.values())
 
 
@@ -69,7 +71,7 @@ def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
     dx is written over dy.
     """
     place, others = layer % z.recipe.segment, int(layer > 0 and z.n > 1)
-    begins, window = _begins(z, layer), z.windows[layer]
+    begins, window, z = _begins(z, layer), z.windows[layer], z.of(layer)
     dy: Parts = {"residual": {ACTIVATION_GRADIENTS: z.A}}
     if begins and place:
         # The layer below was gathered in advance, but has run again since, and is not whole any more. While
@@ -297,12 +299,12 @@ def streamed_host(z: Sizes) -> Iterator[tuple[int, int]]:
     plan = _schedule(z)
     outputs = len(plan.stages) * _pages(plan.chunk * z.h)
     lses = sum(_pages(z.f * z.b * z.s * heads) for heads in kernel_heads(z))
-    grads = _head_gradients(z, plan)
+    grads, on_host = _head_gradients(z, plan), z.recipe.optimizer == "host"
     for number, first in enumerate(range(0, z.L, k), start=1):
         length = min(k, z.L - first)
-        layers, above = first * kept + length, z.L - first - length
+        layers = first * kept + length
         tiles = (number + length - 1) * _pages(z.A) + layers * outputs + grads
-        yield tiles, layers * lses + 4 * z.trained.layer_shard * above * (z.recipe.optimizer == "host")
+        yield tiles, layers * lses + 4 * z.trained_shards(first + length) * on_host
 
 
 def _head_gradients(z: Sizes, plan: Schedule) -> int:

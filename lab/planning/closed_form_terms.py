@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from lab.memory.categories import CATEGORIES
@@ -92,8 +92,23 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """What a layer with experts has in another size than a dense one; see ``Sizes``."""
+
+    sparse: bool
+    M: int
+    mlp: int
+    layer: int
+    layer_shard: int
+    trained: Trained
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The letters: tensors of one rank's b*s tokens in bytes, weights of the whole model in elements.
+
+    Where layers with experts and dense ones take turns, what ``LayerSizes`` has is that of one layer: the
+    first one's, or that of ``of(layer)``.
 
     w bytes an element as computed with, f an element of a sum; ``n`` ranks share a parameter; ``copied``:
     parameters are cast or gathered, so modules work on a copy of them; ``summed``: they are not, and each
@@ -103,6 +118,8 @@ class Sizes:
     ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most.
     ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen. ``windows``
     are the keys that a query of each layer sees, at most all; None if the layer's kernel knows of no window.
+    ``sparse``: the MLP is a mixture of experts, ``chosen`` of them for each token. M is then one inner tensor
+    of all rows, of which each token has as many.
     """
 
     recipe: Recipe
@@ -144,11 +161,24 @@ class Sizes:
     table: int
     root: int
     layer_shard: int
+    root_shard: int
     shard: int
     sent: int
     adapted: bool
     windows: tuple[int | None, ...]
     trained: Trained
+    sparse: bool
+    experts: int
+    chosen: int
+    layers: tuple[LayerSizes, ...]
+
+    def of(self, layer: int) -> Sizes:
+        """Return the sizes as those of a layer."""
+        return replace(self, **vars(self.layers[layer]))
+
+    def trained_shards(self, first: int) -> int:
+        """Return the trained weights of the layers from ``first`` on, on the rank that has the most."""
+        return sum(layer.trained.layer_shard for layer in self.layers[first:])
 
     @property
     def branches(self) -> bool:
@@ -169,16 +199,10 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
     tied, head_norms = shape.tied, shape.head_norms
     b, s = local_sizes(job)
     n = ranks if recipe.fsdp else 1
-    (layer, root), (layer_shard, root_shard) = _weights(shape, 1), _weights(shape, n)
-    mlp = shape.matrices * E * shape.I + shape.mlp_biases
     token, f, copied = w * b * s, max(w, 4), recipe.fsdp or recipe.compute_dtype is not None
-    if job.lora is None:
-        output = E * H * D
-        tail = mlp + output + E * (1 + shape.layer_norms)
-        trained = Trained(V * E, mlp, output, tail, layer, layer_shard, L * layer_shard + root_shard)
-    else:
-        trained = _adapters(shape, job.lora, n)
-        layer, layer_shard = layer + trained.layer, layer_shard + trained.layer_shard
+    kinds = {sparse: _layer_sizes(shape, job, n, token, sparse=sparse) for sparse in set(shape.sparse)}
+    layers = tuple(kinds[sparse] for sparse in shape.sparse)
+    root_shard = shape.root_weights(ranks=n)
     return Sizes(
         recipe, L, E, H, K, D, V, b, s, w, f, n,
         # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
@@ -189,12 +213,32 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding, head_norms=head_norms,
         layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
-        A=token * E, M=token * shape.I, h=token * D, mlp=mlp,
-        matrices=shape.matrices, layer=layer, table=V * E, root=root, layer_shard=layer_shard,
-        shard=L * layer_shard + root_shard, sent=token * D * max(K, recipe.ulysses),
-        adapted=job.lora is not None, trained=trained,
+        A=token * E, h=token * D, matrices=shape.matrices, table=V * E, root=shape.root_weights(),
+        root_shard=root_shard, shard=sum(layer.layer_shard for layer in layers) + root_shard,
+        sent=token * D * max(K, recipe.ulysses), adapted=job.lora is not None,
         windows=tuple(_window(window, recipe, s) for window in shape.windows),
+        experts=shape.experts, chosen=shape.experts_per_token, layers=layers, **vars(layers[0]),
     )  # fmt: skip
+
+
+def _layer_sizes(shape: Shape, job: Job, n: int, token: int, *, sparse: bool) -> LayerSizes:
+    """The sizes of a layer with experts, or of a dense one; ``token`` is b*s elements, in bytes."""
+    layer = shape.layer_weights(sparse=sparse)
+    layer_shard = shape.layer_weights(sparse=sparse, ranks=n)
+    mlp, inner = shape.mlp_weights(sparse=sparse), shape.I
+    if sparse:
+        inner = shape.experts_per_token * shape.expert_width
+    if job.lora is None:
+        output = shape.E * shape.H * shape.D
+        norms = shape.norms - (shape.norms > 2 * shape.norms_after)
+        tail = mlp + output + norms * shape.E * (1 + shape.layer_norms)
+        shard = sum(shape.layer_weights(sparse=kind, ranks=n) for kind in shape.sparse)
+        shard += shape.root_weights(ranks=n)
+        trained = Trained(shape.V * shape.E, mlp, output, tail, layer, layer_shard, shard)
+    else:
+        trained = _adapters(shape, job.lora, n)
+        layer, layer_shard = layer + trained.layer, layer_shard + trained.layer_shard
+    return LayerSizes(sparse, token * inner, mlp, layer, layer_shard, trained)
 
 
 def _window(window: int | None, recipe: Recipe, s: int) -> int | None:
@@ -238,29 +282,6 @@ def local_sizes(job: Job) -> tuple[int, int]:
     degree = recipe.ulysses * recipe.ring
     padded = lcm(degree, 2 * recipe.ring if recipe.ring > 1 else 1)
     return -(-job.rows * degree // job.ranks), -(-job.tokens // padded) * padded // degree
-
-
-def _weights(shape: Shape, n: int) -> tuple[int, int]:
-    """The weights of a layer, and those outside the layers, on the rank of ``n`` that has the most.
-
-    The rows of each are divided over the ranks: of a projection's matrix, its outputs.
-    """
-
-    def most(rows: int) -> int:
-        return -(-rows // n)
-
-    E = shape.E
-    projections = sum(before * most(after) for before, after in shape.projections.values())
-    norm = most(E) * (1 + shape.layer_norms)
-    vectors = most(shape.attention_biases) + most(shape.mlp_biases) + _head_norm_weights(shape, n)
-    return projections + vectors + shape.norms * norm, (2 - shape.tied) * E * most(shape.V) + norm
-
-
-def _head_norm_weights(shape: Shape, n: int) -> int:
-    """The weights of the norms of q and k on the rank of ``n`` that has the most."""
-    of_all = [shape.H * shape.D, shape.K * shape.D]
-    sizes = {"none": [], "each": 2 * [shape.D], "all": of_all}[shape.head_norms]
-    return sum(-(-size // n) for size in sizes)
 
 
 # ---- what several parts hold alike -------------------------------------------------------------------------
@@ -408,6 +429,8 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     ``added``: autograd adds each weight gradient to that of the tiles before, as soon as it is there. So one
     exists at a time, and the last matrix's does so before the sixth tensor.
     """
+    if z.sparse:
+        return _inside_experts(z, t, copies, kept, output, added=added)
     one, x = z.M * t // z.s, z.A * t // z.s
     gated = z.matrices == 3
     # An adapter of the last projection has two gradients of its input, and their sum.
@@ -438,6 +461,50 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     else:
         late = {ACTIVATION_GRADIENTS: one + 2 * x}
     return highest_of(early, plus(late, gradients))
+
+
+def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *, added: bool) -> Held:
+    """The highest moment in the backward of a mixture of experts; the arguments are those of ``inside_mlp``.
+
+    In the last product, what forward keeps, the gradients of its result and of its operand, and that of its
+    matrices. Where the inner tensor is weighted, the latter gradient, and a product of it. In the first
+    product, the rows, their gradient, that of its result, and those of all matrices. Where the gradients of
+    a token's rows are summed, these rows, the sum and a part of it. If forward runs again, where the results
+    are summed in the same way.
+    """
+    one, x = z.M * t // z.s, z.A * t // z.s
+    rows, summed = z.chosen * x, x * z.f // z.w + x
+    last, trained = z.w * (z.mlp - z.experts * z.E) // 3 * (not z.adapted), z.w * z.trained.mlp
+    out = {output: x} if output else {}
+    moments = [
+        {kept: experts_keep(z, t), ACTIVATION_GRADIENTS: rows + one, GRADIENTS: last},
+        {
+            kept: experts_keep(z, t) - one * (not z.adapted),
+            ACTIVATION_GRADIENTS: one,
+            TEMPORARY: one,
+            GRADIENTS: last,
+        },
+        {
+            kept: rows * (not z.adapted),
+            ACTIVATION_GRADIENTS: 2 * one + rows,
+            GRADIENTS: 2 * last if added else trained,
+        },
+        {ACTIVATION_GRADIENTS: rows + summed, GRADIENTS: 0 if added else trained},
+    ]
+    if output or z.recipe.checkpoint:
+        moments.append({kept: experts_keep(z, t), TEMPORARY: rows + summed})
+    return plus(out, copies, highest_of(*moments))
+
+
+def experts_keep(z: Sizes, t: int) -> int:
+    """What a mixture of experts keeps of t tokens for backward: rows, and five inner tensors of these.
+
+    With frozen experts there are no rows, and one inner tensor less. In addition, the probabilities of the
+    router in fp32, and of each row eleven numbers of 4 bytes: its token, place and pair, and its weight.
+    """
+    inner = (5 - z.adapted) * z.M * t // z.s
+    rows = z.chosen * z.A * t // z.s * (not z.adapted)
+    return rows + inner + z.b * t * (44 * z.chosen + 4 * z.experts)
 
 
 def weight_sums(z: Sizes, weights: int) -> Held:

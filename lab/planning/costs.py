@@ -26,6 +26,9 @@ BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
 
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
+GROUPED = ("lab.grouped_product", "lab.grouped_outer_product")
+"""The products of experts. Each row of the first operand is multiplied by one matrix, or by one other row."""
+
 ALL_TO_ALL, ARRIVAL = "c10d.alltoall_base_", "lab.arrival"
 NOTHING = (
     "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided",
@@ -179,8 +182,9 @@ class CostCounter(Observer):
             ranks = min(dist.get_world_size(), self.ranks_per_node) if dist.is_initialized() else 1
             return Costs(device_seconds=touched * ranks / _reached(HOST_MEMORY, HOST_MEMORY_SHARE))
         seconds = touched / _reached(hardware.memory_rate, hardware.memory_share)
-        if name in MATMULS:
-            flops = 2 * args[-2].numel() * args[-1].shape[-1]
+        if name in MATMULS or name in GROUPED:
+            left, right = args[:2] if name in GROUPED else args[-2:]
+            flops = 2 * left.numel() * right.shape[-1]
             # Tensor cores take fp32 as tf32, at half the rate of bf16.
             rate_here = _reached(hardware.matmul, hardware.matmul_share) * 2 / max(args[-1].itemsize, 2)
             return Costs(flops, device_seconds=max(flops / rate_here, seconds))

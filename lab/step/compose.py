@@ -25,6 +25,7 @@ from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
+from lab.techniques.experts import apply_experts
 from lab.techniques.host_file import HostFile
 from lab.techniques.host_state import check_host_backend
 from lab.techniques.inputs import apply_input_checks
@@ -155,10 +156,11 @@ def apply_techniques(
     kernel = refuse_together(partial(_kernel, model, recipe, mesh, checked), mesh.get_group())
     check_same_model(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
-    # Attention by the lab's kernels and exact positions, for every recipe: the plain model is the same maths
-    # as all the others.
+    # Attention by the lab's kernels, exact positions and experts by grouped products, for every recipe: the
+    # plain model is the same maths as all the others.
     apply_attention(model)
     apply_rope(model)
+    apply_experts(model)
     # The kernel is chosen once, with its backward in tiles. A ring wraps it; Ulysses or UPipe, applied below,
     # wraps the ring.
     apply_kernel(model, kernel=kernel)

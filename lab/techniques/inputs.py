@@ -16,7 +16,7 @@ from lab.torch_private import FakeTensor, version
 
 NEUTRAL: dict[str, object] = {
     "is_causal": True, "logits_to_keep": 0, "output_attentions": False, "output_hidden_states": False,
-    "return_dict": True, "use_cache": False,
+    "output_router_logits": False, "return_dict": True, "use_cache": False,
 }  # fmt: skip
 """The values of transformers' keywords that change nothing. None changes nothing for every keyword."""
 

@@ -1,0 +1,277 @@
+"""Mixtures of experts: the MLP of a layer whose shapes depend on the number of tokens alone.
+
+Letters: n tokens of a call, k experts of each token, T = n*k pairs of a token and an expert, N experts, E
+hidden size, I inner width of an expert, w bytes per element. Pair p is the expert in place p % k of token
+p // k. The *rows* are the pairs in the order of their experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
+
+from lab.decoder import Patch, decoder_of
+from lab.errors import RecipeError
+from lab.techniques.precision import accumulation_dtype
+
+# ---- grouped products --------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lab::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each expert by the expert's matrix.
+
+    On CUDA in half precision this is one kernel. Elsewhere it is a matrix product for each expert, and on
+    CUDA the host waits once for ``ends``.
+
+    Args:
+        rows: [T, a], in the order of their experts.
+        weights: [N, a, b], of any strides.
+        ends: [N], int32: the number of rows of all experts up to this one, itself included.
+
+    Returns:
+        [T, b].
+    """
+    if _has_kernel(rows, weights):
+        return grouped_mm(rows, weights, offs=ends)
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    start = 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        torch.mm(rows[start:end], weight, out=out[start:end])
+        start = end
+    return out
+
+
+@grouped_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001 (the operator's names)
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@torch.library.custom_op("lab::grouped_outer_product", mutates_args=())
+def grouped_outer_product(grads: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradients of the matrices of ``grouped_product``, transposed; see there for ``ends``.
+
+    That of an expert without rows is zero.
+
+    Args:
+        grads: The gradients of the products, [T, b].
+        rows: [T, a].
+        ends: [N].
+
+    Returns:
+        [N, b, a].
+    """
+    if _has_kernel(grads, rows):
+        return grouped_mm(grads.t(), rows, offs=ends)
+    out = rows.new_empty(ends.shape[0], grads.shape[1], rows.shape[1])
+    start = 0
+    for gradient, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(grads[start:end].t(), rows[start:end], out=gradient)
+        start = end
+    return out
+
+
+@grouped_outer_product.register_fake
+def _(grads: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], grads.shape[1], rows.shape[1])
+
+
+def _has_kernel(*operands: Tensor) -> bool:
+    """Return whether torch has one kernel for all experts; its rows begin at multiples of 16 bytes."""
+    return all(
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and all(size % 8 == 0 for size in x.shape[1:])
+        for x in operands
+    )
+
+
+class _GroupedLinear(Function):
+    """Rows [T, a], weights [N, b, a] and ends [N] -> [T, b]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, ends)
+        out: Tensor = torch.ops.lab.grouped_product(rows, weights.transpose(1, 2), ends)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights, ends = ctx.saved_tensors
+        dout, (rows_needed, weights_needed, _) = dout.contiguous(), ctx.needs_input_grad
+        drows = torch.ops.lab.grouped_product(dout, weights, ends) if rows_needed else None
+        dweights = torch.ops.lab.grouped_outer_product(dout, rows, ends) if weights_needed else None
+        return drows, dweights, None
+
+
+# ---- the order of the rows ---------------------------------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """Which row each pair of a token and an expert is.
+
+    Attributes:
+        tokens: The token of each row, [T].
+        places: The rows of each token, [k, n].
+        ends: The number of rows of all experts up to each one, itself included, [N], int32.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    ends: Tensor
+
+
+def order_of(chosen: Tensor, experts: int) -> tuple[Order, Tensor]:
+    """Return the order of the rows, and the pair that each row is, [T].
+
+    Args:
+        chosen: The experts of each token, [n, k].
+        experts: N.
+    """
+    n, k = chosen.shape
+    by_expert, pairs = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(experts, device=chosen.device)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    tokens = pairs // k
+    # Pair p is in place p % k of token p // k.
+    at = (pairs % k).mul_(n).add_(tokens)
+    places = torch.empty_like(pairs).scatter_(0, at, torch.arange(n * k, device=chosen.device))
+    return Order(tokens, places.view(k, n), ends), pairs
+
+
+def to_rows(x: Tensor, order: Order) -> Tensor:
+    """Copy tokens [n, E] to their rows [T, E]. The transposed map is ``sum_of_rows``."""
+    return x.index_select(0, order.tokens)
+
+
+def sum_of_rows(rows: Tensor, order: Order) -> Tensor:
+    """Return the sum of the k rows of each token, [T, E] -> [n, E], which is rounded once.
+
+    The rows of one place of all tokens are copied at a time, so no second tensor [T, E] is made.
+    """
+    first, *others = order.places
+    total = rows.index_select(0, first).to(accumulation_dtype(rows.dtype))
+    for place in others:
+        total.add_(rows.index_select(0, place))
+    return total.to(rows.dtype)
+
+
+class _ToRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(*order)
+        return to_rows(x, Order(*order))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
+        return sum_of_rows(drows, Order(*ctx.saved_tensors)), None, None, None
+
+
+class _SumOfRows(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(*order)
+        return sum_of_rows(rows, Order(*order))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
+        return to_rows(dx, Order(*ctx.saved_tensors)), None, None, None
+
+
+class _Weighted(Function):
+    """Inner tensors [T, I] and a weight for each row [T] -> their products, in the dtype of the former."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(inner, weights)
+        return torch.mul(inner, weights[:, None], out=torch.empty_like(inner))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        inner, weights = ctx.saved_tensors
+        # Torch sums in fp32 or wider inside the kernel.
+        dweights = (dout * inner).sum(-1).to(weights.dtype)
+        return torch.mul(dout, weights[:, None], out=torch.empty_like(inner)), dweights
+
+
+# ---- the experts -------------------------------------------------------------------------------------------
+
+
+def apply_experts(model: nn.Module) -> None:
+    """Compute the experts of every layer by grouped products: [n, E] -> [n, E].
+
+    The router of transformers chooses k experts for each token, and weights. The tokens are copied to rows in
+    the order of their experts. All experts compute their rows together, whatever number of rows each has. The
+    result of an expert is multiplied by its weight before the last product, where it has I elements and not
+    E. Then the k rows of each token are summed.
+
+    All shapes depend on the number of tokens alone, so a plan on fake tensors holds the bytes of a run. Each
+    token is computed alone, so the MLP may run in tiles. An expert that no token has chosen has a gradient of
+    zero.
+
+    Saves:
+        Nothing, compared with the tokens of one expert after the other. The implementation ``"batched_mm"``
+        of transformers would copy the weights of an expert for each row.
+    Costs:
+        Forward keeps w*T*(E + 5*I) bytes for n tokens: the rows, and five inner tensors. Each of the N
+        experts has a gradient, whether it has rows or not.
+    Source:
+        Mixtral (arXiv 2401.04088), section 2.1; MegaBlocks (arXiv 2211.15841), for the grouped products.
+    Composes with:
+        Everything. The experts of a layer are sharded by FSDP2 as its other parameters are.
+
+    Raises:
+        ModelError: See ``decoder_of``.
+        RecipeError: In forward: ``output_router_logits`` was turned on.
+    """
+    for layer in decoder_of(model).layers:
+        if layer.experts is not None:
+            _group_products(layer.experts)
+            _take_slices(layer.mlp)
+
+
+def _take_slices(mlp: nn.Module) -> None:
+    """Let the MLP take tiles of several rows, [b, t, E], which lie apart in memory."""
+    inner = mlp.forward
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        out: Tensor = inner(hidden_states.contiguous())
+        return out
+
+    mlp.forward = Patch(forward, inner)
+
+
+def _group_products(experts: Any) -> None:
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if experts.config.output_router_logits:
+            raise RecipeError(
+                "output_router_logits was turned on after the recipe was applied: the loss that balances the "
+                "experts is one of the whole sequence, and is not supported; set it to False"
+            )
+        order, pairs = order_of(top_k_index, experts.num_experts)
+        weights = top_k_weights.flatten().gather(0, pairs)
+        # Long tensors have no names here, so that one which backward does not need is freed when it was used.
+        inner = experts._apply_gate(
+            _linear(_ToRows.apply(hidden_states, *order), experts.gate_up_proj, order)  # type: ignore[no-untyped-call]
+        )
+        out: Tensor = _SumOfRows.apply(  # type: ignore[no-untyped-call]
+            _linear(_Weighted.apply(inner, weights), experts.down_proj, order),  # type: ignore[no-untyped-call]
+            *order,
+        )
+        return out
+
+    experts.forward = Patch(forward, experts.forward)
+
+
+def _linear(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    out: Tensor = _GroupedLinear.apply(rows, weights, order.ends)  # type: ignore[no-untyped-call]
+    return out
