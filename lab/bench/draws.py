@@ -181,11 +181,11 @@ def examine_closed_form(draw: Draw, recipe: Recipe) -> str | None:
     estimated = estimate(draw.config(), recipe, **settings)
     part = NEAR_FP64 if recipe.compute_dtype == "float64" else NEAR
     for name, expected, found in (
-        ("device", planned.device_peak, estimated.device_peak),
-        ("host", planned.host_peak, estimated.host_peak),
+        ("device", planned.timeline.device_peak, estimated.device_peak),
+        ("host", planned.timeline.host_peak, estimated.host_peak),
     ):
         # A small model's device holds little without the state of training.
-        of = planned.device_peak + planned.host_peak if recipe.optimizer == "host" else expected
+        of = planned.timeline.device_peak + planned.timeline.host_peak if recipe.optimizer == "host" else expected
         if abs(found - expected) > max(part * of, NEAR_BYTES):
             return f"WRONG: closed form, {name} peak estimated {found}, planned {expected}"
     return None
