@@ -91,9 +91,9 @@ def rows() -> list[dict[str, list[int]]]:
 SETTINGS = {
     "gradient checkpointing": (
         {"gradient_checkpointing": True},
-        "gradient_checkpointing=True beside a recipe ... recomputed twice ... recipe with checkpoint=True",
+        "gradient_checkpointing=True with a recipe ... recomputed twice ... recipe with checkpoint=True",
     ),
-    "fp16": ({"fp16": True}, "fp16=True beside a recipe: ... loss scale ... use bf16=True"),
+    "fp16": ({"fp16": True}, "fp16=True with a recipe: ... loss scale ... use bf16=True"),
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 ... set it to 0"),
     "neftune": ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 ... leave it out"),
     "another optimizer": ({"optim": "adafactor"}, "optim='adafactor' ... use 'adamw_torch'"),
@@ -102,7 +102,7 @@ SETTINGS = {
         "dispatch_batches ... must read the same batch themselves; leave both out",
     ),
     "split batches": (
-        {"accelerator_config": {"split_batches": True}}, "split_batches beside a recipe ... leave both out"
+        {"accelerator_config": {"split_batches": True}}, "split_batches with a recipe ... leave both out"
     ),
     "deepspeed": ({"deepspeed": {"train_batch_size": 1}}, "DeepSpeed's engine ... fsdp=True in the recipe"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True ... loss_kernel='liger' in the recipe"),
@@ -320,7 +320,7 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: with_optimizer(
             folder, optimizer_cls_and_kwargs=lambda _: (torch.optim.SGD, {"lr": 0.1})
         ),
-        "the optimizer SGD beside a recipe ... give torch.optim.AdamW",
+        "the optimizer SGD with a recipe ... give torch.optim.AdamW",
     ),
     "amsgrad": (
         lambda folder: with_optimizer(
@@ -445,12 +445,12 @@ ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
     "tensor parallelism": (
         SHARED,
         lambda: accelerator(parallelism_config=ParallelismConfig(tp_size=2)),
-        "tp_size=2 in the parallelism_config beside a recipe ... leave it out",
+        "tp_size=2 in the parallelism_config together with a recipe ... leave it out",
     ),
     "ulysses of deepspeed": (
         SHARED,
         lambda: accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed")),
-        "sp_size=2 in the parallelism_config beside a recipe ... leave it out",
+        "sp_size=2 in the parallelism_config together with a recipe ... leave it out",
     ),
     "more ranks": (
         SHARED,
@@ -469,7 +469,7 @@ ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
     "fsdp and none": (
         Recipe(),
         lambda: accelerator(fsdp_plugin=plugin()),
-        "accelerate's FSDP beside a recipe with fsdp=False ... set fsdp=True",
+        "accelerate's FSDP together with a recipe of fsdp=False ... set fsdp=True",
     ),
     "fsdp of version 1": (
         OWN,
@@ -507,7 +507,7 @@ def test_an_accelerator_that_is_right() -> None:
     refused("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda: lab.hf.parallelism(SHARED, 5))
 
 
-def test_adapters_beside_accelerates_fsdp() -> None:
+def test_adapters_with_accelerates_fsdp() -> None:
     found = Accelerator(cpu=True)
     found.state.fsdp_plugin = plugin()
     refused("FSDP with a PeftModel ... leave accelerate's FSDP", lambda: lab.hf.apply(adapters(), OWN, found))

@@ -253,7 +253,7 @@ def test_a_notebook_draws_the_step_while_it_runs_and_can_stop_training(
                 widget._handle_custom_msg({"stop": True}, [])
 
     callback = lab.hf.MemoryTimeline()
-    # The state of Adafactor has numbers beside tensors.
+    # The state of Adafactor has numbers and tensors.
     stopped = trainer(tmp_path, callback, Button(), optim="adafactor", gradient_accumulation_steps=2)
     stopped.train()
     widget, picture = shown

@@ -56,6 +56,7 @@ def validated_on_rank(job, settings):
     losses = [float(state.train_step(0, before))]
     with during.measure(state.model, state.optimizer), during.phase("forward"):
         value = state.validation_loss()
+    assert all(module.training for module in state.model.modules())
     held = sum(p.numel() for p in state.model.parameters() if not hasattr(p, "to_local"))
     losses.append(float(state.train_step(0, after)))
     return value, losses, [meter.timeline() for meter in (before, during, after)], held

@@ -219,7 +219,7 @@ def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -
     check_parallelism(recipe, accelerator)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         raise RecipeError(
-            "accelerate's FSDP beside a model that a recipe has sharded: leave accelerate's FSDP out"
+            "accelerate's FSDP with a model that a recipe has sharded: leave accelerate's FSDP out"
         )
     mesh = mesh_of_all(accelerator)
     _leave_as_it_is(model, accelerator)
@@ -250,7 +250,7 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
     for name, size in sizes.items():
         if size > 1:
             raise RecipeError(
-                f"{name}={size} in the parallelism_config beside a recipe: its ulysses and ring shard "
+                f"{name}={size} in the parallelism_config together with a recipe: its ulysses and ring shard "
                 "sequences, and its fsdp the parameters; leave it out"
             )
     cp_size = 1 if config is None else config.cp_size
@@ -261,11 +261,11 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         raise RecipeError(
-            "DeepSpeed's engine beside a recipe: both would shard the model; use fsdp=True in the recipe"
+            "DeepSpeed's engine with a recipe: both would shard the model; use fsdp=True in the recipe"
         )
     if accelerator.mixed_precision != "no":
         raise RecipeError(
-            f"mixed_precision={accelerator.mixed_precision!r} beside a recipe: autocast would run around the "
+            f"mixed_precision={accelerator.mixed_precision!r} with a recipe: autocast would run around the "
             "techniques; use compute_dtype='bfloat16' in the recipe"
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -273,13 +273,11 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
         return
     if not recipe.fsdp:
         raise RecipeError(
-            "accelerate's FSDP beside a recipe with fsdp=False: they contradict each other; set fsdp=True in "
-            "the recipe, or leave accelerate's FSDP out"
+            "accelerate's FSDP together with a recipe of fsdp=False: they contradict each other; set "
+            "fsdp=True in the recipe, or leave accelerate's FSDP out"
         )
     if plugin.fsdp_version != 2:
-        raise RecipeError(
-            "FSDP version 1 beside a recipe: its flat parameters hide the weights; use version 2"
-        )
+        raise RecipeError("FSDP version 1 with a recipe: its flat parameters hide the weights; use version 2")
     refused = {
         "activation_checkpointing": bool(plugin.activation_checkpointing),
         "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
@@ -288,8 +286,8 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise RecipeError(
-                f"{name}={getattr(plugin, name)} of accelerate's FSDP beside a recipe, which has checkpoint "
-                "and optimizer for this: leave it out"
+                f"{name}={getattr(plugin, name)} of accelerate's FSDP together with a recipe, which has "
+                "checkpoint and optimizer for this: leave it out"
             )
 
 

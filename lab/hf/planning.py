@@ -82,7 +82,7 @@ def fit(
             "knows fp32 weights and bf16=True; ask lab.hf.plan(trainer) for one recipe"
         )
     if not all(parameter.requires_grad for parameter in skeleton.parameters()):
-        # The closed form takes the adapters as settings, beside the model without them.
+        # The closed form takes the model without adapters, and these as settings.
         step |= {"model": skeleton.config, "lora": _lora_of(trainer)}
     return _call_outside_of_ranks(fit_of, **step, **machine)
 

@@ -110,7 +110,7 @@ class LongContext(Base):
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if kwargs.get(name) is not None:
                 raise RecipeError(
-                    f"{name} beside a recipe: it takes the logits of all tokens, which never exist; leave "
+                    f"{name} with a recipe: it takes the logits of all tokens, which never exist; leave "
                     "it out"
                 )
         if args is None:
@@ -131,7 +131,7 @@ class LongContext(Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Resolve the recipe for this model and number of ranks, and make an accelerator for it."""
         if self.model is None:
-            raise RecipeError("model_init beside a recipe: give the model itself")
+            raise RecipeError("model_init with a recipe: give the model itself")
         inner = inner_model(self.model)
         # SFTTrainer later sets a forward that computes entropies. The recipe is applied to this one.
         self._forward = vars(inner).get("forward")
@@ -140,7 +140,7 @@ class LongContext(Base):
         if given is not None and not isinstance(given, SharedSequences):
             raise RecipeError(
                 f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, "
-                f"tp_size={given.tp_size} beside a recipe, which makes its own: leave it out"
+                f"tp_size={given.tp_size} together with a recipe, which makes its own: leave it out"
             )
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
         config = self.args.accelerator_config

@@ -93,7 +93,7 @@ def arguments(
 
 
 _CHECKPOINTING = (
-    "gradient_checkpointing=True beside a recipe: a layer would be recomputed twice; leave it out, and use a "
+    "gradient_checkpointing=True with a recipe: a layer would be recomputed twice; leave it out, and use a "
     "recipe with checkpoint=True"
 )
 
@@ -159,12 +159,12 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     optim = getattr(args.optim, "value", args.optim)
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise RecipeError(
-            f"optim={optim!r} beside a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
+            f"optim={optim!r} with a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
         )
     config: Any = args.accelerator_config
     if config.dispatch_batches or config.split_batches:
         raise RecipeError(
-            "dispatch_batches or split_batches beside a recipe: ranks that share a sequence must read the "
+            "dispatch_batches or split_batches with a recipe: ranks that share a sequence must read the "
             "same batch themselves; leave both out"
         )
     return choice
@@ -181,13 +181,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.AdamW):
         raise RecipeError(
-            f"the optimizer {type(inner).__name__} beside a recipe: plans and checkpoints know AdamW; "
+            f"the optimizer {type(inner).__name__} with a recipe: plans and checkpoints know AdamW; "
             "leave it out, or give torch.optim.AdamW"
         )
     if any(group["amsgrad"] for group in inner.param_groups):
         raise RecipeError(
-            "AdamW with amsgrad=True beside a recipe: plans and checkpoints know two moments of a parameter, "
-            "and not a third; set amsgrad=False"
+            "AdamW with amsgrad=True, together with a recipe: plans and checkpoints know two moments of a "
+            "parameter, and not a third; set amsgrad=False"
         )
     given = {parameter for group in inner.param_groups for parameter in group["params"]}
     if not given <= set(model.parameters()):
@@ -200,7 +200,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def _check_setting(name: str, value: object) -> None:
     works, reason = _ONLY[name]
     if value not in works:
-        raise RecipeError(f"{name}={value!r} beside a recipe: {reason}")
+        raise RecipeError(f"{name}={value!r} with a recipe: {reason}")
 
 
 def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -> None:
