@@ -95,6 +95,7 @@ class Family:
         joined_heads: Whether it joins each head of the rotated dimensions and the others, which is a copy.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
+        output_biases: Whether the projection of attention's output has a bias if those of q, k and v have.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The field that divides the logits; None if there is none.
         wide_scales: Whether the norms multiply by their scales in fp32, and not in the input's dtype.
@@ -118,6 +119,7 @@ class Family:
     joined_heads: bool = False
     layer_norms: bool = False
     qkv_biases: bool = False
+    output_biases: bool = True
     scaled_residual: bool = False
     logits_divisor: str | None = None
     wide_scales: bool = False
@@ -189,6 +191,7 @@ FAMILIES: dict[str, Family] = {
         ),
         interleaved=True,
         joined_heads=True,
+        output_biases=False,
     ),
     "granite": Family(
         "Granite",
@@ -394,7 +397,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
     # The field of Starcoder2 stands for all biases.
     everywhere = getattr(c, "use_bias", False)
     attention_bias = bool(getattr(c, "attention_bias", everywhere))
-    output_bias = bool(getattr(c, "attention_out_bias", attention_bias))
+    output_bias = bool(getattr(c, "attention_out_bias", attention_bias and family.output_biases))
     mlp_bias = bool(getattr(c, "mlp_bias", everywhere))
     sparse = sparse_layers(c)
     return Shape(

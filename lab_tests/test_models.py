@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lab import models
+from lab.decoder import head_dim_of
 from lab.errors import ModelError, RecipeError
 from lab.models.presets import PRESETS
 from lab.recipe.recipe import Recipe
@@ -34,7 +35,22 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "mistral-7b": 7_248_023_552,
+    "gemma3-27b": 27_009_346_304,
+    "olmo2-7b": 7_298_617_344,
+    "phi3-mini": 3_821_079_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
+
+
+ROTATIONS = {
+    "gemma3-27b": (1_000_000.0, 128, True, 131072, 1e-6),
+    "olmo2-7b": (500_000.0, 128, False, 4096, 1e-6),
+    "phi3-mini": (10_000.0, 96, False, 4096, 1e-5),
+    "mixtral-8x7b": (1_000_000.0, 128, False, 32768, 1e-5),
+    "qwen3-30b-a3b": (1_000_000.0, 128, False, 40960, 1e-6),
+}
+"""The base of the angles (of layers without a window), D, a tied head, the length, and the norms' epsilon."""
 
 
 def test_tiny_has_the_head_geometry_of_llama3_8b():
@@ -68,7 +84,17 @@ def test_every_preset_can_be_sharded_over_eight_ranks(name):
 
 def test_the_presets_rotate_as_the_published_models_do():
     """Parameter counts cannot see any of this: heads, bases of angles, lengths."""
-    for name in PUBLISHED:
+    for name, (theta, head_dim, tied, length, epsilon) in ROTATIONS.items():
+        config = models.config_of(name)
+        of_all = config.rope_parameters.get("full_attention", config.rope_parameters)
+        found = (
+            of_all["rope_theta"], head_dim_of(config), config.tie_word_embeddings,
+            config.max_position_embeddings, config.rms_norm_eps,
+        )  # fmt: skip
+        assert found == (theta, head_dim, tied, length, epsilon), name
+    assert models.shape_of("gemma3-27b").windows == ((1024,) * 5 + (None,)) * 10 + (1024, 1024)
+    assert set(models.shape_of("phi3-mini").windows) == {2047}
+    for name in PUBLISHED.keys() - ROTATIONS.keys():
         config = models.config_of(name)
         theta = 500_000.0 if name.startswith("llama") else 1_000_000.0
         assert config.rope_parameters["rope_theta"] == theta, name
@@ -207,7 +233,7 @@ def fail():
 
 FAMILY = (
     "is not a family that the lab computes right: Arcee, Gemma, Gemma 3, GLM-4, Granite, Llama, Ministral, "
-    "Mistral, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Seed-OSS, SmolLM3 and Starcoder2 are"
+    "Mistral, Mixtral, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Qwen3-MoE, Seed-OSS, SmolLM3 and Starcoder2 are"
 )
 
 
@@ -227,7 +253,8 @@ def change_config(name, value):
         (
             "tinny",
             "unknown model 'tinny' (did you mean 'tiny'?): give one of tiny, llama3-8b, llama3-70b, "
-            "llama3.2-1b, llama3.2-3b, qwen3-8b, qwen3-32b, mistral-7b, "
+            "llama3.2-1b, llama3.2-3b, qwen3-8b, qwen3-32b, mistral-7b, gemma3-27b, olmo2-7b, phi3-mini, "
+            "mixtral-8x7b, qwen3-30b-a3b, "
             "or a directory that holds a config.json",
         ),
         (7, "a model of type int: give a name, a directory, a config, or a callable"),

@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import CohereConfig, Qwen2Config, Qwen3Config
 
 from lab import models
+from lab.decoder import head_dim_of
 from lab.errors import LabError, ModelError
 from lab.models.presets import PRESETS
 from lab.models.small_copies import small_copy
@@ -32,15 +33,19 @@ def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
         "num_key_value_heads",
         "tie_word_embeddings",
         "rope_parameters",
-        "hidden_act",
     )
     for attribute in kept:
         assert getattr(small, attribute) == getattr(full, attribute)
-    by = full.head_dim // small.head_dim
-    assert small.head_dim == 8
+    by = head_dim_of(full) // head_dim_of(small)
+    # No smaller number divides all widths.
+    assert head_dim_of(small) == {"gemma3-27b": 16, "phi3-mini": 12}.get(name, 8)
     assert (small.hidden_size * by, small.intermediate_size * by, small.vocab_size * by) == (
         full.hidden_size, full.intermediate_size, full.vocab_size
     )  # fmt: skip
+    if name == "qwen3-30b-a3b":
+        assert small.moe_intermediate_size * by == full.moe_intermediate_size
+    for of_experts in ("num_experts", "num_local_experts", "num_experts_per_tok"):
+        assert getattr(small, of_experts, None) == getattr(full, of_experts, None)
     assert small.num_hidden_layers == min(full.num_hidden_layers, 4)
     assert degrees(small.num_attention_heads, small.num_key_value_heads) == degrees(
         full.num_attention_heads, full.num_key_value_heads
@@ -111,7 +116,7 @@ def test_the_model_itself_is_left_alone_and_a_directory_will_do(tmp_path):
 
 
 REFUSED = {
-    "mixtral is not a family": MixtralConfig(),
+    "cohere is not a family": CohereConfig(),
     "attention_dropout=0.1": odd(attention_dropout=0.1),
     "rope_type='dynamic'": odd(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=99

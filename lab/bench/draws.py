@@ -185,7 +185,8 @@ def examine_closed_form(draw: Draw, recipe: Recipe) -> str | None:
         ("host", planned.timeline.host_peak, estimated.host_peak),
     ):
         # A small model's device holds little without the state of training.
-        of = planned.timeline.device_peak + planned.timeline.host_peak if recipe.optimizer == "host" else expected
+        both = planned.timeline.device_peak + planned.timeline.host_peak
+        of = both if recipe.optimizer == "host" else expected
         if abs(found - expected) > max(part * of, NEAR_BYTES):
             return f"WRONG: closed form, {name} peak estimated {found}, planned {expected}"
     return None

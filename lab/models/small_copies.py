@@ -41,15 +41,19 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     check_rope(small)
     own, E, H = head_dim_of(small), small.hidden_size, small.num_attention_heads
     # Some families need a hidden size that the number of heads divides.
-    common = gcd(own, E // H if E % H == 0 else E, small.intermediate_size)
+    # Those of an MLP, and of an expert if it has a width of its own.
+    widths = [name for name in ("intermediate_size", "moe_intermediate_size") if hasattr(small, name)]
+    common = gcd(own, E // H if E % H == 0 else E, *(getattr(small, name) for name in widths))
     by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
     if by == 1 and own >= 2 * head_dim:
+        of_mlps = " and ".join(f"{name} {getattr(small, name)}" for name in widths)
         raise ModelError(
-            f"head_dim {own}, hidden_size {E} and intermediate_size {small.intermediate_size} have no "
-            f"divisor that leaves heads of {head_dim} or more: give a smaller head_dim"
+            f"head_dim {own}, hidden_size {E} and {of_mlps} have no divisor that leaves heads of {head_dim} "
+            "or more: give a smaller head_dim"
         )
     small.hidden_size //= by
-    small.intermediate_size //= by
+    for name in widths:
+        setattr(small, name, getattr(small, name) // by)
     small.vocab_size = max(small.vocab_size // by, min(small.vocab_size, BYTES))
     if getattr(small, "head_dim", None) is not None:
         small.head_dim = own // by
