@@ -180,7 +180,8 @@ def examine_closed_form(draw: Draw, recipe: Recipe) -> str | None:
     estimated = estimate(draw.config(), recipe, **settings)
     part = NEAR_FP64 if recipe.compute_dtype == "float64" else NEAR
     for name, expected, found in (
-        ("device", planned.device_peak, estimated.device_peak),
+        # The first values of a small model, before the first step, may take more than the step.
+        ("device", planned.timeline.device_peak, estimated.device_peak),
         ("host", planned.host_peak, estimated.host_peak),
     ):
         # A small model's device holds little without the state of training.
