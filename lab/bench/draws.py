@@ -162,7 +162,8 @@ def examine(draw: Draw, cluster: Cluster) -> str:
     if tolerance is not None and not error < tolerance:
         return f"WRONG: a gradient or the loss is off by {error:.1e}"
     for name, expected, peaks in (
-        ("device", planned.device_peak, [device for _, device, _ in by_rank]),
+        # What is held before the first step is not measured.
+        ("device", planned.timeline.device_peak, [device for _, device, _ in by_rank]),
         ("host", planned.host_peak, [host for _, _, host in by_rank]),
     ):
         if max(peaks) != expected:

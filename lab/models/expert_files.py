@@ -1,4 +1,4 @@
-"""The experts in files of weights: each expert has its own matrices there, and a model has them in one tensor.
+"""The experts in files of weights: each has its own matrices there, and a model has them in one tensor.
 
 ``save_pretrained`` and ``from_pretrained`` of transformers convert in the same way.
 """

@@ -75,8 +75,8 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
             local.fill_(1.0 if name.endswith("weight") else 0.0)
         else:
             raise ModelError(
-                f"{name} is a parameter of a {kind.__name__}: only linear maps, embeddings, experts and norms "
-                "have first values here"
+                f"{name} is a parameter of a {kind.__name__}: only linear maps, embeddings, experts and "
+                "norms have first values here"
             )
 
 
