@@ -309,7 +309,7 @@ def check_config(config: PretrainedConfig) -> Family:
     if family.expert_width is not None and config.num_experts_per_tok > config.num_experts:
         raise ModelError(
             f"num_experts_per_tok={config.num_experts_per_tok} of {config.num_experts} experts: give at most "
-            "the number of experts"
+            "as many experts per token as there are experts"
         )
     for name, default in config_fields(type(config)):
         # A field in no group is new in this release of transformers.

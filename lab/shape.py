@@ -151,6 +151,14 @@ class Shape:
         return self.root_weights() + sum(self.layer_weights(sparse=sparse) for sparse in self.sparse)
 
     @property
+    def weights_text(self) -> str:
+        """The weights of the model and those of a token, in words."""
+        return (
+            f"{self.weights / 1e9:.1f} billion, of which a token is computed with "
+            f"{self.active_weights / 1e9:.1f} billion"
+        )
+
+    @property
     def active_weights(self) -> int:
         """The weights that a token is computed with: all but those of the experts that it does not have."""
         idle = (self.experts - self.experts_per_token) * 3 * self.E * self.expert_width

@@ -81,6 +81,11 @@ POINTS = [
     ("mistral-7b", "streamed", 64 * Ki, 4, {"head_chunk": None, "offload": "attention", "layers": 2}),
     ("llama3-8b", "long", 10 * Mi, 8, {"layers": 5}),
     ("qwen3-32b", "long", 8 * Mi, 16, {"segment": 2, "head_chunk": 32, "layers": 2}),
+    ("gemma3-27b", "upipe", 64 * Ki, 8, {"head_chunk": 32, "layers": 7, **TILES}),
+    ("olmo2-7b", "upipe", 512 * Ki, 8, {"head_chunk": 16, "layers": 2}),
+    ("phi3-mini", "tiling", 64 * Ki, 4, TILES),
+    ("mixtral-8x7b", "tiling", 64 * Ki, 8, {"layers": 2, **TILES}),
+    ("qwen3-30b-a3b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "layers": 2}),
 ]  # fmt: skip
 """Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand.
 

@@ -13,6 +13,7 @@ from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.cuda_workspace import outside_workspace
 from lab.recipe.jobs import memory_name
+from lab.shape import Shape
 from lab.units import Mi, format_bytes, format_seconds, format_share, round_tokens
 
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
@@ -37,6 +38,7 @@ def plan_text(plan: Plan) -> str:
         plan.title,
         plan.recipe.summary,
         "",
+        *_weights_line(plan.shape),
         f"device peak   {format_bytes(plan.device_peak)} a rank"
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
@@ -63,6 +65,11 @@ def plan_text(plan: Plan) -> str:
         f"planned in    {plan.planning_seconds:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _weights_line(shape: Shape) -> list[str]:
+    """Return the weights of a model with experts; nothing for one that computes each token with all."""
+    return [f"weights       {shape.weights_text}"] if shape.experts else []
 
 
 def _disk_lines(plan: Plan) -> list[str]:
@@ -105,6 +112,7 @@ def quick_text(plan: QuickPlan) -> str:
             plan.job.title,
             plan.job.recipe.summary,
             "",
+            *_weights_line(plan.shape),
             f"device peak   {format_bytes(plan.device_peak)} a rank"
             f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"host peak     {format_bytes(estimate.host_peak)} a rank, "

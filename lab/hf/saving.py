@@ -10,6 +10,7 @@ import json
 import pickle
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lab.errors import CheckpointError
+from lab.models.expert_files import Place, parts_in_files
+from lab.models.first_values import shard_of
 from lab.training.checkpoint_reader import CheckpointReader, first_cause, write_index
 
 FOLDER = "optimizer_shards"
@@ -110,25 +113,47 @@ def load_whole_state(model: nn.Module, checkpoint: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{folder} has no *.safetensors: give a checkpoint of this trainer")
+        family: str = model.config.model_type  # type: ignore[assignment, union-attr]
+        # Each expert has a tensor of its own. A parameter is loaded when all of its parts are.
+        places = {
+            name_in_file: place
+            for name, own in target.items()
+            for name_in_file, place in parts_in_files(family, name, own.shape).items()
+        }
+        missing = Counter(place.parameter for place in places.values())
         for file in files:
             for name, value in load_file(file).items():
-                own = target.get(name)
-                if own is None or own.shape != value.shape:
+                place = places.get(name, Place(name))
+                own = target.get(place.parameter)
+                if own is None or place.shape_in(own.shape) != list(value.shape):
                     raise CheckpointError(
                         f"{file} has {name} of shape {list(value.shape)}, and the model has "
-                        f"{'none' if own is None else list(own.shape)}: give a checkpoint of this model"
+                        f"{'none' if own is None else place.shape_in(own.shape)}: give a checkpoint of this "
+                        "model"
                     )
-                with torch.no_grad():
-                    if isinstance(own, DTensor):
-                        value = distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
-                    own.copy_(value)
-                loaded.add(own)
+                _copy_into(own, place, value)
+                missing[place.parameter] -= 1
+                if name == place.parameter or missing[place.parameter] == 0:
+                    loaded.add(own)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in loaded:
             raise CheckpointError(
                 f"{checkpoint} has no {name}: a file is missing or of another model; give a whole checkpoint "
                 "of this model"
             )
+
+
+@torch.no_grad()
+def _copy_into(own: Tensor, place: Place, value: Tensor) -> None:
+    """Copy a tensor of a file into its place in a parameter, or this rank's part of it into its shard."""
+    if place.expert is not None:
+        local, first = shard_of(own)
+        if first <= place.expert < first + len(local):
+            place._replace(expert=place.expert - first).part_of(local).copy_(value)
+    elif isinstance(own, DTensor):
+        own.copy_(distribute_tensor(value.to(own.device), own.device_mesh, own.placements))
+    else:
+        own.copy_(value)
 
 
 def _stored_tensors(model: nn.Module, checkpoint: Path) -> dict[Path, dict[str, Tensor]]:

@@ -152,7 +152,8 @@ def _mixtral_8x7b() -> MixtralConfig:
 
 def _qwen3_30b_a3b() -> Qwen3MoeConfig:
     """The shape of Qwen3-30B-A3B (its published config.json): 128 experts, eight of them for each token."""
-    return Qwen3MoeConfig(  # type: ignore[call-arg]  # it has a head_dim, and does not declare it
+    # The class does not declare head_dim, which its model reads.
+    return Qwen3MoeConfig(  # type: ignore[call-arg]
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
         norm_topk_prob=True, vocab_size=151936, rms_norm_eps=1e-6, max_position_embeddings=40960,

@@ -9,7 +9,7 @@ from math import gcd
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lab.decoder import head_dim_of, keep_layers
+from lab.decoder import FAMILIES, head_dim_of, keep_layers
 from lab.errors import ModelError
 from lab.models import ModelLike, config_of
 from lab.techniques.rope import check_rope
@@ -23,11 +23,13 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     """Return the config of a small copy of a model; use it as any model: ``lab.run(small_copy(...))``.
 
     Unchanged: the H query and K key/value heads, so that the copy allows the same Ulysses degrees and head
-    chunks as the model; the family, tied heads, biases, norms of heads, and the rope type.
+    chunks as the model; the family, tied heads, biases, norms of heads, the rope type, and the numbers of
+    experts.
 
-    Divided by one whole number: the head_dim D, the hidden size E and the MLP's width, so that their ratios
-    are exact. The number is the largest that divides all three (and E/H, where that is whole) and leaves D
-    even and at least ``head_dim``. The vocabulary V is divided by it too, rounded down, and is at least 256.
+    Divided by one whole number: the head_dim D, the hidden size E and the widths of the MLP and of an expert,
+    so that their ratios are exact. The number is the largest that divides all of them (and E/H, where that is
+    whole) and leaves D even and at least ``head_dim``. The vocabulary V is divided by it too, rounded down,
+    and is at least 256.
 
     Cut: the layers, to the first ``layers``, because all are alike. So the embedding and the head, which a
     model has once, are a larger part of the copy than of the model.
@@ -41,19 +43,19 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     check_rope(small)
     own, E, H = head_dim_of(small), small.hidden_size, small.num_attention_heads
     # Some families need a hidden size that the number of heads divides.
-    # Those of an MLP, and of an expert if it has a width of its own.
-    widths = [name for name in ("intermediate_size", "moe_intermediate_size") if hasattr(small, name)]
-    common = gcd(own, E // H if E % H == 0 else E, *(getattr(small, name) for name in widths))
+    fields = dict.fromkeys(("intermediate_size", FAMILIES[small.model_type].expert_width))
+    widths: dict[str, int] = {name: getattr(small, name) for name in fields if name is not None}
+    common = gcd(own, E // H if E % H == 0 else E, *widths.values())
     by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
     if by == 1 and own >= 2 * head_dim:
-        of_mlps = " and ".join(f"{name} {getattr(small, name)}" for name in widths)
+        *first, last = {"head_dim": own, "hidden_size": E, **widths}.items()
         raise ModelError(
-            f"head_dim {own}, hidden_size {E} and {of_mlps} have no divisor that leaves heads of {head_dim} "
-            "or more: give a smaller head_dim"
+            f"{', '.join(f'{name} {size}' for name, size in first)} and {last[0]} {last[1]} have no divisor "
+            f"that leaves heads of {head_dim} or more: give a smaller head_dim"
         )
     small.hidden_size //= by
-    for name in widths:
-        setattr(small, name, getattr(small, name) // by)
+    for name, width in widths.items():
+        setattr(small, name, width // by)
     small.vocab_size = max(small.vocab_size // by, min(small.vocab_size, BYTES))
     if getattr(small, "head_dim", None) is not None:
         small.head_dim = own // by

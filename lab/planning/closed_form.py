@@ -164,13 +164,15 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z)},
             "inputs": {ACTIVATIONS: _waiting(z, z.L - 1) + z.A * (not z.recipe.checkpoint)},
         }  # fmt: skip
+    if z.layers[-1].sparse and not z.recipe.stream:
+        highest[f"MLP forward, layer {z.L - 1}"] = _last_mlp_forward(z.of(z.L - 1))
     state = {"model state": _state(z), "gradients": _reduced(z, z.trained_shards(0), z.reduced)}
     # The gradient of a tied embedding is a sum of two.
     table = z.w * z.trained.table
     embedding = {GRADIENTS: (1 + z.summed) * table, TEMPORARY: table * z.tied}
     tables = {"head and embedding": plus(_head_gradient(z, z.w), embedding)}
     whole = {"tokens": {ACTIVATIONS: _tokens(z)}, "parameters": {PARAMETERS: z.w * z.root * z.copied}}
-    in_flight = {GRADIENTS: z.f * z.of(0).trained.layer * z.copied, ACTIVATION_GRADIENTS: 2 * z.A}
+    in_flight = {GRADIENTS: _copy_of_layer_above(z, -1), ACTIVATION_GRADIENTS: 2 * z.A}
     highest["embedding backward"] = state | tables | whole | {"gradients in flight": in_flight}
     if z.copied and not z.adapted:
         highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, z.root_shard)}
@@ -182,6 +184,29 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
             highest[f"gradients of layer {i}"] = _held(z, i, reduced, runs=False)
     return highest
+
+
+def _last_mlp_forward(z: Sizes) -> Parts:
+    """The last layer's experts, where their results are summed; or in the product of gate and up.
+
+    The buffer into which the layer's parameters came is there still, because no other layer is gathered.
+    Beside what the layer keeps, or its input and the input of its experts, the residual.
+    """
+    t, keeps = z.s, not z.recipe.checkpoint
+    rows = z.chosen * z.A
+    summed = {TEMPORARY: rows + z.A * z.f // z.w + z.A}
+    if z.recipe.mlp_tile or not keeps:
+        t = min(z.recipe.mlp_tile or z.s, z.s)
+        rows, one, x = (size * t // z.s for size in (rows, z.M, z.A))
+        summed = {TEMPORARY: max(4 * one, one + rows + x * z.f // z.w + x) + z.A * (t < z.s)}
+    own = 3 * z.A
+    if keeps:
+        own = 2 * _norm_keeps(z) + 3 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z)
+    whole = {PARAMETERS: z.w * (z.root + (1 + (z.n > 1)) * z.layer) * z.copied}
+    return {
+        "model state": _state(z), "parameters": whole, "tokens": {ACTIVATIONS: _tokens(z)},
+        "inputs": {ACTIVATIONS: _waiting(z, z.L - 1)}, "layer": {ACTIVATIONS: own}, "mlp": summed,
+    }  # fmt: skip
 
 
 def _layers(z: Sizes) -> list[int]:
@@ -202,7 +227,7 @@ def _layers(z: Sizes) -> list[int]:
 
 def _copy_of_layer_above(z: Sizes, layer: int) -> int:
     """The wide copy of the gradients of the layer above, which are summed over ranks meanwhile."""
-    return z.f * z.of(layer + 1).trained.layer * z.copied if layer < z.L - 1 else 0
+    return z.f * z.n * z.of(layer + 1).trained.layer_shard * z.copied if layer < z.L - 1 else 0
 
 
 def _total(parts: Parts) -> Held:
@@ -214,7 +239,7 @@ def _reducing(z: Sizes, weights: int, shard: int) -> Held:
 
     A group of one rank divides instead, into a third tensor.
     """
-    wide = z.f * weights
+    wide = z.f * z.n * shard
     divided = {GRADIENTS: wide, TEMPORARY: 2 * wide}
     reduced = divided if z.n == 1 else {GRADIENTS: wide + (z.f + 4 * (z.f > 4)) * shard}
     return highest_of({GRADIENTS: z.w * weights + wide}, reduced)
@@ -500,10 +525,12 @@ def _mlp(z: Sizes) -> Parts:
     """
     if z.recipe.mlp_tile is None:
         highest = inside_mlp(z, z.s, {}, _kept(z), None)
-        return {"mlp": highest, "gradients in flight": {GRADIENTS: highest.pop(GRADIENTS)}}
+        return {"mlp": highest, "gradients in flight": {GRADIENTS: highest.pop(GRADIENTS, 0)}}
     t, sums, summed = min(z.recipe.mlp_tile, z.s), weight_sums(z, z.trained.mlp), z.f == z.w
     made: Held = {} if summed else plus(sums, {GRADIENTS: z.w * z.trained.mlp // z.matrices})
-    moments = [_mlp_tile(z, t, {}), ({}, made)]
+    # Of experts two matrices are one parameter, whose gradient is copied to be summed over ranks.
+    copied = {GRADIENTS: z.f * z.trained.mlp * 5 // 3 * (z.summed and z.sparse)}
+    moments = [_mlp_tile(z, t, {}), ({}, made), ({}, copied)]
     if t < z.s:
         moments.append(_mlp_tile(z, min(t, z.s - t), sums, added=summed))
     inside, weights = max(moments, key=lambda parts: sum(map(bytes_of, parts)))

@@ -115,7 +115,8 @@ class Sizes:
     gradient is copied to be summed over ranks; ``reduced`` bytes an element of a gradient once it is summed.
     M is one tensor inside the MLP, h one head, ``sent`` all keys as exchanged (where K < C, each to C/K
     ranks), ``table`` the embedding, ``root`` all outside the layers, ``matrices`` those of an MLP.
-    ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most.
+    ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most. FSDP
+    gathers shards that are as long on every rank, so ``layer`` and ``root`` are n of them.
     ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen. ``windows``
     are the keys that a query of each layer sees, at most all; None if the layer's kernel knows of no window.
     ``sparse``: the MLP is a mixture of experts, ``chosen`` of them for each token. M is then one inner tensor
@@ -213,7 +214,7 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding, head_norms=head_norms,
         layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
-        A=token * E, h=token * D, matrices=shape.matrices, table=V * E, root=shape.root_weights(),
+        A=token * E, h=token * D, matrices=shape.matrices, table=V * E, root=n * root_shard,
         root_shard=root_shard, shard=sum(layer.layer_shard for layer in layers) + root_shard,
         sent=token * D * max(K, recipe.ulysses), adapted=job.lora is not None,
         windows=tuple(_window(window, recipe, s) for window in shape.windows),
@@ -223,7 +224,6 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
 
 def _layer_sizes(shape: Shape, job: Job, n: int, token: int, *, sparse: bool) -> LayerSizes:
     """The sizes of a layer with experts, or of a dense one; ``token`` is b*s elements, in bytes."""
-    layer = shape.layer_weights(sparse=sparse)
     layer_shard = shape.layer_weights(sparse=sparse, ranks=n)
     mlp, inner = shape.mlp_weights(sparse=sparse), shape.I
     if sparse:
@@ -234,11 +234,12 @@ def _layer_sizes(shape: Shape, job: Job, n: int, token: int, *, sparse: bool) ->
         tail = mlp + output + norms * shape.E * (1 + shape.layer_norms)
         shard = sum(shape.layer_weights(sparse=kind, ranks=n) for kind in shape.sparse)
         shard += shape.root_weights(ranks=n)
+        layer = shape.layer_weights(sparse=sparse)
         trained = Trained(shape.V * shape.E, mlp, output, tail, layer, layer_shard, shard)
     else:
         trained = _adapters(shape, job.lora, n)
-        layer, layer_shard = layer + trained.layer, layer_shard + trained.layer_shard
-    return LayerSizes(sparse, token * inner, mlp, layer, layer_shard, trained)
+        layer_shard += trained.layer_shard
+    return LayerSizes(sparse, token * inner, mlp, n * layer_shard, layer_shard, trained)
 
 
 def _window(window: int | None, recipe: Recipe, s: int) -> int | None:
@@ -468,9 +469,9 @@ def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | Non
 
     In the last product, what forward keeps, the gradients of its result and of its operand, and that of its
     matrices. Where the inner tensor is weighted, the latter gradient, and a product of it. In the first
-    product, the rows, their gradient, that of its result, and those of all matrices. Where the gradients of
-    a token's rows are summed, these rows, the sum and a part of it. If forward runs again, where the results
-    are summed in the same way.
+    product, the rows, their gradient, that of its result, and those of all matrices. Where the gradients of a
+    token's rows are summed, these rows, the sum and a part of it, or a copy of the largest gradient, which is
+    summed over ranks. If forward runs again, where the results are summed in the same way.
     """
     one, x = z.M * t // z.s, z.A * t // z.s
     rows, summed = z.chosen * x, x * z.f // z.w + x
@@ -490,6 +491,7 @@ def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | Non
             GRADIENTS: 2 * last if added else trained,
         },
         {ACTIVATION_GRADIENTS: rows + summed, GRADIENTS: 0 if added else trained},
+        {ACTIVATION_GRADIENTS: rows, GRADIENTS: (trained + 2 * last) * (z.summed and not output)},
     ]
     if output or z.recipe.checkpoint:
         moments.append({kept: experts_keep(z, t), TEMPORARY: rows + summed})

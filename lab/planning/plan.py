@@ -52,6 +52,7 @@ class Plan:
     Attributes:
         job: What is planned.
         machine: The hardware that it is planned for.
+        shape: The sizes of the job's model.
         ring_rank: The plan is that of the first rank of this ring rank.
         timeline: The bytes of the step.
         start: The highest moment before the first step.
@@ -62,6 +63,7 @@ class Plan:
 
     job: Job
     machine: Machine
+    shape: Shape
     ring_rank: int
     timeline: Timeline
     start: Moment
@@ -85,6 +87,7 @@ class Plan:
             f"{format_share(self.disk_peak_per_node, self.machine.disk_bytes)}"
         )
         return {
+            "weights": self.shape.weights_text if self.shape.experts else "",
             "recipe": self.recipe.summary,
             "device peak": f"{format_bytes(self.device_peak)} per rank{on_device}",
             "at the peak": str(self.peak),
@@ -234,6 +237,8 @@ class Plan:
             "recipe": self.recipe.to_json(),
             "tokens": self.tokens,
             "ranks": self.ranks,
+            "weights": self.shape.weights,
+            "active_weights": self.shape.active_weights,
             "device_peak": self.device_peak,
             "start_peak": self.start.device,
             "host_peak": self.host_peak,
@@ -316,6 +321,7 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     return Plan(
         job=job,
         machine=machine,
+        shape=decoder.shape_of(skeleton.config),
         ring_rank=ring_rank,
         timeline=timeline,
         start=start_of(job, machine, skeleton),

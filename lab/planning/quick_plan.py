@@ -26,11 +26,13 @@ class QuickPlan:
 
     Attributes:
         job: What is estimated.
+        shape: The sizes of the job's model.
         machine: The hardware that it is estimated for.
         estimate: The closed form's peaks, without what CUDA takes outside torch's view.
     """
 
     job: Job
+    shape: Shape
     machine: Machine
     estimate: Estimate
 
@@ -71,6 +73,8 @@ class QuickPlan:
             "recipe": self.job.recipe.to_json(),
             "tokens": self.job.tokens,
             "ranks": self.job.ranks,
+            "weights": self.shape.weights,
+            "active_weights": self.shape.active_weights,
             "device_peak": self.device_peak,
             "host_peak": self.estimate.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
@@ -126,7 +130,7 @@ def quick_plan(
         decode=_shape,
     )
     job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
-    return QuickPlan(job, machine, estimate_on(machine, shape, job))
+    return QuickPlan(job, shape, machine, estimate_on(machine, shape, job))
 
 
 def _shape(document: dict[str, Any]) -> Shape:

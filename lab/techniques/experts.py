@@ -222,8 +222,8 @@ def apply_experts(model: nn.Module) -> None:
         Nothing, compared with the tokens of one expert after the other. The implementation ``"batched_mm"``
         of transformers would copy the weights of an expert for each row.
     Costs:
-        Forward keeps w*T*(E + 5*I) bytes for n tokens: the rows, and five inner tensors. Each of the N
-        experts has a gradient, whether it has rows or not.
+        Forward keeps w*T*(E + 5*I) bytes of n tokens: the rows, and five inner tensors. Each of the N experts
+        has a gradient, with rows or without.
     Source:
         Mixtral (arXiv 2401.04088), section 2.1; MegaBlocks (arXiv 2211.15841), for the grouped products.
     Composes with:
@@ -240,7 +240,7 @@ def apply_experts(model: nn.Module) -> None:
 
 
 def _take_slices(mlp: nn.Module) -> None:
-    """Let the MLP take tiles of several rows, [b, t, E], which lie apart in memory."""
+    """Let an MLP take tiles [b, t, E] whose rows lie apart in memory; transformers' flattens them."""
     inner = mlp.forward
 
     def forward(hidden_states: Tensor) -> Tensor:
