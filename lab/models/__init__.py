@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from lab import load_on_first_use
 
 if TYPE_CHECKING:
+    from lab.models.family_differences import Difference, differences
     from lab.models.load import MetaModel, ModelLike, build, build_on_meta, config_of, save, shape_of
     from lab.models.lora import Lora
     from lab.models.small_copies import small_copy
@@ -12,12 +13,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_FILE",
+    "Difference",
     "Lora",
     "MetaModel",
     "ModelLike",
     "build",
     "build_on_meta",
     "config_of",
+    "differences",
     "save",
     "shape_of",
     "small_copy",
@@ -28,12 +31,14 @@ __getattr__ = load_on_first_use(
     __name__,
     {
         "MAX_FILE": "lab.models.weight_files",
+        "Difference": "lab.models.family_differences",
         "Lora": "lab.models.lora",
         "MetaModel": "lab.models.load",
         "ModelLike": "lab.models.load",
         "build": "lab.models.load",
         "build_on_meta": "lab.models.load",
         "config_of": "lab.models.load",
+        "differences": "lab.models.family_differences",
         "save": "lab.models.load",
         "shape_of": "lab.models.load",
         "small_copy": "lab.models.small_copies",

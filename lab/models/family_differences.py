@@ -1,0 +1,338 @@
+"""What a model does differently from Llama, which techniques that concerns, and what it costs.
+
+The numbers are computed from the model's own sizes, by the terms of the closed form
+(``lab.planning.closed_form``). What neither a plan nor a test measures is said in words.
+
+Letters: L layers, E hidden size, H query heads, K key/value heads, D head_dim, I inner width of the MLP, V
+vocabulary size. Bytes are those of bf16, in which the ladder computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import isclose, sqrt
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from lab.decoder import FAMILIES
+from lab.models.load import ModelLike, config_of, shape_of
+from lab.shape import Shape
+from lab.techniques.rope import check_rope
+from lab.techniques.ulysses_degrees import degrees
+from lab.units import Ki, Mi, format_bytes, format_tokens, parse_tokens
+
+_WIDTH = 2
+"""Bytes of an element in bf16."""
+
+_LOSS_TILE = 16 * Ki
+"""The tokens of a tile of the loss in the ladder, of a long context."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A way in which a model differs from Llama.
+
+    Attributes:
+        what: What the model does.
+        techniques: The techniques that compute it in another way than Llama, or that have other bytes.
+        cost: What it costs, or saves, compared with a Llama of the same sizes.
+    """
+
+    what: str
+    techniques: str
+    cost: str
+
+
+def differences(model: ModelLike, *, tokens: int | str = Mi) -> tuple[Difference, ...]:
+    """Return the ways in which a model differs from Llama.
+
+    Llama has RMSNorm before the attention and before the MLP, with scales in the input's dtype. It has a
+    projection for each of q, k and v, a gated MLP with SiLU, and no biases. All dimensions of all heads are
+    rotated, in halves and by the same frequencies in all layers. Each query sees all tokens before it. The
+    heads together are as wide as the hidden state, and the head has a matrix of its own.
+
+    Args:
+        model: Any model that ``build`` takes.
+        tokens: The context for which the work of a window is computed.
+
+    Raises:
+        LabError: See ``config_of`` and ``shape_of``; or ``tokens`` is no number of tokens.
+    """
+    config = config_of(model)
+    shape, context = shape_of(config), parse_tokens(tokens)
+    return (
+        *_norms(shape),
+        *_head_norms(shape),
+        *_attention_projections(shape),
+        *_rotation(config, shape),
+        *_windows(shape, context),
+        *_mlp(config, shape),
+        *_experts(shape),
+        *_multipliers(config, shape),
+        *_embedding(shape),
+    )
+
+
+def attended_pairs(window: int | None, tokens: int) -> int:
+    """Return the pairs of a query and a key that it sees, of all queries of a causal sequence.
+
+    Args:
+        window: The number of keys that a query sees, itself included; None if it sees all before it.
+        tokens: The number of queries.
+    """
+    most = tokens if window is None else min(window, tokens)
+    return most * (most + 1) // 2 + (tokens - most) * most
+
+
+def _bytes_of(elements: int) -> str:
+    return format_bytes(_WIDTH * elements)
+
+
+def _norm_keeps(shape: Shape) -> int:
+    """Return the bytes of a token that a norm keeps for backward, if it has no tiles."""
+    if shape.layer_norms:
+        return _WIDTH * shape.E + 8
+    return (4 + (4 if shape.wide_scales else _WIDTH)) * shape.E + 4
+
+
+def _norms(shape: Shape) -> Iterator[Difference]:
+    keeps = format_bytes(_norm_keeps(shape))
+    llamas = format_bytes(_norm_keeps(replace(shape, layer_norms=False, wide_scales=False)))
+    if shape.norms_after:
+        also = f"norms before and after the attention and the MLP, {shape.norms} per layer"
+        more = shape.norms - 2
+        kept = f"; without tiles and checkpoints, the {more} more keep {keeps} per token each"
+        yield Difference(
+            also if more else "norms after the attention and after the MLP, and none before them",
+            "tiled norms, UPipe, streamed layers",
+            f"{_bytes_of(shape.E)} more per token in backward, because the gradient of what the attention "
+            f"and the MLP return is not the residual's{kept if more else ''}",
+        )
+    if shape.layer_norms:
+        biases = shape.weights - replace(shape, layer_norms=False).weights
+        yield Difference(
+            "LayerNorm, with a scale and a bias",
+            "tiled norms",
+            f"{biases:,} weights more; without tiles, a norm keeps {keeps} per token, where RMSNorm keeps "
+            f"{llamas}",
+        )
+    elif shape.wide_scales:
+        yield Difference(
+            "norms that multiply by their scales in fp32",
+            "tiled norms",
+            f"without tiles, a norm keeps {keeps} per token, where Llama's keeps {llamas}",
+        )
+
+
+def _head_norms(shape: Shape) -> Iterator[Difference]:
+    if shape.head_norms == "none":
+        return
+    heads = shape.H + shape.K
+    kept = heads * ((4 + (4 if shape.wide_scales else _WIDTH)) * shape.D + 4)
+    one = 2 * shape.E * heads * shape.D * shape.L
+    weights = shape.weights - replace(shape, head_norms="none").weights
+    if shape.head_norms == "each":
+        what = "a norm of each head of q and of k"
+        upipe = f"UPipe projects q and k once more in backward: {one:.3g} operations per token in all layers"
+    else:
+        what = "one norm over all heads of q, and one over all heads of k"
+        upipe = (
+            "a stage of UPipe has a few heads, so it projects q and k once more in forward and twice more in "
+            f"backward: {3 * one:.3g} operations per token in all layers; nothing is gathered, for a rank "
+            "has all heads of its own tokens"
+        )
+    yield Difference(
+        what,
+        "UPipe, streamed layers",
+        f"{upipe}; without UPipe, a layer keeps {format_bytes(kept)} more per token; {weights:,} weights",
+    )
+
+
+def _attention_projections(shape: Shape) -> Iterator[Difference]:
+    width = shape.H * shape.D
+    if width != shape.E:
+        yield Difference(
+            f"{shape.H} heads of {shape.D}, which are {width} numbers where the hidden state has {shape.E}",
+            "Ulysses, UPipe, offload of attention",
+            f"q, and the output of attention, have {_bytes_of(width)} per token, where the hidden state has "
+            f"{_bytes_of(shape.E)}",
+        )
+    if shape.fused_attention:
+        yield Difference(
+            "one projection for q, k and v",
+            "UPipe, LoRA",
+            "UPipe takes the rows of its heads from the one weight; without Ulysses and UPipe, v keeps q and "
+            f"k as projected, {_bytes_of((shape.H + shape.K) * shape.D)} per token; an adapter of qkv_proj "
+            "is one for all three",
+        )
+    if shape.attention_biases:
+        yield Difference(
+            f"{shape.attention_biases:,} biases in the attention of a layer",
+            "UPipe",
+            f"{shape.L * shape.attention_biases:,} weights more; UPipe adds those of the heads of a stage",
+        )
+
+
+def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
+    family, tables = FAMILIES[config.model_type], check_rope(config)
+    rotated = sorted({2 * len(inverse) for inverse, _ in tables.values()})
+    parameters: Any = config.rope_parameters
+    kinds = [parameters if kind is None else parameters[kind] for kind in tables]
+    scaled = sorted({kind.get("rope_type", "default") for kind in kinds} - {"default"})
+    if scaled:
+        yield Difference(
+            f"rotary frequencies of the type {' and '.join(scaled)}",
+            "exact positions",
+            "no bytes: they are computed once, in fp64",
+        )
+    if len(tables) > 1:
+        yield Difference(
+            f"rotary frequencies for each type of layers, of {len(tables)} types",
+            "exact positions",
+            f"the cosines and sines of a token have {_bytes_of(2 * shape.rotated)}, where Llama's have "
+            f"{_bytes_of(2 * shape.D)}",
+        )
+    if rotated != [shape.D]:
+        yield Difference(
+            f"the first {' or '.join(map(str, rotated))} of {shape.D} dimensions of a head are rotated",
+            "exact positions, UPipe, streamed layers",
+            f"the cosines and sines of a token have {_bytes_of(2 * shape.rotated)}, where Llama's have "
+            f"{_bytes_of(2 * shape.D)}",
+        )
+    if family.interleaved:
+        yield Difference(
+            "the dimensions 2i and 2i+1 of a head are rotated together, and not its halves",
+            "UPipe, streamed layers",
+            "no bytes; its time is not measured",
+        )
+    if shape.joined_heads:
+        yield Difference(
+            "each head of q and k is joined of what is rotated and what is not, which is a copy",
+            "plain attention",
+            f"without Ulysses and UPipe, attention keeps {_bytes_of(shape.H * shape.D)} more per token, a "
+            "copy of its output; UPipe and streamed layers rotate in place",
+        )
+    still = [not rotates for rotates in getattr(config, "no_rope_layers", None) or ()].count(True)
+    if still:
+        yield Difference(
+            f"{still} of {shape.L} layers without rotary positions",
+            "UPipe, streamed layers",
+            "no bytes; the rotations of these layers are left out",
+        )
+
+
+def _windows(shape: Shape, tokens: int) -> Iterator[Difference]:
+    windows = [window for window in shape.windows if window is not None]
+    if not windows:
+        return
+    seen = attended_pairs(windows[0], tokens) / tokens
+    share = sum(attended_pairs(window, tokens) for window in shape.windows) / (
+        shape.L * attended_pairs(None, tokens)
+    )
+    yield Difference(
+        f"a window of {windows[0]:,} keys in {len(windows)} of {shape.L} layers",
+        "kernels of attention, ring",
+        f"at {format_tokens(tokens)} tokens a query of these layers sees {seen:,.0f} keys on average, where "
+        f"it would see {tokens // 2:,}: attention computes {share:.2%} of the pairs of a query and a key; a "
+        f"ring is refused, so at most {max(degrees(shape.H, shape.K))} ranks share a sequence",
+    )
+
+
+def _mlp(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
+    dense = not all(shape.sparse)
+    inner = _bytes_of(shape.I)
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if shape.matrices == 2:
+        fewer = shape.L * shape.E * shape.I
+        squared = "; of ReLU squared, backward has five of these tensors, where others have three"
+        yield Difference(
+            f"MLPs without a gate: two matrices, and {activation} between them",
+            "tiled MLPs, LoRA",
+            f"{fewer:,} weights fewer; without tiles and checkpoints, an MLP keeps 2 tensors of {inner} per "
+            f"token, where a gated one keeps 4{squared if shape.relu_squared else ''}",
+        )
+    elif activation != "silu":
+        yield Difference(
+            f"{activation} in place of SiLU",
+            "tiled MLPs, compiled tiles",
+            "the closed form counts as many bytes; its time is not measured",
+        )
+    if shape.fused_mlp and dense:
+        matrix = shape.E * shape.I
+        yield Difference(
+            "one projection for the gate and up",
+            "tiled MLPs, LoRA",
+            f"the largest gradient of an MLP's weight has {_bytes_of(2 * matrix)}, where Llama's has "
+            f"{_bytes_of(matrix)}; an adapter of gate_up_proj is one for both",
+        )
+    if shape.mlp_biases and dense:
+        yield Difference(
+            f"{shape.mlp_biases:,} biases in the MLP of a layer",
+            "tiled MLPs",
+            f"{shape.L * shape.mlp_biases:,} weights more, whose gradients are summed over tiles",
+        )
+
+
+def _experts(shape: Shape) -> Iterator[Difference]:
+    if not shape.experts:
+        return
+    sparse, chosen = sum(shape.sparse), shape.experts_per_token
+    where = "each layer" if sparse == shape.L else f"{sparse} of {shape.L} layers"
+    layer = shape.layer_weights(sparse=True)
+    active = layer - (shape.experts - chosen) * 3 * shape.E * shape.expert_width
+    kept = chosen * (shape.E + 5 * shape.expert_width)
+    yield Difference(
+        f"{shape.experts} experts in {where}, of which {chosen} compute a token",
+        "FSDP2, tiled MLPs, LoRA",
+        f"{shape.weights_text}; FSDP2 gathers all experts of a layer, {_bytes_of(layer)} with its attention, "
+        f"where a token is computed with {_bytes_of(active)}; without tiles and checkpoints, the rows of a "
+        f"token keep {_bytes_of(kept)} per layer; experts get no adapters",
+    )
+
+
+def _multipliers(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
+    c: Any = config
+    if shape.scaled_residual:
+        yield Difference(
+            f"what the attention and the MLP return is multiplied by {c.residual_multiplier:g}",
+            "UPipe, streamed layers, tiled MLPs",
+            f"{_bytes_of(shape.E)} more per token in backward, because its gradient is not the residual's",
+        )
+    if shape.divided_logits:
+        yield Difference(
+            f"logits divided by {getattr(c, str(FAMILIES[c.model_type].logits_divisor)):g}",
+            "tiled loss",
+            f"the logits of a tile of {format_tokens(_LOSS_TILE)} tokens are there twice: "
+            f"{_bytes_of(_LOSS_TILE * shape.V)} more",
+        )
+    embedding = sqrt(shape.E) if shape.scaled_embedding else getattr(c, "embedding_multiplier", 1.0)
+    if embedding != 1:
+        yield Difference(
+            f"the output of the embedding is multiplied by {embedding:g}",
+            "none: the embedding's own module does it",
+            "one product per step; its time is not measured",
+        )
+    usual = scale = shape.D**-0.5
+    if hasattr(c, "attention_multiplier"):
+        scale = c.attention_multiplier
+    elif hasattr(c, "query_pre_attn_scalar"):
+        scale = c.query_pre_attn_scalar**-0.5
+    if not isclose(scale, usual):
+        yield Difference(
+            f"scores of attention multiplied by {scale:.4g}, and not by 1/sqrt({shape.D}) = {usual:.4g}",
+            "kernels of attention",
+            "nothing: every kernel takes the number",
+        )
+
+
+def _embedding(shape: Shape) -> Iterator[Difference]:
+    if shape.tied:
+        table = shape.V * shape.E
+        yield Difference(
+            "the head has the embedding's matrix",
+            "FSDP2, tiled loss",
+            f"{table:,} weights fewer; at the end of backward {_bytes_of(table)} more, where the gradients "
+            "of both are added",
+        )
