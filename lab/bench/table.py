@@ -19,17 +19,29 @@ Say = Callable[[str], None]
 def rows_text(rows: Sequence[Row], *, as_json: bool) -> str:
     """Return rows as a table or as JSON.
 
-    The columns are the names in the first row. A missing figure is a dash. Each value of "machine", where a
-    row was measured, is printed once below the table.
+    The columns are the names in the first row. Those for which a line has no room follow in another table,
+    which has the first column too. A missing figure is a dash. Each value of "machine", where a row was
+    measured, is printed once below the tables.
     """
     if as_json:
         return json.dumps([dict(row) for row in rows], indent=2)
-    names = [name for name in rows[0] if name != "machine"]
-    table = Table(*names, box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in names))
+    first, *others = [name for name in rows[0] if name != "machine"]
+    parts = [[first]]
+    for name in others:
+        # Rich breaks texts at spaces, and cuts words for which even that leaves no room.
+        if len(parts[-1]) > 1 and "…" in table_text(_table(rows, [*parts[-1], name])):
+            parts.append([first])
+        parts[-1].append(name)
+    tables = [table_text(_table(rows, columns)) for columns in parts]
     machines = dict.fromkeys(str(row["machine"]) for row in rows if row.get("machine"))
-    return "\n".join([table_text(table), *(f"  on {machine}" for machine in machines)])
+    return "\n".join([*tables, *(f"  on {machine}" for machine in machines)])
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
+    table = Table(*columns, box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in columns))
+    return table
 
 
 def table_text(table: Table) -> str:
