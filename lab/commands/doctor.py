@@ -1,4 +1,7 @@
-"""The report of ``lab doctor``: what this machine has, what the lab would use of it, and what is missing."""
+"""The reports of ``lab doctor``: on this machine, and on a model.
+
+That on a machine says what it has, what the lab would use of it, and what is missing.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from cluster.devices import check_driver, first_line
 from cluster.errors import ClusterError
 from cluster.profiles import PROFILES
+from lab import models
+from lab.bench.table import table_text
 from lab.commands.gpu_findings import gpu_findings
+from lab.decoder import FAMILIES
 from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
 from lab.units import format_bytes
 
@@ -24,6 +32,10 @@ _PACKAGES = (
 )  # fmt: skip
 HEAD_DIM = 128
 """The head_dim of Llama, Mistral, Qwen2 and Qwen3 in most sizes."""
+
+LEGEND = (
+    "Bytes are those of bf16. A weight has 16 bytes of state in training, which FSDP2 divides over the ranks."
+)
 
 _OPTIONAL = {
     "flash-attn": "another attention kernel is used instead",
@@ -35,6 +47,27 @@ _OPTIONAL = {
 def report() -> str:
     """Return the report as text, one line for each finding."""
     return "\n".join(f"{subject:<14} {finding}" for subject, finding in _findings())
+
+
+def model_report(model: models.ModelLike) -> str:
+    """Return what a model does differently from Llama as text: its family, and a table.
+
+    Raises:
+        LabError: See ``lab.models.differences``. The message says why the model is refused.
+    """
+    found, shape = models.differences(model), models.shape_of(model)
+    family = FAMILIES[models.config_of(model).model_type].name
+    many = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "no difference"
+    title = f"{family}, {shape.L} layers, {shape.weights:,} weights, {many} from Llama"
+    if not found:
+        return f"{title}: each technique computes it as it computes Llama"
+    columns = {"what this model does differently": 3, "for which techniques": 2, "what it costs": 6}
+    table = Table(box=SIMPLE_HEAD, expand=True)
+    for name, share in columns.items():
+        table.add_column(name, ratio=share)
+    for difference in found:
+        table.add_row(difference.what, difference.techniques, difference.cost)
+    return f"{title}\n{table_text(table)}\n{LEGEND}"
 
 
 def _findings() -> Iterator[tuple[str, str]]:

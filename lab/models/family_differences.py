@@ -107,8 +107,8 @@ def _norms(shape: Shape) -> Iterator[Difference]:
         yield Difference(
             also if more else "norms after the attention and after the MLP, and none before them",
             "tiled norms, UPipe, streamed layers",
-            f"{_bytes_of(shape.E)} more per token in backward, because the gradient of what the attention "
-            f"and the MLP return is not the residual's{kept if more else ''}",
+            "in backward, the gradient of what the attention and the MLP return is a tensor beside the "
+            f"residual's, {_bytes_of(shape.E)} per token{kept if more else ''}",
         )
     if shape.layer_norms:
         biases = shape.weights - replace(shape, layer_norms=False).weights
@@ -146,7 +146,8 @@ def _head_norms(shape: Shape) -> Iterator[Difference]:
     yield Difference(
         what,
         "UPipe, streamed layers",
-        f"{upipe}; without UPipe, a layer keeps {format_bytes(kept)} more per token; {weights:,} weights",
+        f"{upipe}; without UPipe, a layer keeps {format_bytes(kept)} more per token; {weights:,} weights "
+        "more",
     )
 
 
@@ -282,13 +283,14 @@ def _experts(shape: Shape) -> Iterator[Difference]:
     where = "each layer" if sparse == shape.L else f"{sparse} of {shape.L} layers"
     layer = shape.layer_weights(sparse=True)
     active = layer - (shape.experts - chosen) * 3 * shape.E * shape.expert_width
-    kept = chosen * (shape.E + 5 * shape.expert_width)
+    kept = chosen * (_WIDTH * (shape.E + 5 * shape.expert_width) + 44) + 4 * shape.experts
     yield Difference(
         f"{shape.experts} experts in {where}, of which {chosen} compute a token",
         "FSDP2, tiled MLPs, LoRA",
-        f"{shape.weights_text}; FSDP2 gathers all experts of a layer, {_bytes_of(layer)} with its attention, "
-        f"where a token is computed with {_bytes_of(active)}; without tiles and checkpoints, the rows of a "
-        f"token keep {_bytes_of(kept)} per layer; experts get no adapters",
+        f"a token is computed with {shape.active_weights:,} of {shape.weights:,} weights; FSDP2 gathers all "
+        f"experts of a layer, {_bytes_of(layer)} with its attention, where a token needs "
+        f"{_bytes_of(active)}; without tiles and checkpoints, a layer's experts keep {format_bytes(kept)} "
+        "per token; experts get no adapters",
     )
 
 
@@ -298,7 +300,8 @@ def _multipliers(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]
         yield Difference(
             f"what the attention and the MLP return is multiplied by {c.residual_multiplier:g}",
             "UPipe, streamed layers, tiled MLPs",
-            f"{_bytes_of(shape.E)} more per token in backward, because its gradient is not the residual's",
+            "in backward, the gradient of what they return is a tensor beside the residual's, "
+            f"{_bytes_of(shape.E)} per token",
         )
     if shape.divided_logits:
         yield Difference(

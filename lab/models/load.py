@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from lab import decoder
-from lab.decoder import SIZES, check_config, check_family, decoder_of
+from lab.decoder import FAMILIES, SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
@@ -279,16 +279,25 @@ def _read(folder: Path) -> PretrainedConfig:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
-    kind = document.get("model_type") if isinstance(document, dict) else None
+    fields: dict[str, Any] = document if isinstance(document, dict) else {}
+    kind = fields.get("model_type")
+    _check_no_code(path, fields)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
+        )
+    text = fields.get("text_config")
+    of_text = text.get("model_type") if isinstance(text, dict) else None
+    if kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
+        raise ModelError(
+            f"{path} is the config of {kind}, of which {of_text} is the text model: the lab trains the text "
+            "model alone; give a directory that holds it, with text_config as its config.json"
         )
     counts = (*SIZES, *check_family(kind).counts)
     family: Any = CONFIG_MAPPING[kind]
     for name in counts:
         own = family.attribute_map.get(name, name)
-        value = document.get(own, document.get(name))
+        value = fields.get(own, fields.get(name))
         if value is not None:
             check_counts({f"{path}: {name}": value}, ModelError)
         elif (hasattr(family, own) or hasattr(family, name)) and name not in _OPTIONAL:
@@ -299,6 +308,25 @@ def _read(folder: Path) -> PretrainedConfig:
     assert isinstance(config, PretrainedConfig)
     check_config(config)
     return config
+
+
+def _check_no_code(path: Path, fields: dict[str, Any]) -> None:
+    """Refuse a config that names classes in the model's own files. No such file is imported.
+
+    Raises:
+        ModelError: The config has ``auto_map``.
+    """
+    own, kind = fields.get("auto_map"), fields.get("model_type")
+    if not own:
+        return
+    works = "give a model whose class is one of transformers'"
+    if isinstance(kind, str) and kind in FAMILIES:
+        works = f"take auto_map out, if transformers' own class of {kind} computes the same"
+    classes = abbreviate(", ".join(own) if isinstance(own, dict) else repr(own))
+    raise ModelError(
+        f"{path} has auto_map ({classes}), which names code in the model's own files: the lab never executes "
+        f"it; {works}"
+    )
 
 
 def _call(model: Callable[[], object]) -> PreTrainedModel:
