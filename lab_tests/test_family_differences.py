@@ -176,7 +176,8 @@ def test_every_family_but_llama_differs_and_every_sentence_is_found():
     whats = " / ".join(one.what for found in of_family.values() for one in found)
     for word in (
         "1 of 2 layers without rotary positions", "dimensions 2i and 2i+1",
-        "gelu_pytorch_tanh in place of SiLU", "multiplied by 3", "multiplied by 4.47214", "scores of attention multiplied by 0.21,",
+        "gelu_pytorch_tanh in place of SiLU", "multiplied by 3", "multiplied by 4.47214",
+        "scores of attention multiplied by 0.21,",
         "scores of attention multiplied by 0.2425,", "multiplied by 0.6", "relu2 between",
     ):  # fmt: skip
         assert word in whats, word
