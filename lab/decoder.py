@@ -104,7 +104,8 @@ class Family:
             ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
         expert_width: The field with the inner width of an expert, in a family whose MLPs are mixtures of
             experts; None if all MLPs are dense.
-        counts: Fields of its config beside ``SIZES`` that are counts. Every model of the family has them.
+        counts: Fields of its config that are counts, in addition to ``SIZES``. Every model of the family has
+            them.
     """
 
     name: str

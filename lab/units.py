@@ -171,5 +171,5 @@ def format_share(size: int, limit: int | None) -> str:
 
 
 def format_lines(title: str, lines: Mapping[str, str]) -> str:
-    """Return a title, and below it each text beside its label. A text that is empty has no line."""
+    """Return a title, and below it each text next to its label. A text that is empty has no line."""
     return "\n".join([title, *(f"{label:<14}{text}" for label, text in lines.items() if text)])

@@ -58,6 +58,8 @@ LEANER = {
     ("qwen3-8b", 8): (4, 2),
     ("qwen3-8b", 16): (4, 4),
     ("mistral-7b", 16): (4, 4),
+    ("olmo2-7b", 16): (4, 4),
+    ("olmo2-7b", 32): (4, 8),
 }
 """Where a step of 3M tokens with UPipe needs less device memory, by more than 1%, with other degrees: the
 largest Ulysses degree of those within 1% of the least. It is always a smaller one, because the head chunk

@@ -74,6 +74,10 @@ def test_the_closed_form_is_near_the_plan_of_every_draw(draw):
     assert examine_closed_form(replace(draw, layers=min(draw.layers, 2)), recipe) is None
 
 
+def planned_step(**peaks):
+    return SimpleNamespace(timeline=SimpleNamespace(**peaks))
+
+
 @pytest.mark.parametrize(
     ("peaks", "wrong"),
     [
@@ -85,9 +89,7 @@ def test_the_closed_form_is_near_the_plan_of_every_draw(draw):
     ],
 )
 def test_an_estimate_that_is_not_near_the_plan_is_found(monkeypatch, peaks, wrong):
-    monkeypatch.setattr(
-        module, "plan", lambda *_, **__: SimpleNamespace(device_peak=100_000, host_peak=50_000)
-    )
+    monkeypatch.setattr(module, "plan", lambda *_, **__: planned_step(device_peak=100_000, host_peak=50_000))
     monkeypatch.setattr(
         module, "estimate", lambda *_, **__: Estimate({"all": {"all": {"other": peaks[0]}}}, peaks[1])
     )
@@ -95,7 +97,7 @@ def test_an_estimate_that_is_not_near_the_plan_is_found(monkeypatch, peaks, wron
 
 
 def test_of_a_tiny_step_the_estimate_may_be_off_by_a_kibibyte(monkeypatch):
-    monkeypatch.setattr(module, "plan", lambda *_, **__: SimpleNamespace(device_peak=2000, host_peak=0))
+    monkeypatch.setattr(module, "plan", lambda *_, **__: planned_step(device_peak=2000, host_peak=0))
     for estimated, wrong in ((2000 - 1024, False), (2000 + 1025, True)):
         made = Estimate({"all": {"all": {"other": estimated}}}, 0)
         monkeypatch.setattr(module, "estimate", lambda *_, made=made, **__: made)

@@ -507,7 +507,7 @@ def of_any_family(kind: str) -> MakeModel:
     return make
 
 
-FOREIGN = ("apertus", "cohere", "gemma2", "gpt2", "helium", "mixtral", "olmo2", "phi3", "cohere2")
+FOREIGN = ("apertus", "cohere", "cohere2", "gemma2", "gpt2", "helium", "olmoe")
 """Families that the lab refuses, though their layers have the same names, or nearly."""
 
 CASES = (

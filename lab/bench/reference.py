@@ -103,7 +103,7 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.7, "residual_multiplier": 0.6,
     },
 }  # fmt: skip
-"""The fields of each family's config beside its sizes, with values that change the result.
+"""The fields of each family's config other than its sizes, with values that change the result.
 
 Those of ``PER_LAYER`` are repeated for all layers.
 """

@@ -320,7 +320,7 @@ def planned_peak(run: Run, plan: Plan) -> int:
 
 
 def run_text(run: Run, plan: Plan) -> str:
-    """Return the text of `lab run`: losses and seconds by step, and measured peaks beside planned ones."""
+    """Return the text of `lab run`: losses and seconds by step, and measured and planned peaks."""
     planned = planned_peak(run, plan)
     steps = enumerate(zip(run.losses, run.seconds, strict=True), 1)
     on_disk = f"disk peak     {format_bytes(run.disk_peak)} a rank, planned {format_bytes(plan.disk_peak)}"

@@ -208,7 +208,7 @@ class Meter(Observer):
             if parameter.grad is not None:
                 self._mark([(name, parameter.grad)], HOST if parameter in on_host else GRADIENTS)
         for owner, values in optimizer.state.items() if optimizer is not None else ():
-            # Some optimizers have numbers beside tensors.
+            # Some optimizers have numbers in addition to tensors.
             tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
             state = ((names.get(owner, ""), tensor) for tensor in tensors)
             self._mark(state, HOST if owner in on_host else OPTIMIZER)

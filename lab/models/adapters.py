@@ -17,7 +17,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     """Add adapters to a model, and freeze all of its other parameters.
 
     The adapters of a model whose parameters have no memory have none either. Adapters in half precision are
-    fp32, as PEFT makes them; the others have the dtype of the weights beside them.
+    fp32, as PEFT makes them; the others have the dtype of the projection's weights.
 
     Raises:
         ModelError: A target is no projection of the model's layers.

@@ -13,7 +13,7 @@ from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
-from lab.recipe.ladder import BESIDE, attention_tile
+from lab.recipe.ladder import OTHER_RECIPES, attention_tile
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -169,7 +169,7 @@ def candidates(base: Recipe, shape: Shape, ranks: int, tokens: int) -> Iterator[
         (base.mlp_tile, base.norm_tile, base.loss_tile),
     )
     tile = base.mlp_tile or base.stream
-    long = {"segment": min(BESIDE["long"][1]["segment"], shape.L), "optimizer": "host"}
+    long = {"segment": min(OTHER_RECIPES["long"][1]["segment"], shape.L), "optimizer": "host"}
     kinds = ({"segment": 1}, {"segment": 1, "optimizer": "host"}, long)
     for ulysses, ring in degree_pairs(shape, ranks):
         chunks = [u for u in range(ulysses, shape.H + 1, ulysses) if shape.H % u == 0]

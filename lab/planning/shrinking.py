@@ -13,7 +13,7 @@ from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
 from lab.planning.closed_form_terms import local_sizes
 from lab.recipe.jobs import Job
-from lab.recipe.ladder import BESIDE
+from lab.recipe.ladder import OTHER_RECIPES
 from lab.recipe.recipe import Recipe
 
 _IN_LAYER = re.compile(r"layers\.\d+(?:\.(?P<part>\w+))?")
@@ -96,7 +96,7 @@ def _of_streamed_layer(holder: Holder, recipe: Recipe, part: str, b: int, s: int
     if holder.category == "host":
         if recipe.offload == "attention":
             return "offload='inputs'"
-        return "a larger segment" if recipe.segment < BESIDE["long"][1]["segment"] else ""
+        return "a larger segment" if recipe.segment < OTHER_RECIPES["long"][1]["segment"] else ""
     assert recipe.stream is not None
     buffer = holder.category == "activations" and len(holder.shape) == 1
     if part or buffer or _is_of_tile(holder, b, s, recipe.stream):

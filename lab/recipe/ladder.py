@@ -14,24 +14,24 @@ from lab.techniques.ulysses_degrees import degrees
 from lab.units import Ki, check_counts
 
 TILE = 16 * Ki
-"""Tokens of a tile at long context: large enough to keep a GPU busy, small beside a million."""
+"""Tokens of a tile at long context: large enough to keep a GPU busy, and small compared with a million."""
 
 ATTENTION_TILE = 256 * Ki
 """Tokens of a tile in attention's backward: a kernel keeps its rate with so many queries and keys."""
 
 RUNGS = ("plain", "fsdp", "ulysses", "checkpoint", "offload", "tiling", "upipe", "streamed")
 
-BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
+OTHER_RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fast": ("upipe", {"offload": "attention"}),
     "long": ("streamed", {"segment": 4, "optimizer": "host"}),
 }
-"""The recipes beside the ladder: a rung, and the knobs that are added to it.
+"""The recipes that are no rungs: each has a rung, and the knobs that are added to it.
 
 ``fast`` holds more on the host and a little more on the device, and takes less time; so it is no step down in
 memory. ``long`` is ``streamed`` with the optimizer on the host, where it holds fewer inputs, for more work.
 """
 
-RECIPE_NAMES = (*RUNGS, *BESIDE)
+RECIPE_NAMES = (*RUNGS, *OTHER_RECIPES)
 """Every recipe that has a name."""
 
 
@@ -88,8 +88,8 @@ def _ladder(
 def attention_tile(tokens: int, ring: int) -> int | None:
     """Return the tile of attention's backward in the recipes with streamed layers.
 
-    A ring has none: it sums the gradients of its steps in fp32, and the sums of tiles would be more bytes
-    beside these.
+    A ring has none: it sums the gradients of its steps in fp32, and the sums of tiles would be additional
+    bytes.
     """
     return max(1, min(ATTENTION_TILE, tokens // 4)) if ring == 1 else None
 
@@ -142,7 +142,7 @@ def recipe_by_name(
     """
     check_name(name)
     rungs = _ladder(shape or models.shape_of(model), _compute_dtype(model), ranks, tokens, knobs)
-    rung, added = BESIDE.get(name, (name, {}))
+    rung, added = OTHER_RECIPES.get(name, (name, {}))
     recipe = next(recipe for one, recipe in rungs if one == rung)
     return replace(recipe, **{knob: knobs.get(knob, value) for knob, value in added.items()})
 

@@ -1,4 +1,4 @@
-"""What a rehearsal brings back: one step of one rank of N, measured, with its plan beside it."""
+"""What a rehearsal brings back: one measured step of one rank of N, with its plan."""
 
 from __future__ import annotations
 

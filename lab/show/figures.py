@@ -230,7 +230,7 @@ def _align_axes(
 
 
 def _lanes(timelines: Sequence[Timeline]) -> list[Lane]:
-    """Return the memories beside the device that hold something."""
+    """Return the memories other than the device's that hold something."""
     return [lane for lane in get_args(Lane) if _highest(timelines, lane)]
 
 

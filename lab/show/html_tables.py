@@ -64,7 +64,7 @@ def peak_table(peaks: Mapping[str, tuple[Moment, int, int]], corner: str = "") -
     Args:
         peaks: The instant of the device peak, the bytes of the host peak and those of the disk peak, by the
             name of the column. One that has no name has no header.
-        corner: The text beside the names.
+        corner: The text of the corner, left of the column names.
     """
     rows = {"device peak": ("", [peak.device for peak, *_ in peaks.values()])}
     for category in CATEGORIES:

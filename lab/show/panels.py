@@ -23,7 +23,7 @@ Over = Literal["seconds", "operators"]
 """The horizontal axis: the seconds of the step, or its operators one by one."""
 
 Lane = Literal["host", "disk"]
-"""A memory beside the device's, which has a lane below the stack."""
+"""A memory other than the device's, which has a lane below the stack."""
 
 _COLUMNS = 1000
 """How many intervals of time are drawn in a whole picture: fewer than its pixels."""

@@ -123,19 +123,21 @@ def train_step(
     Gradients are clipped to ``clip_norm`` by their global norm over all parameters and ranks.
     """
     labels = sum(batch.label_count for batch in batches)
-    total = torch.zeros((), device=batches[0].labels.device)
+    total = part = torch.zeros((), device=batches[0].labels.device)
     with meter.measure(model, optimizer):
-        for batch in batches:
+        for index, batch in enumerate(batches):
             with meter.phase("forward"):
+                # As in transformers' Trainer, a part of the loss is held until the next phase begins.
+                if index > 0:
+                    total = total + part
                 value = loss(model, batch, label_count=labels)
             with meter.phase("backward"):
                 value.backward()
-                # Without its graph, which is dropped before the next forward. As in transformers' Trainer,
-                # the part of the loss is held until the next backward has run, beside the sum of the parts.
-                part = value.detach()
-                total = total + part
+            # Without its graph, which is dropped before the next forward.
+            part = value.detach()
             del value
         with meter.phase("optimizer"):
+            total = total + part
             update(model, optimizer, clip_norm=clip_norm)
     return total
 

@@ -125,7 +125,7 @@ def growth(tokens: int, doublings: int, steps: int, as_json: bool) -> None:
 @JSON
 @one_line_errors
 def degrees(models: tuple[str, ...], recipe: str, tokens: str, as_json: bool) -> None:
-    """Plan each legal pair of degrees of MODELS (all presets) on 8, 16 and 32 ranks, beside the ladder's."""
+    """Plan each legal pair of degrees of MODELS (all presets) on 8, 16 and 32 ranks, and the ladder's."""
     from lab.bench.degrees import compare_degrees
     from lab.units import parse_tokens
 

@@ -81,7 +81,7 @@ def run(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Train MODEL for a few steps on ranks, and print losses and peaks beside the plan; keep nothing."""
+    """Train MODEL for a few steps on ranks, and print losses, measured and planned peaks; keep nothing."""
     from cluster.profiles.parsing import parse_fields
     from lab.jupyter.executing import refuse_notebook
 
