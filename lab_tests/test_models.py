@@ -340,7 +340,7 @@ def test_a_config_that_cannot_be_used_is_refused_in_one_line(tmp_path, text, sai
             assert refusal(lambda call=call, place=place: call(place)).startswith(f"{path}{said}")
 
 
-@pytest.mark.parametrize("family", [GPT2Config, BertConfig, BartConfig, LlavaConfig])
+@pytest.mark.parametrize("family", [GPT2Config, BertConfig, BartConfig])
 def test_a_directory_of_another_family_is_refused_as_its_config_is(tmp_path, family):
     family().save_pretrained(tmp_path)
     said = refusal(lambda: models.config_of(family()))
