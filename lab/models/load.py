@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from lab import decoder
-from lab.decoder import SIZES, check_config, check_family, decoder_of
+from lab.decoder import FAMILIES, SIZES, check_config, check_family, decoder_of
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
@@ -143,8 +143,10 @@ def build_on_meta(
         raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     dtype = (config.dtype if own else None) or torch.float32
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
+        # transformers has no sdpa for attention with sinks.
+        attention = "eager" if FAMILIES[config.model_type].sinks else "sdpa"
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         assert isinstance(skeleton, PreTrainedModel)
         # Two modules of these families have buffers. The rotary embedding computes them in its constructor.
         decoder: Any = skeleton.model
