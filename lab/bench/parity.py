@@ -27,7 +27,7 @@ ROWS, TOKENS = 3, 44
 MODELS = (
     ("llama", 24, 6), ("llama", 24, 24), ("llama", 24, 1), ("qwen2", 28, 4), ("qwen3", 24, 2),
     ("mistral", 40, 8), ("ministral", 24, 2), ("arcee", 24, 6), ("granite", 28, 4), ("starcoder2", 24, 2),
-    ("mixtral", 24, 6), ("qwen3_moe", 24, 4),
+    ("mixtral", 24, 6), ("qwen3_moe", 24, 4), ("gpt_oss", 28, 4),
 )  # fmt: skip
 """The family, the query heads and the key/value heads of each model."""
 
