@@ -58,7 +58,6 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
     "auto_map": (None, {}),
     "is_causal": (True, None),
     "output_attentions": (False, None),
-    "quantization_config": (None, {}),
 }
 """Fields that transformers reads from any config, although no config class declares them."""
 
@@ -340,6 +339,13 @@ def check_config(config: PretrainedConfig) -> Family:
         works = family.rules(name, default)
         if works is not None:
             _check_value(family, name, getattr(config, name, default), works)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ModelError(
+            f"a checkpoint with quantized weights ({method or shorten(repr(quantization), 60)}): the lab "
+            "trains plain weights; give a checkpoint that was dequantized to bf16"
+        )
     for name, works in _UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), works)
     for name in filter(family.knows, PER_LAYER):
