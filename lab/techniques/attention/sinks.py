@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from lab.techniques.slices import slices
-from lab.units import Ki
+from lab.techniques.window_pieces import SINK_PIECE
 
 if TYPE_CHECKING:
     from lab.techniques.attention.flash import Kernel
-
-PIECE = 8 * Ki
-"""The tokens whose products are in memory at once while the gradients of sinks are computed."""
 
 
 def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:
@@ -75,11 +72,11 @@ def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
         [h], in the dtype of ``lse``.
 
     Costs:
-        The products of ``PIECE`` tokens, b*h*D elements of that dtype for each of them, and two LSEs.
+        The products of ``SINK_PIECE`` tokens, b*h*D elements of that dtype for each of them, and two LSEs.
     """
     shares = (sinks.detach().to(lse.dtype)[:, None] - lse).exp_()
     total = torch.zeros_like(sinks, dtype=lse.dtype)
-    for start, length in slices(out.shape[2], PIECE):
+    for start, length in slices(out.shape[2], SINK_PIECE):
         dout, part, share = (t.narrow(2, start, length) for t in (grad_out, out, shares))
         products = torch.empty_like(dout, dtype=lse.dtype).copy_(dout).mul_(part)
         total.sub_((products.sum(-1).mul_(share)).sum((0, 2)))
