@@ -1,8 +1,9 @@
 """The plain model with which all results are compared: transformers' own, with sdpa and fp64 rotary tables.
 
 In transformers, the softmax of eager attention and the rotary tables are computed in fp32, so two right fp64
-models can differ by 1e-7. gpt-oss has no sdpa, and its own eager attention computes in the model's dtype. The gradients of a right model differ from those of this model by about 1e-15. The
-norms compute in fp32 here too, because the techniques call the same norms; but see ``exact_norms``.
+models can differ by 1e-7. gpt-oss has no sdpa, and its own eager attention computes in the model's dtype. The
+gradients of a right model differ from those of this model by about 1e-15. The norms compute in fp32 here too,
+because the techniques call the same norms; but see ``exact_norms``.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
 
 
 def _is_normal(module: nn.Module, name: str) -> bool:
-    """Return whether a parameter is a matrix of a linear map, an embedding or experts, a router's, or sinks."""
+    """Return whether it is a matrix of a linear map, an embedding or experts, a router's, or sinks."""
     if type(module).__name__.endswith(("Experts", "TopKRouter")) or name.endswith(".sinks"):
         return not name.endswith("_proj_bias")
     return isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight")

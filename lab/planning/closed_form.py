@@ -199,7 +199,8 @@ def _last_mlp_forward(z: Sizes) -> Parts:
     if z.recipe.mlp_tile or not keeps:
         t = min(z.recipe.mlp_tile or z.s, z.s)
         rows, one, x = (size * t // z.s for size in (rows, z.M, z.A))
-        summed = {TEMPORARY: max((4 + 3 * z.clamped) * one, one + rows + x * z.f // z.w + x) + z.A * (t < z.s)}
+        gated = (4 + 3 * z.clamped) * one
+        summed = {TEMPORARY: max(gated, one + rows + x * z.f // z.w + x) + z.A * (t < z.s)}
     own = 3 * z.A
     if keeps:
         own = 2 * _norm_keeps(z) + 3 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z)

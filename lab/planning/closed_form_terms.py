@@ -513,8 +513,9 @@ def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | Non
 def experts_keep(z: Sizes, t: int) -> int:
     """What a mixture of experts keeps of t tokens for backward: rows, and five inner tensors of these.
 
-    Where gate and up are clamped, three more: gate as it is clamped, its sigmoid, and up + 1. With frozen experts there are no rows, and one inner tensor less. In addition, the probabilities of the
-    router in fp32, and of each row eleven numbers of 4 bytes: its token, place and pair, and its weight.
+    Where gate and up are clamped, three more: gate as it is clamped, its sigmoid, and up + 1. With frozen
+    experts there are no rows, and one inner tensor less. In addition, the probabilities of the router in
+    fp32, and of each row eleven numbers of 4 bytes: its token, place and pair, and its weight.
     """
     inner = (5 + 3 * z.clamped - z.adapted) * z.M * t // z.s
     rows = z.chosen * z.A * t // z.s * (not z.adapted)

@@ -26,10 +26,11 @@ def apply_rope(model: nn.Module) -> None:
     """Make the model's rotary embedding compute cosines and sines in fp64, for this rank's positions only.
 
     The embedding takes x (for its dtype) and ``position_ids`` [b, s] or [1, s], and returns cosines and sines
-    [b, s, R] or [1, s, R] in the dtype of x; R/2 in place of R in a family with ``half_tables``. It takes the type of a layer too, if the layers of each type
-    have frequencies of their own. At position 5,242,880, angles are up to 5e6 radians. Computed in
-    fp32, they have cosines with errors up to 0.256 (published). The module's own buffer of inverse
-    frequencies is fp32 and causes errors of 0.217 even if the angles are fp64, so it is not used.
+    [b, s, R] or [1, s, R] in the dtype of x; R/2 in place of R in a family with ``half_tables``. It takes the
+    type of a layer too, if the layers of each type have frequencies of their own. At position 5,242,880,
+    angles are up to 5e6 radians. Computed in fp32, they have cosines with errors up to 0.256 (published). The
+    module's own buffer of inverse frequencies is fp32 and causes errors of 0.217 even if the angles are fp64,
+    so it is not used.
 
     Letters: b rows, S tokens, s tokens of one rank, R rotated dimensions of a head, w bytes per element.
 
@@ -264,7 +265,7 @@ def rotate_(
 
     Args:
         x: [..., b, s, h, D], with h heads.
-        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal; with the rotation "half_tables" there
+        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal. With the rotation "half_tables" there
             is one half.
         sin: Sines, like ``cos``.
         rotation: The pairs; "none" leaves ``x`` as it is.

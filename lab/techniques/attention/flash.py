@@ -273,9 +273,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, sinks = ctx.saved_tensors
-        dsinks = None
+        dsinks: Tensor | None = None
         if ctx.needs_input_grad[3]:
-            dsinks = sink_gradients(grads[0], *tensors[3:], sinks).to(sinks.dtype)
+            out, lse = tensors[3:]
+            dsinks = sink_gradients(grads[0], out, lse, sinks).to(sinks.dtype)
         return *ctx.kernel_backward(grads[0], *tensors, scale=ctx.scale), dsinks, None, None
 
 

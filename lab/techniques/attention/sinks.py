@@ -37,7 +37,7 @@ def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:
         gpt-oss (arXiv 2508.10925), section 2.2; StreamingLLM (arXiv 2309.17453), section 3.3, for a sink
         without key and value. FlashAttention (arXiv 2205.14135), appendix B.4, for gradients from the LSE.
     Composes with:
-        Every kernel, windows, a ring, Ulysses, UPipe and streamed layers. A rank takes the sinks of its heads.
+        Every kernel, windows, a ring, Ulysses, UPipe and streamed layers. A rank has the sinks of its heads.
     """
     own = sinks.detach()
 
@@ -51,7 +51,7 @@ def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Multiply outputs [b, h, S, D] in place by what their sinks [h] leave; return the LSEs with the sinks."""
+    """Multiply outputs [b, h, S, D] in place by what the sinks [h] leave; return the LSEs with the sinks."""
     logits = sinks.to(lse.dtype)[:, None]
     out.mul_((lse - logits).sigmoid_()[..., None])
     return torch.logaddexp(lse, logits)
