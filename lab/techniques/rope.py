@@ -265,8 +265,8 @@ def rotate_(
 
     Args:
         x: [..., b, s, h, D], with h heads.
-        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal. With the rotation "half_tables" there
-            is one half.
+        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal. With the rotation "half_tables" they
+            have one half.
         sin: Sines, like ``cos``.
         rotation: The pairs; "none" leaves ``x`` as it is.
         transposed: Multiply by the transposed matrix, as a gradient needs. If the tables have YaRN's factor,
