@@ -186,7 +186,7 @@ class CostCounter(Observer):
             left, right = args[:2] if name in GROUPED else args[-2:]
             flops = 2 * left.numel() * right.shape[-1]
             # Tensor cores take fp32 as tf32, at half the rate of bf16.
-            rate_here = _reached(hardware.matmul, hardware.matmul_share) * 2 / max(args[-1].itemsize, 2)
+            rate_here = _reached(hardware.matmul, hardware.matmul_share) * 2 / max(left.itemsize, 2)
             return Costs(flops, device_seconds=max(flops / rate_here, seconds))
         return Costs(device_seconds=seconds)
 
