@@ -58,13 +58,13 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
     "auto_map": (None, {}),
     "is_causal": (True, None),
     "output_attentions": (False, None),
-    "quantization_config": (None, {}),
 }
 """Fields that transformers reads from any config, although no config class declares them."""
 
-Rotation: TypeAlias = Literal["halves", "interleaved", "none"]
+Rotation: TypeAlias = Literal["halves", "half_tables", "interleaved", "none"]
 """The pairs of dimensions that a rotary embedding rotates, if R dimensions of each head are rotated: i and
-i + R/2, or 2i and 2i+1; or it rotates nothing."""
+i + R/2, or 2i and 2i+1; or it rotates nothing. The cosines and sines have R dimensions, of which both halves
+are equal; with "half_tables", the pairs are those of "halves", and the tables have R/2 dimensions."""
 
 PER_LAYER = ("layer_types", "no_rope_layers")
 """The fields of a config with a value for each layer."""
@@ -92,6 +92,7 @@ class Family:
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
+        half_tables: Whether the rotary embedding returns cosines and sines of R/2 dimensions, and not of R.
         joined_heads: Whether it joins each head of the rotated dimensions and the others, which is a copy.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
         qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
@@ -102,8 +103,12 @@ class Family:
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
             ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
+        sinks: Whether each query head has a sink, a learned logit that takes its share of the softmax.
         expert_width: The field with the inner width of an expert, in a family whose MLPs are mixtures of
             experts; None if all MLPs are dense.
+        clamped_experts: Whether the experts and their router have biases, and gate and up are interleaved and
+            clamped: ``down((up + 1) * gate * sigmoid(alpha * gate))``. The MLP then returns the router's
+            weights too.
         counts: Fields of its config that are counts, in addition to ``SIZES``. Every model of the family has
             them.
     """
@@ -117,6 +122,7 @@ class Family:
     head_norms: HeadNorms = "none"
     fused_attention: bool = False
     interleaved: bool = False
+    half_tables: bool = False
     joined_heads: bool = False
     layer_norms: bool = False
     qkv_biases: bool = False
@@ -126,7 +132,9 @@ class Family:
     wide_scales: bool = False
     scaled_embedding: bool = False
     windows: bool = False
+    sinks: bool = False
     expert_width: str | None = None
+    clamped_experts: bool = False
     counts: tuple[str, ...] = ()
 
     def rules(self, name: str, default: object) -> tuple[object, ...] | None:
@@ -193,6 +201,20 @@ FAMILIES: dict[str, Family] = {
         interleaved=True,
         joined_heads=True,
         output_biases=False,
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        used=_WINDOW | {"attention_bias", "swiglu_alpha", "swiglu_limit"},
+        harmless=_BALANCE,
+        only={**_TYPES, **_BALANCED},
+        half_tables=True,
+        joined_heads=True,
+        wide_scales=True,
+        windows=True,
+        sinks=True,
+        expert_width="intermediate_size",
+        clamped_experts=True,
+        counts=("num_local_experts", "num_experts_per_tok"),
     ),
     "granite": Family(
         "Granite",
@@ -317,6 +339,13 @@ def check_config(config: PretrainedConfig) -> Family:
         works = family.rules(name, default)
         if works is not None:
             _check_value(family, name, getattr(config, name, default), works)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ModelError(
+            f"a checkpoint with quantized weights ({method or shorten(repr(quantization), 60)}): the lab "
+            "trains plain weights; give a checkpoint that was dequantized to bf16"
+        )
     for name, works in _UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), works)
     for name in filter(family.knows, PER_LAYER):
@@ -429,6 +458,8 @@ def shape_of(config: PretrainedConfig) -> Shape:
         sparse=sparse,
         experts=c.num_experts if any(sparse) else 0,
         experts_per_token=c.num_experts_per_tok if any(sparse) else 0,
+        clamped_experts=family.clamped_experts,
+        sinks=family.sinks * H,
         expert_width=getattr(c, family.expert_width) if family.expert_width and any(sparse) else 0,
     )
 
@@ -438,7 +469,8 @@ def _rotated(config: PretrainedConfig) -> int:
     parameters = config.rope_parameters
     kinds = [parameters[kind] for kind in set(getattr(config, "layer_types", None) or ()) & parameters.keys()]
     parts = [kind.get("partial_rotary_factor", 1.0) for kind in kinds or [parameters]]
-    return sum(int(head_dim_of(config) * part) for part in parts)
+    tables = sum(int(head_dim_of(config) * part) for part in parts)
+    return tables // 2 if FAMILIES[config.model_type].half_tables else tables
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> None:
@@ -476,6 +508,7 @@ class Layer:
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
         norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
         fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has a projection.
+        returns_weights: Whether the MLP returns a pair, of its output and the weights of its router.
     """
 
     module: nn.Module
@@ -487,6 +520,12 @@ class Layer:
     rotation: Rotation = "halves"
     norms_all_heads: bool = False
     fused: tuple[int, int, int] | None = None
+    returns_weights: bool = False
+
+    @property
+    def sinks(self) -> nn.Parameter | None:
+        """The sinks of the query heads, [H]; None if attention has none."""
+        return getattr(self.attention, "sinks", None)
 
     @property
     def experts(self) -> nn.Module | None:
@@ -542,7 +581,8 @@ class Layer:
         """Return the output [b, s, E] of the input [b, s, E] and the outputs of all heads [b, s, H*D]."""
         a: Any = self.attention
         hidden = x + self._scaled(self.normalize(1, a.o_proj(heads)))
-        return hidden + self._scaled(self.normalize(3, self.mlp(self.normalize(2, hidden))))
+        result = self.mlp(self.normalize(2, hidden))
+        return hidden + self._scaled(self.normalize(3, result[0] if self.returns_weights else result))
 
     def normalize(self, which: int, x: Tensor) -> Tensor:
         """Return the output of one of ``norms``; ``x`` itself if there is no such norm."""
@@ -633,7 +673,6 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
     shape, attention = shape_of(config), module.self_attn
-    rotates = getattr(attention, "use_rope", True)
     queries, keys = shape.H * shape.D, shape.K * shape.D
     return Layer(
         module=module,
@@ -642,10 +681,17 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         norms=tuple(None if name is None else getattr(module, name) for name in family.norms),
         residual_multiplier=getattr(module, "residual_multiplier", 1.0),
         window=shape.windows[attention.layer_idx],
-        rotation="none" if not rotates else "interleaved" if family.interleaved else "halves",
+        rotation=_rotation(family) if getattr(attention, "use_rope", True) else "none",
         norms_all_heads=family.head_norms == "all",
         fused=(queries, keys, keys) if family.fused_attention else None,
+        returns_weights=family.clamped_experts,
     )
+
+
+def _rotation(family: Family) -> Rotation:
+    if family.half_tables:
+        return "half_tables"
+    return "interleaved" if family.interleaved else "halves"
 
 
 def kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:

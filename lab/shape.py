@@ -25,8 +25,8 @@ class Shape:
         head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
             heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
-        rotated: The dimensions of each head that are rotated, summed over the kinds of layers that have
-            cosines and sines of their own.
+        rotated: The cosines of a token, summed over the kinds of layers that have cosines and sines of their
+            own: one for each rotated dimension of a head, or for each pair of them.
         joined_heads: Whether each head of q and k is a copy, joined of the dimensions that are rotated and
             those that are not, even if there are none of these.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
@@ -44,6 +44,9 @@ class Shape:
         experts: The number of experts of such a layer; 0 if no layer has experts.
         experts_per_token: The number of experts that compute each token.
         expert_width: The inner width of an expert.
+        clamped_experts: Whether gate and up are clamped before they are multiplied, and the experts and their
+            router have biases.
+        sinks: The number of sinks of a layer's attention: one of each query head, or none.
     """
 
     L: int
@@ -74,6 +77,8 @@ class Shape:
     experts: int
     experts_per_token: int
     expert_width: int
+    clamped_experts: bool
+    sinks: int
 
     @property
     def has_windows(self) -> bool:
@@ -115,8 +120,19 @@ class Shape:
     def mlp_weights(self, *, sparse: bool) -> int:
         """Return the weights of a layer's MLP; of a mixture of experts, with those of its router."""
         if sparse:
-            return self.experts * self.E * (3 * self.expert_width + 1)
+            return self.experts * self._expert_rows
         return self.matrices * self.E * self.I + self.mlp_biases
+
+    @property
+    def expert_weights(self) -> int:
+        """The weights of an expert: three matrices, and perhaps three biases."""
+        biases = 2 * self.expert_width + self.E
+        return 3 * self.E * self.expert_width + biases * self.clamped_experts
+
+    @property
+    def _expert_rows(self) -> int:
+        """The weights of an expert, and its row of the router."""
+        return self.expert_weights + self.E + self.clamped_experts
 
     def layer_weights(self, *, sparse: bool, ranks: int = 1) -> int:
         """Return the weights of a layer that the rank with the most has, of ``ranks``.
@@ -134,11 +150,12 @@ class Shape:
         heads = (self.H * self.D, self.K * self.D)
         of_heads = {"none": (), "each": (self.D, self.D), "all": heads}[self.head_norms]
         if sparse:
-            mlp = most(self.experts) * self.E * (3 * self.expert_width + 1)
+            mlp = most(self.experts) * self._expert_rows
         else:
             mlp = linear(self._dense_projections) + most(self.mlp_biases)
         norms = self.norms * most(self.E) * (1 + self.layer_norms) + sum(map(most, of_heads))
-        return linear(self.attention_projections) + most(self.attention_biases) + mlp + norms
+        attention = linear(self.attention_projections) + most(self.attention_biases) + most(self.sinks)
+        return attention + mlp + norms
 
     def root_weights(self, *, ranks: int = 1) -> int:
         """Return the weights outside the layers, as ``layer_weights``."""
@@ -161,5 +178,5 @@ class Shape:
     @property
     def active_weights(self) -> int:
         """The weights that a token is computed with: all but those of the experts that it does not have."""
-        idle = (self.experts - self.experts_per_token) * 3 * self.E * self.expert_width
+        idle = (self.experts - self.experts_per_token) * self.expert_weights
         return self.weights - sum(self.sparse) * idle

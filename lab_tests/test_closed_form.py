@@ -86,6 +86,9 @@ POINTS = [
     ("phi3-mini", "tiling", 64 * Ki, 4, TILES),
     ("mixtral-8x7b", "tiling", 64 * Ki, 8, {"layers": 2, **TILES}),
     ("qwen3-30b-a3b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "layers": 2}),
+    ("gpt-oss-20b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "layers": 2}),
+    ("gpt-oss-20b", "ulysses", 64 * Ki, 8, {"layers": 2}),
+    ("gpt-oss-20b", "long", 512 * Ki, 8, {"layers": 4}),
 ]  # fmt: skip
 """Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand.
 

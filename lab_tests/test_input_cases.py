@@ -20,7 +20,7 @@ EXPECTED = {
     "config: sliding_window": RIGHT,
     "config: a window in the last layer": RIGHT,
     "config: a window that no layer has": RIGHT,
-    "config: quantization_config": "refused: quantization_config={'bits': 4} ",
+    "config: quantization_config": r"refused: a checkpoint with quantized weights \({'bits': 4}\): ",
     "config: rope_type=dynamic": "refused: rope_type='dynamic' is not one of default, linear, llama3, yarn",
     "config: a key that no class declares": RIGHT,
     "batch: padding at the right": RIGHT,

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from transformers import (
+    GptOssConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -96,6 +97,10 @@ qwen3_moe = partial(
     odd, Qwen3MoeConfig, head_dim=28, num_hidden_layers=4, num_experts=12, num_experts_per_tok=5,
     moe_intermediate_size=20, mlp_only_layers=[2],
 )  # fmt: skip
+gpt_oss = partial(
+    odd, GptOssConfig, head_dim=28, num_local_experts=8, num_experts_per_tok=3, sliding_window=30,
+    intermediate_size=20,
+)  # fmt: skip
 OFFLOAD = Recipe(fsdp=True, ulysses=2, checkpoint=True, offload="inputs")
 CASES = {
     "tokens that do not divide": (odd(num_hidden_layers=3), replace(UPIPE, head_chunk=4), 499, 1),
@@ -162,6 +167,16 @@ CASES = {
     "experts and dense layers, streamed": (
         qwen3_moe(), replace(STREAMED, segment=2, compute_dtype="bfloat16"), 100, 1,
     ),
+    "sinks, clamped experts, nine layers": (
+        gpt_oss(num_hidden_layers=9), replace(UPIPE, head_chunk=12), 499, 1,
+    ),
+    "sinks, clamped experts, rows that do not divide, one tile": (
+        gpt_oss(), replace(OFFLOAD, mlp_tile=500, offload="attention"), 250, 3,
+    ),
+    "sinks, clamped experts, in bf16 on replicas": (gpt_oss(), Recipe(compute_dtype="bfloat16"), 60, 1),
+    "sinks, clamped experts, streamed": (
+        gpt_oss(num_hidden_layers=4), replace(STREAMED, segment=2, compute_dtype="bfloat16"), 100, 1,
+    ),
 }  # fmt: skip
 """The model, the recipe, the tokens and the rows.
 
@@ -205,6 +220,13 @@ def test_with_adapters(ranks4, text, name):
         recipe = resolve_recipe(recipe, model, 4, tokens, compute_dtype=None)
     planned, measured = plan_and_measure(ranks4, text, model, recipe, tokens, rows, lora=lora)
     assert measured == [[planned]] * 4
+
+
+@pytest.mark.parametrize("head_chunk", [None, 8])
+def test_sinks_round_a_ring(ranks4, text, head_chunk):
+    model, recipe = gpt_oss(layer_types=["full_attention"] * 2), replace(UPIPE, ring=2, head_chunk=head_chunk)
+    planned, measured = plan_and_measure(ranks4, text, model, recipe, 248)
+    assert max(measured, key=lambda steps: steps[0]["device"]) == [planned]
 
 
 def test_with_adapters_round_a_ring(ranks4, text):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from lab import models
 from lab.bench.reference import build, config
 from lab.errors import RecipeError
 from lab.techniques.rope import apply_rope, check_rope, inverse_frequencies, rotary_tables, rotate_
@@ -171,3 +172,20 @@ def test_rotation_is_transformers_own_and_its_transpose_is_its_gradient(scratch)
     torch.testing.assert_close(rotate_(x.clone(), cos, sin, **room).flatten(0, 1), right.detach())
     back = rotate_(grad.clone().view_as(x), cos, sin, transposed=True, **room)
     torch.testing.assert_close(back.flatten(0, 1), flat.grad)
+
+
+def test_tables_of_half_a_head_are_transformers_own():
+    """Of gpt-oss, whose tables have one number for each pair of dimensions."""
+    sizes = {"head_dim": 64, "rope_parameters": models.config_of("gpt-oss-20b").rope_parameters}
+    theirs, ours = (build(config("gpt_oss", **sizes), torch.float32) for _ in range(2))
+    apply_rope(ours)
+    positions = torch.arange(7, 307)[None]
+    pairs = [model.model.rotary_emb(torch.zeros(2, 3), position_ids=positions) for model in (ours, theirs)]
+    for found, right in zip(*pairs, strict=True):
+        assert found.shape == (1, 300, 32)
+        torch.testing.assert_close(found, right, rtol=0, atol=3e-5)
+    # The same pairs as with whole tables.
+    heads = torch.randn(1, 300, 2, 64, generator=torch.Generator().manual_seed(0))
+    whole = [torch.cat((t, t), -1) for t in pairs[0]]
+    half = rotate_(heads.clone(), *pairs[0], rotation="half_tables")
+    assert torch.equal(half, rotate_(heads.clone(), *whole))

@@ -1,8 +1,9 @@
 """The plain model with which all results are compared: transformers' own, with sdpa and fp64 rotary tables.
 
 In transformers, the softmax of eager attention and the rotary tables are computed in fp32, so two right fp64
-models can differ by 1e-7. The gradients of a right model differ from those of this model by about 1e-15. The
-norms compute in fp32 here too, because the techniques call the same norms; but see ``exact_norms``.
+models can differ by 1e-7. gpt-oss has no sdpa, and its own eager attention computes in the model's dtype. The
+gradients of a right model differ from those of this model by about 1e-15. The norms compute in fp32 here too,
+because the techniques call the same norms; but see ``exact_norms``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -51,6 +53,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
+    "gpt_oss": GptOssConfig,
     "ministral": MinistralConfig,
     "arcee": ArceeConfig,
     "granite": GraniteConfig,
@@ -70,6 +73,11 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 13},
     "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    # With these limits, many numbers are clamped.
+    "gpt_oss": {
+        "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_alpha": 1.3, "swiglu_limit": 1.1,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
+    },
     # The second layer is dense.
     "qwen3_moe": {
         "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 23, "norm_topk_prob": True,
@@ -144,13 +152,14 @@ def config(
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
-    """Return a model of transformers with sdpa, and with its own loop over experts.
+    """Return a model of transformers with sdpa or its own eager attention, and its own loop over experts.
 
     All parameters are random, because biases of 0 or norms of 1 could hide a bug.
     """
     torch.manual_seed(seed)
+    attention = "eager" if cfg.model_type == "gpt_oss" else "sdpa"
     model = AutoModelForCausalLM.from_config(
-        cfg, attn_implementation="sdpa", experts_implementation="eager", dtype=torch.float64
+        cfg, attn_implementation=attention, experts_implementation="eager", dtype=torch.float64
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -166,13 +175,14 @@ def exact_rotary(model: nn.Module) -> nn.Module:
     """Let the rotary embedding (of the default type) compute in fp64, without code of the lab."""
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
     head_dim, of_all = rotary.config.head_dim, rotary.config.rope_parameters
+    halves = 1 if rotary.config.model_type == "gpt_oss" else 2
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         parameters = of_all if layer_type is None else of_all[layer_type]
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         half = position_ids.double()[..., None] * torch.exp(-powers * math.log(parameters["rope_theta"]))
-        angles = torch.cat((half, half), -1)
+        angles = torch.cat((half,) * halves, -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     rotary.forward = Patch(forward, rotary.forward)

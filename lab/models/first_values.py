@@ -41,9 +41,9 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
     """Write the first values into every parameter, or into this rank's shard of it.
 
     The distribution is that of transformers' ``_init_weights``. Weights of linear maps and embeddings are
-    normal, with the standard deviation ``config.initializer_range``, and so are those of experts and of their
-    routers; the row of ``padding_idx`` is zero. Weights of norms are one, and biases are zero. A tied
-    parameter has the name of its first place.
+    normal, with the standard deviation ``config.initializer_range``, and so are those of experts, all of
+    their routers, and sinks; the row of ``padding_idx`` is zero. Weights of norms are one, and other biases
+    are zero. A tied parameter has the name of its first place.
 
     Of a LoRA adapter B @ A, as by PEFT's ``init_lora_weights="gaussian"``: A [r, in] is normal with the
     standard deviation 1/r, and B is zero. The other parameters have the values that they have without it.
@@ -71,7 +71,7 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
             padding = module.padding_idx if isinstance(module, nn.Embedding) else None
             if padding is not None and first_row <= padding < first_row + len(local):
                 local[padding - first_row].zero_()
-        elif isinstance(module, nn.Linear | nn.Embedding) or "Norm" in kind.__name__:
+        elif isinstance(module, nn.Linear | nn.Embedding) or kind.__name__.endswith(("Norm", "Experts")):
             local.fill_(1.0 if name.endswith("weight") else 0.0)
         else:
             raise ModelError(
@@ -81,9 +81,9 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
 
 
 def _is_normal(module: nn.Module, name: str) -> bool:
-    """Return whether a parameter is a matrix: of a linear map, an embedding, experts, or of their router."""
-    if type(module).__name__.endswith(("Experts", "TopKRouter")):
-        return True
+    """Return whether it is a matrix of a linear map, an embedding or experts, a router's, or sinks."""
+    if type(module).__name__.endswith(("Experts", "TopKRouter")) or name.endswith(".sinks"):
+        return not name.endswith("_proj_bias")
     return isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight")
 
 

@@ -143,8 +143,10 @@ def build_on_meta(
         raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     dtype = (config.dtype if own else None) or torch.float32
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
+        # transformers has no sdpa for attention with sinks.
+        attention = "eager" if FAMILIES[config.model_type].sinks else "sdpa"
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         assert isinstance(skeleton, PreTrainedModel)
         # Two modules of these families have buffers. The rotary embedding computes them in its constructor.
         decoder: Any = skeleton.model

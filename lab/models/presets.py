@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import (
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -161,6 +162,23 @@ def _qwen3_30b_a3b() -> Qwen3MoeConfig:
     )  # fmt: skip
 
 
+def _gpt_oss_20b() -> GptOssConfig:
+    """The shape of gpt-oss-20b (its published config.json): 32 experts, four of them for each token.
+
+    Every other layer, the first among them, has a window of 128 tokens. Each query head has a sink.
+    """
+    return GptOssConfig(
+        hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4, vocab_size=201088,
+        rms_norm_eps=1e-5, max_position_embeddings=131072, sliding_window=128, swiglu_limit=7.0,
+        rope_parameters=_rope(
+            150_000.0, rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=4096,
+        ),
+        router_aux_loss_coef=0.9,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": _tiny,
     "llama3-8b": _llama3_8b,
@@ -175,4 +193,5 @@ PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "phi3-mini": _phi3_mini,
     "mixtral-8x7b": _mixtral_8x7b,
     "qwen3-30b-a3b": _qwen3_30b_a3b,
+    "gpt-oss-20b": _gpt_oss_20b,
 }

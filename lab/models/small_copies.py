@@ -28,7 +28,8 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
 
     Divided by one whole number: the head_dim D, the hidden size E and the widths of the MLP and of an expert,
     so that their ratios are exact. The number is the largest that divides all of them (and E/H, where that is
-    whole) and leaves D even and at least ``head_dim``. The vocabulary V is divided by it too, rounded down,
+    whole, unless the family needs no such E and this leaves only 1) and leaves D even and at least
+    ``head_dim``. The vocabulary V is divided by it too, rounded down,
     and is at least 256.
 
     Cut: the layers, to the first ``layers``, because all are alike. So the embedding and the head, which a
@@ -42,11 +43,14 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     small = copy.deepcopy(config_of(model))
     check_rope(small)
     own, E, H = head_dim_of(small), small.hidden_size, small.num_attention_heads
-    # Some families need a hidden size that the number of heads divides.
+    # Some families need a hidden size that the number of heads divides: their config classes check it.
+    free = own == getattr(small, "head_dim", None)
+    free &= type(small).validate_architecture is PretrainedConfig.validate_architecture
     fields = dict.fromkeys(("intermediate_size", FAMILIES[small.model_type].expert_width))
     widths: dict[str, int] = {name: getattr(small, name) for name in fields if name is not None}
-    common = gcd(own, E // H if E % H == 0 else E, *widths.values())
-    by = max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
+    by = _divisor(own, (E // H if E % H == 0 else E, *widths.values()), head_dim)
+    if by == 1 and free:
+        by = _divisor(own, (E, *widths.values()), head_dim)
     if by == 1 and own >= 2 * head_dim:
         *first, last = {"head_dim": own, "hidden_size": E, **widths}.items()
         raise ModelError(
@@ -94,6 +98,12 @@ def _call_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrain
     del result.model.layers[layers:]
     keep_layers(result.config, layers)
     return result
+
+
+def _divisor(own: int, others: tuple[int, ...], head_dim: int) -> int:
+    """Return the largest number that divides all, and leaves an even head_dim that is no less; or 1."""
+    common = gcd(own, *others)
+    return max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
 
 
 def _fits(dim: int, least: int) -> bool:

@@ -212,6 +212,11 @@ class WeightFiles:
                 else:
                     place = place._replace(parameter=names[0])
                     files.setdefault(self._files[found], []).append((found, place))
+        if any(f"{name}_blocks" in self._files for name in missing):
+            raise ModelError(
+                f"the weights in {self.folder} are quantized (MXFP4, in blocks with scales), and the lab "
+                "trains plain weights: give a checkpoint that was dequantized to bf16"
+            )
         if missing:
             raise ModelError(f"the weights in {self.folder} lack {', '.join(sorted(missing)[:3])}")
         return files

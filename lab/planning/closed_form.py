@@ -46,6 +46,7 @@ from lab.planning.closed_form_terms import (
     part_bytes,
     plus,
     scale_bytes,
+    sink_bytes,
     sizes_of,
     weight_sums,
     whole_call,
@@ -198,7 +199,8 @@ def _last_mlp_forward(z: Sizes) -> Parts:
     if z.recipe.mlp_tile or not keeps:
         t = min(z.recipe.mlp_tile or z.s, z.s)
         rows, one, x = (size * t // z.s for size in (rows, z.M, z.A))
-        summed = {TEMPORARY: max(4 * one, one + rows + x * z.f // z.w + x) + z.A * (t < z.s)}
+        gated = (4 + 3 * z.clamped) * one
+        summed = {TEMPORARY: max(gated, one + rows + x * z.f // z.w + x) + z.A * (t < z.s)}
     own = 3 * z.A
     if keeps:
         own = 2 * _norm_keeps(z) + 3 * z.A + bytes_of(_attention_keeps(z)) + _mlp_keeps(z)
@@ -560,7 +562,9 @@ def _attention(z: Sizes, window: int | None) -> Held:
     made = backward if z.recipe.ring == 1 else q * (z.f == z.w)
     if z.recipe.ring == 1 and not whole_call(z, window):
         made = q + 2 * z.sent * (z.f == z.w)
-    kernel = plus(kept, {ACTIVATION_GRADIENTS: q + made, TEMPORARY: backward - made})
+    inside = {ACTIVATION_GRADIENTS: q + made, TEMPORARY: backward - made}
+    of_sinks = {ACTIVATION_GRADIENTS: q, TEMPORARY: sink_bytes(z, q)}
+    kernel = plus(kept, highest_of(inside, of_sinks))
     dout = plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
     )
@@ -588,11 +592,12 @@ def _upipe(z: Sizes, window: int | None) -> Held:
     stage = 3 * u + 2 * u_kv + sums
     if accumulates(z, window):
         # All is summed wide; or the output is exchanged; or what a stage made is.
-        kernel, sent_back = 3 * u + 2 * u_kv + part_bytes(z, heads, u_kv, window), 2 * u + 4 * u_kv
+        part = max(part_bytes(z, heads, u_kv, window), sink_bytes(z, heads))
+        kernel, sent_back = 3 * u + 2 * u_kv + part, 2 * u + 4 * u_kv
         exchange = stage + u * (z.recipe.ulysses > 1)
         stage = max(2 * u_kv * z.f // z.w + max(kernel, sent_back), exchange)
     else:
-        stage += kernel_bytes(z, heads, u_kv, window)
+        stage += max(kernel_bytes(z, heads, u_kv, window), sink_bytes(z, heads))
     peaks = [{TEMPORARY: stage + there + ahead}, end]
     if z.head_norms == "all":
         # As many tokens at once that all of their heads are as large as an eighth of a stage.

@@ -27,6 +27,7 @@ from lab.planning.closed_form_terms import (
     part_bytes,
     plus,
     scale_bytes,
+    sink_bytes,
     weight_sums,
     wide_norm,
 )
@@ -252,10 +253,10 @@ def _stages(z: Sizes, window: int | None) -> Held:
     lse = {ACTIVATIONS: z.f * z.b * z.s * heads}
     if accumulates(z, window):
         # All is summed wide; then what a stage made is exchanged.
-        part = part_bytes(z, heads * z.h, u_kv, window)
+        part = max(part_bytes(z, heads * z.h, u_kv, window), sink_bytes(z, heads * z.h))
         inside = 2 * u_kv * z.f // z.w + max(part, 2 * u_kv - u)
     else:
-        inside = sums + kernel_bytes(z, heads * z.h, u_kv, window)
+        inside = sums + max(kernel_bytes(z, heads * z.h, u_kv, window), sink_bytes(z, heads * z.h))
     kernel, exchange = plus(lse, {TEMPORARY: stage + inside}), stage + u * (z.recipe.ulysses > 1) + sums
     # A stage that computes its keys and values has no sums yet.
     computed = stage + sums if ahead else 2 * u + max(4 * u_kv, 2 * u_kv + sums)

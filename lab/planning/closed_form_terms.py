@@ -12,7 +12,7 @@ from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.shape import HeadNorms, Shape
 from lab.techniques.upipe.schedule import schedule
-from lab.techniques.window_pieces import PIECE
+from lab.techniques.window_pieces import PIECE, SINK_PIECE
 
 WIDTHS = {None: 4, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element by compute dtype; None computes in the parameters' own, fp32."""
@@ -120,7 +120,8 @@ class Sizes:
     ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen. ``windows``
     are the keys that a query of each layer sees, at most all; None if the layer's kernel knows of no window.
     ``sparse``: the MLP is a mixture of experts, ``chosen`` of them for each token. M is then one inner tensor
-    of all rows, of which each token has as many.
+    of all rows, of which each token has as many. ``clamped``: their gate and up are clamped. ``sinks``: each
+    query head has a sink.
     """
 
     recipe: Recipe
@@ -171,6 +172,8 @@ class Sizes:
     sparse: bool
     experts: int
     chosen: int
+    clamped: bool
+    sinks: bool
     layers: tuple[LayerSizes, ...]
 
     def of(self, layer: int) -> Sizes:
@@ -218,7 +221,8 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         root_shard=root_shard, shard=sum(layer.layer_shard for layer in layers) + root_shard,
         sent=token * D * max(K, recipe.ulysses), adapted=job.lora is not None,
         windows=tuple(_window(window, recipe, s) for window in shape.windows),
-        experts=shape.experts, chosen=shape.experts_per_token, layers=layers, **vars(layers[0]),
+        experts=shape.experts, chosen=shape.experts_per_token, clamped=shape.clamped_experts,
+        sinks=shape.sinks > 0, layers=layers, **vars(layers[0]),
     )  # fmt: skip
 
 
@@ -386,6 +390,14 @@ def forward_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
     return max(parts) // (z.b * tokens)
 
 
+def sink_bytes(z: Sizes, q: int) -> int:
+    """What the gradients of sinks take before the kernel's backward: products of a piece, and two LSEs."""
+    if not z.sinks:
+        return 0
+    tokens = z.s * z.recipe.ulysses
+    return q * z.f // z.w * min(tokens, SINK_PIECE) // tokens + 2 * _lse(z, q)
+
+
 def _lse(z: Sizes, q: int) -> int:
     """The bytes of the LSEs of the queries that have ``q`` bytes."""
     return q * z.f // (z.w * z.D)
@@ -501,10 +513,11 @@ def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | Non
 def experts_keep(z: Sizes, t: int) -> int:
     """What a mixture of experts keeps of t tokens for backward: rows, and five inner tensors of these.
 
-    With frozen experts there are no rows, and one inner tensor less. In addition, the probabilities of the
-    router in fp32, and of each row eleven numbers of 4 bytes: its token, place and pair, and its weight.
+    Where gate and up are clamped, three more: gate as it is clamped, its sigmoid, and up + 1. With frozen
+    experts there are no rows, and one inner tensor less. In addition, the probabilities of the router in
+    fp32, and of each row eleven numbers of 4 bytes: its token, place and pair, and its weight.
     """
-    inner = (5 - z.adapted) * z.M * t // z.s
+    inner = (5 + 3 * z.clamped - z.adapted) * z.M * t // z.s
     rows = z.chosen * z.A * t // z.s * (not z.adapted)
     return rows + inner + z.b * t * (44 * z.chosen + 4 * z.experts)
 

@@ -66,6 +66,7 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
         module.lab_attention = _DeepSpeedAttention(  # type: ignore[assignment]
             attention_class, group, decoder.shape.L
         )
+        module.lab_ranks = (dist.get_world_size(group), dist.get_rank(group))  # type: ignore[assignment]
 
 
 class _DeepSpeedAttention:

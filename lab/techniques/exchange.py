@@ -24,6 +24,11 @@ def size_of(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return this rank's place in ``group``; None is a group of one rank."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 # ---- the end of a collective -------------------------------------------------------------------------
 
 

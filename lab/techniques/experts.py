@@ -21,10 +21,13 @@ from lab.techniques.precision import accumulation_dtype
 
 # ---- grouped products --------------------------------------------------------------------------------------
 
+BIAS_ROWS = 8192
+"""The rows whose biases are in memory at once, where they are added after the kernel."""
+
 
 @torch.library.custom_op("lab::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each expert by the expert's matrix.
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, biases: Tensor | None = None) -> Tensor:
+    """Multiply the rows of each expert by the expert's matrix, and add the expert's bias if there is one.
 
     On CUDA in half precision this is one kernel. Elsewhere it is a matrix product for each expert, and on
     CUDA the host waits once for ``ends``.
@@ -33,22 +36,37 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         rows: [T, a], in the order of their experts.
         weights: [N, a, b], of any strides.
         ends: [N], int32: the number of rows of all experts up to this one, itself included.
+        biases: [N, b].
 
     Returns:
         [T, b].
     """
     if _has_kernel(rows, weights):
-        return grouped_mm(rows, weights, offs=ends)
+        out = grouped_mm(rows, weights, offs=ends)
+        if biases is not None:
+            # A bias for each of a few rows at a time.
+            for first, part in zip(range(0, len(out), BIAS_ROWS), out.split(BIAS_ROWS), strict=True):
+                numbers = torch.arange(first, first + len(part), dtype=ends.dtype, device=ends.device)
+                part.add_(biases.index_select(0, torch.bucketize(numbers, ends, right=True)))
+        return out
     out = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
-    for weight, end in zip(weights, ends.tolist(), strict=True):
-        torch.mm(rows[start:end], weight, out=out[start:end])
+    for expert, end in enumerate(ends.tolist()):
+        if biases is None:
+            torch.mm(rows[start:end], weights[expert], out=out[start:end])
+        else:
+            torch.addmm(biases[expert], rows[start:end], weights[expert], out=out[start:end])
         start = end
     return out
 
 
 @grouped_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001 (the operator's names)
+def _(
+    rows: Tensor,
+    weights: Tensor,
+    ends: Tensor,  # noqa: ARG001 (the operator's names)
+    biases: Tensor | None = None,  # noqa: ARG001
+) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[2])
 
 
@@ -81,6 +99,25 @@ def _(grads: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], grads.shape[1], rows.shape[1])
 
 
+@torch.library.custom_op("lab::grouped_sum", mutates_args=())
+def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
+    """Sum the rows [T, b] of each expert: the gradients of its bias, [N, b]. See ``grouped_product``."""
+    if _has_kernel(rows):
+        # The kernel multiplies by ones, whose rows have 16 bytes too, and sums in fp32.
+        return grouped_mm(rows.t(), rows.new_ones(len(rows), 8), offs=ends)[..., 0].contiguous()
+    out = rows.new_empty(ends.shape[0], rows.shape[1])
+    start = 0
+    for total, end in zip(out, ends.tolist(), strict=True):
+        torch.sum(rows[start:end], 0, out=total)
+        start = end
+    return out
+
+
+@grouped_sum.register_fake
+def _(rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1])
+
+
 def _has_kernel(*operands: Tensor) -> bool:
     """Return whether torch has one kernel for all experts; its rows begin at multiples of 16 bytes."""
     return all(
@@ -92,22 +129,32 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 
 class _GroupedLinear(Function):
-    """Rows [T, a], weights [N, b, a] and ends [N] -> [T, b]."""
+    """Rows [T, a], weights [N, b, a], or [N, a, b] if they are transposed, biases and ends [N] -> [T, b]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, biases: Tensor | None, ends: Tensor, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, ends)
-        out: Tensor = torch.ops.lab.grouped_product(rows, weights.transpose(1, 2), ends)
+        ctx.transposed = transposed
+        matrices = weights if transposed else weights.transpose(1, 2)
+        more = () if biases is None else (biases,)
+        out: Tensor = torch.ops.lab.grouped_product(rows, matrices, ends, *more)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, ends = ctx.saved_tensors
-        dout, (rows_needed, weights_needed, _) = dout.contiguous(), ctx.needs_input_grad
-        drows = torch.ops.lab.grouped_product(dout, weights, ends) if rows_needed else None
-        dweights = torch.ops.lab.grouped_outer_product(dout, rows, ends) if weights_needed else None
-        return drows, dweights, None
+        dout, needed = dout.contiguous(), ctx.needs_input_grad
+        matrices = weights.transpose(1, 2) if ctx.transposed else weights
+        drows = torch.ops.lab.grouped_product(dout, matrices, ends) if needed[0] else None
+        dbiases = torch.ops.lab.grouped_sum(dout, ends) if needed[2] else None
+        dweights = None
+        if needed[1]:
+            pair = (rows, dout) if ctx.transposed else (dout, rows)
+            dweights = torch.ops.lab.grouped_outer_product(*pair, ends)
+        return drows, dweights, dbiases, None, None
 
 
 # ---- the order of the rows ---------------------------------------------------------------------------------
@@ -212,7 +259,9 @@ def apply_experts(model: nn.Module) -> None:
     The router of transformers chooses k experts for each token, and weights. The tokens are copied to rows in
     the order of their experts. All experts compute their rows together, whatever number of rows each has. The
     result of an expert is multiplied by its weight before the last product, where it has I elements and not
-    E. Then the k rows of each token are summed.
+    E. Then the k rows of each token are summed. If the experts have biases, those of the last product are
+    added to the sums: they are a product of the weights [n, N], which are zero for other experts, and the
+    biases [N, E].
 
     All shapes depend on the number of tokens alone, so a plan on fake tensors holds the bytes of a run. Each
     token is computed alone, so the MLP may run in tiles. An expert that no token has chosen has a gradient of
@@ -222,8 +271,8 @@ def apply_experts(model: nn.Module) -> None:
         Nothing, compared with the tokens of one expert after the other. The implementation ``"batched_mm"``
         of transformers would copy the weights of an expert for each row.
     Costs:
-        Forward keeps w*T*(E + 5*I) bytes of n tokens: the rows, and five inner tensors. Each of the N experts
-        has a gradient, with rows or without.
+        Forward keeps w*T*(E + 5*I) bytes of n tokens: the rows, and five inner tensors; where gate and up are
+        clamped, w*T*(E + 8*I). Each of the N experts has a gradient, with rows or without.
     Source:
         Mixtral (arXiv 2401.04088), section 2.1; MegaBlocks (arXiv 2211.15841), for the grouped products.
     Composes with:
@@ -243,8 +292,8 @@ def _take_slices(mlp: nn.Module) -> None:
     """Let an MLP take tiles [b, t, E] whose rows lie apart in memory; transformers' flattens them."""
     inner = mlp.forward
 
-    def forward(hidden_states: Tensor) -> Tensor:
-        out: Tensor = inner(hidden_states.contiguous())
+    def forward(hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        out: Tensor | tuple[Tensor, Tensor] = inner(hidden_states.contiguous())
         return out
 
     mlp.forward = Patch(forward, inner)
@@ -259,19 +308,25 @@ def _group_products(experts: Any) -> None:
             )
         order, pairs = order_of(top_k_index, experts.num_experts)
         weights = top_k_weights.flatten().gather(0, pairs)
+        biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+
+        def linear(rows: Tensor, matrices: Tensor, of_rows: Tensor | None) -> Tensor:
+            out: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+                rows, matrices, of_rows, order.ends, experts.is_transposed
+            )
+            return out
+
         # Long tensors have no names here, so that one which backward does not need is freed when it was used.
         inner = experts._apply_gate(
-            _linear(_ToRows.apply(hidden_states, *order), experts.gate_up_proj, order)  # type: ignore[no-untyped-call]
+            linear(_ToRows.apply(hidden_states, *order), experts.gate_up_proj, biases[0])  # type: ignore[no-untyped-call]
         )
         out: Tensor = _SumOfRows.apply(  # type: ignore[no-untyped-call]
-            _linear(_Weighted.apply(inner, weights), experts.down_proj, order),  # type: ignore[no-untyped-call]
+            linear(_Weighted.apply(inner, weights), experts.down_proj, None),  # type: ignore[no-untyped-call]
             *order,
         )
-        return out
+        if biases[1] is None:
+            return out
+        of_all = top_k_weights.new_zeros(len(out), experts.num_experts).scatter(1, top_k_index, top_k_weights)
+        return torch.addmm(out, of_all.to(out.dtype), biases[1])
 
     experts.forward = Patch(forward, experts.forward)
-
-
-def _linear(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    out: Tensor = _GroupedLinear.apply(rows, weights, order.ends)  # type: ignore[no-untyped-call]
-    return out

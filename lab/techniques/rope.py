@@ -26,10 +26,11 @@ def apply_rope(model: nn.Module) -> None:
     """Make the model's rotary embedding compute cosines and sines in fp64, for this rank's positions only.
 
     The embedding takes x (for its dtype) and ``position_ids`` [b, s] or [1, s], and returns cosines and sines
-    [b, s, R] or [1, s, R] in the dtype of x. It takes the type of a layer too, if the layers of each type
-    have frequencies of their own. At position 5,242,880, angles are up to 5e6 radians. Computed in
-    fp32, they have cosines with errors up to 0.256 (published). The module's own buffer of inverse
-    frequencies is fp32 and causes errors of 0.217 even if the angles are fp64, so it is not used.
+    [b, s, R] or [1, s, R] in the dtype of x; R/2 in place of R in a family with ``half_tables``. It takes the
+    type of a layer too, if the layers of each type have frequencies of their own. At position 5,242,880,
+    angles are up to 5e6 radians. Computed in fp32, they have cosines with errors up to 0.256 (published). The
+    module's own buffer of inverse frequencies is fp32 and causes errors of 0.217 even if the angles are fp64,
+    so it is not used.
 
     Letters: b rows, S tokens, s tokens of one rank, R rotated dimensions of a head, w bytes per element.
 
@@ -48,21 +49,24 @@ def apply_rope(model: nn.Module) -> None:
         RecipeError: The rope type is not one of ``ROPE_TYPES``, or the module's frequencies are not those of
             its config.
     """
-    rotary: Any = decoder_of(model).rotary
+    decoder = decoder_of(model)
+    rotary: Any = decoder.rotary
+    halves = 1 if decoder.layers[0].rotation == "half_tables" else 2
     frequencies = check_rope(rotary.config)
     for layer_type, of_type in frequencies.items():
         _check_frequencies(rotary, layer_type, *of_type)
-    rotary.forward = Patch(partial(_tables_of_type, frequencies), rotary.forward)
+    rotary.forward = Patch(partial(_tables_of_type, frequencies, halves), rotary.forward)
 
 
 def _tables_of_type(
     frequencies: Mapping[str | None, Frequencies],
+    halves: int,
     x: Tensor,
     position_ids: Tensor,
     layer_type: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     inverse, factor = frequencies[layer_type]
-    return rotary_tables(x, position_ids, frequencies=inverse, factor=factor)
+    return rotary_tables(x, position_ids, frequencies=inverse, factor=factor, halves=halves)
 
 
 def _check_frequencies(rotary: Any, layer_type: str | None, frequencies: list[float], factor: float) -> None:
@@ -221,7 +225,7 @@ def _yarn_frequencies(
 
 @torch.no_grad()
 def rotary_tables(
-    x: Tensor, position_ids: Tensor, *, frequencies: list[float], factor: float = 1.0
+    x: Tensor, position_ids: Tensor, *, frequencies: list[float], factor: float = 1.0, halves: int = 2
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of all positions, in fp64, and round them once.
 
@@ -230,13 +234,15 @@ def rotary_tables(
         position_ids: [b, s].
         frequencies: The R/2 inverse frequencies, in radians per position.
         factor: Multiplies the cosines and sines.
+        halves: How often the R/2 numbers of each token are repeated: 2 or 1.
 
     Returns:
-        Cosines and sines, each [b, s, R] in the dtype of ``x``. Both halves of R are equal.
+        Cosines and sines, each [b, s, R] in the dtype of ``x``. Both halves of R are equal. With one half,
+        [b, s, R/2].
     """
     inverse = torch.tensor(frequencies, dtype=torch.float64, device=position_ids.device)
     angles = position_ids[..., None] * inverse
-    shape = (*position_ids.shape, 2, len(frequencies))
+    shape = (*position_ids.shape, halves, len(frequencies))
     cos, sin = (x.new_empty(shape, device=position_ids.device) for _ in range(2))
     cos.copy_((angles.cos() * factor)[..., None, :])
     sin.copy_(angles.sin_().mul_(factor)[..., None, :])
@@ -259,7 +265,8 @@ def rotate_(
 
     Args:
         x: [..., b, s, h, D], with h heads.
-        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal.
+        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal. With the rotation "half_tables" they
+            have one half.
         sin: Sines, like ``cos``.
         rotation: The pairs; "none" leaves ``x`` as it is.
         transposed: Multiply by the transposed matrix, as a gradient needs. If the tables have YaRN's factor,
@@ -272,7 +279,7 @@ def rotate_(
     """
     if rotation == "none":
         return x
-    half = cos.shape[-1] // 2
+    half = cos.shape[-1] if rotation == "half_tables" else cos.shape[-1] // 2
     rotated = x[..., : 2 * half]
     pairs = rotated.unflatten(-1, (half, 2) if rotation == "interleaved" else (2, half))
     first, second = pairs.unbind(-1 if rotation == "interleaved" else -2)

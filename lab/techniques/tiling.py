@@ -52,7 +52,7 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
     """
     check_tile("mlp_tile", tile)
     for layer in decoder_of(model).layers:
-        _tile_module(layer.mlp, tile, "mlp_tile")
+        _tile_module(layer.mlp, tile, "mlp_tile", returns_weights=layer.returns_weights)
 
 
 def apply_tiled_norms(model: nn.Module, *, tile: int, layers: bool = True) -> None:
@@ -206,14 +206,20 @@ def check_tile(knob: str, tile: int) -> None:
         )
 
 
-def _tile_module(module: nn.Module, tile: int, knob: str) -> None:
+def _tile_module(module: nn.Module, tile: int, knob: str, *, returns_weights: bool = False) -> None:
+    """Let a module run in tiles; one that ``returns_weights`` of a router returns None in their place."""
     inner = module.forward
 
-    def forward(x: Tensor) -> Tensor:
+    def result(x: Tensor) -> Tensor:
+        out = inner(x)
+        return out[0] if returns_weights else out  # type: ignore[no-any-return]
+
+    def forward(x: Tensor) -> Tensor | tuple[Tensor, None]:
         # A hook on a module inside this one would be called with one tile after the other.
         for submodule in module.modules():
             if submodule is not module:
                 check_hooks(submodule, knob)
-        return run_in_tiles(inner, module, x, tile=tile)
+        out = run_in_tiles(result, module, x, tile=tile)
+        return (out, None) if returns_weights else out
 
     module.forward = Patch(forward, inner)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lab.decoder import decoder_of
 from lab.techniques.attention.flash import FLASH, Kernel, attention
 from lab.techniques.attention.hf_attention import apply_attention
-from lab.techniques.exchange import heads_from_sequence, sequence_from_heads, size_of
+from lab.techniques.exchange import heads_from_sequence, rank_in, sequence_from_heads, size_of
 from lab.techniques.ulysses_degrees import check_degree
 
 
@@ -50,6 +50,7 @@ def apply_ulysses(model: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     check_degree(decoder.shape.H, decoder.shape.K, size_of(group))
     for module in decoder.attentions:
         module.lab_attention = partial(ulysses_attention, group=group)  # type: ignore[assignment]
+        module.lab_ranks = (size_of(group), rank_in(group))  # type: ignore[assignment]
 
 
 def ulysses_attention(

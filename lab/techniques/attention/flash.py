@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.techniques.attention.matrix_products import exact_backward, exact_forward
+from lab.techniques.attention.sinks import sink_gradients
 from lab.torch_private import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -237,11 +238,14 @@ class Kernel(NamedTuple):
         accumulate: A backward that writes dq over ``q``, and adds dk and dv to two sums [b, h/G, S', D] in
             the accumulation dtype, so that no tensor of the whole dq, dk or dv is made. None if the kernel
             has no such backward.
+        sinks: The sinks of its query heads [h], which ``forward`` adds, see ``sink_kernel``; None if it adds
+            none.
     """
 
     forward: _Forward
     backward: _Backward
     accumulate: _Accumulate | None = None
+    sinks: Tensor | None = None
 
 
 FLASH = Kernel(flash_forward, flash_backward)
@@ -250,9 +254,17 @@ FLASH = Kernel(flash_forward, flash_backward)
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        kernel: Kernel,
+        scale: float | None,
+    ) -> Tensor:
         out, lse = kernel.forward(q, k, v, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         # The graph must not refer to the forward of the kernel, which may hold a cache of results that should
         # be freed before the graph.
         ctx.kernel_backward, ctx.scale = kernel.backward, scale
@@ -260,7 +272,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernel_backward(grads[0], *ctx.saved_tensors, scale=ctx.scale), None, None
+        *tensors, sinks = ctx.saved_tensors
+        dsinks: Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            out, lse = tensors[3:]
+            dsinks = sink_gradients(grads[0], out, lse, sinks).to(sinks.dtype)
+        return *ctx.kernel_backward(grads[0], *tensors, scale=ctx.scale), dsinks, None, None
 
 
 def attention(
@@ -268,7 +285,8 @@ def attention(
 ) -> Tensor:
     """Compute causal attention with gradients.
 
-    For backward it saves q, k, v, the output and the LSE: w*b*h*S*D*(2 + 2/G) + 4*b*h*S bytes.
+    For backward it saves q, k, v, the output and the LSE: w*b*h*S*D*(2 + 2/G) + 4*b*h*S bytes. The sinks of
+    the kernel get gradients too.
 
     Args:
         q: [b, h, S, D].
@@ -280,4 +298,4 @@ def attention(
     Returns:
         [b, h, S, D].
     """
-    return _Attention.apply(q, k, v, kernel, scale)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attention.apply(q, k, v, kernel.sinks, kernel, scale)  # type: ignore[no-any-return, no-untyped-call]

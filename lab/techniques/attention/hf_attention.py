@@ -14,6 +14,7 @@ from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import attention
 from lab.techniques.attention.saved_results import ResultCache, no_cache, with_cache
+from lab.techniques.attention.sinks import sink_kernel
 from lab.techniques.attention.window import kernel_of
 
 NAME = "lab"
@@ -30,14 +31,16 @@ def hf_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     lab_cache: ResultCache = no_cache,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention; transformers calls this function for the implementation ``"lab"``.
 
     A technique may set attributes of the attention module. ``lab_attention`` is a function that exchanges
-    sequence for heads before and after the kernel; without it, attention uses this rank's tokens only. For
-    the kernel, see ``kernel_of``.
+    sequence for heads before and after the kernel; without it, attention uses this rank's tokens only.
+    ``lab_ranks`` are then the number of ranks that share the heads, and this rank's place among them. For the
+    kernel, see ``kernel_of``.
 
     Args:
         module: The attention module.
@@ -49,6 +52,7 @@ def hf_attention_forward(
         dropout: Must be 0.
         sliding_window: The module's window, which ``apply_attention`` noted.
         is_causal: Must not be False.
+        s_aux: The sinks of all query heads, [H]; None if attention has none.
         lab_cache: Stores the kernel's results for a recomputation.
         **_: Other keywords of transformers, which are not used.
 
@@ -76,7 +80,11 @@ def hf_attention_forward(
             f"attention of {query.shape[2]} new tokens to a cache of keys: pass use_cache=False"
         )
     attend = getattr(module, "lab_attention", attention)
-    kernel = with_cache(kernel_of(module), lab_cache)
+    kernel = kernel_of(module)
+    if s_aux is not None:
+        ranks, place = getattr(module, "lab_ranks", (1, 0))
+        kernel = sink_kernel(kernel, s_aux.chunk(ranks)[place])
+    kernel = with_cache(kernel, lab_cache)
     out = attend(query, key, value, scale=scaling, kernel=kernel)
     return out.transpose(1, 2), None
 

@@ -64,7 +64,7 @@ class StreamedLayer:
     def inputs(self, cos: Tensor, sin: Tensor) -> Inputs:
         """Return the weights of the stages; the output projection is a part of the tail."""
         (wq, bq), (wk, bk), (wv, bv) = self.parts.input_weights("stream")
-        return Inputs(cos, sin, wq, wk, wv, None, bq, bk, bv, None)
+        return Inputs(cos, sin, wq, wk, wv, None, bq, bk, bv, None, self.parts.sinks)
 
 
 def run_stages(layer: StreamedLayer, x: Tensor | HostTiles, cos: Tensor, sin: Tensor) -> HostTensors:
@@ -113,13 +113,20 @@ def layer_backward(
         The gradient of each trained parameter of the layer, in order; None where the layer did not use it.
         The sum over tiles is in the wider of fp32 and the parameter's dtype, and rounded once.
     """
-    head_needed = x_needed or any(p.requires_grad for m in layer.parts.head_modules for p in m.parameters())
+    sinks, of_head_modules = layer.parts.sinks, (m.parameters() for m in layer.parts.head_modules)
+    sinks_needed = sinks is not None and sinks.requires_grad
+    head_needed = x_needed or sinks_needed or any(p.requires_grad for ps in of_head_modules for p in ps)
     gradients = _tail_backward(layer, tensors, dy, x_needed=x_needed, heads_needed=head_needed)
     if head_needed:
         inputs = layer.inputs(cos, sin)
-        BackwardStages(layer.settings(), tensors, inputs, (lse.get() for lse in tensors.lses)).run()
+        lses = (lse.get() for lse in tensors.lses)
+        stages = BackwardStages(layer.settings(), tensors, inputs, lses, sinks_needed=sinks_needed)
+        stages.run()
         of_head = _head_backward(layer, tensors, inputs, dy, x_needed=x_needed)
         gradients = [g if h is None else h for g, h in zip(gradients, of_head, strict=True)]
+        if sinks is not None and stages.sink_grads is not None:
+            trained = [p is sinks for p in layer.parts.module.parameters() if p.requires_grad]
+            gradients[trained.index(True)] = stages.sink_grads.to(sinks.dtype)
     return gradients
 
 

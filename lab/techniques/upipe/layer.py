@@ -162,6 +162,7 @@ def upipe_forward(
         sin,
         *weights,
         *biases,
+        layer.sinks,
         *(p for norm in norms if norm is not None for p in norm.parameters()),
     )
     return out, None
@@ -172,7 +173,7 @@ class _UPipe(torch.autograd.Function):
     def forward(
         ctx: Any, settings: LayerSettings, cache: ResultCache, x: Tensor, *tensors: Tensor | None
     ) -> Tensor:
-        inputs = Inputs(*tensors[:10])  # type: ignore[arg-type]
+        inputs = Inputs(*tensors[:11])  # type: ignore[arg-type]
 
         def compute() -> Results:
             out, lses = forward_pass(settings, x, inputs)
@@ -180,7 +181,7 @@ class _UPipe(torch.autograd.Function):
 
         out, *lses = cache(compute)
         ctx.settings, ctx.out_is_overwritten = settings, False
-        ctx.save_for_backward(x, out, *tensors[:10], *lses)
+        ctx.save_for_backward(x, out, *tensors[:11], *lses)
         assert inputs.wo is not None
         return linear(out, inputs.wo, inputs.bo)
 
@@ -195,5 +196,5 @@ class _UPipe(torch.autograd.Function):
         ctx.out_is_overwritten = True
         x, out, *rest = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        inputs, dout = Inputs(*rest[:10]), grads[0].contiguous()
-        return None, None, *backward_pass(ctx.settings, x, out, inputs, rest[10:], dout, needed)
+        inputs, dout = Inputs(*rest[:11]), grads[0].contiguous()
+        return None, None, *backward_pass(ctx.settings, x, out, inputs, rest[11:], dout, needed)

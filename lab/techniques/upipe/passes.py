@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from lab.decoder import Rotation
 from lab.techniques.attention.flash import Kernel
+from lab.techniques.attention.sinks import sink_gradients, sink_kernel
+from lab.techniques.exchange import rank_in
 from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.rope import rotate_
@@ -81,6 +83,7 @@ class Inputs:
         bk: The bias of the key projection, [K*D], or None.
         bv: The bias of the value projection, [K*D], or None.
         bo: The bias of the output projection, [E], or None.
+        sinks: The sinks of all query heads, [H], or None.
         scales: Of a norm over all heads of q, and of k, the ``token_scales``, [b, s, 1]; else None.
     """
 
@@ -94,6 +97,7 @@ class Inputs:
     bk: Tensor | None
     bv: Tensor | None
     bo: Tensor | None
+    sinks: Tensor | None
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def with_scales(self, settings: LayerSettings, tensors: LayerTensors) -> Inputs:
@@ -167,7 +171,8 @@ def forward_stages(settings: LayerSettings, tensors: LayerTensors, inputs: Input
                 arrive = _project_and_send(buffers, settings, tensors, inputs, None, heads.slots)
                 arrive()
             buffers.free()
-            result, lse = settings.kernel.forward(queries, buffers.keys, buffers.values, scale=settings.scale)
+            kernel = _kernel(buffers, settings, inputs, heads)
+            result, lse = kernel.forward(queries, buffers.keys, buffers.values, scale=settings.scale)
             queries.copy_(result)
             del result
             lses.append(lse)
@@ -179,6 +184,14 @@ def forward_stages(settings: LayerSettings, tensors: LayerTensors, inputs: Input
 
 def _buffers(settings: LayerSettings, tensors: LayerTensors, inputs: Inputs) -> StageBuffers:
     return StageBuffers(settings.schedule, settings.group, tensors.shape, settings.head_dim, inputs.cos)
+
+
+def _kernel(buffers: StageBuffers, settings: LayerSettings, inputs: Inputs, heads: HeadRange) -> Kernel:
+    """Return the kernel of a head range, with the sinks of its heads."""
+    if inputs.sinks is None:
+        return settings.kernel
+    sinks = buffers.heads.of_range(inputs.sinks, heads, rank_in(settings.group))
+    return sink_kernel(settings.kernel, sinks.flatten())
 
 
 def _stages_with_inputs(
@@ -284,15 +297,29 @@ class BackwardStages:
             of q, k and v are written there.
         inputs: The positions, weights and biases.
         lses: The LSEs from ``forward_stages``. Each is taken when its head range runs.
+        sinks_needed: Whether the gradients of the sinks are needed.
+
+    Attributes:
+        sink_grads: The gradients of the sinks of this rank's heads, [H] in the accumulation dtype, and zeros
+            for the heads of others; None if they are not needed.
     """
 
     def __init__(
-        self, settings: LayerSettings, tensors: LayerTensors, inputs: Inputs, lses: Iterable[Tensor]
+        self,
+        settings: LayerSettings,
+        tensors: LayerTensors,
+        inputs: Inputs,
+        lses: Iterable[Tensor],
+        *,
+        sinks_needed: bool,
     ) -> None:
         self.settings, self.tensors, self.lses = settings, tensors, iter(lses)
         self.inputs = inputs.with_scales(settings, tensors)
         self.sum_dtype = accumulation_dtype(inputs.cos.dtype)
         self.sums: list[Tensor] = []
+        self.sink_grads: Tensor | None = None
+        if inputs.sinks is not None and sinks_needed:
+            self.sink_grads = torch.zeros_like(inputs.sinks, dtype=self.sum_dtype)
 
     def run(self) -> None:
         """Run all stages."""
@@ -332,6 +359,11 @@ class BackwardStages:
         buffers.free()
         kernel, scale = self.settings.kernel, self.settings.scale
         inputs = (dout, q, buffers.keys, buffers.values, out, next(self.lses))
+        if self.sink_grads is not None:
+            sinks = _kernel(buffers, self.settings, self.inputs, heads).sinks
+            assert sinks is not None
+            total = buffers.heads.of_range(self.sink_grads, heads, rank_in(self.settings.group))
+            total.add_(sink_gradients(dout, out, inputs[-1], sinks).view_as(total))
         if kernel.accumulate is not None:
             if heads.opens:
                 self.sums = [torch.zeros_like(t, dtype=self.sum_dtype) for t in inputs[2:4]]
@@ -529,22 +561,23 @@ def backward_pass(
         inputs: The positions, weights and biases.
         lses: The LSEs from ``forward_stages``.
         grad: dy, the gradient of the layer's output, [b, s, E].
-        needed: Whether a gradient is needed: for x, cos, sin, the four weights, the four biases, and each
-            parameter of the norms.
+        needed: Whether a gradient is needed: for x, cos, sin, the four weights, the four biases, the sinks,
+            and each parameter of the norms.
 
     Returns:
         The gradients in the order of ``needed``. Those of cos and sin are None, and so is every gradient that
         is not needed.
     """
     x_needed, _, _, *w_needed = needed[:7]
-    b_needed, norms_needed = needed[7:11], needed[11:]
+    b_needed, sinks_needed, norms_needed = needed[7:11], needed[11], needed[12:]
     flat_grad, dq, flat_x = (t.flatten(0, 1) for t in (grad, out, x))
     dwo = flat_grad.T @ dq if w_needed[3] else None
     dbo = flat_grad.sum(0) if b_needed[3] else None
-    if not any((x_needed, *w_needed[:3], *b_needed[:3], *norms_needed)):
-        return *(None,) * 6, dwo, *(None,) * 3, dbo, *(None for _ in norms_needed)
+    if not any((x_needed, *w_needed[:3], *b_needed[:3], sinks_needed, *norms_needed)):
+        return *(None,) * 6, dwo, *(None,) * 3, dbo, None, *(None for _ in norms_needed)
     tensors = DeviceTensors(settings, x, inputs, out, grad)
-    BackwardStages(settings, tensors, inputs, lses).run()
+    stages = BackwardStages(settings, tensors, inputs, lses, sinks_needed=sinks_needed)
+    stages.run()
     grads = (dq, _join(tensors.dk), _join(tensors.dv))
     tensors.differentiate_norms_of_all_heads(*grads[:2])
     dw = [g.T @ flat_x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
@@ -553,7 +586,10 @@ def backward_pass(
     if x_needed:
         dx = grads[0] @ inputs.wq
         dx = dx.addmm_(grads[1], inputs.wk).addmm_(grads[2], inputs.wv).view_as(x)
-    return dx, None, None, *dw, dwo, *db, dbo, *tensors.norm_grads()
+    dsinks = stages.sink_grads
+    if dsinks is not None and inputs.sinks is not None:
+        dsinks = dsinks.to(inputs.sinks.dtype)
+    return dx, None, None, *dw, dwo, *db, dbo, dsinks, *tensors.norm_grads()
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.techniques.upipe.schedule import Schedule, Stage
+from lab.techniques.upipe.schedule import HeadRange, Schedule, Stage
 
 
 class HeadProjections:
@@ -92,6 +92,12 @@ class HeadProjections:
         by_slot = vector.view(self.schedule.slots, -1, self.head_dim)[slots.start : slots.stop]
         of_ranks = by_slot.transpose(0, 1).repeat_interleave(self.schedule.replicas, 0)
         return of_ranks[:, None, None]
+
+    def of_range(self, vector: Tensor, heads: HeadRange, rank: int) -> Tensor:
+        """View the elements of ``vector`` [H] that belong to a rank's query heads of a range, [m, heads]."""
+        by_slot = vector.view(self._sizes()[:3])
+        queries = slice(heads.queries.start, heads.queries.stop)
+        return by_slot[heads.slots.start : heads.slots.stop, rank, queries]
 
     # ---- copies between a stage's heads and all heads [b, s, H*D] in the order of the model ---------------
 
