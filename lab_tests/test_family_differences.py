@@ -58,6 +58,7 @@ LAST = "loss backward"
         ("glm4", "each head of q", {"joined_heads": False}, "keeps {} more", LAST, 2, {}),
         ("glm4", "the first 4 of", {"rotated": 0}, "have {}, where", LAST, 1, {}),
         ("olmo3", "rotary frequencies", {"rotated": 0}, "have {}, where", LAST, 1, {}),
+        ("gpt_oss", "the cosines and sines", {"rotated": 0}, "have {}, where", LAST, 1, {}),
         ("granite", "what the attention", {"scaled_residual": False}, "residual's, {} per",
          "MLP backward, layer 0", 1, {"checkpoint": True, "mlp_tile": 5}),
         ("gemma3_text", "norms before and", {"norms": 2, "norms_after": False}, "residual's, {} per",
@@ -75,7 +76,7 @@ def test_bytes_of_a_token_are_those_of_the_closed_form(family, what, plain, said
 
 
 def test_bytes_of_experts_are_those_of_the_closed_form():
-    """The layer with experts, beside which another has none: its MLP would keep four tensors."""
+    """One of two layers has experts. Without them, its MLP would keep four tensors."""
     model = config("qwen3_moe")
     shape = models.shape_of(model)
     held = more_bytes(model, {"sparse": (False, False), "experts": 0}, LAST, {}) // TOKENS
@@ -89,6 +90,33 @@ def test_bytes_of_experts_are_those_of_the_closed_form():
     of_layer = sum(p.numel() for p in layer.parameters())
     assert f"{format_bytes(2 * of_layer)} with its attention" in said
     assert f"needs {format_bytes(2 * (of_layer - idle))};" in said
+
+
+def test_bytes_of_clamped_experts_and_of_sinks_are_those_of_the_closed_form():
+    model = config("gpt_oss")
+    shape = models.shape_of(model)
+    experts = cost(model, "5 experts in each layer, of which 3")
+    said = cost(model, "experts and routers with biases")
+    # Both layers keep three tensors more of each of the three experts of a token.
+    held = more_bytes(model, {"clamped_experts": False}, LAST, {}) // TOKENS
+    assert held == 2 * 3 * 3 * 2 * shape.expert_width
+    assert f"8 tensors of {format_bytes(2 * shape.expert_width)} per token, where others keep 5" in said
+    without = more_bytes(model, {"sparse": (False, False), "experts": 0, "clamped_experts": False}, LAST, {})
+    kept = format_bytes(without // TOKENS // 2 + 4 * 2 * shape.I)
+    assert f"experts keep {kept} per token" in experts
+    built = models.build(model)
+    layer, own = built.model.layers[0], built.model.layers[0].mlp.experts
+    biases = own.gate_up_proj_bias.numel() + own.down_proj_bias.numel() + layer.mlp.router.bias.numel()
+    assert said.startswith(f"{2 * biases:,} weights more;")
+    idle = (5 - 3) * (own.gate_up_proj[0].numel() + own.gate_up_proj_bias[0].numel())
+    idle += (5 - 3) * (own.down_proj[0].numel() + own.down_proj_bias[0].numel())
+    of_layer = sum(p.numel() for p in layer.parameters())
+    assert f"{format_bytes(2 * of_layer)} with its attention" in experts
+    assert f"needs {format_bytes(2 * (of_layer - idle))};" in experts
+    sinks = cost(model, "a sink for each query head")
+    assert sinks.startswith(f"{2 * layer.self_attn.sinks.numel()} weights more;")
+    # A long sequence has whole pieces: the bytes of a head are in lab_tests/test_sinks.py.
+    assert f"with {format_bytes(4 * 8192 * shape.D)} for each head of a row and 8 bytes for each" in sinks
 
 
 def test_bytes_of_the_head_are_those_of_the_closed_form():

@@ -21,10 +21,14 @@ from lab.models.load import ModelLike, config_of, shape_of
 from lab.shape import Shape
 from lab.techniques.rope import check_rope
 from lab.techniques.ulysses_degrees import degrees
+from lab.techniques.window_pieces import SINK_PIECE
 from lab.units import Ki, Mi, format_bytes, format_tokens, parse_tokens
 
 _WIDTH = 2
 """Bytes of an element in bf16."""
+
+_WIDE = 4
+"""Bytes of an element in fp32."""
 
 _LOSS_TILE = 16 * Ki
 """The tokens of a tile of the loss in the ladder, of a long context."""
@@ -68,6 +72,7 @@ def differences(model: ModelLike, *, tokens: int | str = Mi) -> tuple[Difference
         *_attention_projections(shape),
         *_rotation(config, shape),
         *_windows(shape, context),
+        *_sinks(shape),
         *_mlp(config, shape),
         *_experts(shape),
         *_multipliers(config, shape),
@@ -202,6 +207,13 @@ def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
             f"the cosines and sines of a token have {_bytes_of(2 * shape.rotated)}, where Llama's have "
             f"{_bytes_of(2 * shape.D)}",
         )
+    if family.half_tables:
+        yield Difference(
+            "the cosines and sines of one half of a head, which both halves take",
+            "exact positions",
+            f"the cosines and sines of a token have {_bytes_of(2 * shape.rotated)}, where Llama's have "
+            f"{_bytes_of(2 * shape.D)}",
+        )
     if family.interleaved:
         yield Difference(
             "the dimensions 2i and 2i+1 of a head are rotated together, and not its halves",
@@ -238,6 +250,18 @@ def _windows(shape: Shape, tokens: int) -> Iterator[Difference]:
         f"at {format_tokens(tokens)} tokens a query of these layers sees {seen:,.0f} keys on average, where "
         f"it would see {tokens // 2:,}: attention computes {share:.2%} of the pairs of a query and a key; a "
         f"ring is refused, so at most {max(degrees(shape.H, shape.K))} ranks share a sequence",
+    )
+
+
+def _sinks(shape: Shape) -> Iterator[Difference]:
+    if not shape.sinks:
+        return
+    yield Difference(
+        "a sink for each query head: a learned logit, which takes its share of the softmax",
+        "kernels of attention, UPipe, streamed layers",
+        f"{shape.L * shape.sinks:,} weights more; their gradients are computed before the backward of a "
+        f"kernel, with {format_bytes(_WIDE * SINK_PIECE * shape.D)} for each head of a row and "
+        f"{2 * _WIDE} bytes for each of its queries",
     )
 
 
@@ -282,8 +306,9 @@ def _experts(shape: Shape) -> Iterator[Difference]:
     sparse, chosen = sum(shape.sparse), shape.experts_per_token
     where = "each layer" if sparse == shape.L else f"{sparse} of {shape.L} layers"
     layer = shape.layer_weights(sparse=True)
-    active = layer - (shape.experts - chosen) * 3 * shape.E * shape.expert_width
-    kept = chosen * (_WIDTH * (shape.E + 5 * shape.expert_width) + 44) + 4 * shape.experts
+    active = layer - (shape.experts - chosen) * shape.expert_weights
+    tensors = 8 if shape.clamped_experts else 5
+    kept = chosen * (_WIDTH * (shape.E + tensors * shape.expert_width) + 44) + 4 * shape.experts
     yield Difference(
         f"{shape.experts} experts in {where}, of which {chosen} compute a token",
         "FSDP2, tiled MLPs, LoRA",
@@ -292,6 +317,14 @@ def _experts(shape: Shape) -> Iterator[Difference]:
         f"{_bytes_of(active)}; without tiles and checkpoints, a layer's experts keep {format_bytes(kept)} "
         "per token; experts get no adapters",
     )
+    if shape.clamped_experts:
+        biases = shape.expert_weights - 3 * shape.E * shape.expert_width + 1
+        yield Difference(
+            "experts and routers with biases; the gate and up of an expert are clamped",
+            "tiled MLPs",
+            f"{sparse * shape.experts * biases:,} weights more; without tiles and checkpoints, an expert "
+            f"keeps 8 tensors of {_bytes_of(shape.expert_width)} per token, where others keep 5",
+        )
 
 
 def _multipliers(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
