@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import GptOssConfig, LlamaConfig, MinistralConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.bench.reference import error
@@ -26,6 +26,20 @@ FAMILIES = {
     "kv-replicated": (LlamaConfig, {"num_key_value_heads": 2}),
     "qwen2": (Qwen2Config, {"num_key_value_heads": 12, "head_dim": None}),
     "qwen3": (Qwen3Config, {"num_key_value_heads": 4}),
+    "ministral": (
+        MinistralConfig,
+        {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 4,
+        },
+    ),
 }
 APPLY = {"deepspeed": apply_deepspeed_ulysses, "ours": apply_ulysses}
 
@@ -88,6 +102,8 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
         ("kv-replicated", torch.float64, 4, False, False),
         ("qwen2", torch.float64, 4, False, False),
         ("qwen3", torch.float64, 4, True, True),
+        ("ministral", torch.float64, 2, False, False),
+        ("gpt_oss", torch.float64, 4, True, False),
     ],
     ids=str,
 )

@@ -27,12 +27,15 @@ def small_config(family: type[PretrainedConfig] = LlamaConfig, **fields: Any) ->
 
 
 def small_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """Makes a decoder with transformers' sdpa attention and the lab's untiled loss.
+    """Makes a decoder with transformers' sdpa, or gpt-oss's eager attention, and the lab's untiled loss.
 
     Noise is added to every parameter: an error would not show in biases of 0 and norms of 1.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
