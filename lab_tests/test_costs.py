@@ -7,10 +7,13 @@ from torch._subclasses import FakeTensorMode
 from transformers import Qwen2Config
 
 import lab
+from lab import models
+from lab.bench.reference import config
 from lab.planning.costs import CostCounter, Costs
 from lab.planning.hardware import hardware
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import AllToAll, all_to_all
+from lab.techniques.experts import grouped_outer_product, grouped_product
 from lab_tests.support.costs import (
     ATTENTION,
     FP32,
@@ -240,3 +243,32 @@ def test_costs_add_and_multiply():
 def test_copies_run_beside_the_device():
     assert Costs(device_seconds=4.0, host_seconds=5.0).seconds == 5.0
     assert Costs(device_seconds=5.0, host_seconds=4.0).seconds == 5.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_products_of_experts_take_the_time_of_one_matrix(counter, dtype):
+    """Two experts have as many operations as one: each row is multiplied by one matrix of its dtype."""
+    rows, matrix = torch.empty(SQUARE, SQUARE, dtype=dtype), torch.empty(SQUARE, SQUARE, dtype=dtype)
+    experts, ends = torch.empty(2, SQUARE, SQUARE, dtype=dtype), torch.empty(2, dtype=torch.int32)
+    found = []
+    for run in (
+        lambda: rows @ matrix,
+        lambda: grouped_product(rows, experts, ends),
+        lambda: grouped_product(rows, experts, ends, experts[:, 0]),
+        lambda: grouped_outer_product(rows, rows, ends),
+    ):
+        before = counter.total
+        run()
+        found.append((counter.total.flops - before.flops, counter.now() - before.device_seconds))
+    assert found == [(2 * SQUARE**3, pytest.approx(found[0][1], rel=1e-9))] * 4
+
+
+def test_flops_of_experts_are_those_of_the_experts_of_a_token():
+    """A layer with experts, and one without; the router has a row for each expert."""
+    model = config("qwen3_moe")
+    shape = models.shape_of(model)
+    norms = 2 * (shape.norms * shape.E + 2 * shape.D) + shape.E
+    multiplied = shape.active_weights - norms - shape.V * shape.E
+    attention = 2 * S * S * shape.H * shape.D
+    flops = lab.plan(model, "plain", tokens=S, ranks=1).costs.flops
+    assert flops == 6 * multiplied * S + shape.L * attention * 7 // 2
