@@ -5,11 +5,14 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import lab
 from lab import models
-from lab.bench.reference import build, config
+from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
+from lab.recipe.recipe import Recipe
 from lab.techniques.rope import apply_rope, check_rope, inverse_frequencies, rotary_tables, rotate_
 
 FAR = 5 * 2**20
@@ -41,6 +44,13 @@ KINDS = {
         "beta_slow": 2,
         "truncate": False,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 512,
+        "short_factor": [1 + i / 50 for i in range(32)],
+        "long_factor": [2 + i / 3 for i in range(32)],
+    },
 }
 
 
@@ -65,7 +75,7 @@ def test_rotations_near_the_start_are_transformers_own(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_inverse_frequencies_are_transformers_own_before_their_rounding(kind):
     model = rotary(KINDS[kind])
-    found, factor = inverse_frequencies(KINDS[kind], 64, max_positions=4096)
+    found, factor, *_ = inverse_frequencies(KINDS[kind], 64, max_positions=4096)
     right = model.model.rotary_emb.inv_freq.double()
     assert factor == pytest.approx(model.model.rotary_emb.attention_scaling, rel=1e-12)
     torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), right, rtol=4e-7, atol=0)
@@ -77,6 +87,65 @@ def test_yarn_takes_its_factor_from_the_lengths_where_none_is_given():
     assert inverse_frequencies(without, 64, max_positions=2048) == inverse_frequencies(given, 64)
 
 
+@pytest.mark.parametrize("tokens", [512, 513, 700])
+@pytest.mark.parametrize("more", [{}, {"factor": 3.0}, {"attention_factor": 1.1}])
+def test_longrope_has_other_frequencies_for_sequences_longer_than_its_first_training(tokens, more):
+    """Of rows with padding at their end, transformers counts the padding too, and so does the lab."""
+    theirs, ours = (rotary({**KINDS["longrope"], **more}, max_position_embeddings=4096) for _ in range(2))
+    x, positions = torch.zeros(1), torch.arange(tokens)[None]
+    # What transformers computed last is no reason for a refusal.
+    ours.model.rotary_emb(x, position_ids=torch.arange(600)[None])
+    apply_rope(ours)
+    right = theirs.model.rotary_emb(x, position_ids=positions)
+    for found, one in zip(ours.model.rotary_emb(x, position_ids=positions), right, strict=True):
+        torch.testing.assert_close(found, one, rtol=0, atol=2e-4)
+
+
+def test_a_rank_knows_the_length_of_the_whole_sequence():
+    theirs = rotary(KINDS["longrope"])
+    whole = theirs.model.rotary_emb(torch.zeros(1), position_ids=torch.arange(516)[None])
+    for ulysses, ring in ((4, 1), (1, 2)):
+        ours = rotary(KINDS["longrope"])
+        apply_rope(ours, ulysses=ulysses, ring=ring)
+        part = torch.arange(516 // (ulysses * ring))[None]
+        for found, one in zip(ours.model.rotary_emb(torch.zeros(1), position_ids=part), whole, strict=True):
+            torch.testing.assert_close(found, one[:, : part.shape[1]], rtol=0, atol=2e-4)
+
+
+def test_padding_never_decides_on_the_frequencies_of_longrope():
+    """With three ranks, a row of 512 tokens is padded to 513."""
+    model = rotary(KINDS["longrope"])
+    with pytest.raises(RecipeError, match=r"^ulysses=3, ring=1 .* multiple of 3 tokens, .*=512; choose degr"):
+        apply_rope(model, ulysses=3)
+    assert "forward" not in vars(model.model.rotary_emb)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [16, 44])
+def test_longrope_under_upipe_and_in_streamed_layers(tokens, ranks4):
+    for knobs in ({"head_chunk": 8}, {"head_chunk": 8, "checkpoint": True, "offload": "inputs", "stream": 5}):
+        for found in ranks4.apply(longrope_error, Recipe(fsdp=True, ulysses=4, **knobs), tokens):
+            assert found < 1e-5
+
+
+def longrope_error(recipe, tokens):
+    """The largest relative error of a gradient, against transformers' own tables of fp32."""
+    parameters = {**KINDS["longrope"], "original_max_position_embeddings": 16}
+    for name in ("short_factor", "long_factor"):
+        parameters[name] = parameters[name][:5]
+    made = [
+        build(config("llama", 24, 4, rope_parameters=parameters, max_position_embeddings=64))
+        for _ in range(2)
+    ]
+    ids = torch.arange(2 * tokens).reshape(2, tokens) * 7 % 64
+    made[0](input_ids=ids, labels=ids).loss.backward()
+    right = {name: p.grad for name, p in made[0].named_parameters()}
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    lab.apply_recipe(made[1], recipe, mesh)
+    lab.loss(made[1], lab.shard_batch(ids, recipe, mesh)).backward()
+    return error({name: p.grad.full_tensor() for name, p in made[1].named_parameters()}, right)
+
+
 def test_five_million_tokens_on_the_tables_are_as_exact_as_their_dtype():
     parameters = KINDS["default"]
     model = rotary(parameters)
@@ -85,7 +154,7 @@ def test_five_million_tokens_on_the_tables_are_as_exact_as_their_dtype():
     cos, sin = model.model.rotary_emb(torch.zeros(1), position_ids=positions)
     # The truth in rational arithmetic: the exact product of two fp64 numbers, reduced by pi to 60 digits.
     two_pi = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
-    frequencies, _ = inverse_frequencies(parameters, 64)
+    frequencies = inverse_frequencies(parameters, 64).inverse
     worst = 0.0
     for row, position in enumerate(positions[0].tolist()):
         for i, frequency in enumerate(frequencies):
@@ -116,7 +185,8 @@ def test_other_models_keep_their_own_rotations():
     ("parameters", "named"),
     [
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
-        ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
+        ({**KINDS["longrope"], "long_factor": [1.0] * 31}, "no angle can be computed .ValueError: zip"),
+        ({**KINDS["longrope"], "long_factor": [-1.0] * 32}, "a frequency is not above 0, or not finite"),
         (
             {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
             r"partial_rotary_factor=0.4 of a head_dim of 64: an even number of dimensions",

@@ -14,6 +14,7 @@ from lab.errors import LabError, ModelError
 from lab.models.presets import PRESETS
 from lab.models.small_copies import small_copy
 from lab.recipe.recipe import Recipe
+from lab.techniques.rope import check_rope
 from lab.techniques.ulysses_degrees import degrees
 from lab_tests.support.models import small_config
 
@@ -91,6 +92,16 @@ def test_biases_and_norms_of_heads_are_the_models():
         assert names(small_copy(config, head_dim=3)) == names(config)
     assert "self_attn.q_norm.weight" in names(odd(Qwen3Config))
     assert "self_attn.q_proj.bias" in names(odd(Qwen2Config))
+
+
+def test_a_copy_has_every_nth_number_of_longrope():
+    numbers = [1 + i / 9 for i in range(30)]
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    small = small_copy(
+        odd(rope_parameters={**longrope, "short_factor": numbers, "long_factor": numbers}), head_dim=3
+    )
+    assert small.rope_parameters["long_factor"] == small.rope_parameters["short_factor"] == [1, 1 + 15 / 9]
+    check_rope(small)
 
 
 def test_a_model_whose_heads_have_no_size_of_their_own():

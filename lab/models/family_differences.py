@@ -183,7 +183,7 @@ def _attention_projections(shape: Shape) -> Iterator[Difference]:
 
 def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
     family, tables = FAMILIES[config.model_type], check_rope(config)
-    rotated = sorted({2 * len(inverse) for inverse, _ in tables.values()})
+    rotated = sorted({2 * len(of_type.inverse) for of_type in tables.values()})
     parameters: Any = config.rope_parameters
     kinds = [parameters if kind is None else parameters[kind] for kind in tables]
     scaled = sorted({kind.get("rope_type", "default") for kind in kinds} - {"default"})

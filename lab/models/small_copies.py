@@ -63,6 +63,10 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     small.vocab_size = max(small.vocab_size // by, min(small.vocab_size, BYTES))
     if getattr(small, "head_dim", None) is not None:
         small.head_dim = own // by
+    # LongRoPE has a number for each frequency, of which the copy has fewer.
+    for name in ("short_factor", "long_factor"):
+        if name in small.rope_parameters:
+            small.rope_parameters[name] = small.rope_parameters[name][::by]
     keep_layers(small, layers)
     # An embedding needs a row for the padding token.
     if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:

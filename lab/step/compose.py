@@ -157,9 +157,9 @@ def apply_techniques(
     check_same_model(model, str(recipe), mesh.get_group())
     ulysses, ring = _sequence_groups(recipe, mesh)
     # Attention by the lab's kernels, exact positions and experts by grouped products, for every recipe: the
-    # plain model is the same maths as all the others.
+    # plain model is the same maths as all the others. What refuses a model comes before what changes it.
+    apply_rope(model, ulysses=recipe.ulysses, ring=recipe.ring)
     apply_attention(model)
-    apply_rope(model)
     apply_experts(model)
     # The kernel is chosen once, with its backward in tiles. A ring wraps it; Ulysses or UPipe, applied below,
     # wraps the ring.

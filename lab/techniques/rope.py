@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +12,44 @@ from transformers import PretrainedConfig
 
 from lab.decoder import Patch, Rotation, decoder_of, head_dim_of
 from lab.errors import RecipeError
+from lab.techniques.ring import token_multiple
 from lab.torch_private import FakeTensor
 
-Frequencies: TypeAlias = tuple[list[float], float]
-"""Inverse frequencies in radians per position, and the factor by which cosines and sines are multiplied."""
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+class Frequencies(NamedTuple):
+    """The angles of a config's rotary settings.
+
+    Attributes:
+        inverse: The R/2 inverse frequencies, in radians per position.
+        factor: Multiplies the cosines and sines.
+        limit: The most tokens of a sequence with these frequencies; None if there is no limit.
+        beyond: The inverse frequencies of longer sequences.
+    """
+
+    inverse: list[float]
+    factor: float = 1.0
+    limit: int | None = None
+    beyond: list[float] | None = None
+
+    def of(self, tokens: int) -> list[float]:
+        """Return the inverse frequencies of a sequence of so many tokens."""
+        return self.inverse if self.beyond is None or tokens <= (self.limit or 0) else self.beyond
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 """The values of ``rope_type`` in a config for which this file computes frequencies."""
 
 
-def apply_rope(model: nn.Module) -> None:
+def apply_rope(model: nn.Module, *, ulysses: int = 1, ring: int = 1) -> None:
     """Make the model's rotary embedding compute cosines and sines in fp64, for this rank's positions only.
 
     The embedding takes x (for its dtype) and ``position_ids`` [b, s] or [1, s], and returns cosines and sines
     [b, s, R] or [1, s, R] in the dtype of x; R/2 in place of R in a family with ``half_tables``. It takes the
-    type of a layer too, if the layers of each type have frequencies of their own. At position 5,242,880,
-    angles are up to 5e6 radians. Computed in fp32, they have cosines with errors up to 0.256 (published). The
-    module's own buffer of inverse frequencies is fp32 and causes errors of 0.217 even if the angles are fp64,
-    so it is not used.
+    type of a layer too, if the layers of each type have frequencies of their own. The frequencies of LongRoPE
+    depend on the length of the whole sequence, which is sharded by the degrees ``ulysses`` and ``ring``. At
+    position 5,242,880, angles are up to 5e6 radians. Computed in fp32, they have cosines with errors up to
+    0.256 (published). The module's own buffer of inverse frequencies is fp32 and causes errors of 0.217 even
+    if the angles are fp64, so it is not used.
 
     Letters: b rows, S tokens, s tokens of one rank, R rotated dimensions of a head, w bytes per element.
 
@@ -46,44 +65,48 @@ def apply_rope(model: nn.Module) -> None:
 
     Raises:
         ModelError: See ``decoder_of``.
-        RecipeError: The rope type is not one of ``ROPE_TYPES``, or the module's frequencies are not those of
-            its config.
+        RecipeError: The rope type is not one of ``ROPE_TYPES``; the module's frequencies are not those of its
+            config; or the rows are padded to a length that may have other frequencies than theirs.
     """
-    decoder = decoder_of(model)
+    decoder, ranks = decoder_of(model), ulysses * ring
     rotary: Any = decoder.rotary
     halves = 1 if decoder.layers[0].rotation == "half_tables" else 2
     frequencies = check_rope(rotary.config)
     for layer_type, of_type in frequencies.items():
-        _check_frequencies(rotary, layer_type, *of_type)
-    rotary.forward = Patch(partial(_tables_of_type, frequencies, halves), rotary.forward)
+        _check_frequencies(rotary, layer_type, of_type)
+        multiple = token_multiple(ulysses, ring)
+        if of_type.limit is not None and of_type.limit % multiple:
+            raise RecipeError(
+                f"ulysses={ulysses}, ring={ring} with rope_type='longrope': rows are padded to a multiple of "
+                f"{multiple} tokens, which may be on the other side of "
+                f"original_max_position_embeddings={of_type.limit}; choose degrees whose multiple divides it"
+            )
+
+    def tables(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        of_type = frequencies[layer_type]
+        inverse = of_type.of(position_ids.shape[-1] * ranks)
+        return rotary_tables(x, position_ids, frequencies=inverse, factor=of_type.factor, halves=halves)
+
+    rotary.forward = Patch(tables, rotary.forward)
 
 
-def _tables_of_type(
-    frequencies: Mapping[str | None, Frequencies],
-    halves: int,
-    x: Tensor,
-    position_ids: Tensor,
-    layer_type: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    inverse, factor = frequencies[layer_type]
-    return rotary_tables(x, position_ids, frequencies=inverse, factor=factor, halves=halves)
-
-
-def _check_frequencies(rotary: Any, layer_type: str | None, frequencies: list[float], factor: float) -> None:
+def _check_frequencies(rotary: Any, layer_type: str | None, frequencies: Frequencies) -> None:
     """Refuse a rotary embedding whose frequencies are not those of its config.
 
     Raises:
         RecipeError: The config or the module was changed after the module was made.
     """
     prefix = "" if layer_type is None else f"{layer_type}_"
-    own: Tensor = getattr(rotary, f"{prefix}inv_freq")
+    # transformers writes those of the last sequence into inv_freq.
+    own: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
     if own.is_meta or isinstance(own, FakeTensor):
         return
-    expected = torch.tensor(frequencies, dtype=own.dtype, device=own.device)
+    expected = torch.tensor(frequencies.inverse, dtype=own.dtype, device=own.device)
     same = own.shape == expected.shape and torch.allclose(
         own, expected, rtol=1e-2 if own.itemsize < 4 else 1e-4
     )
-    if not same or not math.isclose(getattr(rotary, f"{prefix}attention_scaling"), factor, rel_tol=1e-6):
+    scaling: float = getattr(rotary, f"{prefix}attention_scaling")
+    if not same or not math.isclose(scaling, frequencies.factor, rel_tol=1e-6):
         raise RecipeError(
             "the rotary embedding has other frequencies than config.rope_parameters gives: set the config "
             "before the model is made"
@@ -119,30 +142,29 @@ def check_rope(config: PretrainedConfig) -> dict[str | None, Frequencies]:
 
 def inverse_frequencies(
     parameters: Mapping[str, Any], head_dim: int, *, max_positions: int | None = None
-) -> tuple[list[float], float]:
+) -> Frequencies:
     """Compute the inverse frequencies of a config's rotary settings.
 
     Args:
         parameters: ``config.rope_parameters``.
         head_dim: D.
-        max_positions: ``config.max_position_embeddings``. YaRN computes its factor from it, if the parameters
-            have none.
+        max_positions: ``config.max_position_embeddings``. YaRN and LongRoPE compute their factor from it, if
+            the parameters have none.
 
     Returns:
-        The R/2 inverse frequencies, where R is D times ``partial_rotary_factor``, and the factor by which
-        cosines and sines are multiplied. They are Python floats, which are fp64 and belong to no device and
-        to no fake mode.
+        The frequencies, of D times ``partial_rotary_factor`` dimensions. They are Python floats, which are
+        fp64 and belong to no device and to no fake mode.
 
     Raises:
         RecipeError: The rope type is not one of ``ROPE_TYPES``; or a parameter is missing or unusable.
     """
     rope_type = parameters.get("rope_type", "default")
     try:
-        frequencies, factor = _frequencies(rope_type, parameters, head_dim, max_positions)
+        found = _frequencies(rope_type, parameters, head_dim, max_positions)
         # A negative base has complex powers, and comparing them raises TypeError.
-        if not all(0 < number < math.inf for number in (factor, *frequencies)):
+        if not all(0 < number < math.inf for number in (found.factor, *found.inverse, *(found.beyond or ()))):
             raise ValueError("a frequency is not above 0, or not finite")
-        return frequencies, factor
+        return found
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise
@@ -154,7 +176,7 @@ def inverse_frequencies(
 
 def _frequencies(
     rope_type: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None
-) -> tuple[list[float], float]:
+) -> Frequencies:
     if rope_type not in ROPE_TYPES or "rope_theta" not in parameters:
         raise RecipeError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
     part = parameters.get("partial_rotary_factor", 1.0)
@@ -168,12 +190,14 @@ def _frequencies(
         raise RecipeError(f"rope_type='yarn' with partial_rotary_factor={part}: only 1.0 is supported")
     plain = [parameters["rope_theta"] ** (-2 * i / rotated) for i in range(rotated // 2)]
     if rope_type == "linear":
-        return [f / parameters["factor"] for f in plain], 1.0
+        return Frequencies([f / parameters["factor"] for f in plain])
     if rope_type == "llama3":
-        return [_llama3_frequency(f, parameters) for f in plain], 1.0
+        return Frequencies([_llama3_frequency(f, parameters) for f in plain])
     if rope_type == "yarn":
         return _yarn_frequencies(plain, parameters, head_dim, max_positions)
-    return plain, 1.0
+    if rope_type == "longrope":
+        return _longrope_frequencies(plain, parameters, max_positions)
+    return Frequencies(plain)
 
 
 def _llama3_frequency(frequency: float, p: Mapping[str, Any]) -> float:
@@ -189,7 +213,7 @@ def _llama3_frequency(frequency: float, p: Mapping[str, Any]) -> float:
 
 def _yarn_frequencies(
     plain: list[float], p: Mapping[str, Any], head_dim: int, max_positions: int | None
-) -> tuple[list[float], float]:
+) -> Frequencies:
     """Return YaRN's frequencies (section 3.2) and its factor of cosines and sines (section 3.4).
 
     The first pairs of dimensions keep their frequencies, those of the last pairs are divided by ``factor``,
@@ -220,7 +244,26 @@ def _yarn_frequencies(
     if scaling is None:
         mscale, mscale_all = p.get("mscale"), p.get("mscale_all_dim")
         scaling = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature()
-    return frequencies, float(scaling)
+    return Frequencies(frequencies, float(scaling))
+
+
+def _longrope_frequencies(plain: list[float], p: Mapping[str, Any], max_positions: int | None) -> Frequencies:
+    """Return the frequencies of LongRoPE (arXiv 2402.13753), section 3.
+
+    Each frequency is divided by a number of its own. Sequences of more tokens than the model was trained with
+    at first have other numbers. The factor of cosines and sines is the same for both.
+    """
+    limit = p["original_max_position_embeddings"]
+    factor, scaling = p.get("factor"), p.get("attention_factor")
+    if factor is None:
+        factor = (max_positions or limit) / limit
+    if scaling is None:
+        scaling = math.sqrt(1 + math.log(factor) / math.log(limit)) if factor > 1 else 1.0
+    short, long = (
+        [frequency / divisor for frequency, divisor in zip(plain, p[name], strict=True)]
+        for name in ("short_factor", "long_factor")
+    )
+    return Frequencies(short, float(scaling), int(limit), long)
 
 
 @torch.no_grad()
