@@ -19,6 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 import lab
 import lab.hf
+from lab.bench import reference
 from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
 
@@ -37,12 +38,16 @@ class Case:
     dtype: str = "float64"
     lora: bool = False
     sft: bool = False
+    family: str | None = None
     steps: int = 4
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 def model(case: Case) -> Any:
     """Shapes in which nothing coincides, with weights that are not those of another seed."""
+    if case.family:
+        config = reference.config(case.family, 8, 4, vocab_size=VOCABULARY, pad_token_id=0)
+        return reference.build(config, getattr(torch, case.dtype))
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
