@@ -1,8 +1,8 @@
 """Attention sinks against a softmax with one more logit, the sinks of a rank's heads, and biases of experts.
 
 Seen red: a sink that is forgotten or another head's, its gradient forgotten, doubled, or of a part of the
-queries; the LSE without the sinks; UPipe's sinks of another rank, slot or query; biases of experts that are
-forgotten, not weighted, or another expert's; gate and up swapped.
+queries; the LSE without the sinks; UPipe's sinks of another rank, and their gradients; biases of experts that
+are forgotten, not weighted, or another expert's, and their gradients summed over all rows.
 """
 
 import json
