@@ -80,7 +80,7 @@ class Family:
 
     Attributes:
         name: The name that its authors use.
-        used: Fields of its config that the lab reads, or a module that runs unchanged.
+        used: Fields of its config that the lab reads, or that a module reads which runs unchanged.
         harmless: Fields that change neither the loss nor the gradients.
         only: Fields with the only values that the lab computes right. Other values are refused.
         mlp_projections: The names of the MLP's projections. Three are ``down(act(gate(x)) * up(x))``, and two
@@ -93,17 +93,17 @@ class Family:
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
         half_tables: Whether the rotary embedding returns cosines and sines of R/2 dimensions, and not of R.
-        joined_heads: Whether it joins each head of the rotated dimensions and the others, which is a copy.
+        joined_heads: Whether the rotary embedding concatenates parts of each head, which makes a copy of it.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
-        qkv_biases: Whether the projections of q, k and v have biases whatever the config says.
+        qkv_biases: Whether the projections of q, k and v always have biases, and no field says so.
         output_biases: Whether the projection of attention's output has a bias if those of q, k and v have.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
-        logits_divisor: The field that divides the logits; None if there is none.
+        logits_divisor: The name of the field by which the logits are divided; None if there is none.
         wide_scales: Whether the norms multiply by their scales in fp32, and not in the input's dtype.
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
             ``layer_types`` with "sliding_attention", or in all layers if the config has no such field.
-        sinks: Whether each query head has a sink, a learned logit that takes its share of the softmax.
+        sinks: Whether each query head has a sink: a learned logit in the softmax, which has no value.
         expert_width: The field with the inner width of an expert, in a family whose MLPs are mixtures of
             experts; None if all MLPs are dense.
         clamped_experts: Whether the experts and their router have biases, and gate and up are interleaved and
@@ -155,7 +155,7 @@ _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _WINDOW = frozenset({"sliding_window"})
 _NORMS_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
-# The loss that balances the experts is one of the whole sequence, and is refused.
+# The loss that balances the experts is computed from the whole sequence, which no rank has. It is refused.
 _BALANCED = {"output_router_logits": (False,)}
 _BALANCE = frozenset({"router_aux_loss_coef"})
 
@@ -494,8 +494,8 @@ def head_dim_of(config: PretrainedConfig) -> int:
 class Layer:
     """One decoder layer, [b, s, E] -> [b, s, E], and its parts.
 
-    A tile of a sequence may take the place of the sequence in ``head`` and ``tail``: each token is computed
-    alone. Between them is attention, with its rotary positions.
+    ``head`` and ``tail`` compute each token alone, so they may also be called with a tile of a sequence.
+    Between them is attention, with its rotary positions.
 
     Attributes:
         module: The layer.
@@ -695,7 +695,10 @@ def _rotation(family: Family) -> Rotation:
 
 
 def kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """Return what distinguishes each layer of a supported model from others of the same parameters."""
+    """Return the kind of each layer of a supported model.
+
+    Layers of one kind whose parameters have the same shapes differ in the values of their weights alone.
+    """
     config = model.config
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     layers = decoder_of(model).layers

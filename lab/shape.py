@@ -25,10 +25,10 @@ class Shape:
         head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
             heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
-        rotated: The cosines of a token, summed over the kinds of layers that have cosines and sines of their
-            own: one for each rotated dimension of a head, or for each pair of them.
-        joined_heads: Whether each head of q and k is a copy, joined of the dimensions that are rotated and
-            those that are not, even if there are none of these.
+        rotated: The number of cosines of a token: one for each rotated dimension of a head, or one for each
+            pair of them. It is summed over the kinds of layers that have frequencies of their own.
+        joined_heads: Whether the rotary embedding concatenates parts of each head of q and k, which makes a
+            copy of it: the rotated dimensions and the others, or the two halves.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
         attention_biases: The number of biases of a layer's attention.
@@ -131,14 +131,14 @@ class Shape:
 
     @property
     def _expert_rows(self) -> int:
-        """The weights of an expert, and its row of the router."""
+        """The weights of an expert, with its row and its bias of the router."""
         return self.expert_weights + self.E + self.clamped_experts
 
     def layer_weights(self, *, sparse: bool, ranks: int = 1) -> int:
-        """Return the weights of a layer that the rank with the most has, of ``ranks``.
+        """Return the weights of a layer on the rank that has the most of them.
 
-        The rows of each parameter are divided over the ranks: of a projection's matrix its outputs, and of
-        experts the experts.
+        The rows of each parameter are divided over ``ranks``. The rows of a projection's matrix are its
+        outputs, and those of the experts' tensors are the experts.
         """
 
         def most(rows: int) -> int:
@@ -164,12 +164,12 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """All weights of the model."""
+        """The number of weights of the model."""
         return self.root_weights() + sum(self.layer_weights(sparse=sparse) for sparse in self.sparse)
 
     @property
     def weights_text(self) -> str:
-        """The weights of the model and those of a token, in words."""
+        """The number of all weights, and of those that compute a token, in words."""
         return (
             f"{self.weights / 1e9:.1f} billion, of which a token is computed with "
             f"{self.active_weights / 1e9:.1f} billion"
@@ -177,6 +177,6 @@ class Shape:
 
     @property
     def active_weights(self) -> int:
-        """The weights that a token is computed with: all but those of the experts that it does not have."""
+        """The number of weights that compute a token: all but those of the experts that it is not sent to."""
         idle = (self.experts - self.experts_per_token) * self.expert_weights
         return self.weights - sum(self.sparse) * idle

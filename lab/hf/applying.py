@@ -26,7 +26,8 @@ from lab.techniques.loss import IGNORED
 from lab.techniques.sharding import reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
-"""Who combines the gradients of ranks: the lab sums them; accelerate averages them, by DDP."""
+"""The library that combines the gradients of the ranks: the lab sums them, and accelerate averages them by
+DDP."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class LongContextModel:
         recipe: The recipe.
         mesh: A mesh of all P ranks.
         sequence: The group of C*R ranks that share a sequence; None if that is one rank.
-        sharding: Who combines the gradients of ranks.
+        sharding: The library that combines the gradients of the ranks.
         accelerator: The accelerator that prepares the model.
     """
 
@@ -83,10 +84,11 @@ class LongContextModel:
     def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: float) -> Tensor:
         """Return the sum of the cross-entropies of all ranks over ``labels``, the same number on every rank.
 
-        ``accelerator.backward`` of this loss gives the exact gradients. Where the lab sums them over ranks, a
-        rank's gradients are those of its own labels. Where accelerate averages them, they are P times that.
-        ``accelerator.backward`` also divides by accelerate's ``gradient_accumulation_steps``. The gradients
-        are multiplied by this number here, because ``labels`` counts those of all micro-batches already.
+        ``accelerator.backward`` of this loss gives the exact gradients. Where the lab sums gradients over the
+        ranks, those of a rank are the gradients of its own labels. Where accelerate averages them, they are
+        multiplied by P before. ``accelerator.backward`` also divides by accelerate's
+        ``gradient_accumulation_steps``. The gradients are multiplied by this number before, because
+        ``labels`` is the number of labels in all micro-batches already.
 
         Args:
             model: The model as accelerate returned it.
@@ -103,7 +105,7 @@ class LongContextModel:
             )
         self._check_schedulers()
         if self.sharding == "accelerate" and getattr(self.inner.forward, "sequence", None) is None:
-            # It looks at the model as accelerate has changed it, so it is called here and not in ``apply``.
+            # The checks record the modules as accelerate has changed them, so ``apply`` does not add them.
             check_inputs(self.inner, self.recipe, self.mesh)
         own = (self.inner if self.sharding == "lab" else model)(**part).loss
         total = sum_over_ranks(own, self.mesh.get_group())
@@ -234,7 +236,7 @@ def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
-        # The policy would look for the names of the layers' classes, which FSDP has changed.
+        # The policy would look for classes of layers by their names, which FSDP has changed.
         plugin.auto_wrap_policy = None
 
 

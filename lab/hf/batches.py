@@ -52,13 +52,14 @@ def shard_rows(
             rank.
 
     Returns:
-        ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R). S is first
-        rounded up to a multiple of what ring and Ulysses divide. The label at place i is the token that
-        follows place i.
+        ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R). Rows are
+        first padded, so that ``token_multiple`` divides S. The label at place i is the token that follows
+        place i.
 
     Raises:
-        RecipeError: packed documents; padding that is not at the end of a row; keys that are not in
-            ``INPUTS``; labels on padding; tokens that are not in the vocabulary.
+        RecipeError: No ``input_ids`` or no ``labels``, or other shapes than [b, S]; packed documents; padding
+            that is not at the end of a row; keys that are not in ``INPUTS``; labels on padding; tokens or
+            labels that are not in the vocabulary.
         LabError: another rank refuses its batch; the ranks that share a sequence have different batches.
     """
     refuse_together(lambda: _check(inputs, vocab_size), everyone)

@@ -1,4 +1,4 @@
-"""The recipe of training arguments, which is complete when the model and the number of ranks are known."""
+"""The recipe that training arguments name. Its knobs are computed for the trainer's model and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lab.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """What was asked for: a recipe, or the name of one, and what its other knobs derive from.
+    """A recipe as the arguments give it: itself or its name, and the values from which its knobs derive.
 
     Attributes:
         recipe: A recipe, or the name of one.

@@ -62,6 +62,9 @@ def fit(
 ) -> Fits:
     """Find the recipes with which a step of a trainer fits, the fastest first; see ``lab.fit``.
 
+    All recipes are planned with the same number of rows in a batch: that of the trainer with its own recipe,
+    ``per_device_train_batch_size`` for each group of ranks that share a sequence.
+
     Args:
         trainer: As in ``plan``.
         ranks: As in ``plan``.
@@ -82,7 +85,7 @@ def fit(
             "knows fp32 weights and bf16=True; ask lab.hf.plan(trainer) for one recipe"
         )
     if not all(parameter.requires_grad for parameter in skeleton.parameters()):
-        # The closed form takes the model without adapters, and these as settings.
+        # The closed form takes a model without adapters, and their settings as ``lora``.
         step |= {"model": skeleton.config, "lora": _lora_of(trainer)}
     return _call_outside_of_ranks(fit_of, **step, **machine)
 

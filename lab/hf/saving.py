@@ -94,7 +94,8 @@ def _names_to_save(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
             for tensor in get_peft_model_state_dict(model, state, adapter_name=adapter).values()
         }
         names = [[name for name, tensor in state.items() if id(tensor) in saved]]
-    # PEFT may ask the Hub whether the vocabulary was changed, so one rank decides for all.
+    # PEFT may ask the Hub whether the vocabulary was changed, and ranks could get different answers. So one
+    # rank decides for all.
     dist.broadcast_object_list(names)
     return names[0]
 
@@ -102,7 +103,7 @@ def _names_to_save(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
 def load_whole_state(model: nn.Module, checkpoint: Path) -> None:
     """Copy the weights of a checkpoint into a model, sharded or not.
 
-    Every rank reads the safetensors files, and keeps its shards.
+    Every rank reads the safetensors files, and keeps its shards. A rank holds one whole file in host memory.
 
     Raises:
         CheckpointError: There is no file; a file has a tensor that the model lacks, or of another shape; a
@@ -114,7 +115,8 @@ def load_whole_state(model: nn.Module, checkpoint: Path) -> None:
         if not files:
             raise CheckpointError(f"{folder} has no *.safetensors: give a checkpoint of this trainer")
         family: str = model.config.model_type  # type: ignore[assignment, union-attr]
-        # Each expert has a tensor of its own. A parameter is loaded when all of its parts are.
+        # In the files of some families, each expert has a tensor of its own. A parameter is loaded when all
+        # of its parts are.
         places = {
             name_in_file: place
             for name, own in target.items()
@@ -161,7 +163,7 @@ def _stored_tensors(model: nn.Module, checkpoint: Path) -> dict[Path, dict[str, 
     state = model.state_dict(keep_vars=True)
     if not isinstance(model, PeftModel):
         return {checkpoint: state}
-    # PEFT gives each adapter that is not its default a folder. A file may have embeddings.
+    # PEFT writes each adapter but the default one into a folder of its own. A file may have embeddings.
     return {
         checkpoint if adapter == "default" else checkpoint / adapter: get_peft_model_state_dict(
             model, state, adapter_name=adapter, save_embedding_layers=True

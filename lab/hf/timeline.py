@@ -83,7 +83,7 @@ class MemoryTimeline(TrainerCallback):
             raise LabError(f"step={step!r}: give the number of one training step, counted from 1")
         self.step = step
         self.timeline: Timeline | None = None
-        # The first is closed when training ends, the second when the measured step ends.
+        # ``_training`` is closed when training ends, and ``_measured`` when the measured step ends.
         self._training, self._measured = ExitStack(), ExitStack()
         self._meter: Meter | None = None
 
@@ -103,7 +103,8 @@ class MemoryTimeline(TrainerCallback):
         self._step_tokens = self._tokens = 0
         self._seconds = 0.0
         self._peaks = (0, 0)
-        # Callbacks run in this order, and those after this one report what it adds to the logs.
+        # Callbacks run in the order of this list. This one is moved to its beginning, so that the others
+        # report the values that it adds to the logs.
         handler = trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
         self._training.enter_context(_replaced(trainer, "training_step", self._count_tokens))
@@ -238,9 +239,9 @@ class MemoryTimeline(TrainerCallback):
         return run
 
     def _leave_after_errors(self, run_epoch: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``run_epoch`` so that the measurement ends with an epoch that ends inside the measured step.
+        """Wrap ``run_epoch`` so that the measurement ends if the epoch ends inside the measured step.
 
-        An error ends an epoch so, and the end of the data does.
+        An error ends an epoch there, and so does the end of the data.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ class LongContext(Base):
     """
 
     if TYPE_CHECKING:
-        # Trainer declares these as optional, because it makes them after it was made itself.
+        # Trainer declares these as optional, because it makes them after its constructor has run.
         args: Any
         model: Any
         optimizer: Any
@@ -133,7 +133,8 @@ class LongContext(Base):
         if self.model is None:
             raise RecipeError("model_init with a recipe: give the model itself")
         inner = inner_model(self.model)
-        # SFTTrainer later sets a forward that computes entropies. The recipe is applied to this one.
+        # SFTTrainer later replaces the model's forward by one that computes entropies. The recipe is applied
+        # to the forward that the model has now.
         self._forward = vars(inner).get("forward")
         self.recipe = self.recipe_for(self.args.world_size)
         given = self.args.parallelism_config
@@ -224,13 +225,13 @@ class LongContext(Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # Here, because the optimizer is made next, of the parameters that the recipe has sharded.
+        # The recipe is applied here, because next the optimizer is made, of parameters that must be sharded.
         self._apply_recipe()
         return super()._prepare_for_training(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make AdamW, and the state that plans count from the first step on."""
-        # It replaces the parameters by their shards.
+        """Make AdamW and its state, which plans count from the first step on."""
+        # The recipe replaces the parameters by their shards, so it is applied before.
         self._apply_recipe()
         optimizer = super().create_optimizer(*args, **kwargs)
         check_optimizer(optimizer, self.model)
@@ -246,13 +247,13 @@ class LongContext(Base):
         for sample in samples:
             before = self.state.num_input_tokens_seen
             super()._track_num_input_tokens(sample)
-            # The ranks that share a sequence have all counted it.
+            # Each of the ranks that share a sequence has counted all of its tokens.
             added = self.state.num_input_tokens_seen - before
             self.state.num_input_tokens_seen = before + added // self.applied.shared
         return [self.applied.shard(self._prepare_inputs(sample)) for sample in samples], float(count)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count nothing: ``get_batch_samples`` has, because a rank's part does not say what is padding."""
+        """Count nothing. ``get_batch_samples`` counts, because a rank's part does not say what is padding."""
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Add this micro-batch's gradients, and return its share of the update's loss."""
@@ -292,12 +293,13 @@ class LongContext(Base):
             return super().evaluation_loop(*args, **kwargs)
         finally:
             if self.applied.sharding == "accelerate" and self.model_wrapped is self.model:
-                # Accelerate has prepared the model without DDP, and a training would leave it so.
+                # Accelerate has prepared the model without DDP. Without this, a later training would have no
+                # DDP either.
                 self.model._is_accelerate_prepared = False  # type: ignore[assignment]
                 self.accelerator._models = [one for one in self.accelerator._models if one is not self.model]
 
     def _gather_losses(self, losses: Tensor) -> Tensor:
-        """Return the losses of all rows: of the ranks that share a sequence, those of one."""
+        """Return the losses of all rows. Of the ranks that share a sequence, the losses of one are taken."""
         gathered: Tensor = self.accelerator.gather(losses)
         once = gathered.view(-1, len(losses))[:: self.applied.shared].flatten()
         state = self.accelerator.gradient_state
@@ -316,7 +318,7 @@ class LongContext(Base):
 
     @property
     def _sharded(self) -> bool:
-        """Whether the lab shards or replicates the model: then this class saves it, and not Trainer."""
+        """Whether the lab shards or replicates the model. This class then saves the model, not Trainer."""
         return self._applied is not None and self._applied.sharding == "lab"
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -35,10 +35,12 @@ def arguments(
         kind: ``TrainingArguments``, ``SFTConfig``, or a subclass.
         recipe: A recipe, or the name of one, which is made for the trainer's model and ranks.
         tokens: The number of tokens in the longest row, from which the tiles of a named recipe derive. By
-            default the ``max_length`` of ``kind``.
+            default ``max_length``, if ``kind`` has this field.
         knobs: Fields of the recipe that are set by hand.
         settings: Fields of ``kind``. ``bf16`` sets the recipe's ``compute_dtype``: parameters are cast for
-            forward and backward, and autocast stays off. Three defaults differ from those of ``kind``:
+            forward and backward, and autocast stays off. Without ``bf16``, a named recipe computes in the
+            parameters' own dtype under ``TrainingArguments``, and in bf16 under ``SFTConfig``, as their
+            defaults say; the dtype of the ladder is not used. Three defaults differ from those of ``kind``:
             gradient checkpointing is off, because it is part of a recipe; evaluation returns losses alone;
             and a loss that is not finite is logged as it is.
 
@@ -61,7 +63,8 @@ def arguments(
     check_fields(knobs or ())
     declared = {field.name: field.default for field in fields(kind)}
     chosen = dict(knobs or {})
-    # They are checked before ``kind`` is made, because some of them change environment variables then.
+    # The settings are checked before an object of ``kind`` is made, because making it with some of them
+    # changes environment variables.
     for name in _ONLY:
         if name in settings and name != "bf16":
             _check_setting(name, settings[name])
@@ -174,10 +177,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse an optimizer that is not right with a recipe.
 
     Raises:
-        RecipeError: It is not AdamW, or AdamW with amsgrad; it has parameters that are not the model's any
-            more.
+        RecipeError: It is not AdamW, or it is AdamW with amsgrad; it has parameters that the model has no
+            longer.
     """
-    # Accelerate's is around it from the second training on.
+    # From the second training on, accelerate's optimizer wraps the optimizer.
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.AdamW):
         raise RecipeError(

@@ -1,4 +1,7 @@
-"""LoRA adapters of PEFT, added to a model of transformers. Only this module imports peft."""
+"""LoRA adapters of PEFT, added to a model of transformers.
+
+Only this module, ``lab.hf`` and the benchmarks of inputs import peft.
+"""
 
 from __future__ import annotations
 

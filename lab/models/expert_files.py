@@ -1,6 +1,8 @@
-"""The experts in files of weights: each has its own matrices there, and a model has them in one tensor.
+"""The names and places of experts in files of weights.
 
-``save_pretrained`` and ``from_pretrained`` of transformers convert in the same way.
+In the files of the families in ``_NAMES``, each expert has matrices of its own, and a model has those of all
+experts in one tensor. ``save_pretrained`` and ``from_pretrained`` of transformers convert in the same way.
+The files of gpt-oss have the tensors of the model.
 """
 
 from __future__ import annotations

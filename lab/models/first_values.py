@@ -1,8 +1,8 @@
 """The first values of parameters: each is a function of the seed, the parameter's name and the index.
 
 There is no generator with a state. So a rank can compute its part of a parameter alone, on the device that
-stores it. All arithmetic but one last product is on integers, where CPU and CUDA give the same results. So
-the values depend neither on the number of ranks nor on the device.
+stores it. All arithmetic but the last product is on integers, for which CPU and CUDA give the same results.
+So the values depend neither on the number of ranks nor on the device.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def piece_elements(device_type: str) -> int:
 def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> None:
     """Write the first values into every parameter, or into this rank's shard of it.
 
-    The distribution is that of transformers' ``_init_weights``. Weights of linear maps and embeddings are
-    normal, with the standard deviation ``config.initializer_range``, and so are those of experts, all of
-    their routers, and sinks; the row of ``padding_idx`` is zero. Weights of norms are one, and other biases
-    are zero. A tied parameter has the name of its first place.
+    The distribution is that of transformers' ``_init_weights``. Normal values, with the standard deviation
+    ``config.initializer_range``, are for the weights of linear maps, embeddings and experts, the weights and
+    biases of routers, and sinks; the row of ``padding_idx`` is zero. Weights of norms are one, and all other
+    biases are zero. A tied parameter has the name of its first place.
 
-    Of a LoRA adapter B @ A, as by PEFT's ``init_lora_weights="gaussian"``: A [r, in] is normal with the
-    standard deviation 1/r, and B is zero. The other parameters have the values that they have without it.
+    A LoRA adapter B @ A has the values of PEFT's ``init_lora_weights="gaussian"``: A [r, in] is normal with
+    the standard deviation 1/r, and B is zero. The other parameters have the values that they have without
+    adapters.
 
     Args:
         model: The model.
@@ -81,7 +82,7 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
 
 
 def _is_normal(module: nn.Module, name: str) -> bool:
-    """Return whether it is a matrix of a linear map, an embedding or experts, a router's, or sinks."""
+    """Return whether a parameter has normal first values; see ``fill``."""
     if type(module).__name__.endswith(("Experts", "TopKRouter")) or name.endswith(".sinks"):
         return not name.endswith("_proj_bias")
     return isinstance(module, nn.Linear | nn.Embedding) and name.endswith("weight")

@@ -46,8 +46,8 @@ ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedMo
 returns a model."""
 
 _OPTIONAL = ("num_key_value_heads", "decoder_sparse_step")
-"""The counts that a config may leave out. It then means as many key/value heads as query heads, and experts
-in every layer."""
+"""The counts that a config may leave out. Without the first, there are as many key/value heads as query
+heads; without the second, all layers have experts."""
 
 
 def config_of(model: ModelLike) -> PretrainedConfig:
@@ -76,8 +76,8 @@ class MetaModel:
     Attributes:
         model: The model. Its parameters have shapes and dtypes, and no memory yet. Techniques can be applied
             to it.
-        seed: The seed of the first values, which are used where there are no files, and of adapters'.
-        files: The weights of the directory; None if there are none, or none are read.
+        seed: The seed of the first values. Adapters get them, and all parameters if there are no files.
+        files: The weights of the directory; None if it has none, or if they are not read.
         lora: The adapters that were added to the model; None if there are none.
     """
 
@@ -178,8 +178,8 @@ def build(
 ) -> PreTrainedModel:
     """Make a model with the weights of its directory, or else with random weights.
 
-    Under fake tensors, and on the meta device, the parameters have no values. All else is as in
-    ``build_on_meta``.
+    Under fake tensors, and on the meta device, the parameters have no values. In all other respects the
+    model is that of ``build_on_meta``.
 
     Args:
         model: A name, a directory, a config or a callable.

@@ -34,8 +34,8 @@ def _llama3_2_rope() -> dict[str, Any]:
 def _tiny() -> LlamaConfig:
     """The 32 query and 8 key/value heads of Llama3-8B at head_dim 8, so that it allows the same degrees.
 
-    The vocabulary is larger than the 256 tokens of plain bytes. For in published models the logits are wider
-    than the hidden state, and a lesson about memory needs that: V/E is 31 in Llama3-8B, and 16 here.
+    The vocabulary is larger than the 256 tokens of plain bytes, because in published models the logits are
+    wider than the hidden state, and a lesson about memory needs that: V/E is 31 in Llama3-8B, and 16 here.
     """
     return LlamaConfig(
         hidden_size=256, intermediate_size=896, num_hidden_layers=4, num_attention_heads=32,

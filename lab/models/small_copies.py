@@ -29,15 +29,16 @@ def small_copy(model: ModelLike, *, head_dim: int = 8, layers: int = 4) -> Pretr
     Divided by one whole number: the head_dim D, the hidden size E and the widths of the MLP and of an expert,
     so that their ratios are exact. The number is the largest that divides all of them (and E/H, where that is
     whole, unless the family needs no such E and this leaves only 1) and leaves D even and at least
-    ``head_dim``. The vocabulary V is divided by it too, rounded down,
-    and is at least 256.
+    ``head_dim``. The vocabulary V is divided by it too, rounded down, but not to less than 256. A window is
+    not divided.
 
-    Cut: the layers, to the first ``layers``, because all are alike. So the embedding and the head, which a
-    model has once, are a larger part of the copy than of the model.
+    Cut: the layers, to the first ``layers``. So the embedding and the head, which a model has once, are a
+    larger part of the copy than of the model. If layers differ, a kind of layer may be missing in the copy:
+    the first four layers of ``gemma3-27b`` all have a window.
 
     Raises:
         ModelError: The model is unknown; a size is not 1 or more; or the widths have no common divisor.
-        RecipeError: The techniques refuse the model. What they refuse may be missing in fewer layers.
+        RecipeError: The rope type of the model has no exact angles.
     """
     check_counts({"head_dim": head_dim, "layers": layers}, ModelError)
     small = copy.deepcopy(config_of(model))
@@ -105,7 +106,7 @@ def _call_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrain
 
 
 def _divisor(own: int, others: tuple[int, ...], head_dim: int) -> int:
-    """Return the largest number that divides all, and leaves an even head_dim that is no less; or 1."""
+    """Return the largest divisor of all that leaves an even head_dim of at least ``head_dim``; or 1."""
     common = gcd(own, *others)
     return max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
 

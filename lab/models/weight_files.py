@@ -1,4 +1,4 @@
-"""The memory of parameters, and safetensors files: a rank reads its shards, and writes file by file."""
+"""Allocation of parameters, and safetensors files: a rank reads its shards, and writes file by file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def write_weights(
     """Write weights as safetensors: ``model.safetensors``, or several files and their index.
 
     It holds the tensors of one file at a time, and no copy of them. torch's ``HuggingFaceStorageWriter``
-    would hold each file three times: its tensors, and its bytes twice. Each expert has tensors of its own.
+    would hold each file three times: its tensors, and its bytes twice. Experts are written as their family
+    does it, see ``parts_in_files``.
 
     Args:
         weights: Shapes and dtypes by name; on the meta device too.
@@ -162,7 +163,9 @@ class WeightFiles:
                         local.copy_(part[first : first + len(local)])
 
     def digest(self, model: PreTrainedModel) -> str:
-        """Return a checksum of every parameter's shape and first row, as text.
+        """Return a checksum, as text, of every tensor's name, shape, dtype and first row.
+
+        The other rows are not read, so files that differ in these alone have the same checksum.
 
         Raises:
             ModelError: See ``load``.

@@ -120,20 +120,20 @@ def estimate(
 def estimate_job(shape: Shape, job: Job) -> Estimate:
     """The peaks of one step of a job; ``shape`` is that of its model.
 
-    For fp32 parameters, gradients and Adam states, and a recipe that ``Recipe.check`` lets pass. What a
-    kernel takes inside itself is left out, as by ``plan(..., workspace=False)``. Of several micro-batches
-    the first is estimated, whose forward begins without gradients; those after it may hold more.
+    Parameters, gradients and Adam's state are fp32, and ``Recipe.check`` accepts the recipe. The memory that
+    a kernel allocates inside is left out, as by ``plan(..., workspace=False)``. Of several micro-batches the
+    first one is estimated, whose forward begins without gradients; those after it may hold more.
     """
     z = sizes_of(shape, job)
     return Estimate(_moments(z), host_bytes(z))
 
 
 def _moments(z: Sizes) -> dict[str, Parts]:
-    """Every moment that may be the highest, by name, and what is held then."""
-    # A frozen head does not keep its input; tiles do.
+    """Every moment at which the device may hold the most, by name, and what it holds then."""
+    # A frozen head does not keep its input, unless the loss is tiled.
     kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
     norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
-    # The gradient that comes to the last norm was made in forward, if the loss is tiled.
+    # If the loss is tiled, the gradient of the last norm's output was computed in forward.
     early = z.A * (z.recipe.loss_tile is not None)
     final = plus(_norm(z, ACTIVATIONS), {ACTIVATIONS: early, ACTIVATION_GRADIENTS: -early})
     loss = "loss backward" if z.recipe.loss_tile is None else "loss"
@@ -153,13 +153,13 @@ def _moments(z: Sizes) -> dict[str, Parts]:
             f"{part}, layer {i}": _held(z, i, held, others=others)
             for part, held, others in streamed_layer(z, i)
         }
-    # The first layer is gathered while the buffer is there into which the root's parameters came.
+    # While the first layer is gathered, the buffer that received the root's parameters is still held.
     gathered = {PARAMETERS: (1 + (z.n > 1)) * z.w * (z.root + z.of(0).layer) * z.copied}
     highest["first layer gathered"] = {
         "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z) + z.A}
     }  # fmt: skip
     if z.L > 1 and z.n > 1:
-        # Of a layer, too, while the buffer is there into which the parameters of the layer before came.
+        # While a layer is gathered, the buffer that received the layer before it is still held, too.
         gathered = {PARAMETERS: z.w * (z.root + 2 * z.of(z.L - 1).layer + z.of(z.L - 2).layer)}
         highest["last layer gathered"] = {
             "model state": _state(z), "parameters": gathered, "tokens": {ACTIVATIONS: _tokens(z)},
@@ -179,7 +179,7 @@ def _moments(z: Sizes) -> dict[str, Parts]:
         highest["root's gradients"] = state | {"gradients in flight": _reducing(z, z.root, z.root_shard)}
     if z.copied:
         for i in _layers(z):
-            # The copy of the layer above is gone by then.
+            # The copy of the gradients of the layer above is freed by then.
             own = z.of(i).trained
             flight = plus(_reducing(z, own.layer, own.layer_shard), {GRADIENTS: -_copy_of_layer_above(z, i)})
             reduced = {"residual": {ACTIVATION_GRADIENTS: z.A}, "gradients in flight": flight}
@@ -188,10 +188,11 @@ def _moments(z: Sizes) -> dict[str, Parts]:
 
 
 def _last_mlp_forward(z: Sizes) -> Parts:
-    """The last layer's experts, where their results are summed; or in the product of gate and up.
+    """The forward of the last layer's experts: where results are summed, or in the product of gate and up.
 
-    The buffer into which the layer's parameters came is there still, because no other layer is gathered.
-    Beside what the layer keeps, or its input and the input of its experts, the residual.
+    The buffer that received the layer's parameters is still held, because no other layer is gathered. Also
+    held are the residual and what the layer keeps; or with checkpointing the residual, the layer's input and
+    the input of its experts.
     """
     t, keeps = z.s, not z.recipe.checkpoint
     rows = z.chosen * z.A
@@ -212,23 +213,24 @@ def _last_mlp_forward(z: Sizes) -> Parts:
 
 
 def _layers(z: Sizes) -> list[int]:
-    """The layers in which the step may hold the most.
+    """The layers in whose backward the step may hold the most.
 
-    From layer to layer fewer inputs wait and more gradients are there, so it is highest at an end; or one
-    layer from it, where the parameters of the next and the gradients of the one before are under way too. Of
-    those between, it is so for the layers that have the same window, and experts as the layers beside them.
+    From layer to layer, fewer inputs are kept and more gradients exist. So the peak is in the first or in the
+    last layer, or next to one of them, where the parameters of the next layer and the gradients of the one
+    before are in flight too. Layers between them are alike if they have the same window, and if they and
+    both of their neighbours have the same kinds of MLP. Of these, the first and the last are enough.
     """
     ends = {z.L - 1, max(z.L - 2, 0), min(1, z.L - 1), 0}
     alike: dict[object, list[int]] = {}
     for i in range(z.L):
         if i not in ends:
-            beside = tuple(layer.sparse for layer in z.layers[i - 1 : i + 2])
-            alike.setdefault((z.windows[i], beside), []).append(i)
+            kinds = tuple(layer.sparse for layer in z.layers[i - 1 : i + 2])
+            alike.setdefault((z.windows[i], kinds), []).append(i)
     return sorted(ends | {i for layers in alike.values() for i in (layers[0], layers[-1])})
 
 
 def _copy_of_layer_above(z: Sizes, layer: int) -> int:
-    """The wide copy of the gradients of the layer above, which are summed over ranks meanwhile."""
+    """The gradients of the layer above, copied in the dtype of sums while they are summed over ranks."""
     return z.f * z.n * z.of(layer + 1).trained.layer_shard * z.copied if layer < z.L - 1 else 0
 
 
@@ -237,9 +239,10 @@ def _total(parts: Parts) -> Held:
 
 
 def _reducing(z: Sizes, weights: int, shard: int) -> Held:
-    """Gradients as made, and copied wide to be reduced; then that copy, the reduced shard, and it in fp32.
+    """The gradients of a layer or of the root, while they are summed over ranks.
 
-    A group of one rank divides instead, into a third tensor.
+    First, the gradients as they were computed, and their copy in the dtype of sums. Then this copy and the
+    reduced shard, in fp64 also the shard in fp32. A group of one rank divides instead, into a third tensor.
     """
     wide = z.f * z.n * shard
     divided = {GRADIENTS: wide, TEMPORARY: 2 * wide}
@@ -248,14 +251,15 @@ def _reducing(z: Sizes, weights: int, shard: int) -> Held:
 
 
 def _held(z: Sizes, layer: int, more: Parts, *, runs: bool = True, others: int | None = None) -> Parts:
-    """``more``, and what a step holds all along while backward is in ``layer`` (L: it has reached none).
+    """``more``, with what a step holds in addition while backward is in ``layer``.
 
-    ``runs`` is False when the layer has run, and its gradients are there. ``others`` is the number of other
-    layers whose parameters are whole.
+    If ``layer`` is L, backward has reached no layer yet. ``runs`` is False if the layer has run, so that its
+    gradients exist. ``others`` is the number of other layers whose parameters are whole: by default the next
+    one, if parameters are sharded.
 
-    The root's parameters are whole for the step, and a layer's while it runs; the next one's are gathered
-    then, if they are sharded. A layer's gradients are copied wide to be reduced, and that copy lives until
-    the layer below makes its own. The head's gradient is whole until the step's end.
+    The root's parameters are whole during the step, and a layer's while it runs. The gradients of a layer are
+    copied in the dtype of sums to be reduced, and the copy is held until the layer below has made its own.
+    The head's gradient is whole until the step's end.
     """
     above, head = z.L - 1 - layer, z.w if z.copied else 4
     if others is None:
@@ -276,7 +280,7 @@ def _held(z: Sizes, layer: int, more: Parts, *, runs: bool = True, others: int |
 
 
 def _head_gradient(z: Sizes, width: int) -> Held:
-    """The gradient of the head's matrix. If it is tied, autograd keeps it until the embedding's is added."""
+    """The gradient of the head's matrix. That of a tied head is kept until the embedding's is added."""
     tiled = z.recipe.loss_tile is not None and z.f == z.w
     category = (ACTIVATIONS if tiled else ACTIVATION_GRADIENTS) if z.tied else GRADIENTS
     return {category: width * z.trained.table}
@@ -290,20 +294,20 @@ def _state(z: Sizes) -> Held:
 
 
 def _reduced(z: Sizes, weights: int, width: int) -> Held:
-    """Gradients that are summed over the ranks, of ``width`` bytes; nothing if they are on the host."""
+    """Gradients that were summed over ranks, of ``width`` bytes each; nothing if they are on the host."""
     return {GRADIENTS: width * weights * (z.recipe.optimizer == "device")}
 
 
 def _tokens(z: Sizes) -> int:
-    """Ids, labels, and positions; cos and sin."""
+    """The token ids, the labels and the positions of a batch, and the cosines and sines."""
     return 8 * (2 * z.b + 1) * z.s + 2 * z.w * z.s * z.rotated
 
 
 def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
-    """The most that layers keep on the host; with the optimizer there, its state beside it, or gradients.
+    """The most bytes on the host: what layers keep there, and the model state, if the optimizer is there.
 
-    When forward ends, all that layers keep is there, and no gradient; when backward ends, all gradients.
-    Without ``tiles``, those of streamed layers are not counted.
+    When forward ends, all that layers keep is on the host, and no gradient. When backward ends, all gradients
+    are, and nothing that layers keep. Without ``tiles``, the tiles of streamed layers are not counted.
     """
     kept = _kept_on_host(z, tiles)
     if z.recipe.optimizer == "device":
@@ -312,9 +316,10 @@ def host_bytes(z: Sizes, *, tiles: bool = True) -> int:
 
 
 def _kept_on_host(z: Sizes, tiles: bool) -> int:
-    """All inputs but the last layer's, where backward begins; all outputs and LSEs, one of each kernel.
+    """What layers keep on the host: the inputs of all layers but the last, and perhaps attention's results.
 
-    With the optimizer on the host, the gradients of the last layer come while those of the others wait.
+    The results are the output, and the LSE of each run of the kernel. With the optimizer on the host, the
+    gradients of the last layer arrive while the results of the other layers are still there.
     """
     if z.recipe.offload == "none":
         return 0
@@ -329,11 +334,11 @@ def _kept_on_host(z: Sizes, tiles: bool) -> int:
 
 
 def _waiting(z: Sizes, layer: int) -> int:
-    """What layers keep for backward when it is in ``layer``: all they need, or their inputs alone.
+    """What layers keep on the device when backward is in ``layer``: all they need, or their inputs alone.
 
-    On the host they take the device's memory when they are wanted: the layer's own and the next to come, and
-    of what the next one's attention made as much again; the layer's own is its attention's. Of a streamed
-    layer nothing waits on the device.
+    With offload, these are the input of the layer, and the prefetched input of the next one, with the
+    prefetched results of its attention. ``_attention_keeps`` counts the results of the layer itself. Streamed
+    layers keep nothing on the device.
     """
     if z.recipe.stream:
         return 0
@@ -348,7 +353,7 @@ def _waiting(z: Sizes, layer: int) -> int:
 
 
 def _inputs_kept(z: Sizes) -> tuple[int, int]:
-    """The inputs of attention and of the MLP: a stage and a tile keep them, and so do trained projections."""
+    """The inputs of attention and of the MLP, which UPipe, tiles and trained projections keep."""
     frozen = z.trained.frozen
     attention = z.recipe.head_chunk is not None or not frozen.qkv
     mlp = z.recipe.mlp_tile is not None or not (frozen.gate and frozen.up)
@@ -356,7 +361,7 @@ def _inputs_kept(z: Sizes) -> tuple[int, int]:
 
 
 def _mlp_keeps(z: Sizes) -> int:
-    """Gated: gate, silu(gate), up and their product. Else: up, and what the activation makes of it."""
+    """A gated MLP keeps gate, silu(gate), up and their product; any other, up and its activation."""
     if z.recipe.mlp_tile:
         return 0
     if z.sparse:
@@ -366,9 +371,9 @@ def _mlp_keeps(z: Sizes) -> int:
 
 
 def _first_keeps_less(z: Sizes) -> int:
-    """What the first layer of a frozen model does not keep: its input needs no gradient.
+    """What the first layer of a frozen model keeps less than the others.
 
-    So what is made of it needs one only behind the first adapter.
+    Its input needs no gradient, so only the tensors behind the first adapter need one.
     """
     if not z.adapted:
         return 0
@@ -389,17 +394,21 @@ def _first_keeps_less(z: Sizes) -> int:
 
 
 def _norm_keeps(z: Sizes) -> int:
-    """Its input if tiled, or of LayerNorm; else it in fp32 and the normalised input; what each token has."""
+    """What a norm keeps for backward: its input, or in RMSNorm without tiles its input in fp32.
+
+    RMSNorm without tiles also keeps the normalized input. A norm without tiles also keeps one number for each
+    token in fp32, or LayerNorm two.
+    """
     if z.recipe.norm_tile:
         return z.A
     if z.layer_norms:
         return z.A + 8 * z.b * z.s
-    # The scale of a frozen norm has no gradient, so the normalised input is not kept.
+    # The scale of a frozen norm has no gradient, so the normalized input is not kept.
     return (4 + scale_bytes(z)) * z.b * z.s * z.E + 4 * z.b * z.s
 
 
 def _attended(z: Sizes) -> int:
-    """What attention makes: output and LSE."""
+    """The results of attention: the output and the LSE."""
     return z.H * z.h + z.f * z.b * z.s * z.H
 
 
@@ -409,24 +418,25 @@ def _kept(z: Sizes) -> str:
 
 
 def _attention_keeps(z: Sizes) -> Held:
-    """Output and LSE; without UPipe q, k, v too, and the output as it is exchanged, for its projection."""
+    """The output and the LSE; without UPipe also q, k and v, and the exchanged output for its projection."""
     attended = {ACTIVATIONS if z.recipe.offload == "attention" else _kept(z): _attended(z)}
     if z.recipe.head_chunk:
         effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
         return plus(attended, {_kept(z): effective})
-    # Norms of q and k are never tiled: the heads in fp32, normalised, and the scale of each.
+    # Norms of q and k are never tiled. They keep the heads in fp32, the normalized heads, and a number for
+    # each head.
     normed = (z.H + z.K) * z.b * z.s * ((4 + scale_bytes(z)) * z.D + 4) * (z.head_norms != "none")
     normed += z.w * z.b * z.s * z.trained.low[0]
     exchanged = z.recipe.ulysses > 1
-    # v is a part of what one projection made of all heads. A copy of joined heads gives its layout to the
-    # output, which is copied then.
+    # With one projection for q, k and v, v keeps the whole result of it. Joined heads are copies whose layout
+    # the output gets, so the output is copied for its projection.
     whole = (z.H + z.K) * z.h * z.fused_attention * (not exchanged)
     copied = z.H * z.h * (z.joined_heads and not exchanged)
     return plus(attended, {_kept(z): normed + whole + copied + z.H * z.h + _sent_on(z) + 2 * z.sent})
 
 
 def _sent_on(z: Sizes) -> int:
-    """The output of attention as it is exchanged, if its projection keeps it."""
+    """The exchanged output of attention, if its projection keeps it."""
     return z.H * z.h * (z.recipe.ulysses > 1 and not z.trained.frozen.output)
 
 
@@ -434,27 +444,30 @@ def _sent_on(z: Sizes) -> int:
 
 
 def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
-    """A layer's parts, last to first. The residual is dy, then dh; the layer's weight gradients gather."""
+    """The moments of a layer's backward by name, from its last part to its first, and what is held then.
+
+    ``residual`` is dy, the gradient of the layer's output, and then dh, that of the sum after attention.
+    """
     z = z.of(layer)
     attention, kept = _attention_keeps(z), _kept(z)
     before, after = _norm_keeps(z) * z.norms_before, _norm_keeps(z) * z.norms_after
     of_attention, of_mlp = _inputs_kept(z)
     window = z.windows[layer]
-    # The layer's input, which waited, is what its first norm keeps; or it came from the host, as all but the
-    # last layer's do, and is not kept once the layer has run again.
+    # The kept input of the layer may be the tensor that its first norm keeps (``same``). If it is not, and
+    # came from the host, as that of all layers but the last, it is freed when the layer has run again.
     same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None or not z.norms_before
     dropped = z.recipe.offload != "none" and layer < z.L - 1
     first = {kept: before + of_attention - z.A * (z.recipe.checkpoint and same)}
     second = {kept: after + before + of_mlp}
     gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
-    # What a multiplied residual makes of dh; UPipe holds it until it ends.
+    # The gradient of what attention returns, if it is another tensor than dh; UPipe holds it until its end.
     dout = z.A * z.branches
     upipe, done, projection = bool(z.recipe.head_chunk), z.w * z.trained.mlp, z.w * z.trained.output
 
-    def beside(weights: int, residual: int = z.A) -> Parts:
+    def gradients(weights: int, residual: int = z.A) -> Parts:
         return {"residual": {ACTIVATION_GRADIENTS: residual}, "gradients in flight": {GRADIENTS: weights}}
 
-    residual = gone | beside(0)
+    residual = gone | gradients(0)
     if z.norms_after:
         inside = plus(first, second, _norm(z, kept))
         mlp = {"mlp": {kept: _mlp_keeps(z)}}
@@ -462,20 +475,21 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     yield "MLP backward", residual | {"norms": plus(first, second), "attention": attention} | _mlp(z)
     if z.norms_before:
         inside = plus(first, {kept: after}, _norm(z, kept))
-        yield "norm backward", gone | beside(done) | {"norms": inside, "attention": attention}
+        yield "norm backward", gone | gradients(done) | {"norms": inside, "attention": attention}
     if z.norms_after:
         inside = plus(first, _norm(z, kept))
-        yield "norm after attention backward", gone | beside(done) | {"norms": inside, "attention": attention}
-    # The gradient of the output's projection is there before the kernel runs; in UPipe it is counted inside.
-    weights = gone | beside(done + projection * (not upipe), z.A + dout * upipe)
+        held = {"norms": inside, "attention": attention}
+        yield "norm after attention backward", gone | gradients(done) | held
+    # The gradient of the output projection exists before the kernel runs. ``_upipe`` counts it itself.
+    weights = gone | gradients(done + projection * (not upipe), z.A + dout * upipe)
     inside = _upipe(z, window) if upipe else _attention(z, window)
     yield "attention backward", weights | {"norms": first, "attention": inside}
-    # Of the projections, q's is the last: beside its gradient, dx so far and its own part of it.
-    every = beside(z.w * z.trained.layer)
+    # Of the projections, that of q is the last. Held are the gradient of q, dx so far, and its part of dx.
+    every = gradients(z.w * z.trained.layer)
     inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
     if z.fused_attention:
-        # The gradients of q, k and v are summed, each as wide as all of them. Or those of the stages' weights
-        # are joined.
+        # The gradients of q, k and v are summed, each with zeros in the place of the others. Or in UPipe, the
+        # gradients of the weights of the stages are joined.
         parts = {ACTIVATION_GRADIENTS: 2 * z.qkv + z.H * z.h}
         joined = {ACTIVATION_GRADIENTS: z.A, GRADIENTS: z.w * z.E * z.D * (z.H + 2 * z.K)}
         inside = {ACTIVATION_GRADIENTS: z.qkv + z.A, GRADIENTS: projection * z.summed}
@@ -483,14 +497,14 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         inside = joined if upipe else inside
     yield "projections backward", gone | every | {"norms": first, "attention": inside}
     if z.adapted and not z.trained.frozen.output and not upipe:
-        # Of the heads' outputs, a gradient through W and one through B @ A, and their sum. What went on of
-        # the outputs is gone by then.
+        # The outputs of the heads have a gradient through W and one through B @ A, and the sum of both. The
+        # exchanged output is freed by then.
         inside = plus(attention, {kept: -_sent_on(z)}, {ACTIVATION_GRADIENTS: 3 * z.H * z.h})
         yield "output projection backward", weights | {"norms": first, "attention": inside}
     if z.norms_before:
         yield "first norm backward", every | {"norms": _norm(z, kept)}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
-        # Beside what it keeps, its input, and q, k and v before the exchange.
+        # In addition to what attention keeps: its input, and q, k and v before the exchange.
         exchanged = z.recipe.ulysses > 1
         keys = z.K * z.h
         more = {TEMPORARY: z.H * z.h + (2 - exchanged) * keys, kept: z.A - of_attention + exchanged * keys}
@@ -498,16 +512,16 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         sent = {TEMPORARY: 2 * exchanged * z.H * z.h - _sent_on(z)}
         # With an adapter, the output goes through W and through B @ A, and is scaled.
         through = {TEMPORARY: z.A, kept: 2 * z.A} if z.trained.output and z.adapted else sent
-        # What a windowed kernel holds forward beside this is less than what it holds in backward.
+        # What a windowed kernel holds in addition is less in forward than in backward.
         inside = plus(attention, more, highest_of(sent, through))
         yield "attention recomputed", residual | {"norms": first, "attention": inside}
 
 
 def _norm(z: Sizes, kept: str) -> Held:
-    """Of RMSNorm six tensors in fp32; of a tile, beside the whole input and both gradients.
+    """The backward of a norm: of RMSNorm, see ``wide_norm``; of LayerNorm, its input, dout and dx.
 
-    Or, if that is more, four as computed with and the input in fp32. LayerNorm has its input, dout and dx; of
-    a tile, its output and dx.
+    With tiles, these are the tensors of one tile, in addition to the whole input and both whole gradients. A
+    tile of LayerNorm has its output and dx.
     """
     tiled = z.recipe.norm_tile is not None
     elements = z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
@@ -521,9 +535,10 @@ def _norm(z: Sizes, kept: str) -> Held:
 
 
 def _mlp(z: Sizes) -> Parts:
-    """The highest moment inside; of tiles, beside it, the whole dx and the sums of the weight gradients.
+    """The highest moment of the backward of an MLP.
 
-    The first tile has no sums beside it, and makes them.
+    With tiles, there are in addition the whole dx and the sums of the weight gradients. During the first tile
+    there are no sums; they are made of its gradients.
     """
     if z.recipe.mlp_tile is None:
         highest = inside_mlp(z, z.s, {}, _kept(z), None)
@@ -536,14 +551,14 @@ def _mlp(z: Sizes) -> Parts:
     if t < z.s:
         moments.append(_mlp_tile(z, min(t, z.s - t), sums, added=summed))
     inside, weights = max(moments, key=lambda parts: sum(map(bytes_of, parts)))
-    # What a multiplied residual makes of dy is there until the last tile has run.
+    # The gradient of the MLP's result, if it is another tensor than dy, is held until the last tile has run.
     whole = {ACTIVATION_GRADIENTS: z.A * (1 + z.branches)}
     return {"mlp": plus(whole, inside), "gradients in flight": weights}
 
 
 def _mlp_tile(z: Sizes, t: int, sums: Held, *, added: bool = False) -> tuple[Held, Held]:
-    """Of a tile of t tokens: what is held inside, and the gradients of weights with the sums of them."""
-    # In a tile of several rows, x and dout lie apart, so each is copied.
+    """What a tile of t tokens holds: its tensors, and the gradients of weights with their sums."""
+    # If a batch has several rows, x and dout of a tile are not contiguous, so each is copied.
     copies = {RECOMPUTED: 2 * (z.A * t // z.s) * (z.b > 1 and t < z.s)}
     inside = inside_mlp(z, t, copies, RECOMPUTED, RECOMPUTED, added=added)
     weights = {GRADIENTS: inside.pop(GRADIENTS, 0)}
@@ -553,11 +568,15 @@ def _mlp_tile(z: Sizes, t: int, sums: Held, *, added: bool = False) -> tuple[Hel
 
 
 def _attention(z: Sizes, window: int | None) -> Held:
-    """In the kernel; or where dout is exchanged; or, when all that is done, in the norm of q."""
+    """The highest moment of attention's backward without UPipe.
+
+    It is in the kernel, or before it for the gradients of the sinks; where dout is exchanged; or at the end,
+    in the norm of q.
+    """
     q, exchanged = z.H * z.h, z.recipe.ulysses > 1
-    # The output as it went on is of no more use.
+    # The exchanged output is freed before.
     kept = plus(_attention_keeps(z), {_kept(z): -_sent_on(z)})
-    # A ring makes its gradients of what it sums and passes on; dq is its own sum if that is no wider.
+    # A ring computes its results from sums, which are temporary; dq is its own sum, if that is not wider.
     backward = kernel_bytes(z, q, z.sent, window)
     made = backward if z.recipe.ring == 1 else q * (z.f == z.w)
     if z.recipe.ring == 1 and not whole_call(z, window):
@@ -573,7 +592,10 @@ def _attention(z: Sizes, window: int | None) -> Held:
 
 
 def _upipe(z: Sizes, window: int | None) -> Held:
-    """A stage of U heads with U_kv in flight, or the end; or in the norms of a stage's heads."""
+    """The highest moment of UPipe's backward: in a stage of U heads, at its end, or in a norm of heads.
+
+    U_kv key/value heads are in flight in a stage; see ``apply_upipe``.
+    """
     chunk = z.recipe.head_chunk or z.H
     plan = schedule(z.H, z.K, z.recipe.ulysses, chunk)
     u, u_kv = chunk * z.h, z.recipe.ulysses * plan.slots_in_flight * z.h
@@ -581,7 +603,7 @@ def _upipe(z: Sizes, window: int | None) -> Held:
     sums, home, groups = 2 * u_kv * z.f // z.w * lasting, 2 * z.K * z.h, plan.slots // plan.slots_in_flight
     there, ahead = home * (groups - 1) // groups, 0
     if z.recipe.overlap and z.recipe.ulysses > 1 and len(plan.stages) > 1:
-        # Highest where the next stage opens a group, so another is still to come home.
+        # The peak is where the next stage begins a group, so the dk and dv of one group less are complete.
         there, ahead = home * max(groups - 2, 0) // groups, 6 * u + 4 * u_kv * (groups > 1)
     weights = z.w * (z.trained.effective_inputs if z.adapted else z.E * z.D * (z.H + 2 * z.K))
     output = z.w * (z.trained.effective_output if z.adapted else z.E * z.H * z.D)
@@ -591,7 +613,7 @@ def _upipe(z: Sizes, window: int | None) -> Held:
     heads = max(kernel_heads(z)) * z.h
     stage = 3 * u + 2 * u_kv + sums
     if accumulates(z, window):
-        # All is summed wide; or the output is exchanged; or what a stage made is.
+        # dk and dv are summed in the dtype of sums; or the output or the gradients of a stage are exchanged.
         part = max(part_bytes(z, heads, u_kv, window), sink_bytes(z, heads))
         kernel, sent_back = 3 * u + 2 * u_kv + part, 2 * u + 4 * u_kv
         exchange = stage + u * (z.recipe.ulysses > 1)
@@ -600,11 +622,11 @@ def _upipe(z: Sizes, window: int | None) -> Held:
         stage += max(kernel_bytes(z, heads, u_kv, window), sink_bytes(z, heads))
     peaks = [{TEMPORARY: stage + there + ahead}, end]
     if z.head_norms == "all":
-        # As many tokens at once that all of their heads are as large as an eighth of a stage.
+        # So many tokens are computed at once that all of their heads are as large as an eighth of a stage.
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w // 8)), {RECOMPUTED: u // 8 * (z.w != 4)})
         peaks.append(plus({TEMPORARY: home}, inside))
     if z.head_norms == "each":
-        # Among them is the input in fp32, which is another tensor if it is not computed with in fp32.
+        # One of them is the input in fp32, which is another tensor unless the compute dtype is fp32.
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w)), {RECOMPUTED: u * (z.w != 4)})
         peaks.append(plus(normed, inside))
@@ -612,10 +634,11 @@ def _upipe(z: Sizes, window: int | None) -> Held:
 
 
 def _loss(z: Sizes) -> Held:
-    """Three wide logits; tiled, dx, a tile's logits and dx, the head's gradient of it and the sum of them.
+    """The highest moment of the loss: of its backward, or of its forward, in which tiles are differentiated.
 
-    Tiles are differentiated in forward, so what outlives it is an activation. Where the logits are divided,
-    so is their gradient, into a second tensor.
+    Without tiles, three tensors of logits in the dtype of sums. With tiles, the whole dx, the logits and dx
+    of a tile, the head's gradient of the tile, and its sum over tiles. What outlives forward is an
+    activation. If the logits are divided, their gradient is divided into a second tensor.
     """
     if z.recipe.loss_tile is None:
         logits = z.f * z.b * z.s * z.V
@@ -625,12 +648,12 @@ def _loss(z: Sizes) -> Held:
     logits_of_tile = {TEMPORARY if z.divided_logits else ACTIVATIONS: z.w * tile * z.V}
     of_tile = {TEMPORARY: z.w * tile * (z.V * z.divided_logits + z.E)}
     gradient, summed = {TEMPORARY: z.w * z.trained.table}, _head_sums(z)
-    # The wide logits of a block of tokens are gone before the head's backward.
+    # The logits of a block in the dtype of sums are freed before the head's backward.
     block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * (z.f != z.w)}
     inside = plus(logits_of_tile, whole, highest_of(plus(of_tile, gradient), block))
     if tile < tokens:
         return plus(inside, summed)
-    # One tile has no sum beside it. Its gradient is the sum, or a wide sum is made of it at the end.
+    # With one tile, its gradient is the sum, or a wide sum is made of it at the end.
     if z.f == z.w:
         return plus(logits_of_tile, whole, highest_of(plus(of_tile, summed), block))
     return plus(logits_of_tile, whole, highest_of(plus(of_tile, gradient, summed), block))
@@ -643,9 +666,9 @@ def _head_sums(z: Sizes) -> Held:
 
 
 def _head(z: Sizes) -> Held:
-    """The gradient of whole logits, dx, and a copy of the weight's gradient where it is summed.
+    """The backward of the head: the gradient of the logits, dx, and a copy of the weight's gradient.
 
-    Tiled, dx, and the wide sum of which the weight's gradient is made.
+    With a tiled loss, dx, and the wide sum that the weight's gradient is made of.
     """
     copy = {GRADIENTS: z.w * z.trained.table * z.summed}
     if z.recipe.loss_tile is None:

@@ -36,9 +36,10 @@ from lab.techniques.upipe.schedule import Schedule, schedule
 
 
 def streamed_forward(z: Sizes) -> Held:
-    """A layer's forward: its input on the device, and the model's embedding; attention in a stage, or a tile.
+    """A layer's forward: its input and the output of the embedding on the device, and attention in a stage.
 
-    In a tile of the tail, with adapters, an inner tensor is made through W and through B @ A, and is scaled.
+    With adapters, a tile of the tail may hold more: an inner tensor is computed by W and by B @ A, and the
+    latter is scaled.
     """
     inputs, tile = {ACTIVATIONS: z.A * min(2, z.L)}, _tiles(z)[0]
     inner = z.M * tile.t // z.s
@@ -62,12 +63,12 @@ def streamed_layers(z: Sizes) -> list[int]:
 
 
 def _begins(z: Sizes, layer: int) -> bool:
-    """Return whether backward begins in a segment with this layer: the segment runs again before."""
+    """Return whether this layer is the last one of a segment. The segment runs again before its backward."""
     return layer == z.L - 1 or layer % z.recipe.segment == z.recipe.segment - 1
 
 
 def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
-    """The moments of a layer's backward: the name, what is held, and how many other layers are whole then.
+    """The moments of a layer's backward: the name, what is held, and how many other layers are gathered.
 
     dx is written over dy.
     """
@@ -75,8 +76,8 @@ def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
     begins, window, z = _begins(z, layer), z.windows[layer], z.of(layer)
     dy: Parts = {"residual": {ACTIVATION_GRADIENTS: z.A}}
     if begins and place:
-        # The layer below was gathered in advance, but has run again since, and is not whole any more. While
-        # it ran, less was held than in its backward.
+        # The layer below was gathered in advance, but has run again since, and its parameters were freed.
+        # While it ran, less was held than in its backward.
         others = 0
     if begins and z.recipe.offload != "attention":
         yield "attention again", dy | {"attention": _attention_forward(z, window)}, others
@@ -92,10 +93,16 @@ def streamed_layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts, int]]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile of t tokens, as the tensors of which its passes consist.
+    """The sizes of a tile's tensors.
 
-    ``before`` of it have run. ``elements`` are those of its input, and x is the bytes of that; q those of all
-    query heads, k those of all keys. ``sent`` is the bytes of one copy to the host, the outputs of a stage.
+    Attributes:
+        t: The number of tokens.
+        before: The number of tiles that ran before this one.
+        elements: The elements of its input.
+        x: The bytes of its input.
+        q: The bytes of all query heads.
+        k: The bytes of all key heads.
+        sent: The bytes of one copy to the host: the outputs of a stage.
     """
 
     t: int
@@ -108,7 +115,7 @@ class _Tile:
 
 
 def _tiles(z: Sizes) -> list[_Tile]:
-    """The first three tiles. The last one may be shorter; the first has no sums of gradients beside it."""
+    """The first three tiles. The last one may be shorter, and during the first there are no gradient sums."""
     tile, stages = z.recipe.stream or z.s, len(_schedule(z).stages)
     tiles = []
     for before, start in enumerate(range(0, z.s, tile)[:3]):
@@ -124,14 +131,14 @@ def _buffers(z: Sizes, of_tile: int) -> Held:
 
 
 def _sums(z: Sizes, weights: int, made: str) -> Held:
-    """The sums over tiles of the weights' gradients. If they are no wider, they become these: ``made``."""
+    """The sums over tiles of weight gradients. If they are not wider, they become the gradients: ``made``."""
     return {made if name == GRADIENTS else name: size for name, size in weight_sums(z, weights).items()}
 
 
 def _tail_backward(z: Sizes, made: str) -> Parts:
     """The tail of a tile runs forward and is differentiated: the highest moment of any tile.
 
-    Beside it are the joined outputs of the heads, and the copies to the host that may be under way.
+    In addition there are the joined outputs of the heads, and the copies to the host that may be in flight.
     """
     first, weights, peaks = _tiles(z)[0], z.trained.tail, list[Held]()
     stages = first.q // first.sent
@@ -139,7 +146,7 @@ def _tail_backward(z: Sizes, made: str) -> Parts:
     for tile in _tiles(z):
         x, q, under_way = tile.x, tile.q, min(2, stages * tile.before)
         earlier, new = (sums, {}) if tile.before else ({}, sums)
-        # In the function that a tile's gradients come from, y and the gradients of x and of the heads.
+        # When a tile has been differentiated: y, and the gradients of x and of the heads.
         ends = {TEMPORARY: 2 * x + q + z.w * weights}
         keeps = _norm_keeps(z, tile)
         before = plus(keeps if z.norms_before else {}, {RECOMPUTED: x})
@@ -156,15 +163,15 @@ def _tail_backward(z: Sizes, made: str) -> Parts:
         if z.norms_after:
             mlp = {RECOMPUTED: (4 if z.matrices == 3 else 2) * z.M * tile.t // z.s}
             moments += [plus(before, after, mlp, norm), plus(norm, done)]
-        beside = {TEMPORARY: q + under_way * first.sent}
-        peaks.append(plus(earlier, beside, highest_of(*moments)))
+        joined = {TEMPORARY: q + under_way * first.sent}
+        peaks.append(plus(earlier, joined, highest_of(*moments)))
     return {"tiles": _buffers(z, first.x + first.q), "tail": highest_of(*peaks)}
 
 
 def _head_backward(z: Sizes, made: str) -> Parts:
     """The head of a tile runs forward and is differentiated: the highest moment of any tile.
 
-    Beside it are the joined gradients of q, k and v.
+    In addition there are the joined gradients of q, k and v.
     """
     first, weights, peaks = _tiles(z)[0], z.trained.layer - z.trained.tail, list[Held]()
     qkv = first.q + 2 * first.k
@@ -174,15 +181,15 @@ def _head_backward(z: Sizes, made: str) -> Parts:
     keys = 2 * z.w * z.E * z.K * z.D * (not z.adapted and not z.fused_attention)
     for tile in _tiles(z):
         x, q, k = tile.x, tile.q, tile.k
-        # One gradient of all heads is joined of those of q, k and v; or one of k is there while q's norm has
-        # its gradient.
+        # The gradients of q, k and v are concatenated into one; or the gradient of k is held while that of q
+        # passes its norm.
         last = q + 2 * k if z.fused_attention else q * (z.head_norms != "none")
         dx = x if z.fused_attention else 3 * x
         earlier, new = (sums, {}) if tile.before else ({}, sums)
         outputs, own = {RECOMPUTED: q + 2 * k}, {TEMPORARY: -x * buffered}
         keeps = plus(_norm_keeps(z, tile) if z.norms_before else {}, own, outputs)
         moments = [
-            # The gradients of the tile before are there until those of this one are joined, and rotated.
+            # The gradients of the tile before are held until those of this one are joined and rotated.
             {TEMPORARY: qkv * (tile.before > 0) + q // 2},
             # Of the projections, q's is the last. Two gradients of the norm's output, and their sum.
             plus(keeps, {RECOMPUTED: x, TEMPORARY: dx + keys + last}),
@@ -191,7 +198,7 @@ def _head_backward(z: Sizes, made: str) -> Parts:
             plus(outputs, {TEMPORARY: x + z.w * weights}, new),
         ]
         if z.adapted:
-            # Forward, q through W, through B @ A, and scaled, before there are k and v.
+            # In forward, q by W and by B @ A, and the latter scaled, before k and v are computed.
             moments.append(plus(_norm_keeps(z, tile), own, {RECOMPUTED: x + 2 * q, TEMPORARY: q}))
         if z.head_norms != "none":
             normed = plus(keeps, {RECOMPUTED: x})
@@ -203,7 +210,7 @@ def _head_backward(z: Sizes, made: str) -> Parts:
 
 
 def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
-    """Its input, which LayerNorm or fp32 keeps as it is; of RMSNorm also the normalised input."""
+    """What a norm keeps: its input, which RMSNorm converts to fp32; of RMSNorm also the normalized input."""
     if z.layer_norms:
         return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
     scales = scale_bytes(z) * tile.elements + 4 * z.b * tile.t
@@ -211,14 +218,14 @@ def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
 
 
 def _norm_backward(z: Sizes, tile: _Tile) -> Held:
-    """Of LayerNorm its input, dout and dx."""
+    """The backward of a norm: of LayerNorm its input, dout and dx; of RMSNorm see ``wide_norm``."""
     if z.layer_norms:
         return {TEMPORARY: 3 * tile.x}
     return nested(wide_norm(z, TEMPORARY if z.w == 4 else RECOMPUTED, tile.elements))
 
 
 def _norm_forward(tile: _Tile) -> int:
-    """Two tensors in fp32; or one, and the normalised input and the output as computed with."""
+    """The forward of a norm: two fp32 tensors; or one, and the normalized input and the output in w bytes."""
     return max(8 * tile.elements, 4 * tile.elements + 2 * tile.x)
 
 
@@ -240,9 +247,10 @@ def _stage_sizes(z: Sizes) -> tuple[int, int]:
 
 
 def _stages(z: Sizes, window: int | None) -> Held:
-    """Attention's backward in a stage: in the kernel; or where a tile's q, k and v are computed.
+    """The highest moment of attention's backward in a stage.
 
-    In tiles it may be higher where dout and the output are exchanged.
+    It is in the kernel; or where q, k and v of a tile are computed; or where dout and the output are
+    exchanged, if the kernel computes in tiles.
     """
     plan, (u, u_kv), first = _schedule(z), _stage_sizes(z), _tiles(z)[0]
     lasting = any(not run.closes for stage in plan.stages for run in stage)
@@ -252,7 +260,7 @@ def _stages(z: Sizes, window: int | None) -> Held:
     stage, heads = 3 * u + 2 * u_kv + ahead, max(kernel_heads(z))
     lse = {ACTIVATIONS: z.f * z.b * z.s * heads}
     if accumulates(z, window):
-        # All is summed wide; then what a stage made is exchanged.
+        # dk and dv are summed in the accumulation dtype; then the gradients of a stage are exchanged.
         part = max(part_bytes(z, heads * z.h, u_kv, window), sink_bytes(z, heads * z.h))
         inside = 2 * u_kv * z.f // z.w + max(part, 2 * u_kv - u)
     else:
@@ -265,9 +273,10 @@ def _stages(z: Sizes, window: int | None) -> Held:
 
 
 def _attention_forward(z: Sizes, window: int | None, *, in_tiles: bool = True) -> Held:
-    """A stage forward: in the kernel; or where a tile's q, k and v are computed. LSEs wait for the end.
+    """The highest moment of a stage in forward: in the kernel, or where q, k and v of a tile are computed.
 
-    Tiles of the input come from the host, or are slices of one on the device.
+    The LSEs of all stages are held to the end of attention. Tiles of the input come from the host
+    (``in_tiles``), or are slices of an input on the device.
     """
     (u, u_kv), first, lse = _stage_sizes(z), _tiles(z)[0], z.f * z.b * z.s
     heads, qkv = max(kernel_heads(z)), u + 2 * u_kv
@@ -289,12 +298,11 @@ def _effective(z: Sizes) -> Held:
 
 
 def streamed_host(z: Sizes) -> Iterator[tuple[int, int]]:
-    """What layers have on the host when the backward of a segment's last layer runs: in tiles, and the rest.
+    """What layers have on the host when the backward of a segment's last layer runs: the tiles, and the rest.
 
-    There are the inputs of the segments up to this one and of its layers, the outputs of heads and LSEs of
-    its layers (of all layers up to it, if they are kept), and the gradients in that backward. With the
-    optimizer on the host, the gradients of the weights of the layers above are there too. LSEs and these are
-    no tiles.
+    The tiles are the inputs of the segments up to this one and of its layers, the outputs of the heads of its
+    layers (of all layers up to it, if they are kept), and the gradients in that backward. The rest are the
+    LSEs, and with the optimizer on the host the gradients of the weights of the layers above.
     """
     k, kept = z.recipe.segment, z.recipe.offload == "attention"
     plan = _schedule(z)
@@ -309,7 +317,7 @@ def streamed_host(z: Sizes) -> Iterator[tuple[int, int]]:
 
 
 def _head_gradients(z: Sizes, plan: Schedule) -> int:
-    """The most that gradients of the heads take: a stage frees those of its outputs, and adds dk and dv."""
+    """The most bytes of gradients of the heads. A stage frees those of its outputs, and adds dk and dv."""
     stages, made, of_stage = len(plan.stages), 0, _pages(plan.chunk * z.h)
     most = stages * of_stage
     for number, runs in enumerate(plan.stages, start=1):

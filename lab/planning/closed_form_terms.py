@@ -53,9 +53,10 @@ def highest_of(*moments: Held) -> Held:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Which projections of a layer have no adapter, in a model that is frozen: these keep no input.
+    """Which projections of a layer have no adapter, in a model whose own parameters are frozen.
 
-    ``qkv``: none of q, k and v has one. An MLP that is not gated has no ``gate``, as if it were frozen.
+    Such a projection keeps no input for backward. ``qkv`` is True if none of q, k and v has an adapter, and
+    ``gate`` also if the MLP has no projection for the gate alone.
     """
 
     qkv: bool = False
@@ -67,15 +68,20 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights that have gradients, in elements: all of them, or those of the adapters alone.
+    """The number of weights that have gradients: of all weights, or of those of the adapters alone.
 
-    ``table`` is the head's, ``mlp`` those of a layer's MLP, ``output`` those of its output projection,
-    ``tail`` those of all that follows attention, and ``layer`` all of the layer. ``layer_shard`` of a layer,
-    and ``shard`` of the model, are those of the rank that has the most.
-
-    With adapters, ``effective_inputs`` and ``effective_output`` are the weights W + scale * B @ A of the
-    projections of q, k and v, and of the output, where they have one; and ``low`` is r times the adapters of
-    attention and of the MLP.
+    Attributes:
+        table: Those of the head.
+        mlp: Those of a layer's MLP.
+        output: Those of the projection of a layer's attention output.
+        tail: Those of all parts of a layer that follow attention.
+        layer: Those of a layer.
+        layer_shard: Those of a layer on the rank that has the most.
+        shard: Those of the model on the rank that has the most.
+        effective_inputs: The elements of the matrices W + scale * B @ A for q, k and v; 0 without adapters.
+        effective_output: The elements of that matrix for the attention output; 0 without an adapter.
+        low: r times the number of adapters in attention, and in the MLP.
+        frozen: The projections without an adapter, if there are adapters.
     """
 
     table: int
@@ -93,7 +99,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What a layer with experts has in another size than a dense one; see ``Sizes``."""
+    """The sizes that differ between a layer with experts and a dense layer; see ``Sizes``."""
 
     sparse: bool
     M: int
@@ -105,23 +111,45 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The letters: tensors of one rank's b*s tokens in bytes, weights of the whole model in elements.
+    """The letters of the formulas: tensors of one rank's b*s tokens in bytes, and weights in elements.
 
-    Where layers with experts and dense ones take turns, what ``LayerSizes`` has is that of one layer: the
-    first one's, or that of ``of(layer)``.
+    The fields that ``LayerSizes`` has are those of the first layer, or of one layer after ``of(layer)``. They
+    differ if some layers have experts and others are dense. Fields that are not listed are those of
+    ``Shape``.
 
-    w bytes an element as computed with, f an element of a sum; ``n`` ranks share a parameter; ``copied``:
-    parameters are cast or gathered, so modules work on a copy of them; ``summed``: they are not, and each
-    gradient is copied to be summed over ranks; ``reduced`` bytes an element of a gradient once it is summed.
-    M is one tensor inside the MLP, h one head, ``sent`` all keys as exchanged (where K < C, each to C/K
-    ranks), ``table`` the embedding, ``root`` all outside the layers, ``matrices`` those of an MLP.
-    ``shard`` of the model, and ``layer_shard`` of a layer, are weights of the rank that has the most. FSDP
-    gathers shards that are as long on every rank, so ``layer`` and ``root`` are n of them.
-    ``head_norms``: q and k are normed. ``adapted``: adapters are trained, and all else is frozen. ``windows``
-    are the keys that a query of each layer sees, at most all; None if the layer's kernel knows of no window.
-    ``sparse``: the MLP is a mixture of experts, ``chosen`` of them for each token. M is then one inner tensor
-    of all rows, of which each token has as many. ``clamped``: their gate and up are clamped. ``sinks``: each
-    query head has a sink.
+    Attributes:
+        recipe: The recipe.
+        b: The rows of a rank's batch.
+        s: The tokens of a row on one rank.
+        w: The bytes per element of the compute dtype.
+        f: The bytes per element of a sum: w, but at least 4.
+        n: The number of ranks that a parameter is sharded over; 1 without FSDP.
+        reduced: The bytes per element of a gradient after it was summed over the ranks.
+        copied: Whether modules compute with copies of the parameters, which are cast or gathered.
+        summed: Whether they compute with the parameters themselves on several ranks. Each gradient is then
+            copied to be summed over the ranks.
+        norms_before: Whether a layer has a norm before the attention, and one before the MLP.
+        A: A hidden state [b, s, E].
+        M: A tensor [b, s, I] inside the MLP; with experts, an inner tensor of all rows, which are ``chosen``
+            for each token.
+        h: One head [b, s, D].
+        mlp: The weights of a layer's MLP.
+        layer: The weights of a layer as FSDP gathers them: n shards of equal length.
+        table: The weights of the embedding.
+        root: The weights outside the layers, as FSDP gathers them.
+        layer_shard: The weights of a layer on the rank that has the most.
+        root_shard: The weights outside the layers on the rank that has the most.
+        shard: The weights of the model on the rank that has the most.
+        sent: All keys as Ulysses exchanges them. If K < C, each head is sent to C/K ranks.
+        adapted: Whether adapters are trained, and all other parameters are frozen.
+        windows: For each layer, the keys that a query sees, at most all tokens; None if the layer's kernel
+            computes without a window.
+        trained: The weights that have gradients.
+        sparse: Whether the MLP is a mixture of experts.
+        chosen: The number of experts that compute each token.
+        clamped: Whether gate and up of the experts are clamped.
+        sinks: Whether each query head has a sink.
+        layers: The sizes of each layer.
     """
 
     recipe: Recipe
@@ -209,7 +237,7 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
     root_shard = shape.root_weights(ranks=n)
     return Sizes(
         recipe, L, E, H, K, D, V, b, s, w, f, n,
-        # Without FSDP, sums over ranks stay until the step's end, beside the fp32 that is made of them.
+        # Without FSDP, sums over ranks stay until the step's end, together with their copies in fp32.
         reduced=4 if recipe.fsdp or f == 4 else 4 + f, copied=copied, summed=ranks > 1 and not copied,
         tied=tied, norms=shape.norms, norms_after=shape.norms_after,
         norms_before=shape.norms > 2 * shape.norms_after, joined_heads=shape.joined_heads,
@@ -247,7 +275,7 @@ def _layer_sizes(shape: Shape, job: Job, n: int, token: int, *, sparse: bool) ->
 
 
 def _window(window: int | None, recipe: Recipe, s: int) -> int | None:
-    """The keys of a window; a kernel that computes in tiles is without a window of all tokens as with one."""
+    """The keys of a window; None if a kernel that computes in tiles has a window of all tokens."""
     tokens = s * recipe.ulysses
     if window is None or (window >= tokens and recipe.attention_tile is not None):
         return None
@@ -301,10 +329,11 @@ def kernel_heads(z: Sizes) -> list[int]:
 
 
 def kernel_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
-    """dq, dk and dv; in a ring also what travels, and wide sums; a ring of two passes nothing on.
+    """What the backward of a layer's kernel holds: dq, dk and dv of ``q`` bytes and twice ``k`` bytes.
 
-    Of keys that come from another rank, all queries meet half, or half the queries meet all. The first dq is
-    its own sum if that is not wider.
+    In a ring there are also the tensors that are sent and received, and sums in the accumulation dtype. A
+    ring of two ranks sends nothing on. Of the keys of another rank, all queries attend to one half, or half
+    of the queries attend to all. The first dq becomes the sum, if the sum is not wider.
     """
     wide_q, wide_k = q * z.f // z.w, k * z.f // z.w
     if z.recipe.ring == 1:
@@ -316,10 +345,10 @@ def kernel_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
 
 
 def _call(z: Sizes, q: int, k: int, window: int | None = None, *, queries: int = 1, keys: int = 1) -> int:
-    """dq, dk and dv of one call of the kernel, with one of so many parts of the queries and of the keys.
+    """What one call of the kernel holds, for 1/``queries`` of the queries and 1/``keys`` of the keys.
 
-    In tiles or windows, the sums of dk and dv and a pair of tiles; at the end, the sums and what is rounded
-    of them.
+    It is dq, dk and dv. In tiles or windows, it is dq, the sums of dk and dv, and a part of the backward, or
+    in its place one rounded sum.
     """
     dq, dk = q // queries, k // keys
     if whole_call(z, window):
@@ -339,16 +368,17 @@ def accumulates(z: Sizes, window: int | None) -> bool:
 
 
 def part_bytes(z: Sizes, q: int, k: int, window: int | None, *, queries: int = 1, keys: int = 1) -> int:
-    """What a kernel that computes backward in parts holds for one of them; see ``_call``.
+    """What a kernel that computes backward in parts holds for one part; see ``_call``.
 
-    ``q`` and ``k`` are bytes of all tokens. In tiles, dq, dk and dv of a pair of tiles, and the sum of dq. In
-    windows, of the queries that see keys of the block before theirs, dout, q, the output and the LSE in
-    reversed order, and of these keys k and v, with dq, dk and dv; or this dq, and those of the blocks.
+    ``q`` and ``k`` are the bytes of all tokens. In tiles, a part is dq, dk and dv of a pair of tiles, and the
+    sum of dq. In windows, there are two calls. The first has the queries that see keys of the block before
+    theirs: dout, q, the output and the LSE in reversed order, k and v of these keys, and dq, dk and dv. The
+    second has the dq of the first, and dq, dk and dv of the blocks themselves.
     """
     tokens, tile = z.s * z.recipe.ulysses, z.recipe.attention_tile
 
     def pair(queries: int, keys: int) -> int:
-        """Of tiles of so many queries and keys; here and below in units of ``q`` and ``k`` of a token."""
+        """Return the bytes of tiles of so many tokens, times the number of tokens that ``q`` has."""
         return queries * (q + q * z.f // z.w) + keys * 2 * k
 
     if window is None:
@@ -372,10 +402,11 @@ def part_bytes(z: Sizes, q: int, k: int, window: int | None, *, queries: int = 1
 
 
 def forward_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
-    """What a kernel with a window holds forward beside the outputs and LSEs of all tokens: those of a part.
+    """What a kernel with a window holds forward, in addition to the outputs and LSEs of all tokens.
 
-    Or q, k, v and an output of the queries that see keys of the block before theirs, in reversed order. Or,
-    where sums are wider, that output and what it is added to, both in order, and LSEs and factors of them.
+    It is the largest of three: the output and the LSE of one call; q, k, v and an output of the queries that
+    see keys of the block before theirs, in reversed order; and if sums are wider, that output in order, the
+    wide output that it is merged with, and three tensors of the size of an LSE.
     """
     tokens, parts = z.s * z.recipe.ulysses, [0]
     if window in (None, tokens):
@@ -391,7 +422,10 @@ def forward_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
 
 
 def sink_bytes(z: Sizes, q: int) -> int:
-    """What the gradients of sinks take before the kernel's backward: products of a piece, and two LSEs."""
+    """What the gradients of sinks take before the kernel's backward: products of a piece, and two LSEs.
+
+    One of them is the share of the sink in each softmax. The other is an upper bound of the sums of a piece.
+    """
     if not z.sinks:
         return 0
     tokens = z.s * z.recipe.ulysses
@@ -406,7 +440,8 @@ def _lse(z: Sizes, q: int) -> int:
 def _window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
     """The blocks of a call of a windowed kernel, their length, and how many see keys of the block before.
 
-    All but the first block of a sequence do. There are the first call, the next, and that of the last block.
+    All but the first block of a sequence see such keys. The calls are the first one, the second one, and that
+    of a shorter last block. The others hold as much as the second.
     """
     tokens = z.s * z.recipe.ulysses
     whole, together = tokens // window, max(1, PIECE // window)
@@ -418,12 +453,15 @@ def _window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
 
 
 def scale_bytes(z: Sizes) -> int:
-    """The bytes of a normalised element that is kept for the gradient of the scale."""
+    """The bytes per element of the normalized input, which is kept for the gradient of the scale."""
     return 0 if z.adapted else 4 if z.wide_scales else z.w
 
 
 def wide_norm(z: Sizes, kept: str, elements: int) -> Held:
-    """The backward of RMSNorm: its input, two gradients and three products, or what is more."""
+    """The backward of RMSNorm in fp32: its input, two gradients and three products.
+
+    Or, if that is more, four tensors in the compute dtype and the input in fp32.
+    """
     wide = max(6 * 4, 4 * z.w + 4)
     gradients = {ACTIVATION_GRADIENTS: (wide - 16) * elements}
     return plus({kept: 4 * elements}, {TEMPORARY: 12 * elements}, gradients)
@@ -435,12 +473,12 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     ``kept`` is the category of what its forward keeps, and ``output`` that of a tile's output, which is there
     while the tile is differentiated. ``copies`` are those of the tile's input.
 
-    Early, six tensors [b, t, I] (where the MLP is not gated three, or five of ReLU squared) and the last
-    matrix's weight gradient; late, the gradients of all matrices and one such tensor with dx. A gated MLP has
-    two dx; a tile, which keeps its input, also has their sum.
+    Early, there are six tensors [b, t, I] (three if the MLP is not gated, or five with ReLU squared) and the
+    gradient of the last matrix. Late, there are the gradients of all matrices, and one such tensor with dx. A
+    gated MLP has two dx; a tile, which keeps its input, also has their sum.
 
-    ``added``: autograd adds each weight gradient to that of the tiles before, as soon as it is there. So one
-    exists at a time, and the last matrix's does so before the sixth tensor.
+    ``added``: autograd adds the gradient of each matrix to the sum over earlier tiles as soon as it is
+    computed. So there is one at a time, and that of the last matrix is freed before the sixth tensor is made.
     """
     if z.sparse:
         return _inside_experts(z, t, copies, kept, output, added=added)
@@ -479,11 +517,12 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
 def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *, added: bool) -> Held:
     """The highest moment in the backward of a mixture of experts; the arguments are those of ``inside_mlp``.
 
-    In the last product, what forward keeps, the gradients of its result and of its operand, and that of its
-    matrices. Where the inner tensor is weighted, the latter gradient, and a product of it. In the first
-    product, the rows, their gradient, that of its result, and those of all matrices. Where the gradients of a
-    token's rows are summed, these rows, the sum and a part of it, or a copy of the largest gradient, which is
-    summed over ranks. If forward runs again, where the results are summed in the same way.
+    These moments are compared, in this order. In the last product: what forward keeps, the gradients of the
+    product and of its rows, and that of its matrices. Where the inner tensor is weighted: what forward keeps,
+    two inner tensors, and the gradient of the matrices. In the first product: the rows, their gradient, that
+    of the product, and those of all matrices. Where the gradients of a token's rows are summed: these rows,
+    the wide sum, and its rounded copy; or a copy of the largest gradient, which is summed over ranks. If
+    forward runs again: where the results are summed in the same way.
     """
     one, x = z.M * t // z.s, z.A * t // z.s
     rows, summed = z.chosen * x, x * z.f // z.w + x
@@ -511,11 +550,11 @@ def _inside_experts(z: Sizes, t: int, copies: Held, kept: str, output: str | Non
 
 
 def experts_keep(z: Sizes, t: int) -> int:
-    """What a mixture of experts keeps of t tokens for backward: rows, and five inner tensors of these.
+    """What a mixture of experts keeps of t tokens for backward: the rows, and five inner tensors of the rows.
 
-    Where gate and up are clamped, three more: gate as it is clamped, its sigmoid, and up + 1. With frozen
-    experts there are no rows, and one inner tensor less. In addition, the probabilities of the router in
-    fp32, and of each row eleven numbers of 4 bytes: its token, place and pair, and its weight.
+    If gate and up are clamped, there are three more: the clamped gate, its sigmoid, and up + 1. Frozen
+    experts keep no rows, and one inner tensor less. In addition, there are the probabilities of the router in
+    fp32, and 44 bytes for each row: its token, its place and its pair, and its weight.
     """
     inner = (5 + 3 * z.clamped - z.adapted) * z.M * t // z.s
     rows = z.chosen * z.A * t // z.s * (not z.adapted)

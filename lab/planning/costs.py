@@ -1,10 +1,11 @@
 """What operators cost on a named device: floating-point operations, bytes moved, seconds.
 
 The estimate is a sum over the operators of a step, one after the other on the device, each at the rate that
-the table in ``hardware.py`` gives for its kind. Copies between device and host run beside them, for offload
-prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). The device waits
-for operators on tensors in host memory (clipping and Adam of an optimizer on the host), which run at the rate
-of host memory, ``HOST_MEMORY``. A disk in place of host memory runs beside all of it. What it leaves out:
+the table in ``hardware.py`` gives for its kind. Copies between device and host run at the same time, because
+offload prefetches; so do all-to-alls that are waited for later (UPipe's overlap, a ring's steps). The device
+waits for operators on tensors in host memory (clipping and Adam of an optimizer on the host), which run at
+the rate of host memory, ``HOST_MEMORY``. A disk in place of host memory runs at the same time as all of it.
+What it leaves out:
 overlap of other collectives with computation, launches, imbalance between ranks.
 """
 

@@ -203,7 +203,7 @@ def _mildest(search: _Search, names: tuple[str, ...], chosen: dict[str, Setting]
 
 
 def _without_idle(search: _Search, chosen: dict[str, Setting]) -> dict[str, Setting]:
-    """Return the values without those that free nothing beside the others, the costliest first."""
+    """Return the values without those that free nothing more than the others do, the costliest first."""
     if search.freed(chosen) <= 0:
         return {}
     for name in reversed(tuple(chosen)):

@@ -25,11 +25,11 @@ class Knob:
         name: the field of ``Recipe``.
         rung: the rung of the ladder that introduces it.
         neutral: the value that changes nothing, which is the field's default.
-        choices: all values that it takes; for a count, those that it takes besides counts.
+        choices: all values that it takes; for a count, those that it takes in addition to counts.
         count: whether it takes integers from 1 on.
         values: its values in words, with the rule between them and the model.
         sets: what it sets, in words.
-        label: its name beside a slider.
+        label: its name next to a slider.
         cost: what less of it, or more, costs; in a line.
         searched: whether ``lab.fit`` tries its values.
         turned: whether the tuner has a control for it.

@@ -19,8 +19,8 @@ from lab.units import format_bytes, format_lines, format_seconds, format_share
 class Measured:
     """What the steps of one rank gave.
 
-    ``reserved_peak`` and ``outside_torch`` are bytes that torch's caching allocator holds, and that others
-    hold beside it (CUDA's context, libraries); ``alloc_retries`` is how often the allocator had to give its
+    ``reserved_peak`` is the bytes that torch's caching allocator holds, and ``outside_torch`` those that
+    others hold (CUDA's context, libraries); ``alloc_retries`` is how often the allocator had to give its
     cache back to get more. The three are None on CPU, where there is no such allocator. ``seconds`` are by
     phase, medians over the ``timed_steps``; where those are 0, of the step under the meter, and they include
     the pinning of host memory, the first call of each kernel, and the meter's own time. The peers' work on

@@ -22,15 +22,15 @@ from lab.techniques.precision import accumulation_dtype
 # ---- grouped products --------------------------------------------------------------------------------------
 
 BIAS_ROWS = 8192
-"""The rows whose biases are in memory at once, where they are added after the kernel."""
+"""The number of rows whose biases are in memory at once, if they are added after the kernel."""
 
 
 @torch.library.custom_op("lab::grouped_product", mutates_args=())
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, biases: Tensor | None = None) -> Tensor:
     """Multiply the rows of each expert by the expert's matrix, and add the expert's bias if there is one.
 
-    On CUDA in half precision this is one kernel. Elsewhere it is a matrix product for each expert, and on
-    CUDA the host waits once for ``ends``.
+    On CUDA in half precision this is one kernel, if 8 divides a and b. Otherwise it is a matrix product for
+    each expert, and on CUDA the host waits once for ``ends``.
 
     Args:
         rows: [T, a], in the order of their experts.
@@ -44,7 +44,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, biases: Tensor 
     if _has_kernel(rows, weights):
         out = grouped_mm(rows, weights, offs=ends)
         if biases is not None:
-            # A bias for each of a few rows at a time.
+            # Copying a bias for every row at once would take as much memory as the result.
             for first, part in zip(range(0, len(out), BIAS_ROWS), out.split(BIAS_ROWS), strict=True):
                 numbers = torch.arange(first, first + len(part), dtype=ends.dtype, device=ends.device)
                 part.add_(biases.index_select(0, torch.bucketize(numbers, ends, right=True)))
@@ -72,9 +72,9 @@ def _(
 
 @torch.library.custom_op("lab::grouped_outer_product", mutates_args=())
 def grouped_outer_product(grads: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradients of the matrices of ``grouped_product``, transposed; see there for ``ends``.
+    """Return the transposed gradients of the matrices of ``grouped_product``; see there for ``ends``.
 
-    That of an expert without rows is zero.
+    The gradient of an expert without rows is zero.
 
     Args:
         grads: The gradients of the products, [T, b].
@@ -103,7 +103,8 @@ def _(grads: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
 def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
     """Sum the rows [T, b] of each expert: the gradients of its bias, [N, b]. See ``grouped_product``."""
     if _has_kernel(rows):
-        # The kernel multiplies by ones, whose rows have 16 bytes too, and sums in fp32.
+        # The product with ones is the sum, and the kernel sums in fp32. Eight ones make a row of 16 bytes,
+        # which the kernel requires.
         return grouped_mm(rows.t(), rows.new_ones(len(rows), 8), offs=ends)[..., 0].contiguous()
     out = rows.new_empty(ends.shape[0], rows.shape[1])
     start = 0
@@ -119,7 +120,7 @@ def _(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(*operands: Tensor) -> bool:
-    """Return whether torch has one kernel for all experts; its rows begin at multiples of 16 bytes."""
+    """Return whether torch has one kernel for all experts, whose operands have rows of whole 16 bytes."""
     return all(
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -129,7 +130,7 @@ def _has_kernel(*operands: Tensor) -> bool:
 
 
 class _GroupedLinear(Function):
-    """Rows [T, a], weights [N, b, a], or [N, a, b] if they are transposed, biases and ends [N] -> [T, b]."""
+    """Rows [T, a], weights [N, b, a] ([N, a, b] if transposed), biases [N, b], ends [N] -> [T, b]."""
 
     @staticmethod
     def forward(
@@ -161,7 +162,7 @@ class _GroupedLinear(Function):
 
 
 class Order(NamedTuple):
-    """Which row each pair of a token and an expert is.
+    """The order of the rows.
 
     Attributes:
         tokens: The token of each row, [T].
@@ -175,7 +176,7 @@ class Order(NamedTuple):
 
 
 def order_of(chosen: Tensor, experts: int) -> tuple[Order, Tensor]:
-    """Return the order of the rows, and the pair that each row is, [T].
+    """Return the order of the rows, and the number of the pair of each row, [T].
 
     Args:
         chosen: The experts of each token, [n, k].
@@ -289,7 +290,10 @@ def apply_experts(model: nn.Module) -> None:
 
 
 def _take_slices(mlp: nn.Module) -> None:
-    """Let an MLP take tiles [b, t, E] whose rows lie apart in memory; transformers' flattens them."""
+    """Let an MLP take tiles [b, t, E] whose rows lie apart in memory.
+
+    The forwards of transformers flatten a tile, most of them by ``view``, which needs contiguous memory.
+    """
     inner = mlp.forward
 
     def forward(hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -316,7 +320,7 @@ def _group_products(experts: Any) -> None:
             )
             return out
 
-        # Long tensors have no names here, so that one which backward does not need is freed when it was used.
+        # Long tensors get no names here, so that those which backward does not need are freed after use.
         inner = experts._apply_gate(
             linear(_ToRows.apply(hidden_states, *order), experts.gate_up_proj, biases[0])  # type: ignore[no-untyped-call]
         )

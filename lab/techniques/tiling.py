@@ -39,8 +39,8 @@ def apply_tiled_mlp(model: nn.Module, *, tile: int) -> None:
     Costs:
         One more forward of the MLP in backward. With checkpointing, it replaces the forward that would be
         recomputed, so there are 2 forwards in all and not 3. The sums of weight gradients take 3*E*I*W bytes
-        while the backward of one MLP runs. Beside them is the gradient of one weight from one tile, E*I*w
-        bytes, if w = W, and of all three weights otherwise. The first tile has no sums beside it.
+        while the backward of one MLP runs. In addition there is the gradient of one weight from one tile,
+        E*I*w bytes, if w = W, and of all three weights otherwise. During the first tile there are no sums.
     Source:
         ALST (arXiv 2506.13996), TiledMLP.
     Composes with:

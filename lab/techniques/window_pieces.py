@@ -3,7 +3,7 @@
 from lab.units import Ki
 
 PIECE = 64 * Ki
-"""The most tokens in one call of a kernel, if a window is not longer: enough to keep a GPU busy."""
+"""The most tokens in one call of a windowed kernel, unless one window is longer: enough for a GPU."""
 
 SINK_PIECE = 8 * Ki
-"""The tokens whose products are in memory at once while the gradients of sinks are computed."""
+"""The number of tokens whose products are in memory at once, while the gradients of sinks are computed."""

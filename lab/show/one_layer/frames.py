@@ -34,7 +34,7 @@ class Box:
     Attributes:
         name: What it is, in two or three words.
         about: Its dtype and shape, and the operator and the module that made it.
-        category: One of ``MEMORIES``. A box on the disk is drawn beside those of the host.
+        category: One of ``MEMORIES``. A box on the disk is drawn next to those of the host.
         bytes: Its bytes.
         first: The first frame in which it is held.
         end: The first frame in which it is no longer held.

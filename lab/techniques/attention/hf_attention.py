@@ -39,8 +39,8 @@ def hf_attention_forward(
 
     A technique may set attributes of the attention module. ``lab_attention`` is a function that exchanges
     sequence for heads before and after the kernel; without it, attention uses this rank's tokens only.
-    ``lab_ranks`` are then the number of ranks that share the heads, and this rank's place among them. For the
-    kernel, see ``kernel_of``.
+    ``lab_ranks`` is a pair for that function: the number of ranks that share the heads, and this rank's place
+    among them. For the kernel, see ``kernel_of``.
 
     Args:
         module: The attention module.

@@ -113,12 +113,12 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, causal: bool, scale:
 
 
 def _join_groups(x: Tensor, k: Tensor) -> Tensor:
-    """[b, h, rows, D] -> [b, h/G, G*rows, D]: the G query heads of each key/value head become one."""
+    """Join the G query heads of each key/value head into one: [b, h, rows, D] -> [b, h/G, G*rows, D]."""
     rows: Tensor = x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     return rows
 
 
 def _split_groups(x: Tensor, q: Tensor) -> Tensor:
-    """[b, h/G, G*rows, D] -> [b, h, rows, D]: the inverse of ``_join_groups``."""
+    """Divide the joined heads again, as the inverse of ``_join_groups``."""
     heads: Tensor = x.unflatten(2, (q.shape[1] // x.shape[1], -1)).flatten(1, 2)
     return heads

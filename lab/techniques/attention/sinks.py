@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:
     """Return a kernel whose queries also attend to a sink: a key with this logit, and the value zero.
 
-    With the LSE of all other keys, the LSE with a sink z is logaddexp(LSE, z), and the output is multiplied
-    by exp(LSE - LSE with the sink). Backward gets this output and this LSE. From them a kernel's backward
-    computes the exact gradients of q, k and v. ``attention`` gives the sinks their gradients.
+    If LSE is that of all other keys, the LSE with a sink z is logaddexp(LSE, z), and the output is multiplied
+    by exp(LSE - logaddexp(LSE, z)). Backward gets this output and this LSE. From them a kernel's backward
+    computes the exact gradients of q, k and v. ``attention`` computes the gradients of the sinks.
 
     Args:
         kernel: Computes causal attention: on one rank, on a ring, or with a window.
@@ -32,7 +32,7 @@ def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:
     Saves:
         A key and a value for all heads, which would need a kernel with a mask of its own.
     Costs:
-        In forward, one more LSE while the outputs are multiplied. In backward, see ``sink_gradients``.
+        In forward, one more tensor of the size of the LSE. In backward, see ``sink_gradients``.
     Source:
         gpt-oss (arXiv 2508.10925), section 2.2; StreamingLLM (arXiv 2309.17453), section 3.3, for a sink
         without key and value. FlashAttention (arXiv 2205.14135), appendix B.4, for gradients from the LSE.
@@ -51,14 +51,14 @@ def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Multiply outputs [b, h, S, D] in place by what the sinks [h] leave; return the LSEs with the sinks."""
+    """Scale outputs [b, h, S, D] in place for a softmax with the sinks [h]; return the LSE with them."""
     logits = sinks.to(lse.dtype)[:, None]
     out.mul_((lse - logits).sigmoid_()[..., None])
     return torch.logaddexp(lse, logits)
 
 
 def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Compute the gradients of sinks: of each head, the sum over its queries of -P * <dout, out>.
+    """Compute the gradient of each head's sink: the sum over the head's queries of -P * <dout, out>.
 
     P = exp(sink - LSE) is the share of the sink in the softmax.
 
@@ -72,7 +72,8 @@ def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
         [h], in the dtype of ``lse``.
 
     Costs:
-        The products of ``SINK_PIECE`` tokens, b*h*D elements of that dtype for each of them, and two LSEs.
+        In the dtype of ``lse``: P of all tokens, b*h*S elements, and for ``SINK_PIECE`` tokens t at a time
+        the products of dout and out and their sums, b*h*t*(D + 1) elements.
     """
     shares = (sinks.detach().to(lse.dtype)[:, None] - lse).exp_()
     total = torch.zeros_like(sinks, dtype=lse.dtype)

@@ -24,8 +24,8 @@ def tiled_kernel(kernel: Kernel, tile: int) -> Kernel:
     A pair is a tile of queries and a tile of keys, of ``tile`` tokens each. Under a causal mask, a tile of
     queries is paired with the keys of the same tokens, with a mask, and with each earlier tile, without one.
     The output and the LSE are those of attention to all keys, so the gradients of a pair are exact parts of
-    the whole gradients. They are added up in the accumulation dtype. dq is summed for one tile of queries at
-    a time, and is rounded once.
+    the whole gradients. They are summed in the accumulation dtype. dq is summed for one tile of queries at a
+    time, and is rounded once.
 
     Args:
         kernel: Computes forward, and the backward of each pair.
@@ -124,7 +124,7 @@ def _add_pairs(
     q = of_queries[1]
     scale = check_arguments(q, of_keys[0], causal, scale)
     tokens = q.shape[2]
-    # Allocated before the loop, as a shortened loop requires.
+    # Allocated before the loop: a plan runs only some passes of a loop, and each must allocate as much.
     dq_sum = _allocate(q.narrow(2, 0, min(tile, tokens)), accumulation_dtype(q.dtype))
     for (start, length), key_tiles in _pairs(tokens, of_keys[0].shape[2], tile, causal):
         total = dq_sum.narrow(2, 0, length).zero_()

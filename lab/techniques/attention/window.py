@@ -35,11 +35,11 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
     """Return a kernel whose queries attend to the last ``window`` keys: query i to keys i - W + 1 to i.
 
     The sequence is divided into blocks of W tokens. A query sees the keys of its own block that are not after
-    it, which is causal attention. Of the block before it, it sees the keys whose place in their block is
-    after its own. In the reversed order of tokens this is causal attention too: query r of a block sees key
-    c, if W - 1 - c is at most W - 2 - r. So two calls of ``kernel`` compute all blocks, which are rows of a
-    batch there, and ``merge`` joins their results. The output and the LSE are those of attention to all keys
-    of a window, so the gradients of both calls are exact parts of the whole gradients.
+    it, which is causal attention. Of the block before it, query r of a block sees each key c with c > r. If
+    queries and keys are reversed, this is causal attention too: c > r means that W - 1 - c is at most
+    W - 2 - r. So two calls of ``kernel`` compute all blocks of a piece, with the blocks as the rows of a
+    batch, and ``merge`` joins their results. The output and the LSE are those of attention to all keys of a
+    window, so the gradients of both calls are exact parts of the whole gradients.
 
     Args:
         kernel: Computes causal attention, forward and backward.
@@ -52,15 +52,15 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
     Costs:
         Tensors of the p = min(S, max(W, ``piece``)) tokens of a call: q, k and v in reversed order and an
         output, p*h*D*w*(2 + 2/G) bytes forward, or in half precision 6*p*h*D bytes if that is more; dout, q,
-        k, v and out in reversed order, and dq, dk and dv, p*h*D*w*(4 + 4/G) bytes backward; beside them, an
-        LSE or a few. In backward also the sums of dk and dv, 2*b*S*h*D*f/G bytes. If W does not divide S, the
-        queries of the last block are padded for the second call.
+        k, v and out in reversed order, and dq, dk and dv, p*h*D*w*(4 + 4/G) bytes backward; in both, a few
+        LSEs of p tokens in addition. In backward also the sums of dk and dv, 2*b*S*h*D*f/G bytes. If W does
+        not divide S, the queries of the last block are padded for the second call.
     Source:
         Longformer (arXiv 2004.05150), section 3.1, for windows; FlashAttention (arXiv 2205.14135), appendix
         B.4, for gradients from the LSE over all keys.
     Composes with:
         Every kernel, Ulysses, UPipe and streamed layers, where a rank has the whole sequence of some heads.
-        A ring has not.
+        Not a ring: there a rank has two pieces of the sequence.
 
     Raises:
         RecipeError: ``window`` is less than 1.
@@ -182,7 +182,7 @@ def _check_causal(causal: bool) -> None:
 
 
 class _Blocks:
-    """Some blocks of tokens of one row, as rows of a batch: [b, h, S, ...] -> [blocks, h, length, ...].
+    """Blocks of tokens of one row, as the rows of a batch: [b, h, S, ...] -> [blocks, h, length, ...].
 
     Args:
         row: The row.
@@ -227,7 +227,7 @@ class _Blocks:
         return self.keys(x).flip(2)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Return what was computed of ``reverse_queries`` in the order of ``queries``."""
+        """Return a result for ``reverse_queries`` in the order of ``queries``, without that of padding."""
         return x[:, :, self.missing :].flip(2)
 
 
@@ -238,7 +238,7 @@ def _divide(x: Tensor, count: int) -> Tensor:
 
 
 def _pieces(shape: torch.Size, window: int, piece: int) -> Iterator[_Blocks]:
-    """Yield the blocks of each row of [b, h, S, D], as many at once as ``piece`` tokens have."""
+    """Yield the blocks of each row of [b, h, S, D]: ``piece`` tokens at once at most, or one longer block."""
     rows, _, tokens, _ = shape
     whole, together = tokens // window, max(1, piece // window)
     for row in range(rows):

@@ -73,7 +73,7 @@ def apply_streaming(
             stay in host memory.
 
     Saves:
-        Whole hidden states on the device. If the sequence is long beside a tile, the peak of a layer is in
+        Whole hidden states on the device. If s is much larger than t, the peak of a layer is in
         attention's backward, at A + dW + h*(4U + 4*U_kv) + sums + f*b*s*U bytes: the gradient of x, a stage,
         and its LSEs; sums = 2*h*U_kv*f/w, if several stages use the same keys and values. ``apply_upipe``
         with ``apply_offload`` holds 3*A + h*H + f*b*s*(H - U) more.
