@@ -9,6 +9,7 @@ from transformers import (
     GptOssConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -150,6 +151,9 @@ CASES = {
     "windows, no UPipe, eight layers, bf16": (
         odd(MistralConfig, sliding_window=33, num_hidden_layers=8),
         replace(OFFLOAD, compute_dtype="bfloat16"), 250, 3,
+    ),
+    "norms over all heads, streamed in many tiles": (
+        odd(Olmo2Config, head_dim=28), replace(STREAMED, stream=40, compute_dtype="bfloat16"), 499, 1,
     ),
     "windows in every other layer, streamed": (
         odd(

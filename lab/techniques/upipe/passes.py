@@ -106,8 +106,9 @@ class Inputs:
         if not settings.norms_all_heads or q_norm is None or k_norm is None:
             return self
         part = settings.tokens_at_once(tensors.shape[1])
-        queries = token_scales(q_norm, tensors.input_tiles(), self.wq, self.bq, part)
-        keys = token_scales(k_norm, tensors.input_tiles(), self.wk, self.bk, part)
+        scales_of = partial(token_scales, shape=tensors.shape, part=part)
+        queries = scales_of(q_norm, tensors.input_tiles(), self.wq, self.bq)
+        keys = scales_of(k_norm, tensors.input_tiles(), self.wk, self.bk)
         return replace(self, scales=(queries, keys))
 
 

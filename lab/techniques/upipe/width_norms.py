@@ -20,7 +20,13 @@ from lab.techniques.slices import slices
 
 
 def token_scales(
-    norm: nn.Module, tiles: Iterator[tuple[int, Tensor]], weight: Tensor, bias: Tensor | None, part: int
+    norm: nn.Module,
+    tiles: Iterator[tuple[int, Tensor]],
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    shape: tuple[int, int],
+    part: int,
 ) -> Tensor:
     """Return the factor by which a norm multiplies the heads of each token, [b, s, 1] in fp32.
 
@@ -29,18 +35,19 @@ def token_scales(
         tiles: The first token of each tile, and the input of the projection for the tile, [b, t, E].
         weight: The weight of the projection, [H*D, E] or [K*D, E].
         bias: Its bias, or None.
+        shape: b and s, of all tiles together.
         part: How many tokens are projected at once.
     """
     epsilon: Any = norm.variance_epsilon
-    scales = []
-    for _, x in tiles:
-        scale = x.new_empty(*x.shape[:2], 1, dtype=torch.float32)
+    # Not joined of the tiles: a plan runs only a few of these.
+    scales = weight.new_empty(*shape, 1, dtype=torch.float32)
+    for first, x in tiles:
         for start, length in slices(x.shape[1], part):
             wide = linear(x.narrow(1, start, length), weight, bias).to(torch.float32)
-            scale.narrow(1, start, length).copy_(torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon))
-            del wide
-        scales.append(scale)
-    return scales[0] if len(scales) == 1 else torch.cat(scales, 1)
+            of_part = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+            scales.narrow(1, first + start, length).copy_(of_part)
+            del wide, of_part
+    return scales
 
 
 def normalize_(heads: Tensor, scale: Tensor, weight: Tensor) -> None:
