@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import has_length
 
 from lab.errors import CheckpointError, RecipeError
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
@@ -23,9 +24,10 @@ from lab.hf.saving import (
     whole_state,
 )
 from lab.hf.shared_sequences import SharedSequences, parallelism
-from lab.hf.training_arguments import check_arguments, check_optimizer
+from lab.hf.training_arguments import check_arguments, check_optimizer, check_trained
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm, make_moments
+from lab.techniques.loss import IGNORED
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -61,7 +63,8 @@ class LongContext(Base):
        arguments have ``fsdp``. Only replicas that compute in the parameters' own dtype are left to DDP.
 
     Saving writes the files that ``save_pretrained`` writes. SFTTrainer's logs lack the entropy and the token
-    accuracy, which need the logits of all tokens.
+    accuracy, which need the logits of all tokens, and the number of tokens, which Trainer counts by
+    ``include_num_input_tokens_seen``.
 
     Raises:
         RecipeError: Arguments without a recipe, or with settings that do not go with one, see
@@ -226,6 +229,7 @@ class LongContext(Base):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # The recipe is applied here, because next the optimizer is made, of parameters that must be sharded.
+        check_trained(self.model)
         self._apply_recipe()
         return super()._prepare_for_training(*args, **kwargs)
 
@@ -242,15 +246,54 @@ class LongContext(Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's parts of an update's micro-batches, and the number of labels on all ranks."""
         samples, count = super().get_batch_samples(*args, **kwargs)
+        if not samples:
+            # A stream ends, and the next epoch begins.
+            return samples, count
         if count is None:
             raise RecipeError("batches without labels: give a collator for language modeling")
-        for sample in samples:
+        # Only the last batch that was read may be the last one of the dataset.
+        own = [None] * (len(samples) - 1) + [self._own_rows(samples[-1])]
+        for sample, rows in zip(samples, own, strict=True):
             before = self.state.num_input_tokens_seen
-            super()._track_num_input_tokens(sample)
+            super()._track_num_input_tokens(
+                sample if rows is None else {name: value[:rows] for name, value in sample.items()}
+            )
             # Each of the ranks that share a sequence has counted all of its tokens.
             added = self.state.num_input_tokens_seen - before
             self.state.num_input_tokens_seen = before + added // self.applied.shared
-        return [self.applied.shard(self._prepare_inputs(sample)) for sample in samples], float(count)
+        parts = [self._part(sample, rows) for sample, rows in zip(samples, own, strict=True)]
+        return parts, float(count if own[-1] is None else self.applied.count(parts))
+
+    def _part(self, batch: Any, rows: int | None) -> dict[str, Tensor]:
+        """Return this rank's part of a batch, of which only the first ``rows`` rows have labels."""
+        part = self.applied.shard(self._prepare_inputs(batch))
+        if rows is not None:
+            part["shifted_labels"][rows:] = IGNORED
+        return part
+
+    def _own_rows(self, batch: Any) -> int | None:
+        """Return how many rows the batch that was read last has of its own; None stands for all.
+
+        Accelerate fills the last batch of a dataset with rows of the first one, so that all groups of ranks
+        have as many. The plain trainer has no such rows.
+
+        Raises:
+            RecipeError: It cannot be known, because the dataset has no length.
+        """
+        groups, state = self.applied.mesh.size() // self.applied.shared, self.accelerator.gradient_state
+        if groups == 1 or not state.in_dataloader or self.args.dataloader_drop_last:
+            return None
+        dataset, each = state.active_dataloader.dataset, len(batch["input_ids"])
+        if not has_length(dataset):
+            raise RecipeError(
+                "a dataset without a length, where groups of ranks have rows of their own: accelerate would "
+                "repeat rows in the last batch; set dataloader_drop_last=True"
+            )
+        remaining = len(dataset) % (groups * each)
+        if not state.end_of_dataloader or remaining == 0:
+            return None
+        before = self.applied.mesh.get_local_rank() // self.applied.shared * each
+        return max(0, min(remaining - before, each))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count nothing. ``get_batch_samples`` counts, because a rank's part does not say what is padding."""
@@ -310,7 +353,7 @@ class LongContext(Base):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
         """Return the mean loss over the labels of this batch on all ranks."""
-        part = self.applied.shard(self._prepare_inputs(inputs))
+        part = self._part(inputs, self._own_rows(inputs))
         with torch.no_grad():
             return self.applied.loss(model, part, self.applied.count([part])), None, None
 

@@ -147,7 +147,8 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
 
     Raises:
         RecipeError: Arguments without a recipe; the first setting of ``_ONLY`` with another value; gradient
-            checkpointing; an optimizer other than AdamW; batches that the first process distributes.
+            checkpointing; an optimizer other than AdamW; batches that the first process distributes, or that
+            not all ranks have.
     """
     choice: RecipeChoice | None = getattr(args, CHOICE, None)
     if choice is None:
@@ -169,6 +170,11 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
         raise RecipeError(
             "dispatch_batches or split_batches with a recipe: ranks that share a sequence must read the "
             "same batch themselves; leave both out"
+        )
+    if config.even_batches is False:
+        raise RecipeError(
+            "even_batches=False with a recipe: a rank without a batch would miss the exchanges of the "
+            "others; leave it out, because rows that fill the last batch do not count"
         )
     return choice
 
@@ -198,6 +204,28 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "an optimizer that was made before the recipe, which has replaced the parameters by their "
             "shards: leave it out, and set learning_rate, weight_decay and adam_beta1 in the arguments"
         )
+
+
+def check_trained(model: nn.Module) -> None:
+    """Refuse a model of which nothing is trained, or adapters that would be trained without being used.
+
+    Raises:
+        RecipeError: Every parameter is frozen, as those of disabled adapters are; or adapters are merged, and
+            not frozen.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecipeError(
+            "every parameter of this model is frozen: set requires_grad on those to train, or enable the "
+            "adapters"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "merged", False) and any(
+            ".lora_" in f".{of}" and parameter.requires_grad for of, parameter in module.named_parameters()
+        ):
+            raise RecipeError(
+                f"adapters of {name} that are merged, and would be trained: call unmerge_adapter() before, "
+                "or freeze them"
+            )
 
 
 def _check_setting(name: str, value: object) -> None:

@@ -23,7 +23,7 @@ from lab.bench import reference
 from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
 
-VOCABULARY, LONGEST, ROWS = 64, 41, 24
+VOCABULARY, LONGEST, ROWS, EVALUATED = 64, 41, 24, 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Case:
     sft: bool = False
     family: str | None = None
     steps: int = 4
+    data: int = ROWS
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,7 +100,7 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
         "output_dir": str(folder),
         "max_steps": case.steps,
         "gradient_accumulation_steps": case.accumulate,
-        "per_device_eval_batch_size": 3,
+        "per_device_eval_batch_size": EVALUATED,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
         "logging_steps": 1,
@@ -140,18 +141,20 @@ def long_trainer(case: Case, folder: Path, **more: Any) -> Any:
             processing_class=tokenizer(),
         )
     args = lab.hf.arguments(TrainingArguments, recipe=case.recipe, tokens=LONGEST, knobs=case.knobs, **common)
-    return LongTrainer(model(case), args, collate, train_dataset=rows(), eval_dataset=rows()[:7])
+    return LongTrainer(model(case), args, collate, train_dataset=rows()[: case.data], eval_dataset=rows()[:7])
 
 
 def plain_trainer(case: Case, folder: Path) -> Trainer:
+    groups = (case.plain_rows or case.rows) // case.rows
     args = TrainingArguments(
-        per_device_train_batch_size=case.plain_rows or case.rows, **settings(case, folder)
+        per_device_train_batch_size=groups * case.rows,
+        **settings(case, folder) | {"per_device_eval_batch_size": groups * EVALUATED},
     )
     made = model(case)
     if case.dtype == "float64":
         # Its own angles are fp32, and both would be right to 1e-7 only.
         apply_rope(made.get_base_model() if case.lora else made)
-    return Trainer(made, args, collate, train_dataset=rows(), eval_dataset=rows()[:7])
+    return Trainer(made, args, collate, train_dataset=rows()[: case.data], eval_dataset=rows()[:7])
 
 
 @dataclass
@@ -159,13 +162,15 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     evaluation: float
+    seen: list[int] = field(default_factory=list)
 
 
 def outcome(trainer: Any, resume: str | None = None) -> Outcome:
     trainer.train(resume_from_checkpoint=resume)
     evaluation = trainer.evaluate()["eval_loss"]
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
-    return Outcome([log["loss"] for log in logs], [float(log["grad_norm"]) for log in logs], evaluation)
+    seen = [log["num_input_tokens_seen"] for log in logs if "num_input_tokens_seen" in log]
+    return Outcome([log["loss"] for log in logs], [float(log["grad_norm"]) for log in logs], evaluation, seen)
 
 
 def outcomes(cases: dict[str, Case], folder: Path) -> dict[str, Outcome]:
@@ -183,3 +188,4 @@ def assert_same(ours: Outcome, plain: Outcome, *, loss: float = 1e-6, norm: floa
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=loss, atol=0)
     torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=norm, atol=0)
     torch.testing.assert_close(ours.evaluation, plain.evaluation, rtol=loss, atol=0)
+    assert ours.seen == plain.seen
