@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,14 @@ from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.step.token_source import TokenSource
 from lab.techniques.agreement import check_same_batch, refuse_together
+from lab.techniques.attention.documents import (
+    Lengths,
+    check_documents,
+    document_positions,
+    documents_of,
+    last_longer,
+    several_or_none,
+)
 from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
@@ -26,7 +35,9 @@ class Batch:
     """What one rank feeds its model.
 
     ``input_ids`` and ``labels`` [b, s] int64; ``labels[i]`` is the token after ``input_ids[i]`` in the
-    global sequence, or ``IGNORED``. ``position_ids`` [1, s] are positions in the global sequence.
+    global sequence, or ``IGNORED``. ``position_ids`` [1, s] are positions in the global sequence. With
+    ``documents``, the lengths of those of each row [b], they are positions in a document, and [b, s] if the
+    rows have different ones; None if each row is one document.
     ``label_count`` counts the labels of all ranks together; ``group`` is all ranks; ``ulysses`` and ``ring``
     are the degrees that the sequence is sharded by; ``highest_token`` is the largest of the global batch, or
     of the vocabulary that its tokens were checked against.
@@ -40,10 +51,17 @@ class Batch:
     ulysses: int
     ring: int
     highest_token: int
+    documents: Lengths | None = None
 
 
 def shard_batch(
-    input_ids: Tensor, recipe: Recipe, mesh: DeviceMesh, *, attention_mask: Tensor | None = None
+    input_ids: Tensor,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    *,
+    attention_mask: Tensor | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
+    position_ids: Tensor | None = None,
 ) -> Batch:
     """This rank's part of ``input_ids`` [b, S], which is the same on every rank.
 
@@ -55,19 +73,30 @@ def shard_batch(
     ``attention_mask`` [b, S] is 1 for tokens and 0 for padding at the end of rows. Padding is excluded from
     the loss. It comes after all tokens of its row, so causal attention keeps it from affecting them.
 
+    A row may have several documents. ``documents`` are the lengths of those of each row, which add up to S:
+    ``[[5, 20, 19], [44]]`` for two rows of 44 tokens. Or ``position_ids`` [b, S] begin at 0 in each document,
+    as those of collators that pack rows. Attention, positions and labels then stay within a document: its
+    last token predicts nothing. Padding belongs to the last document of its row.
+
     Raises:
-        RecipeError: not [b, S]: packed sequences are not supported; a single token; padding elsewhere; no
-            token to predict.
-        LabError: the tokens or the mask differ between ranks.
+        RecipeError: not [b, S]; a single token; padding elsewhere; no token to predict; documents whose
+            lengths do not add up, or positions that skip; several documents in a row with a ring.
+        LabError: the tokens, the mask or the documents differ between ranks.
     """
-    if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor | None):
-        raise RecipeError("input_ids and attention_mask are tensors: give what a tokenizer makes with 'pt'")
+    if not all(isinstance(given, Tensor | None) for given in (attention_mask, position_ids)) or not isinstance(
+        input_ids, Tensor
+    ):
+        raise RecipeError(
+            "input_ids, attention_mask and position_ids are tensors: give what a tokenizer makes with 'pt'"
+        )
     # Before any refusal of values: with equal batches every rank refuses alike, and none waits for another.
-    check_same_batch(input_ids, attention_mask, mesh.get_group())
+    check_same_batch(
+        input_ids, attention_mask, mesh.get_group(), documents=documents, position_ids=position_ids
+    )
     if input_ids.dim() != 2:
         raise RecipeError(
-            f"input_ids of shape {list(input_ids.shape)}: give [rows, tokens], each row one sequence; "
-            "packed sequences would attend across their borders"
+            f"input_ids of shape {list(input_ids.shape)}: give [rows, tokens]; documents= says which tokens "
+            "of a row belong together"
         )
     rows, tokens = input_ids.shape
     if rows < 1 or input_ids.dtype != torch.int64:
@@ -81,7 +110,7 @@ def shard_batch(
         raise RecipeError(f"input_ids with token {int(input_ids.min())}: tokens are numbered from 0")
     labels = torch.full_like(input_ids, IGNORED)
     labels[:, :-1] = input_ids[:, 1:]
-    label_count = rows * (tokens - 1)
+    label_count, valid = rows * (tokens - 1), None
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise RecipeError(
@@ -96,22 +125,65 @@ def shard_batch(
             raise RecipeError(
                 "attention_mask leaves no token to predict: at least one row needs 2 tokens or more"
             )
+    lengths = _documents(documents, position_ids, input_ids, valid, recipe)
+    if lengths is not None:
+        # The token after the last one of a document begins the next document.
+        ends = torch.tensor([[r, t - 1] for r, row in enumerate(lengths) for t in accumulate(row)]).T
+        labels[*ends.to(labels.device)] = IGNORED
+        label_count = rows * tokens - len(ends[0]) if valid is None else int((labels != IGNORED).sum())
+        if label_count == 0:
+            raise RecipeError(
+                "documents leave no token to predict: at least one needs 2 tokens or more that are no padding"
+            )
 
     mine, positions = _part(rows, tokens, recipe, mesh)
     positions = positions.to(input_ids.device)
     padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
-    labels = pad(labels[mine % rows], (0, padding), value=IGNORED)[:, positions]
-    labels[mine >= rows] = IGNORED
+    position_ids = positions[None]
+    if lengths is not None:
+        longer = last_longer(lengths, padding)
+        lengths = tuple(longer[number % rows] for number in mine)
+        position_ids = document_positions(lengths, input_ids.device)[:, positions]
+    own = torch.arange(mine.start, mine.stop)
+    labels = pad(labels[own % rows], (0, padding), value=IGNORED)[:, positions]
+    labels[own >= rows] = IGNORED
     return Batch(
-        input_ids=pad(input_ids[mine % rows], (0, padding))[:, positions],
+        input_ids=pad(input_ids[own % rows], (0, padding))[:, positions],
         labels=labels,
-        position_ids=positions[None],
+        position_ids=position_ids,
         label_count=label_count,
         group=mesh.get_group(),
         ulysses=recipe.ulysses,
         ring=recipe.ring,
         highest_token=highest,
+        documents=lengths,
     )
+
+
+def _documents(
+    documents: Sequence[Sequence[int]] | None,
+    position_ids: Tensor | None,
+    input_ids: Tensor,
+    is_token: Tensor | None,
+    recipe: Recipe,
+) -> Lengths | None:
+    """Return the documents of rows, however they were given; None if each row is one.
+
+    Raises:
+        RecipeError: see ``shard_batch``.
+    """
+    if documents is not None and position_ids is not None:
+        raise RecipeError("documents and position_ids together: give one of them, the other follows from it")
+    if documents is not None:
+        return several_or_none(check_documents(documents, *input_ids.shape), recipe.ring)
+    if position_ids is None:
+        return None
+    if position_ids.shape != input_ids.shape or position_ids.is_floating_point():
+        raise RecipeError(
+            f"position_ids of shape {list(position_ids.shape)} in {position_ids.dtype}: give one of shape "
+            f"{list(input_ids.shape)}, in torch.int64"
+        )
+    return several_or_none(documents_of(position_ids.to(input_ids.device), is_token), recipe.ring)
 
 
 def read_batch(
@@ -135,7 +207,7 @@ def read_batch(
     labels = torch.full_like(input_ids, IGNORED)
 
     def read() -> None:
-        for row, number in enumerate(mine.tolist()):
+        for row, number in enumerate(mine):
             window = windows[number % len(windows)]
             inside = positions < len(window)
             input_ids[row, inside] = source.read(window.start + positions[inside])
@@ -156,7 +228,7 @@ def read_batch(
     )
 
 
-def _part(rows: int, tokens: int, recipe: Recipe, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def _part(rows: int, tokens: int, recipe: Recipe, mesh: DeviceMesh) -> tuple[range, Tensor]:
     """This rank's part of a batch of rows of tokens.
 
     Returns:
@@ -167,4 +239,4 @@ def _part(rows: int, tokens: int, recipe: Recipe, mesh: DeviceMesh) -> tuple[Ten
     each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
     padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
     positions = local_positions(tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence)
-    return torch.arange(of_data * each, (of_data + 1) * each), positions
+    return range(of_data * each, (of_data + 1) * each), positions

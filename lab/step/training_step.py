@@ -71,7 +71,10 @@ def loss(model: nn.Module, batch: Batch, *, label_count: int | None = None) -> T
             f"{inner.config.vocab_size - 1}; take the tokenizer that belongs to the model"
         )
     local: Tensor = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, shifted_labels=batch.labels
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        shifted_labels=batch.labels,
+        documents=batch.documents,
     ).loss
     return sum_over_ranks(local, batch.group) / (batch.label_count if label_count is None else label_count)
 

@@ -120,9 +120,14 @@ def check_same(difference: str, text: str, group: dist.ProcessGroup | None, advi
 
 
 def check_same_batch(
-    input_ids: Tensor, attention_mask: Tensor | None, group: dist.ProcessGroup | None
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    group: dist.ProcessGroup | None,
+    *,
+    documents: object = None,
+    position_ids: Tensor | None = None,
 ) -> None:
-    """Refuse a batch whose tokens or mask differ between the ranks of ``group``.
+    """Refuse a batch whose tokens, mask, documents or positions differ between the ranks of ``group``.
 
     Costs: one pass over the tokens, and 8 bytes from each rank. In a plan nothing is compared.
 
@@ -130,18 +135,23 @@ def check_same_batch(
         input_ids: The tokens of the whole batch, [b, S], with b rows of S tokens.
         attention_mask: The mask of the whole batch, [b, S], or None.
         group: The ranks to compare. None is a group of one rank.
+        documents: The lengths of the documents of each row, or None.
+        position_ids: The positions of the whole batch, [b, S], or None.
 
     Raises:
         LabError: Ranks differ; the message names them.
     """
     if _has_no_peers(group):
         return
-    shapes = [list(input_ids.shape), None if attention_mask is None else list(attention_mask.shape)]
-    total = checksum(input_ids) + crc32(str(shapes).encode())
+    given = (input_ids, attention_mask, position_ids)
+    shapes = [None if tensor is None else list(tensor.shape) for tensor in given]
+    total = checksum(input_ids) + crc32(f"{shapes} {documents}".encode())
     if attention_mask is not None:
         total = total + 31 * checksum((attention_mask != 0).to(total.device, torch.int64))
+    if position_ids is not None:
+        total = total + 37 * checksum(position_ids.to(total.device, torch.int64))
     advice = "give every rank the whole batch; shard_batch takes each rank's part"
-    _compare("the tokens or the attention_mask differ", total, group, advice)
+    _compare("the tokens, the attention_mask or the documents differ", total, group, advice)
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -11,6 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
+from lab.techniques.attention.documents import (
+    Documents,
+    Lengths,
+    check_documents,
+    document_positions,
+    several_or_none,
+)
 from lab.techniques.ring import local_positions
 from lab.torch_private import FakeTensor, version
 
@@ -29,6 +36,9 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
     - ``input_ids`` [b, s] are this rank's tokens, as ``lab.shard_batch`` returns them.
     - ``position_ids`` [1, s] or [b, s] are the positions of these tokens in the whole sequence, also from
       ``lab.shard_batch``. They may be left out if C = R = 1.
+    - ``documents`` are the lengths of the documents of this rank's rows, also from ``lab.shard_batch``; None
+      if each row is one. The positions then begin at 0 in each document. No technique sees them between
+      calls: they reach each attention as a keyword, see ``Documents``.
     - ``attention_mask`` [b, s] may mark padding at the end of rows. The model does not use the mask:
       attention is causal, so padding cannot affect the tokens before it.
     - ``shifted_labels`` [b, s] come from ``lab.loss``. The label at place i is the token that follows it. The
@@ -48,12 +58,14 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
 
     Raises:
         RecipeError: In forward: ``labels``; padding before the end of a row, or any padding if C*R > 1;
-            positions that restart, skip, or belong to another rank; ``inputs_embeds``, caches, requests for
+            positions that skip, belong to another rank, or restart without ``documents``; documents with a
+            ring, or which the layers do not pass on; ``inputs_embeds``, caches, requests for
             hidden states or attentions, and every other keyword whose value is not in ``NEUTRAL``; autocast;
             modules that changed. In backward: a parameter changed after forward, by an optimizer or by
             loading a state.
     """
     plain = model.forward
+    attentions = sum("lab_window" in vars(module) for module in model.modules())
     before, parameters = _module_records(model), dict(model.named_parameters())
     _count_updates_of_fused_optimizers()
 
@@ -63,6 +75,7 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         position_ids: Tensor | None = None,
         *,
         shifted_labels: Tensor | None = None,
+        documents: Lengths | None = None,
         **kwargs: Any,
     ) -> Any:
         _check_keywords(kwargs)
@@ -72,9 +85,20 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         _check_unchanged(model, before)
         if attention_mask is not None:
             _check_mask(attention_mask, input_ids, whole=ulysses * ring == 1)
-        positions = _positions(input_ids, position_ids, ulysses, ring, index)
-        labels = {} if shifted_labels is None else {"labels": shifted_labels}
-        output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **labels)
+        if documents is not None:
+            whole = check_documents(documents, len(input_ids), input_ids.shape[1] * ulysses * ring)
+            documents = several_or_none(whole, ring)
+        positions = _positions(input_ids, position_ids, documents, ulysses, ring, index)
+        keywords: dict[str, Any] = {} if shifted_labels is None else {"labels": shifted_labels}
+        in_rows = None if documents is None else Documents(documents)
+        if in_rows is not None:
+            keywords["lab_documents"] = in_rows
+        output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **keywords)
+        if in_rows is not None and in_rows.uses != attentions:
+            raise RecipeError(
+                f"documents reached {in_rows.uses} of {attentions} attentions of a model whose layers do not "
+                "pass keywords on: give one document a row"
+            )
         _refuse_updates_before_backward(output, parameters)
         return output
 
@@ -166,8 +190,19 @@ def check_right_padding(is_token: Tensor) -> None:
         )
 
 
-def _positions(input_ids: Tensor, position_ids: Tensor | None, ulysses: int, ring: int, index: int) -> Tensor:
-    """Return the positions of this rank's tokens, [1, s], and refuse ``position_ids`` that differ."""
+def _positions(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    documents: Lengths | None,
+    ulysses: int,
+    ring: int,
+    index: int,
+) -> Tensor:
+    """Return the positions of this rank's tokens, and refuse ``position_ids`` that differ.
+
+    Returns:
+        [1, s], or [b, s] if the rows have different documents.
+    """
     if position_ids is None and ulysses * ring > 1:
         raise RecipeError(
             f"position_ids left out with ulysses={ulysses}, ring={ring}: a rank holds a part of the "
@@ -175,15 +210,17 @@ def _positions(input_ids: Tensor, position_ids: Tensor | None, ulysses: int, rin
         )
     total = input_ids.shape[1] * ulysses * ring
     expected = local_positions(total, ulysses=ulysses, ring=ring, index=index, device=input_ids.device)[None]
+    if documents is not None:
+        expected = document_positions(documents, input_ids.device)[:, expected[0]]
     if position_ids is None:
         return expected
     if position_ids.shape in (expected.shape, input_ids.shape):
         different = (position_ids != expected).any()
         if isinstance(position_ids, FakeTensor) or not bool(different):
-            return position_ids[:1]
+            return position_ids[: len(expected)]
     raise RecipeError(
-        "position_ids are not the positions that this rank holds: use the position_ids of lab.shard_batch; "
-        "each row must be one document, counted from 0 (packed documents are not supported)"
+        "position_ids are not the positions that this rank holds: use the position_ids of lab.shard_batch, "
+        "which takes documents= or position_ids= for rows of several documents, and call lab.loss"
     )
 
 

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
+from lab.techniques.attention.documents import Documents
 from lab.techniques.attention.flash import attention
 from lab.techniques.attention.saved_results import ResultCache, no_cache, with_cache
 from lab.techniques.attention.sinks import sink_kernel
@@ -33,6 +34,7 @@ def hf_attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     lab_cache: ResultCache = no_cache,
+    lab_documents: Documents | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention; transformers calls this function for the implementation ``"lab"``.
@@ -54,6 +56,7 @@ def hf_attention_forward(
         is_causal: Must not be False.
         s_aux: The sinks of all query heads, [H]; None if attention has none.
         lab_cache: Stores the kernel's results for a recomputation.
+        lab_documents: The documents of the rows; None if each row is one.
         **_: Other keywords of transformers, which are not used.
 
     Returns:
@@ -80,7 +83,7 @@ def hf_attention_forward(
             f"attention of {query.shape[2]} new tokens to a cache of keys: pass use_cache=False"
         )
     attend = getattr(module, "lab_attention", attention)
-    kernel = kernel_of(module)
+    kernel = kernel_of(module, lab_documents)
     if s_aux is not None:
         ranks, place = getattr(module, "lab_ranks", (1, 0))
         kernel = sink_kernel(kernel, s_aux.chunk(ranks)[place])

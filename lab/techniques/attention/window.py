@@ -14,21 +14,27 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lab.errors import RecipeError
+from lab.techniques.attention.documents import Documents, documents_kernel
 from lab.techniques.attention.flash import FLASH, Kernel
 from lab.techniques.attention.merging import merge
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.window_pieces import PIECE
 
 
-def kernel_of(module: nn.Module) -> Kernel:
-    """Return the kernel of an attention module, with the module's window.
+def kernel_of(module: nn.Module, documents: Documents | None = None) -> Kernel:
+    """Return the kernel of an attention module, with the module's window and the documents of its input.
 
     ``apply_attention`` notes the window on the module. ``lab_kernel`` is the kernel, which may be a ring;
     without it, the kernel is ``FLASH``.
     """
     kernel: Kernel = getattr(module, "lab_kernel", FLASH)
     window = module.lab_window
-    return kernel if window is None else windowed_kernel(kernel, window)  # type: ignore[arg-type]
+    if window is not None:
+        kernel = windowed_kernel(kernel, window)  # type: ignore[arg-type]
+    if documents is None:
+        return kernel
+    documents.uses += 1
+    return documents_kernel(kernel, documents)
 
 
 def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kernel:

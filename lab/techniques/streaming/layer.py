@@ -13,11 +13,12 @@ from torch.autograd import Function
 
 from lab.decoder import Patch, check_hooks, decoder_of, has_cache
 from lab.errors import RecipeError
+from lab.techniques.attention.documents import Documents
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import size_of
 from lab.techniques.host_file import HostFile
 from lab.techniques.host_tiles import TileCopiers
-from lab.techniques.streaming.passes import StreamedLayer, layer_backward, run_stages, run_tail
+from lab.techniques.streaming.passes import Positions, StreamedLayer, layer_backward, run_stages, run_tail
 from lab.techniques.streaming.segments import Segment
 from lab.techniques.tiling import check_tile
 from lab.techniques.upipe.schedule import schedule
@@ -152,8 +153,7 @@ class _Run:
     """One forward pass of a layer; ``segment`` is None if no backward follows, and when it has run."""
 
     layer: StreamedLayer
-    cos: Tensor
-    sin: Tensor
+    positions: Positions
     segment: Segment | None = None
     place: int = 0
 
@@ -176,6 +176,7 @@ def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: boo
         attention_mask: Tensor | None = None,
         *,
         position_embeddings: tuple[Tensor, Tensor],
+        lab_documents: Documents | None = None,
         **keywords: Any,
     ) -> Tensor:
         if attention_mask is not None or has_cache(keywords):
@@ -188,7 +189,7 @@ def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: boo
                 check_hooks(submodule, "stream")
         cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
         parameters = [p for p in module.parameters() if p.requires_grad]
-        run = _Run(layer, cos, sin)
+        run = _Run(layer, Positions(cos, sin, lab_documents))
         backward_follows = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(parameters))
         state.begin_layer(index, run, hidden_states, backward_follows=backward_follows)
         out: Tensor = _StreamedLayer.apply(run, hidden_states, *parameters)  # type: ignore[no-untyped-call]
@@ -205,11 +206,11 @@ class _StreamedLayer(Function):
     def forward(ctx: Any, run: _Run, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.run, ctx.parameters = run, len(parameters)
         layer = run.layer
-        tensors = run_stages(layer, x, run.cos, run.sin)
+        tensors = run_stages(layer, x, run.positions)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         run_tail(layer, tensors, y)
         if run.segment is not None:
-            run.segment.keep(layer, x, (run.cos, run.sin), tensors)
+            run.segment.keep(layer, x, run.positions, tensors)
         # After this, the caller drops x, and its memory may be reused.
         layer.copiers.to_host.wait_until_sent()
         return y
@@ -238,6 +239,6 @@ class _StreamedLayer(Function):
             )
             dy = dy.clone()
         tensors = segment.prepare(run.place)
-        gradients = layer_backward(run.layer, tensors, run.cos, run.sin, dy, x_needed=ctx.needs_input_grad[1])
+        gradients = layer_backward(run.layer, tensors, run.positions, dy, x_needed=ctx.needs_input_grad[1])
         segment.release(run.place)
         return None, dy if ctx.needs_input_grad[1] else None, *gradients

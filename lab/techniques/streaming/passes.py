@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.decoder import Layer
+from lab.techniques.attention.documents import Documents
 from lab.techniques.attention.window import kernel_of
 from lab.techniques.host_tiles import HostTiles, TileCopiers
 from lab.techniques.host_transfer import HostTensor
@@ -23,6 +24,21 @@ from lab.techniques.precision import accumulation_dtype
 from lab.techniques.streaming.tensors import HostTensors
 from lab.techniques.upipe.passes import BackwardStages, Inputs, LayerSettings, forward_stages
 from lab.techniques.upipe.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The positions of a layer's input.
+
+    Attributes:
+        cos: Their cosines, [b, s, D] or [1, s, D].
+        sin: Their sines, like ``cos``.
+        documents: The documents of the rows; None if each row is one.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    documents: Documents | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +61,13 @@ class StreamedLayer:
     tile: int
     copiers: TileCopiers
 
-    def settings(self) -> LayerSettings:
-        """Return the arguments of the stages, with the kernel that the attention has now."""
+    def settings(self, documents: Documents | None) -> LayerSettings:
+        """Return the arguments of the stages, with the kernel that the attention has now, on documents."""
         module: Any = self.parts.attention
         return LayerSettings(
             self.schedule,
             self.group,
-            kernel_of(module),
+            kernel_of(module, documents),
             module.scaling,
             module.head_dim,
             self.parts.head_norms,
@@ -61,24 +77,24 @@ class StreamedLayer:
         )
 
     @torch.no_grad()
-    def inputs(self, cos: Tensor, sin: Tensor) -> Inputs:
+    def inputs(self, positions: Positions) -> Inputs:
         """Return the weights of the stages; the output projection is a part of the tail."""
         (wq, bq), (wk, bk), (wv, bv) = self.parts.input_weights("stream")
+        cos, sin = positions.cos, positions.sin
         return Inputs(cos, sin, wq, wk, wv, None, bq, bk, bv, None, self.parts.sinks)
 
 
-def run_stages(layer: StreamedLayer, x: Tensor | HostTiles, cos: Tensor, sin: Tensor) -> HostTensors:
+def run_stages(layer: StreamedLayer, x: Tensor | HostTiles, positions: Positions) -> HostTensors:
     """Compute the outputs of all heads and the LSEs, and send them to the host.
 
     Args:
         layer: The layer.
         x: Its input, [b, s, E], on the device or on the host.
-        cos: The cosines of the positions, [b, s, D] or [1, s, D].
-        sin: The sines of the positions, like ``cos``.
+        positions: The positions of x.
     """
-    settings = layer.settings()
+    settings = layer.settings(positions.documents)
     tensors = HostTensors(layer.parts, settings, layer.copiers, layer.tile, x)
-    lses = forward_stages(settings, tensors, layer.inputs(cos, sin))
+    lses = forward_stages(settings, tensors, layer.inputs(positions))
     tensors.lses = [HostTensor(layer.copiers.to_host, lse) for lse in lses]
     layer.copiers.to_host.wait_until_sent()
     return tensors
@@ -97,15 +113,14 @@ def run_tail(layer: StreamedLayer, tensors: HostTensors, y: Tensor | HostTiles) 
 
 
 def layer_backward(
-    layer: StreamedLayer, tensors: HostTensors, cos: Tensor, sin: Tensor, dy: Tensor, *, x_needed: bool
+    layer: StreamedLayer, tensors: HostTensors, positions: Positions, dy: Tensor, *, x_needed: bool
 ) -> list[Tensor | None]:
     """Run the backward of a layer.
 
     Args:
         layer: The layer.
         tensors: Its input, the outputs of its heads and the LSEs, on the host.
-        cos: The cosines of the positions.
-        sin: The sines of the positions.
+        positions: The positions of its input.
         dy: The gradient of the layer's output, [b, s, E]. It is overwritten with dx.
         x_needed: Whether dx is needed.
 
@@ -118,9 +133,10 @@ def layer_backward(
     head_needed = x_needed or sinks_needed or any(p.requires_grad for ps in of_head_modules for p in ps)
     gradients = _tail_backward(layer, tensors, dy, x_needed=x_needed, heads_needed=head_needed)
     if head_needed:
-        inputs = layer.inputs(cos, sin)
+        inputs = layer.inputs(positions)
         lses = (lse.get() for lse in tensors.lses)
-        stages = BackwardStages(layer.settings(), tensors, inputs, lses, sinks_needed=sinks_needed)
+        settings = layer.settings(positions.documents)
+        stages = BackwardStages(settings, tensors, inputs, lses, sinks_needed=sinks_needed)
         stages.run()
         of_head = _head_backward(layer, tensors, inputs, dy, x_needed=x_needed)
         gradients = [g if h is None else h for g, h in zip(gradients, of_head, strict=True)]

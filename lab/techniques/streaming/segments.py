@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lab.techniques.host_tiles import HostTiles
-from lab.techniques.streaming.passes import StreamedLayer, run_stages, run_tail
+from lab.techniques.streaming.passes import Positions, StreamedLayer, run_stages, run_tail
 from lab.techniques.streaming.tensors import HostTensors
 
 
@@ -24,8 +24,8 @@ class Segment:
     def __init__(self, keeps_outputs: bool) -> None:
         self._keeps_outputs = keeps_outputs
         self._layers: list[StreamedLayer] = []
-        # The cosines and sines of the positions, which may be others in each layer.
-        self._tables: list[tuple[Tensor, Tensor]] = []
+        # Their cosines and sines may be others in each layer.
+        self._positions: list[Positions] = []
         self._inputs: list[HostTiles | None] = []
         self._tensors: list[HostTensors | None] = []
 
@@ -34,7 +34,7 @@ class Segment:
         return len(self._layers)
 
     def keep(
-        self, layer: StreamedLayer, x: Tensor, tables: tuple[Tensor, Tensor], tensors: HostTensors
+        self, layer: StreamedLayer, x: Tensor, positions: Positions, tensors: HostTensors
     ) -> None:
         """Keep what backward needs of the next layer: of the first one, start to send x to the host.
 
@@ -46,7 +46,7 @@ class Segment:
             kept.write_all(x)
         tensors.x = None
         self._layers.append(layer)
-        self._tables.append(tables)
+        self._positions.append(positions)
         self._inputs.append(kept)
         self._tensors.append(tensors if self._keeps_outputs else None)
 
@@ -73,7 +73,7 @@ class Segment:
         """Compute a layer's outputs of its heads, and unless it is the last one, the next layer's input."""
         x = self._inputs[i]
         assert x is not None
-        tensors = self._tensors[i] or run_stages(layer, x, *self._tables[i])
+        tensors = self._tensors[i] or run_stages(layer, x, self._positions[i])
         tensors.x = x
         self._tensors[i] = tensors
         if not last:

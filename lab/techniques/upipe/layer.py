@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from lab.decoder import Layer, Patch, check_hooks, decoder_of, effective_weight, has_cache
 from lab.errors import RecipeError
+from lab.techniques.attention.documents import Documents
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.saved_results import ResultCache, Results, no_cache
 from lab.techniques.attention.window import kernel_of
@@ -107,6 +108,7 @@ def upipe_forward(
     group: dist.ProcessGroup | None,
     overlap: bool = False,
     lab_cache: ResultCache = no_cache,
+    lab_documents: Documents | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer in stages: its ``forward`` after ``apply_upipe``.
@@ -120,6 +122,7 @@ def upipe_forward(
         group: The C ranks. None is a group of one rank.
         overlap: Whether the inputs of a stage are sent during the stage before it.
         lab_cache: Stores the outputs of the heads and the LSEs, so that a recomputation runs only o_proj.
+        lab_documents: The documents of the rows; None if each row is one.
         **keywords: Other keywords of transformers, which are not used. A key/value cache must be None.
 
     Returns:
@@ -140,7 +143,7 @@ def upipe_forward(
     settings = LayerSettings(
         schedule,
         group,
-        kernel_of(module),
+        kernel_of(module, lab_documents),
         module.scaling,
         module.head_dim,
         norms,
