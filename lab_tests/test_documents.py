@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lab
 from lab.bench import reference
 from lab.bench.parity import whole_gradients
+from lab.decoder import Patch
 from lab.errors import RecipeError
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
@@ -21,7 +22,6 @@ from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.attention.sinks import sink_kernel
 from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.attention.window import windowed_kernel
-from lab.techniques.inputs import apply_input_checks
 from lab.techniques.loss import IGNORED
 from lab_tests.support.documents import (
     DOCUMENTS,
@@ -344,8 +344,7 @@ def test_a_model_that_passes_no_keywords_on_is_refused():
     batch = shard_batch(token_ids(), Recipe(), mesh, documents=DOCUMENTS)
     layer = model.model.layers[1]
     plain = layer.forward
-    layer.forward = lambda *args, lab_documents=None, **kwargs: plain(*args, **kwargs)
-    apply_input_checks(model, ulysses=1, ring=1, index=0)
+    layer.forward = Patch(lambda *args, lab_documents, **kwargs: plain(*args, **kwargs), plain)
     with pytest.raises(RecipeError, match="documents reached 1 of 2 attentions"):
         lab.loss(model, batch)
 
