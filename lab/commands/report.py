@@ -96,9 +96,11 @@ def _idle_ranks_note(plan: Plan) -> list[str]:
     rows = plan.job.rows
     if groups <= rows:
         return []
+    # A ring takes one document a row.
+    ring = "" if plan.job.documents else f"--set ring={plan.recipe.ring * groups // rows}, or "
     return [
         f"note          {groups} groups of ranks share {rows} row(s): some repeat the work of others; "
-        f"--set ring={plan.recipe.ring * groups // rows}, or more rows, would use them"
+        f"{ring}more rows{',' if ring else ''} would use them"
     ]
 
 

@@ -88,6 +88,7 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
                 parameter.grad = torch.zeros_like(parameter)
         update(model, optimizer, clip_norm=1.0)
         ids = torch.zeros(job.rows, job.tokens, dtype=torch.int64)
-        batches = [shard_batch(ids, job.recipe, mesh) for _ in range(job.accumulate)]
+        documents = None if job.documents is None else [job.documents] * job.rows
+        batches = [shard_batch(ids, job.recipe, mesh, documents=documents) for _ in range(job.accumulate)]
         train_step(model, optimizer, *batches, meter=meter)
     return Walk(meter.timeline(), costs[1:])

@@ -25,7 +25,7 @@ from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
 from lab.planning.shrinking import with_job
 from lab.planning.start import start_of
-from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
+from lab.recipe.jobs import Documents, Job, Limit, Machine, make_job, make_machine
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
@@ -236,6 +236,7 @@ class Plan:
         return {
             "recipe": self.recipe.to_json(),
             "tokens": self.tokens,
+            "documents": self.job.documents,
             "ranks": self.ranks,
             "weights": self.shape.weights,
             "active_weights": self.shape.active_weights,
@@ -275,6 +276,7 @@ def plan(
     workspace: bool = True,
     disk: int | str | None = None,
     disk_rate: int | str | None = None,
+    documents: Documents = None,
     **knobs: Any,
 ) -> Plan:
     """Plan one training step of ``rows`` rows of ``tokens`` tokens on ``ranks`` ranks; nothing is allocated.
@@ -288,8 +290,11 @@ def plan(
     With ``lora``, such as "r=16", PEFT's adapters are trained, and all parameters of the model are frozen:
     they have no gradients and no optimizer state. See ``lab.models.Lora``.
 
+    With ``documents``, such as "1M,512K,512K", each row has several documents of these lengths, which add up
+    to ``tokens``: attention to other documents is neither computed nor counted. See ``lab.shard_batch``.
+
     Raises:
-        LabError: a model, recipe, size, device or adapters that cannot work.
+        LabError: a model, recipe, size, device, adapters or documents that cannot work.
     """
     machine = make_machine(
         device=device,
@@ -301,7 +306,17 @@ def plan(
         disk_rate=disk_rate,
     )
     shape = shape_of(model)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
+    job = make_job(
+        model,
+        recipe,
+        tokens=tokens,
+        ranks=ranks,
+        rows=rows,
+        lora=lora,
+        documents=documents,
+        shape=shape,
+        **knobs,
+    )
     return plan_job(job, machine)
 
 
@@ -391,7 +406,7 @@ def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
         return
     yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
     if recipe.kernel in ("auto", "torch"):
-        refusal = torch_refusal(recipe, shape, job.tokens)
+        refusal = torch_refusal(recipe, shape, job.longest_document)
         if refusal is not None:
             yield refusal
 
@@ -423,7 +438,7 @@ def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank:
         "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]],
         "recipe": job.recipe.to_json(),
         "lora": None if job.lora is None else [job.lora.to_json(), version("peft")],
-        "sizes": [job.tokens, job.ranks, job.rows, job.accumulate, ring_rank],
+        "sizes": [job.tokens, job.documents, job.ranks, job.rows, job.accumulate, ring_rank],
         "machine": [machine.device, machine.ranks_per_node, machine.workspace],
     }
     return cached("plans", facts, make, encode=_document, decode=_step)

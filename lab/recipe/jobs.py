@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -14,6 +15,7 @@ from lab.models.lora import Lora, check_takes_adapters, parse_lora
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
+from lab.techniques.document_lengths import check_documents, several_or_none
 from lab.units import (
     LARGEST,
     abbreviate,
@@ -28,6 +30,9 @@ from lab.units import (
 if TYPE_CHECKING:
     from lab.models import ModelLike
 
+
+Documents = str | Sequence[int | str] | None
+"""How documents are asked for: lengths, or a text such as "1M,512K,512K"; None for one document a row."""
 
 MAX_RANKS = 65536
 """The most ranks of a job. A plan makes the groups of all ranks: of a million it would take minutes."""
@@ -46,6 +51,7 @@ class Job:
         recipe_name: The name that the recipe was asked for by, if it has one.
         accumulate: The micro-batches of a step, whose gradients are summed before the optimizer steps.
         lora: The adapters that are trained in place of the model's parameters; None if there are none.
+        documents: The tokens of each document of a row, the same in all rows; None if a row is one document.
     """
 
     model: ModelLike
@@ -70,6 +76,7 @@ class Job:
         return replace(self, accumulate=min(self.accumulate, 2))
 
     lora: Lora | None = None
+    documents: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -89,7 +96,13 @@ class Job:
 
     @property
     def _size(self) -> str:
-        return f"{self.ranks} ranks · {format_tokens(self.tokens)} tokens"
+        several = "" if self.documents is None else f" in {len(self.documents)} documents"
+        return f"{self.ranks} ranks · {format_tokens(self.tokens)} tokens{several}"
+
+    @property
+    def longest_document(self) -> int:
+        """The most tokens that attend to each other."""
+        return self.tokens if self.documents is None else max(self.documents)
 
 
 def make_job(
@@ -101,6 +114,7 @@ def make_job(
     rows: int = 1,
     accumulate: int = 1,
     lora: Lora | str | None = None,
+    documents: Documents = None,
     shape: Shape | None = None,
     **knobs: Any,
 ) -> Job:
@@ -114,11 +128,12 @@ def make_job(
         rows: The rows of the global batch.
         accumulate: As ``Job.accumulate``.
         lora: Adapters, or a text such as "r=16".
+        documents: The lengths of the documents of each row, or a text such as "1M,512K,512K".
         shape: The model's shape, for a caller that has it: that of a callable is found by making a model.
         knobs: Fields of the recipe that are set by hand.
 
     Raises:
-        LabError: a model, recipe, size or adapters that cannot work.
+        LabError: a model, recipe, size, adapters or documents that cannot work.
     """
     length = parse_tokens(tokens)
     check_counts({"ranks": ranks, "rows": rows, "accumulate": accumulate})
@@ -131,7 +146,26 @@ def make_job(
     if adapters is not None:
         adapters.targets_in(shape)
     name = recipe if isinstance(recipe, str) else None
-    return Job(model, chosen, length, ranks, rows, name, accumulate, adapters)
+    of_row = parse_documents(documents, length, chosen.ring)
+    return Job(model, chosen, length, ranks, rows, name, accumulate, adapters, of_row)
+
+
+def parse_documents(given: Documents, tokens: int, ring: int) -> tuple[int, ...] | None:
+    """Return the lengths of the documents of a row of tokens; None if the row is one document.
+
+    Args:
+        given: Lengths, or a text such as "1M,512K,512K"; None for one document.
+        tokens: S, the tokens of a row.
+        ring: The ring degree, which must be 1 with several documents.
+
+    Raises:
+        LabError: a text that is no length, lengths that do not add up, or a ring.
+    """
+    if given is None:
+        return None
+    lengths = [parse_tokens(part) for part in (given.split(",") if isinstance(given, str) else given)]
+    several = several_or_none(check_documents([lengths], 1, tokens), ring)
+    return None if several is None else several[0]
 
 
 Limit = Literal["device", "host", "disk"]

@@ -16,14 +16,8 @@ from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.step.token_source import TokenSource
 from lab.techniques.agreement import check_same_batch, refuse_together
-from lab.techniques.attention.documents import (
-    Lengths,
-    check_documents,
-    document_positions,
-    documents_of,
-    last_longer,
-    several_or_none,
-)
+from lab.techniques.attention.documents import document_positions, documents_of
+from lab.techniques.document_lengths import Lengths, check_documents, last_longer, several_or_none
 from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple

@@ -11,13 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
-from lab.techniques.attention.documents import (
-    Documents,
-    Lengths,
-    check_documents,
-    document_positions,
-    several_or_none,
-)
+from lab.techniques.attention.documents import Documents, document_positions
+from lab.techniques.document_lengths import Lengths, check_documents, several_or_none
 from lab.techniques.ring import local_positions
 from lab.torch_private import FakeTensor, version
 

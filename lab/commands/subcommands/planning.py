@@ -104,6 +104,11 @@ def _answer(document: dict[str, Any]) -> Answer:
 @SET
 @_memory_options(None, None)
 @_disk_options
+@click.option(
+    "--documents",
+    metavar="N,N,...",
+    help="The documents of a row, which add up to its tokens: 1M,512K,512K. [one]",
+)
 @click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
 @click.option(
     "--holders",
@@ -149,6 +154,9 @@ def plan(
             check_counts({"holders": holders})
         if quick and (holders is not None or files):
             raise LabError("--quick answers from the closed form, which has no tensors to list or to write")
+        documents = settings.pop("documents")
+        if quick and documents is not None:
+            raise LabError("--quick answers from the closed form, which knows one document a row: leave it out")
         if animation is not None:
             from lab.show.one_layer.gif import check_animation
 
@@ -170,7 +178,7 @@ def plan(
         from lab.planning.plan import plan
 
         with status(f"planning {model}") as say:
-            planned = plan(model, recipe, **settings, **parse_knobs(knobs))
+            planned = plan(model, recipe, documents=documents, **settings, **parse_knobs(knobs))
             if animation is not None:
                 from lab.show.one_layer.frames import layer_frames
                 from lab.show.one_layer.gif import RANKS, write_gif
