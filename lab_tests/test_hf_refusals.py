@@ -126,9 +126,6 @@ SETTINGS = {
 
 SFT_SETTINGS = {
     "gradient checkpointing": ({"gradient_checkpointing": True}, SETTINGS["gradient checkpointing"][1]),
-    "packing": ({"packing": True}, "packing=True ... packed documents would attend to each other; set it to"),
-    "packing of evaluation": ({"eval_packing": True}, "eval_packing=True ... set it to False"),
-    "rows without padding": ({"padding_free": True}, "padding_free=True ... one row of several documents"),
     "dft": ({"loss_type": "dft"}, "loss_type='dft' ... cross-entropy; use 'nll'"),
     "offloading": ({"activation_offloading": True}, "activation_offloading=True ... offload='inputs'"),
 }
@@ -332,14 +329,14 @@ TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: LongTrainer(model(), arguments(folder)).applied,
         "has not applied its recipe yet: call train or evaluate before",
     ),
-    "packed rows of trl": (
+    "another loss of trl": (
         lambda folder: LongSFTTrainer(
             model(),
-            setting(arguments(folder, SFTConfig), "packing", True),
+            setting(arguments(folder, SFTConfig), "loss_type", "dft"),
             train_dataset=Dataset.from_list(rows()),
             processing_class=tokenizer(),
         ),
-        "packing=True",
+        "loss_type='dft'",
     ),
 }  # fmt: skip
 
@@ -376,8 +373,7 @@ BATCHES = {
     ),
     "lengths of packed rows": (
         {"cu_seq_lens_q": IDS},
-        "a batch with cu_seq_lens_q, so with rows of several documents ... set packing=False and "
-        "padding_free=False, and take a collator that pads",
+        "a batch with cu_seq_lens_q and without position_ids ... return_position_ids=True",
     ),
     "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
     "padding at the beginning": (
@@ -385,9 +381,13 @@ BATCHES = {
         "attention_mask of row 1 has padding before a token ... tokenizer.padding_side='right'",
     ),
     "labels on padding": ({"labels": IDS}, "labels on padding: give -100 there"),
-    "packed positions": (
+    "positions that skip": (
+        {"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7]])},
+        "position_ids of row 0 have 4 at token 3: give positions that count from 0 in each document",
+    ),
+    "labels across documents": (
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])},
-        "position_ids that do not count from 0 ... packed documents ... packing=False and padding_free=False",
+        "labels at the first token of a document ... give -100 there",
     ),
     "a token after the vocabulary": (
         {"input_ids": IDS + VOCABULARY - 13}, "token 101: the model's vocabulary ends at 100; take the"

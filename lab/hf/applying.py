@@ -57,7 +57,7 @@ class LongContextModel:
         """The number of ranks that share a sequence, C*R."""
         return self.recipe.ulysses * self.recipe.ring
 
-    def shard(self, inputs: Any) -> dict[str, Tensor]:
+    def shard(self, inputs: Any) -> dict[str, Any]:
         """Return this rank's part of a batch; see ``shard_rows``."""
         recipe = self.recipe
         return shard_rows(
@@ -70,7 +70,7 @@ class LongContextModel:
             everyone=self.mesh.get_group(),
         )
 
-    def count(self, parts: Iterable[Mapping[str, Tensor]]) -> int:
+    def count(self, parts: Iterable[Mapping[str, Any]]) -> int:
         """Return the number of labels on all ranks; every rank calls this.
 
         Args:
@@ -81,7 +81,7 @@ class LongContextModel:
         dist.all_reduce(total, group=self.mesh.get_group())
         return int(total)
 
-    def loss(self, model: nn.Module, part: Mapping[str, Tensor], labels: float) -> Tensor:
+    def loss(self, model: nn.Module, part: Mapping[str, Any], labels: float) -> Tensor:
         """Return the sum of the cross-entropies of all ranks over ``labels``, the same number on every rank.
 
         ``accelerator.backward`` of this loss gives the exact gradients. Where the lab sums gradients over the

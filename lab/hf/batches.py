@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.techniques.agreement import check_same_batch, refuse_together
+from lab.techniques.attention.documents import document_positions, documents_of
+from lab.techniques.document_lengths import Lengths, last_longer, several_or_none
 from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
 from lab.techniques.ring import local_positions, token_multiple
@@ -21,8 +23,8 @@ INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 LISTED = f"{', '.join(INPUTS[:-1])} and {INPUTS[-1]}"
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "seq_lengths")
-"""Keys by which the collators of transformers and TRL say where the documents of a row begin."""
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys by which the collators of transformers and TRL say a second time where the documents of a row begin."""
 
 
 def shard_rows(
@@ -34,7 +36,7 @@ def shard_rows(
     vocab_size: int,
     sequence: dist.ProcessGroup | None,
     everyone: dist.ProcessGroup | None,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return this rank's part of a batch, with labels that are shifted before the rows are divided.
 
     Letters: b rows of S tokens, s tokens of a row on one rank.
@@ -42,7 +44,8 @@ def shard_rows(
     Args:
         inputs: What a collator of transformers or TRL makes: ``input_ids`` and ``labels`` [b, S], with -100
             where nothing is predicted, and perhaps ``attention_mask`` [b, S] with padding at the end of rows
-            and ``position_ids`` that count from 0. The label at place i is the token at place i.
+            and ``position_ids`` that count from 0 in each document of a row. The label at place i is the
+            token at place i. The keys of ``PACKED`` must say the same as ``position_ids``.
         ulysses: C, the Ulysses degree.
         ring: R, the ring degree.
         index: The rank's number among the C*R ranks that share a sequence.
@@ -54,17 +57,19 @@ def shard_rows(
     Returns:
         ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R). Rows are
         first padded, so that ``token_multiple`` divides S. The label at place i is the token that follows
-        place i.
+        place i. If a row has several documents, also their lengths, ``documents``, and ``position_ids`` are
+        [b, s] if the rows have different ones.
 
     Raises:
-        RecipeError: No ``input_ids`` or no ``labels``, or other shapes than [b, S]; packed documents; padding
+        RecipeError: No ``input_ids`` or no ``labels``, or other shapes than [b, S]; several documents in a
+            row with a ring, with labels that one predicts of the next, or that other keys contradict; padding
             that is not at the end of a row; keys that are not in ``INPUTS``; labels on padding; tokens or
             labels that are not in the vocabulary.
         LabError: another rank refuses its batch; the ranks that share a sequence have different batches.
     """
-    refuse_together(lambda: _check(inputs, vocab_size), everyone)
+    documents = refuse_together(lambda: _check(inputs, vocab_size, ring), everyone)
     input_ids, labels = inputs["input_ids"], inputs["labels"]
-    check_same_batch(torch.stack([input_ids, labels]), None, sequence)
+    check_same_batch(torch.stack([input_ids, labels]), None, sequence, documents=documents)
     tokens = input_ids.shape[1]
     padding = -tokens % token_multiple(ulysses, ring)
     positions = local_positions(tokens + padding, ulysses=ulysses, ring=ring, index=index).to(
@@ -72,14 +77,20 @@ def shard_rows(
     )
     # The last token predicts nothing, and neither does the padding.
     shifted = pad(labels[:, 1:], (0, 1 + padding), value=IGNORED)
-    return {
+    part = {
         "input_ids": pad(input_ids, (0, padding))[:, positions],
         "shifted_labels": shifted[:, positions],
         "position_ids": positions[None],
     }
+    if documents is None:
+        return part
+    documents = last_longer(documents, padding)
+    own = document_positions(documents, input_ids.device)[:, positions]
+    return {**part, "position_ids": own, "documents": documents}
 
 
-def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
+def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> Lengths | None:
+    """Check a batch, and return the documents of its rows; None if each row is one."""
     for name in ("input_ids", "labels"):
         if not isinstance(inputs.get(name), Tensor):
             raise RecipeError(
@@ -87,12 +98,12 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
                 "modeling makes them"
             )
     for name, value in inputs.items():
-        if name in PACKED and value is not None:
+        if name in PACKED and value is not None and inputs.get("position_ids") is None:
             raise RecipeError(
-                f"a batch with {name}, so with rows of several documents, which would attend to each other: "
-                "set packing=False and padding_free=False, and take a collator that pads"
+                f"a batch with {name} and without position_ids, which say where documents begin: let the "
+                "collator return them (DataCollatorWithFlattening takes return_position_ids=True)"
             )
-        if name not in INPUTS and value is not None:
+        if name not in (*INPUTS, *PACKED) and value is not None:
             tokenizer = " (a tokenizer takes return_token_type_ids=False)" if name == "token_type_ids" else ""
             raise RecipeError(
                 f"a batch with {name}, which a recipe does not give to the model: it gives {LISTED} alone; "
@@ -118,6 +129,7 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
             "is predicted"
         )
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    is_token = None
     if mask is not None:
         if mask.shape != input_ids.shape:
             raise RecipeError(
@@ -128,10 +140,47 @@ def _check(inputs: Mapping[str, Any], vocab_size: int) -> None:
         check_right_padding(is_token)
         if bool((~is_token & (labels != IGNORED)).any()):
             raise RecipeError(f"labels on padding: give {IGNORED} there, so that padding is not predicted")
-    if positions is not None:
-        counted_up = torch.arange(input_ids.shape[1], device=positions.device)
-        if not bool((positions == counted_up).all()):
+    if positions is None:
+        return None
+    if positions.shape not in (input_ids.shape, (1, input_ids.shape[1])):
+        raise RecipeError(
+            f"position_ids of shape {list(positions.shape)}: give one of shape {list(input_ids.shape)}"
+        )
+    lengths = documents_of(positions.expand_as(input_ids), is_token)
+    starts = document_positions(lengths, labels.device).expand_as(labels) == 0
+    _check_packed(inputs, lengths, starts)
+    if bool((starts & (labels != IGNORED))[:, 1:].any()):
+        raise RecipeError(
+            f"labels at the first token of a document, which the document before it would predict: give "
+            f"{IGNORED} there, as DataCollatorWithFlattening does"
+        )
+    return several_or_none(lengths, ring)
+
+
+def _check_packed(inputs: Mapping[str, Any], lengths: Lengths, starts: Tensor) -> None:
+    """Refuse keys of ``PACKED`` that contradict the documents.
+
+    Args:
+        inputs: The batch.
+        lengths: The documents of its rows.
+        starts: [b, S], whether a token is the first of a document.
+
+    Raises:
+        RecipeError: The first key that does.
+    """
+    flat = [length for of_row in lengths for length in of_row]
+    ends = torch.tensor([0, *flat]).cumsum(0)
+    expected = {
+        "cu_seq_lens": lambda value: value.shape == ends.shape and bool((value.cpu() == ends).all()),
+        "max_length": lambda value: int(value) >= max(flat),
+        "seq_idx": lambda value: (
+            value.shape == starts.shape and bool(((value.diff(dim=1) != 0) == starts[:, 1:]).all())
+        ),
+    }
+    for name in PACKED:
+        value = inputs.get(name)
+        if value is not None and not expected[name.removesuffix("_q").removesuffix("_k")](value):
             raise RecipeError(
-                "position_ids that do not count from 0 in each row: packed documents are not supported; set "
-                "packing=False and padding_free=False"
+                f"{name} and position_ids have other documents: let one collator make both, and begin each "
+                "document at position 0"
             )

@@ -114,13 +114,6 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         "DeepSpeed's engine and a recipe would both shard the model; leave it out, and use fsdp=True in the "
         "recipe",
     ),
-    "packing": ((False,), "packed documents would attend to each other; set it to False"),
-    "eval_packing": ((False, None), "packed documents would attend to each other; set it to False"),
-    "padding_free": (
-        (False,),
-        "rows without padding are one row of several documents, which would attend to each other; set it to "
-        "False",
-    ),
     "loss_type": (("nll",), "a recipe's loss is the cross-entropy; use 'nll'"),
     "activation_offloading": ((False,), "a recipe has its own; use one with offload='inputs'"),
     "use_liger_kernel": (
