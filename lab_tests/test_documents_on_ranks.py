@@ -102,9 +102,7 @@ def refusals():
 
 
 def test_ranks_with_other_documents_are_refused(ranks2):
-    message = "the tokens, the attention_mask or the documents differ on rank"
+    message = "the tokens, the mask or the documents differ on rank"
     for said in ranks2.apply(refusals):
         assert len(said) == 5
         assert all(one.startswith(message) for one in said), said
-
-

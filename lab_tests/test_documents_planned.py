@@ -58,9 +58,7 @@ def trained(model, recipe, documents, rows):
 
 def assert_planned(ranks4, model, recipe, documents=DOCUMENTS, rows=1):
     tokens = sum(documents)
-    plan = lab.plan(
-        model, recipe, tokens=tokens, documents=documents, ranks=4, rows=rows, workspace=False
-    )
+    plan = lab.plan(model, recipe, tokens=tokens, documents=documents, ranks=4, rows=rows, workspace=False)
     for measured in ranks4.apply(trained, model, recipe, documents, rows):
         assert measured == answers(plan.timeline)
     return plan
@@ -180,7 +178,7 @@ def test_documents_that_are_none_are_refused_in_one_line(documents, message):
 
 
 def test_a_ring_is_refused():
-    with pytest.raises(RecipeError, match="several documents in a row with ring=2, .*set ring=1"):
+    with pytest.raises(RecipeError, match=r"several documents in a row with ring=2, .*set ring=1"):
         lab.plan("tiny", "upipe", tokens="2K", ranks=2, documents="1K,1K", ring=2, ulysses=1)
     assert lab.plan("tiny", "fsdp", tokens="2K", ranks=2, documents="2K", ring=2).ring_rank < 2
 
@@ -201,4 +199,4 @@ def test_the_command():
     assert "add up to the row's tokens" in said.output
     said = CliRunner().invoke(main, [*sizes, "1K,1K", "--quick"])
     assert said.exit_code == 2
-    assert "--quick answers from the closed form, which knows one document a row" in said.output
+    assert "--quick answers from the closed form, which has one document a row" in said.output

@@ -203,7 +203,7 @@ def test_losses_and_norms_are_those_of_a_plain_loop(name: str, on_four: list[dic
 
 def test_different_batches_of_ranks_that_share_a_sequence(on_four: list[dict[str, Any]]) -> None:
     for rank in on_four:
-        assert "the tokens or the attention_mask differ on rank" in rank["different"]
+        assert "the tokens, the mask or the documents differ on rank" in rank["different"]
 
 
 def test_a_model_with_a_recipe_in_trainer(on_four: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ from lab.step.training_step import loss, make_optimizer
 ROWS, TOKENS = 3, 22
 """The size of the batch. The rows do not divide over two ranks, and a rank's 11 tokens not into the tiles."""
 
+DOCUMENTS = [[5, 13, 4], [22], [2, 20]]
+"""The lengths of the documents of each row."""
+
 RECIPES = {
     "plain": Recipe(),
     "everything": Recipe(
@@ -190,6 +193,30 @@ def batch_with_mask(mask: Tensor) -> RunCase:
         value = loss(model, shard_batch(token_ids(), recipe, mesh, attention_mask=mask))
         value.backward()
         return relative_error(model, value.item(), expected_result(plain(), mask))
+
+    return run
+
+
+def batch_of_documents(documents: list[list[int]], *, by_positions: bool = False) -> RunCase:
+    """Give the lengths of documents, or positions that restart. The plain model computes each alone."""
+
+    def run(recipe: Recipe, mesh: DeviceMesh) -> float:
+        model = plain()
+        apply_recipe(model, recipe, mesh)
+        rows = [torch.cat([torch.arange(length) for length in lengths]) for lengths in documents]
+        given: dict[str, Any] = (
+            {"position_ids": torch.stack(rows)} if by_positions else {"documents": documents}
+        )
+        value = loss(model, shard_batch(token_ids(), recipe, mesh, **given))
+        value.backward()
+        plain_model, total = reference.exact_rotary(plain()), torch.zeros((), dtype=torch.float64)
+        for row, lengths in zip(token_ids(), documents, strict=True):
+            for document in row.split(lengths):
+                logits = plain_model(input_ids=document[None], use_cache=False).logits
+                total = total + reference.loss_of(logits[:, :-1], document[None, 1:])
+        mean = total / sum(length - 1 for lengths in documents for length in lengths)
+        mean.backward()
+        return relative_error(model, value.item(), (mean.item(), reference.gradients(plain_model)))
 
     return run
 
@@ -547,6 +574,9 @@ CASES = (
     InputCase("batch: other tokens on a rank", different_tokens),
     InputCase("batch: labels of transformers", labels_of_transformers),
     InputCase("batch: several documents by mask", batch_with_mask(LEFT_MASK + 1)),
+    InputCase("batch: several documents by lengths", batch_of_documents(DOCUMENTS)),
+    InputCase("batch: several documents by positions", batch_of_documents(DOCUMENTS, by_positions=True)),
+    InputCase("batch: documents that do not add up", batch_of_documents([[4, 19], [22], [22]])),
     InputCase("batch: a token outside the vocabulary", token_outside_vocabulary),
     InputCase("batch: made for another recipe", batch_of_another_recipe),
     InputCase("forward: attention_mask of ones", forward_with(attention_mask=torch.ones_like)),

@@ -24,7 +24,7 @@ INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
 LISTED = f"{', '.join(INPUTS[:-1])} and {INPUTS[-1]}"
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keys by which the collators of transformers and TRL say a second time where the documents of a row begin."""
+"""Keys by which the collators of transformers and TRL also say where the documents of a row begin."""
 
 
 def shard_rows(

@@ -77,9 +77,8 @@ def shard_batch(
             lengths do not add up, or positions that skip; several documents in a row with a ring.
         LabError: the tokens, the mask or the documents differ between ranks.
     """
-    if not all(isinstance(given, Tensor | None) for given in (attention_mask, position_ids)) or not isinstance(
-        input_ids, Tensor
-    ):
+    optional = (attention_mask, position_ids)
+    if not isinstance(input_ids, Tensor) or not all(isinstance(one, Tensor | None) for one in optional):
         raise RecipeError(
             "input_ids, attention_mask and position_ids are tensors: give what a tokenizer makes with 'pt'"
         )

@@ -151,7 +151,7 @@ def check_same_batch(
     if position_ids is not None:
         total = total + 37 * checksum(position_ids.to(total.device, torch.int64))
     advice = "give every rank the whole batch; shard_batch takes each rank's part"
-    _compare("the tokens, the attention_mask or the documents differ", total, group, advice)
+    _compare("the tokens, the mask or the documents differ", total, group, advice)
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ def check_documents(documents: object, rows: int, tokens: int) -> Lengths:
     if not isinstance(documents, list | tuple) or not all(isinstance(row, list | tuple) for row in documents):
         raise RecipeError("documents: give a list of lengths for each row, such as [[5, 20, 19]] for one row")
     if len(documents) != rows:
-        raise RecipeError(f"documents of {len(documents)} rows for input_ids of {rows}: give those of each row")
+        raise RecipeError(f"documents of {len(documents)} rows for input_ids of {rows}: give each row's")
     for row, lengths in enumerate(documents):
         wrong = next((n for n in lengths if type(n) is not int or n < 1), None)
         if wrong is not None:
             raise RecipeError(
-                f"documents of row {row} with a length of {abbreviate(repr(wrong))}: a document has 1 token or more"
+                f"documents of row {row} with a length of {abbreviate(repr(wrong))}: a document has 1 token or "
+                "more"
             )
         if sum(lengths) != tokens:
             raise RecipeError(

@@ -1,4 +1,4 @@
-"""Rows of several documents: transformers' own model on each document alone, and a recipe on the whole rows."""
+"""Rows of several documents: transformers' own model on each document alone, and a recipe on whole rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def token_ids(rows: int = len(DOCUMENTS)) -> Tensor:
 def plain_result(
     model: nn.Module, ids: Tensor, documents: Sequence[Sequence[int]] = DOCUMENTS
 ) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss over the labels of all documents, and its gradients; each document has a forward."""
+    """Return the mean loss over the labels of all documents, each computed alone, and its gradients."""
     reference.exact_rotary(model)
     labels = sum(length - 1 for lengths in documents for length in lengths)
     total = torch.zeros((), dtype=torch.float64)

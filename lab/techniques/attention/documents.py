@@ -8,7 +8,7 @@ softmax's denominator. dq, dk and dv are the gradients of q, k and v.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lab.errors import RecipeError
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.document_lengths import Lengths
 from lab.techniques.precision import accumulation_dtype
+
 
 class Documents:
     """The documents of one forward pass, which reach every attention as the keyword ``lab_documents``.
@@ -165,13 +166,13 @@ def documents_of(position_ids: Tensor, is_token: Tensor | None = None) -> Length
     if bool(wrong.any()):
         row, place = (int(n) for n in wrong.nonzero()[0])
         raise RecipeError(
-            f"position_ids of row {row} have {int(position_ids[row, place])} at token {place}: give positions "
-            "that count from 0 in each document of a row"
+            f"position_ids of row {row} have {int(position_ids[row, place])} at token {place}: give "
+            "positions that count from 0 in each document of a row"
         )
     tokens, lengths = position_ids.shape[1], []
     for of_row in starts:
         places = [*of_row.nonzero().flatten().tolist(), tokens]
-        lengths.append(tuple(end - start for start, end in zip(places[:-1], places[1:], strict=True)))
+        lengths.append(tuple(end - start for start, end in pairwise(places)))
     return tuple(lengths)
 
 

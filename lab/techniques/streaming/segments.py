@@ -33,9 +33,7 @@ class Segment:
         """Return the number of layers that have run forward."""
         return len(self._layers)
 
-    def keep(
-        self, layer: StreamedLayer, x: Tensor, positions: Positions, tensors: HostTensors
-    ) -> None:
+    def keep(self, layer: StreamedLayer, x: Tensor, positions: Positions, tensors: HostTensors) -> None:
         """Keep what backward needs of the next layer: of the first one, start to send x to the host.
 
         The caller keeps x until it is sent.
