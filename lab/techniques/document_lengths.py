@@ -24,8 +24,8 @@ def check_documents(documents: object, rows: int, tokens: int) -> Lengths:
         wrong = next((n for n in lengths if type(n) is not int or n < 1), None)
         if wrong is not None:
             raise RecipeError(
-                f"documents of row {row} with a length of {abbreviate(repr(wrong))}: a document has 1 token or "
-                "more"
+                f"documents of row {row} with a length of {abbreviate(repr(wrong))}: a document has 1 token "
+                "or more"
             )
         if sum(lengths) != tokens:
             raise RecipeError(

@@ -45,8 +45,19 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     leanest of those it says.
     """
     shape = shape_of(job.model)
-    sizes = {"tokens": job.tokens, "ranks": job.ranks, "rows": job.rows, "accumulate": job.accumulate}
-    rungs = {rung: make_job(job.model, rung, lora=job.lora, shape=shape, **sizes) for rung in RUNGS}
+    rungs = {
+        rung: make_job(
+            job.model,
+            rung,
+            tokens=job.tokens,
+            ranks=job.ranks,
+            rows=job.rows,
+            accumulate=job.accumulate,
+            lora=job.lora,
+            shape=shape,
+        )
+        for rung in RUNGS
+    }
     likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}
     leanest = min(likely, key=lambda rung: likely[rung])
     tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]
