@@ -49,6 +49,6 @@ def test_a_ring_is_zigzag_and_each_rank_has_the_same_work():
     assert len({int(b.position_ids.sum()) for b in batches}) == 1
 
 
-def test_packed_sequences_are_refused():
-    with pytest.raises(RecipeError, match=r"shape \[5\]: give \[rows, tokens\], each row one sequence"):
+def test_tokens_without_rows_are_refused():
+    with pytest.raises(RecipeError, match=r"shape \[5\]: give \[rows, tokens\]; documents= says which"):
         shard_batch(torch.arange(5), Recipe(), Mesh(1, 0))
