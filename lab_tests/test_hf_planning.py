@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import DataCollatorWithFlattening, TrainerCallback
 
 import lab.hf
 from cluster.ranks import Cluster
@@ -35,6 +35,9 @@ CASES = {
     "streamed": Case("streamed", dtype="float32", steps=2),
     "groups": Case(knobs={"ulysses": 2, "ring": 1}, rows=1, dtype="float32", steps=2),
 }
+FLAT = {"flattened": Case(rows=3, dtype="float32", steps=2)}
+"""A case whose batch is one row of three documents."""
+
 ON_RANKS = "accumulation"
 """The case that the ranks themselves plan."""
 
@@ -75,8 +78,10 @@ def trainer_of(case: Case, folder: Path, **more: Any) -> Any:
 def measured_peaks(folder: Path) -> dict[str, tuple[int, int]]:
     """Runs on ranks."""
     found = {}
-    for name, case in CASES.items():
+    for name, case in (CASES | FLAT).items():
         trainer = trainer_of(case, folder / name)
+        if name in FLAT:
+            trainer.data_collator = DataCollatorWithFlattening()
         if name == ON_RANKS:
             plan = lab.hf.plan(trainer)
             found["planned on ranks"] = plan.device_peak, plan.host_peak
@@ -111,6 +116,23 @@ def test_a_plan_is_what_ranks_measure(
     if name == ON_RANKS:
         assert {rank["planned on ranks"] for rank in on_four} == {planned}
         assert plan.job.accumulate == 2
+
+
+def test_a_plan_of_documents_is_what_ranks_measure(
+    on_four: list[dict[str, tuple[int, int]]], tmp_path: Path
+) -> None:
+    with fresh_process():
+        alone = trainer_of(FLAT["flattened"], tmp_path)
+        alone.data_collator = DataCollatorWithFlattening()
+        for ask, advice in (
+            (lab.hf.plan, "give documents"),
+            (lab.hf.fit, r"ask lab\.hf\.plan\(trainer"),
+        ):
+            with pytest.raises(LabError, match=f"whose collator makes one row of a batch: .*{advice}"):
+                ask(alone, ranks=4, device_memory="1GiB")
+        plan = lab.hf.plan(alone, ranks=4, documents=[TOKENS] * 3, workspace=False)
+    assert (plan.job.rows, plan.job.tokens) == (1, 3 * TOKENS)
+    assert {rank["flattened"] for rank in on_four} == {(plan.device_peak, plan.host_peak)}
 
 
 def test_a_plan_is_of_the_model_as_it_is_trained(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
 from lab.decoder import shape_of
 from lab.errors import DataError, RecipeError
@@ -22,6 +22,7 @@ from lab.planning.fit import Fits
 from lab.planning.fit import fit as fit_of
 from lab.planning.plan import Plan
 from lab.planning.plan import plan as plan_of
+from lab.recipe.jobs import parse_lengths
 from lab.training.planning_process import answer_on_all_ranks
 from lab.units import parse_tokens
 
@@ -42,6 +43,8 @@ def plan(
         tokens: The number of tokens in a row; by default that of the longest row of ``train_dataset``.
         machine: Further arguments of ``lab.plan``, such as ``device_memory="80GiB"``. By default
             ``workspace`` is False for a trainer on CPUs with its own number of ranks, and True otherwise.
+            A trainer whose collator makes one row of a batch, as TRL's with ``packing`` does, needs
+            ``documents``, the lengths of the documents of a batch; ``tokens`` is their sum.
 
     Raises:
         LabError: See ``lab.plan``; a dataset whose rows have no known length; replicas that DDP keeps equal,
@@ -53,6 +56,14 @@ def plan(
             "a plan of replicas in fp32, which DDP keeps equal: a plan does not know DDP's buckets; use "
             "fsdp=True in the recipe, or bf16=True"
         )
+    if _flattens(trainer):
+        if machine.get("documents") is None:
+            raise RecipeError(
+                "a plan of a trainer whose collator makes one row of a batch: give documents, the lengths of "
+                "the documents of a batch, such as [4096, 1024]"
+            )
+        step["tokens"] = sum(parse_lengths(machine["documents"]))
+        step["rows"] //= trainer.args.per_device_train_batch_size
     own = ranks in (None, trainer.args.world_size) and trainer.args.device.type == "cpu"
     return _call_outside_of_ranks(plan_of, **{"workspace": not own, **step, **machine})
 
@@ -73,10 +84,15 @@ def fit(
 
     Raises:
         LabError: See ``lab.fit``; a dataset whose rows have no known length.
-        RecipeError: The trainer has what the closed form, by which recipes are chosen, does not know: a
-            compute dtype that is not bf16, weights that are not in fp32, or frozen parameters without plain
-            LoRA adapters, the same in all layers.
+        RecipeError: The trainer has what the closed form, by which recipes are chosen, does not know:
+            several documents in a row, a compute dtype that is not bf16, weights that are not in fp32, or
+            frozen parameters without plain LoRA adapters, the same in all layers.
     """
+    if _flattens(trainer):
+        raise RecipeError(
+            "fit of a trainer whose collator makes one row of a batch: it knows one document a row; ask "
+            "lab.hf.plan(trainer, documents=...) for one recipe"
+        )
     step = _plan_arguments(trainer, ranks, tokens)
     recipe, skeleton = step.pop("recipe"), step["model"]()
     if recipe.compute_dtype != "bfloat16" or skeleton.dtype != torch.float32:
@@ -88,6 +104,13 @@ def fit(
         # The closed form takes a model without adapters, and their settings as ``lora``.
         step |= {"model": skeleton.config, "lora": _lora_of(trainer)}
     return _call_outside_of_ranks(fit_of, **step, **machine)
+
+
+def _flattens(trainer: LongContext) -> bool:
+    """Return whether the collator of a trainer makes one row of the documents of a batch."""
+    collator = trainer.data_collator
+    flattens = isinstance(collator, DataCollatorWithFlattening)
+    return flattens or bool(getattr(collator, "padding_free", False))
 
 
 def _lora_of(trainer: LongContext) -> Lora:

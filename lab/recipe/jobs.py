@@ -163,9 +163,17 @@ def parse_documents(given: Documents, tokens: int, ring: int) -> tuple[int, ...]
     """
     if given is None:
         return None
-    lengths = [parse_tokens(part) for part in (given.split(",") if isinstance(given, str) else given)]
-    several = several_or_none(check_documents([lengths], 1, tokens), ring)
+    several = several_or_none(check_documents([parse_lengths(given)], 1, tokens), ring)
     return None if several is None else several[0]
+
+
+def parse_lengths(given: str | Sequence[int | str]) -> list[int]:
+    """Return the lengths of documents that a text such as "1M,512K,512K", or a list, means.
+
+    Raises:
+        LabError: one is no number of tokens.
+    """
+    return [parse_tokens(part) for part in (given.split(",") if isinstance(given, str) else given)]
 
 
 Limit = Literal["device", "host", "disk"]
