@@ -351,6 +351,18 @@ def test_a_model_that_passes_no_keywords_on_is_refused():
 
 
 @pytest.mark.usefixtures("alone")
+def test_longrope_with_documents_is_refused():
+    """Plain transformers gives all documents of a row the frequencies of the longest one."""
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30}
+    numbers = {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+    model, recipe = reference.build(reference.config(rope_parameters={**longrope, **numbers})), Recipe()
+    mesh = init_device_mesh("cpu", (1,))
+    lab.apply_recipe(model, recipe, mesh)
+    with pytest.raises(RecipeError, match=r"^several documents in a row with rope_type='longrope': "):
+        lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh, documents=DOCUMENTS))
+    lab.loss(model, lab.shard_batch(token_ids(), recipe, mesh))
+
+
 def test_a_forward_by_hand_checks_its_documents():
     model, mesh = made(Recipe())
     batch = shard_batch(token_ids(), Recipe(), mesh, documents=DOCUMENTS)

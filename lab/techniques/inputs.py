@@ -14,6 +14,7 @@ from lab.errors import RecipeError
 from lab.techniques.attention.documents import Documents, document_positions
 from lab.techniques.document_lengths import Lengths, check_documents, several_or_none
 from lab.techniques.ring import local_positions
+from lab.techniques.rope import check_rope
 from lab.torch_private import FakeTensor, version
 
 NEUTRAL: dict[str, object] = {
@@ -54,13 +55,15 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
     Raises:
         RecipeError: In forward: ``labels``; padding before the end of a row, or any padding if C*R > 1;
             positions that skip, belong to another rank, or restart without ``documents``; documents with a
-            ring, or which the layers do not pass on; ``inputs_embeds``, caches, requests for
+            ring, with LongRoPE, or which the layers do not pass on; ``inputs_embeds``, caches, requests for
             hidden states or attentions, and every other keyword whose value is not in ``NEUTRAL``; autocast;
             modules that changed. In backward: a parameter changed after forward, by an optimizer or by
             loading a state.
     """
     plain = model.forward
     attentions = sum("lab_window" in vars(module) for module in model.modules())
+    config: Any = model.config
+    by_length = any(of_type.limit is not None for of_type in check_rope(config).values())
     before, parameters = _module_records(model), dict(model.named_parameters())
     _count_updates_of_fused_optimizers()
 
@@ -83,6 +86,12 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         if documents is not None:
             whole = check_documents(documents, len(input_ids), input_ids.shape[1] * ulysses * ring)
             documents = several_or_none(whole, ring)
+            if documents is not None and by_length:
+                raise RecipeError(
+                    "several documents in a row with rope_type='longrope': whether a document has the "
+                    "frequencies of its own length or of the longest one is not defined; give one document "
+                    "a row"
+                )
         positions = _positions(input_ids, position_ids, documents, ulysses, ring, index)
         keywords: dict[str, Any] = {} if shifted_labels is None else {"labels": shifted_labels}
         in_rows = None if documents is None else Documents(documents)
