@@ -375,6 +375,9 @@ BATCHES = {
         {"cu_seq_lens_q": IDS},
         "a batch with cu_seq_lens_q and without position_ids ... return_position_ids=True",
     ),
+    "labels that are no whole numbers": (
+        {"labels": LABELS.float()}, "labels in torch.float32: give whole numbers, those of the tokens"
+    ),
     "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
     "padding at the beginning": (
         {"attention_mask": MASK.flip(1), "labels": IDS.masked_fill(MASK.flip(1) == 0, -100)},

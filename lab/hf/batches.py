@@ -122,6 +122,8 @@ def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> Lengths | N
             f"input_ids with token {wrong}: the model's vocabulary ends at {vocab_size - 1}; take the "
             "tokenizer that belongs to the model"
         )
+    if labels.is_floating_point():
+        raise RecipeError(f"labels in {labels.dtype}: give whole numbers, those of the tokens to predict")
     counted = labels[labels != IGNORED]
     if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocab_size):
         raise RecipeError(
