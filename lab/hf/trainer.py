@@ -288,8 +288,8 @@ class LongContext(Base):
             if state.end_of_dataloader and state.remainder != 0:
                 raise RecipeError(
                     "a last batch of documents in one row, where groups of ranks have rows of their own: "
-                    "accelerate would repeat documents in it; set dataloader_drop_last=True, or give a number "
-                    "of rows that the batches of all groups divide"
+                    "accelerate would repeat documents in it; set dataloader_drop_last=True, or give as many "
+                    "rows as batches of all groups take"
                 )
             return None
         dataset, each = state.active_dataloader.dataset, len(batch["input_ids"])
