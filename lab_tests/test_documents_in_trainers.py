@@ -3,6 +3,7 @@
 Seen red: documents that the recipe's model does not get, keys that are not compared with positions.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,34 +44,50 @@ FLAT = {
     "groups of ranks": Case(knobs={"ulysses": 2, "ring": 1}, rows=2, plain_rows=4, steps=3),
     "ddp": Case("checkpoint", knobs={"fsdp": False, "ulysses": 1, "ring": 1}, rows=1, plain_rows=4, steps=3),
 }
+EVEN = 12
+"""Rows that the batches of an evaluation divide, on one group of ranks and on four."""
+
 PACKED = Case(sft=True, rows=2, steps=3)
 
 
-def flat_trainings(folder: Path) -> dict[str, Outcome]:
+def refusal(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def flat_trainings(folder: Path) -> dict[str, Any]:
     """Runs on ranks."""
-    results = {}
+    results: dict[str, Any] = {}
     for name, case in FLAT.items():
         trainer = long_trainer(case, folder / name)
         trainer.data_collator = flatten
+        if name == "groups of ranks":
+            # Seven rows fill no batch of two groups.
+            results["uneven"] = refusal(trainer.evaluate)
+        trainer.eval_dataset = rows()[:EVEN]
         results[name] = outcome(trainer)
     results["packed"] = outcome(long_trainer(PACKED, folder / "packed", packing=True))
     return results
 
 
 @pytest.fixture(scope="module")
-def on_four(ranks4: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+def on_four(ranks4: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(ranks4, 4, flat_trainings, tmp_path_factory.mktemp("on_four"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FLAT)
-def test_a_flattened_batch(name: str, on_four: list[dict[str, Outcome]], tmp_path: Path) -> None:
+def test_a_flattened_batch(name: str, on_four: list[dict[str, Any]], tmp_path: Path) -> None:
     case = FLAT[name]
     with fresh_process():
         padded = outcome(plain_trainer(case, tmp_path / "padded"))
     with fresh_process():
         trainer = plain_trainer(case, tmp_path / "flat")
         trainer.data_collator = flatten
+        trainer.eval_dataset = rows()[:EVEN]
         flat = outcome(trainer)
     # Padded rows are the same documents, one a row; their evaluation has other means of means.
     assert_same(Outcome(flat.losses, flat.norms, 0.0), Outcome(padded.losses, padded.norms, 0.0))
@@ -80,7 +97,7 @@ def test_a_flattened_batch(name: str, on_four: list[dict[str, Outcome]], tmp_pat
 
 
 @pytest.mark.slow
-def test_packed_rows_of_trl(on_four: list[dict[str, Outcome]], tmp_path: Path) -> None:
+def test_packed_rows_of_trl(on_four: list[dict[str, Any]], tmp_path: Path) -> None:
     with fresh_process():
         made = model(PACKED)
         apply_rope(made)
@@ -95,6 +112,12 @@ def test_packed_rows_of_trl(on_four: list[dict[str, Outcome]], tmp_path: Path) -
         plain = outcome(trainer)
     for rank in on_four:
         assert_same(rank["packed"], plain)
+
+
+@pytest.mark.slow
+def test_documents_that_accelerate_would_repeat_are_refused(on_four: list[dict[str, Any]]) -> None:
+    words = "a last batch of documents in one row, where groups of ranks have rows of their own: "
+    assert all(rank["uneven"].startswith(words) for rank in on_four), on_four[0]["uneven"]
 
 
 # ---- batches -----------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def plan(
             "a plan of replicas in fp32, which DDP keeps equal: a plan does not know DDP's buckets; use "
             "fsdp=True in the recipe, or bf16=True"
         )
-    if _flattens(trainer):
+    if flattens(trainer):
         if machine.get("documents") is None:
             raise RecipeError(
                 "a plan of a trainer whose collator makes one row of a batch: give documents, the lengths of "
@@ -88,7 +88,7 @@ def fit(
             several documents in a row, a compute dtype that is not bf16, weights that are not in fp32, or
             frozen parameters without plain LoRA adapters, the same in all layers.
     """
-    if _flattens(trainer):
+    if flattens(trainer):
         raise RecipeError(
             "fit of a trainer whose collator makes one row of a batch: it knows one document a row; ask "
             "lab.hf.plan(trainer, documents=...) for one recipe"
@@ -106,7 +106,7 @@ def fit(
     return _call_outside_of_ranks(fit_of, **step, **machine)
 
 
-def _flattens(trainer: LongContext) -> bool:
+def flattens(trainer: LongContext) -> bool:
     """Return whether the collator of a trainer makes one row of the documents of a batch."""
     collator = trainer.data_collator
     flattens = isinstance(collator, DataCollatorWithFlattening)

@@ -14,7 +14,7 @@ from transformers.trainer_utils import has_length
 
 from lab.errors import CheckpointError, RecipeError
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
-from lab.hf.planning import empty_copies_of
+from lab.hf.planning import empty_copies_of, flattens
 from lab.hf.saving import (
     FOLDER,
     load_optimizer,
@@ -278,10 +278,19 @@ class LongContext(Base):
         have as many. The plain trainer has no such rows.
 
         Raises:
-            RecipeError: It cannot be known, because the dataset has no length.
+            RecipeError: It cannot be known, because the dataset has no length, or because the rows of the
+                last batch are documents of one row.
         """
         groups, state = self.applied.mesh.size() // self.applied.shared, self.accelerator.gradient_state
         if groups == 1 or not state.in_dataloader or self.args.dataloader_drop_last:
+            return None
+        if flattens(self):
+            if state.end_of_dataloader and state.remainder != 0:
+                raise RecipeError(
+                    "a last batch of documents in one row, where groups of ranks have rows of their own: "
+                    "accelerate would repeat documents in it; set dataloader_drop_last=True, or give as many "
+                    "rows as batches of all groups take"
+                )
             return None
         dataset, each = state.active_dataloader.dataset, len(batch["input_ids"])
         if not has_length(dataset):
