@@ -61,10 +61,11 @@ _UNDECLARED: dict[str, tuple[object, ...]] = {
 }
 """Fields that transformers reads from any config, although no config class declares them."""
 
-Rotation: TypeAlias = Literal["halves", "half_tables", "interleaved", "none"]
+Rotation: TypeAlias = Literal["halves", "half_tables", "interleaved", "interleaved_tables", "none"]
 """The pairs of dimensions that a rotary embedding rotates, if R dimensions of each head are rotated: i and
 i + R/2, or 2i and 2i+1; or it rotates nothing. The cosines and sines have R dimensions, of which both halves
-are equal; with "half_tables", the pairs are those of "halves", and the tables have R/2 dimensions."""
+are equal. With "half_tables", the pairs are those of "halves", and the tables have R/2 dimensions. With
+"interleaved_tables", the pairs are those of "interleaved", and so are the equal dimensions of the tables."""
 
 PER_LAYER = ("layer_types", "no_rope_layers")
 """The fields of a config with a value for each layer."""
@@ -92,13 +93,21 @@ class Family:
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
+        interleaved_tables: Whether the cosines and sines of such a pair are beside each other too.
         half_tables: Whether the rotary embedding returns cosines and sines of R/2 dimensions, and not of R.
         joined_heads: Whether the rotary embedding concatenates parts of each head, which makes a copy of it.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
+        centered_norms: Whether they subtract the mean before they normalize, as LayerNorm, in operators of
+            fp32 and without biases.
+        parallel: Whether the MLP takes what the attention takes, the output of the norm before it, and both
+            results are added to the layer's input.
+        wide_rotation: Whether the family's own attention rotates q and k in fp32.
+        rotates_windows: Whether only the layers with a window have rotary positions.
         qkv_biases: Whether the projections of q, k and v always have biases, and no field says so.
         output_biases: Whether the projection of attention's output has a bias if those of q, k and v have.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The name of the field by which the logits are divided; None if there is none.
+        logits_multiplier: The name of the field that multiplies the logits; None if there is none.
         wide_scales: Whether the norms multiply by their scales in fp32, and not in the input's dtype.
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
@@ -122,13 +131,19 @@ class Family:
     head_norms: HeadNorms = "none"
     fused_attention: bool = False
     interleaved: bool = False
+    interleaved_tables: bool = False
     half_tables: bool = False
     joined_heads: bool = False
     layer_norms: bool = False
+    centered_norms: bool = False
+    parallel: bool = False
+    wide_rotation: bool = False
+    rotates_windows: bool = False
     qkv_biases: bool = False
     output_biases: bool = True
     scaled_residual: bool = False
     logits_divisor: str | None = None
+    logits_multiplier: str | None = None
     wide_scales: bool = False
     scaled_embedding: bool = False
     windows: bool = False
@@ -153,6 +168,7 @@ class Family:
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _WINDOW = frozenset({"sliding_window"})
+_ONE_NORM = ("input_layernorm", None, None, None)
 _NORMS_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 # The loss that balances the experts is computed from the whole sequence, which no rank has. It is refused.
@@ -161,6 +177,34 @@ _BALANCE = frozenset({"router_aux_loss_coef"})
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
+    "cohere": Family(
+        "Cohere",
+        used=frozenset({"attention_bias", "layer_norm_eps", "logit_scale"}),
+        only={"use_qk_norm": (False, None)},
+        norms=_ONE_NORM,
+        interleaved=True,
+        interleaved_tables=True,
+        centered_norms=True,
+        parallel=True,
+        wide_rotation=True,
+        logits_multiplier="logit_scale",
+        wide_scales=True,
+    ),
+    "cohere2": Family(
+        "Cohere 2",
+        used=_WINDOW | {"attention_bias", "layer_norm_eps", "logit_scale"},
+        only=_TYPES,
+        norms=_ONE_NORM,
+        interleaved=True,
+        interleaved_tables=True,
+        centered_norms=True,
+        parallel=True,
+        wide_rotation=True,
+        rotates_windows=True,
+        logits_multiplier="logit_scale",
+        wide_scales=True,
+        windows=True,
+    ),
     "gemma": Family(
         "Gemma",
         used=frozenset({"attention_bias"}),
@@ -352,6 +396,12 @@ def check_config(config: PretrainedConfig) -> Family:
         values, layers = getattr(config, name, None), config.num_hidden_layers
         if values is not None and len(values) != layers:
             raise ModelError(f"{name} has {len(values)} values for {layers} layers: give one for each layer")
+    for scale in (family.logits_divisor, family.logits_multiplier):
+        if scale is not None and not getattr(config, scale):
+            raise ModelError(
+                f"{scale}={getattr(config, scale)}: it scales the logits; give the number with which the "
+                "model was trained"
+            )
     for window in windows_of(config):
         check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
@@ -376,6 +426,13 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
             "number of keys that a query of these layers sees"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def rotated_layers(config: PretrainedConfig) -> tuple[bool, ...]:
+    """Return whether each layer has rotary positions."""
+    if FAMILIES[config.model_type].rotates_windows:
+        return tuple(window is not None for window in windows_of(config))
+    return tuple(map(bool, getattr(config, "no_rope_layers", None) or (True,) * config.num_hidden_layers))
 
 
 def sparse_layers(config: PretrainedConfig) -> tuple[bool, ...]:
@@ -448,11 +505,15 @@ def shape_of(config: PretrainedConfig) -> Shape:
         norms=sum(name is not None for name in family.norms),
         norms_after=family.norms[1] is not None,
         layer_norms=family.layer_norms,
+        centered_norms=family.centered_norms,
+        parallel=family.parallel,
+        wide_rotation=family.wide_rotation,
+        rotates=rotated_layers(c),
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
         relu_squared=getattr(c, "hidden_act", None) == "relu2",
         scaled_residual=family.scaled_residual,
-        divided_logits=family.logits_divisor is not None and getattr(c, family.logits_divisor) != 1,
+        scaled_logits=_logits_multiplier(c) != 1,
         tied=c.tie_word_embeddings,
         windows=windows_of(c),
         sparse=sparse,
@@ -462,6 +523,14 @@ def shape_of(config: PretrainedConfig) -> Shape:
         sinks=family.sinks * H,
         expert_width=getattr(c, family.expert_width) if family.expert_width and any(sparse) else 0,
     )
+
+
+def _logits_multiplier(config: PretrainedConfig) -> float:
+    """Return the number that multiplies the output of the head."""
+    family = FAMILIES[config.model_type]
+    if family.logits_multiplier is not None:
+        return float(getattr(config, family.logits_multiplier))
+    return 1.0 if family.logits_divisor is None else 1 / getattr(config, family.logits_divisor)
 
 
 def _rotated(config: PretrainedConfig) -> int:
@@ -509,6 +578,7 @@ class Layer:
         norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
         fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has a projection.
         returns_weights: Whether the MLP returns a pair, of its output and the weights of its router.
+        parallel: Whether the MLP takes the output of the first norm, as the attention does.
     """
 
     module: nn.Module
@@ -521,6 +591,7 @@ class Layer:
     norms_all_heads: bool = False
     fused: tuple[int, int, int] | None = None
     returns_weights: bool = False
+    parallel: bool = False
 
     @property
     def sinks(self) -> nn.Parameter | None:
@@ -575,13 +646,14 @@ class Layer:
     def tail_modules(self) -> list[nn.Module]:
         """The modules that ``tail`` calls."""
         a: Any = self.attention
-        return [m for m in (a.o_proj, *self.norms[1:], self.mlp) if m is not None]
+        norms = self.norms if self.parallel else self.norms[1:]
+        return [m for m in (a.o_proj, *norms, self.mlp) if m is not None]
 
     def tail(self, x: Tensor, heads: Tensor) -> Tensor:
         """Return the output [b, s, E] of the input [b, s, E] and the outputs of all heads [b, s, H*D]."""
         a: Any = self.attention
         hidden = x + self._scaled(self.normalize(1, a.o_proj(heads)))
-        result = self.mlp(self.normalize(2, hidden))
+        result = self.mlp(self.normalize(0, x) if self.parallel else self.normalize(2, hidden))
         return hidden + self._scaled(self.normalize(3, result[0] if self.returns_weights else result))
 
     def normalize(self, which: int, x: Tensor) -> Tensor:
@@ -605,7 +677,7 @@ class Decoder:
         head: The head, [..., E] -> [..., V].
         rotary: The rotary embedding; takes x, position_ids [b, s], and where the layers of each type have
             frequencies of their own, a type of layer; returns cos and sin.
-        logits_divisor: The number that divides the output of the head.
+        logits_multiplier: The number that multiplies the output of the head.
     """
 
     model: PreTrainedModel
@@ -614,7 +686,7 @@ class Decoder:
     norm: nn.Module
     head: nn.Module
     rotary: nn.Module
-    logits_divisor: float
+    logits_multiplier: float
 
     @property
     def attentions(self) -> list[nn.Module]:
@@ -630,7 +702,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., E]."""
         logits: Tensor = self.head(hidden)
-        return logits if self.logits_divisor == 1 else logits / self.logits_divisor
+        return logits if self.logits_multiplier == 1 else logits * self.logits_multiplier
 
 
 def decoder_of(model: nn.Module) -> Decoder:
@@ -659,7 +731,6 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
     check_modules(model)
-    divisor = family.logits_divisor
     return Decoder(
         model=model,
         shape=shape_of(config),
@@ -667,7 +738,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         norm=model.model.norm,
         head=model.lm_head,
         rotary=model.model.rotary_emb,
-        logits_divisor=1.0 if divisor is None else float(getattr(config, divisor)),
+        logits_multiplier=_logits_multiplier(config),
     )
 
 
@@ -681,17 +752,20 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         norms=tuple(None if name is None else getattr(module, name) for name in family.norms),
         residual_multiplier=getattr(module, "residual_multiplier", 1.0),
         window=shape.windows[attention.layer_idx],
-        rotation=_rotation(family) if getattr(attention, "use_rope", True) else "none",
+        rotation=_rotation(family) if shape.rotates[attention.layer_idx] else "none",
         norms_all_heads=family.head_norms == "all",
         fused=(queries, keys, keys) if family.fused_attention else None,
         returns_weights=family.clamped_experts,
+        parallel=family.parallel,
     )
 
 
 def _rotation(family: Family) -> Rotation:
     if family.half_tables:
         return "half_tables"
-    return "interleaved" if family.interleaved else "halves"
+    if family.interleaved:
+        return "interleaved_tables" if family.interleaved_tables else "interleaved"
+    return "halves"
 
 
 def kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:

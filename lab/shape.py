@@ -31,13 +31,17 @@ class Shape:
             copy of it: the rotated dimensions and the others, or the two halves.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
+        centered_norms: Whether they subtract the mean in fp32, and have a scale alone.
+        parallel: Whether attention and MLP take the output of one norm, and both are added to its input.
+        wide_rotation: Whether plain attention rotates q and k in fp32.
+        rotates: Whether each layer has rotary positions.
         attention_biases: The number of biases of a layer's attention.
         mlp_biases: The number of biases of a layer's MLP.
         relu_squared: Whether the activation of the MLP is ReLU squared.
         wide_scales: Whether the norms multiply by their scales in fp32.
         scaled_embedding: Whether the output of the embedding is multiplied by a number.
         scaled_residual: Whether what a layer's attention and MLP return is multiplied before it is added.
-        divided_logits: Whether the head's output is divided by a number.
+        scaled_logits: Whether the head's output is multiplied or divided by a number.
         tied: Whether the head shares its weight with the embedding.
         windows: The number of keys that a query of each layer sees; None if it sees all before it.
         sparse: Whether the MLP of each layer is a mixture of experts. The MLPs of the others are dense.
@@ -64,13 +68,17 @@ class Shape:
     rotated: int
     joined_heads: bool
     layer_norms: bool
+    centered_norms: bool
+    parallel: bool
+    wide_rotation: bool
+    rotates: tuple[bool, ...]
     attention_biases: int
     mlp_biases: int
     relu_squared: bool
     wide_scales: bool
     scaled_embedding: bool
     scaled_residual: bool
-    divided_logits: bool
+    scaled_logits: bool
     tied: bool
     windows: tuple[int | None, ...]
     sparse: tuple[bool, ...]

@@ -10,7 +10,16 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.bench.attention import kernel_of
-from lab.bench.reference import FAMILIES, build, config, error, exact_norms, exact_rotary, gradients, loss_of
+from lab.bench.reference import (
+    FAMILIES,
+    build,
+    config,
+    error,
+    exact_modules,
+    exact_rotary,
+    gradients,
+    loss_of,
+)
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.attention import flash
@@ -123,7 +132,7 @@ def test_causal_between_different_lengths_is_refused():
 @pytest.mark.usefixtures("_computed_by")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_heads", [24, 6, 1])
-@exact_norms()
+@exact_modules()
 def test_every_family_has_the_reference_loss_and_gradients(family, kv_heads):
     cfg, ids = config(family, kv_heads=kv_heads), tokens(2, 33)
     model = exact_rotary(build(cfg))

@@ -89,6 +89,11 @@ POINTS = [
     ("gpt-oss-20b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "layers": 2}),
     ("gpt-oss-20b", "ulysses", 64 * Ki, 8, {"layers": 2}),
     ("gpt-oss-20b", "long", 512 * Ki, 8, {"layers": 4}),
+    ("command-r7b", "ulysses", 64 * Ki, 8, {"layers": 4}),
+    ("command-r7b", "checkpoint", 256 * Ki, 8, {"layers": 4, "loss_tile": 512}),
+    ("command-r7b", "tiling", 1 * Mi, 8, {"layers": 4, **TILES, "loss_tile": 512}),
+    ("command-r7b", "upipe", 2 * Mi, 8, {"layers": 4, "head_chunk": 32, **TILES, "loss_tile": 512}),
+    ("command-r7b", "long", 2 * Mi, 8, {"layers": 4, "head_chunk": 32, "loss_tile": 512}),
 ]  # fmt: skip
 """Model, recipe, tokens, ranks, knobs: every model, every name, and knobs by hand.
 

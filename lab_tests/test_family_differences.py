@@ -51,6 +51,10 @@ LAST = "loss backward"
     [
         ("gemma", "norms that multiply", {"wide_scales": False}, "keeps {}", LAST, 5, {}),
         ("starcoder2", "LayerNorm", {"layer_norms": False}, "keeps {}", LAST, 5, {}),
+        ("cohere", "norms that subtract", {"centered_norms": False, "wide_scales": False}, "keeps {} per",
+         LAST, 3, {}),
+        ("cohere", "the attention and the MLP", {"parallel": False}, "residual's, {} per",
+         "attention backward, layer 1", 1, {"checkpoint": True, "norm_tile": 8, "head_chunk": 24}),
         ("gemma3_text", "norms before and", {"norms": 2}, "keep {} per token each", LAST, 4, {}),
         ("qwen3", "a norm of each", {"head_norms": "none"}, "keeps {} more", LAST, 2, {}),
         ("olmo2", "one norm over", {"head_norms": "none"}, "keeps {} more", LAST, 2, {}),
@@ -68,7 +72,7 @@ LAST = "loss backward"
 def test_bytes_of_a_token_are_those_of_the_closed_form(family, what, plain, said, moment, times, knobs):
     model = config(family)
     held = more_bytes(model, plain, moment, knobs)
-    if family in ("gemma", "starcoder2"):
+    if what in ("norms that multiply", "LayerNorm", "norms that subtract"):
         # RMSNorm of Llama keeps six bytes of each number, and one number in fp32.
         held += times * TOKENS * (6 * model.hidden_size + 4)
     assert held % (times * TOKENS) == 0
@@ -129,12 +133,29 @@ def test_bytes_of_the_head_are_those_of_the_closed_form():
     assert f"{fewer[0] - fewer[1]:,} weights fewer" in cost(tied, "the head has")
     divided = config("granite")
     tokens = 2**16
-    held = more_bytes(divided, {"divided_logits": False}, "loss", {"loss_tile": 2**14}, tokens)
+    held = more_bytes(divided, {"scaled_logits": False}, "loss", {"loss_tile": 2**14}, tokens)
     assert f"{format_bytes(held)} more" in cost(divided, "logits divided by 1.7")
+    multiplied = config("cohere")
+    held = more_bytes(multiplied, {"scaled_logits": False}, "loss", {"loss_tile": 2**14}, tokens)
+    assert f"{format_bytes(held)} more" in cost(multiplied, "logits multiplied by 0.7")
+
+
+def test_bytes_of_a_wide_rotation_are_those_of_the_closed_form():
+    for kv_heads in (6, 24):
+        model = config("cohere2", kv_heads=kv_heads)
+        recipe = Recipe(fsdp=True, checkpoint=True, compute_dtype="bfloat16")
+        job = make_job(model, recipe, tokens=TOKENS, ranks=1)
+        moments = estimate_job(models.shape_of(model), job).moments
+        held = moments["rotation recomputed, layer 0"]["attention"]["temporary buffers"]
+        assert f"UPipe, {format_bytes(held // TOKENS)} per token" in cost(model, "q and k are rotated in")
+        assert "rotation recomputed, layer 1" not in moments
 
 
 def test_weights_are_those_of_the_model():
     """The cost of biases and norms beside Llama's model with the same sizes."""
+    cohere = models.build(config("cohere2")).model
+    norms = cohere.layers[0].input_layernorm.weight.numel() * len(cohere.layers)
+    assert f"{norms:,} weights fewer" in cost(config("cohere2"), "the attention and the MLP")
     for family, whats, more in (
         ("qwen2", ["360 biases in the attention"], {}),
         ("granite", ["408 biases in the attention", "192 biases in the MLP"], {}),
@@ -221,6 +242,8 @@ def test_presets():
     ]  # fmt: skip
     assert "a window of 1,024 keys in 52 of 62 layers" in whats["gemma3-27b"]
     assert "rotary frequencies of the type linear" in whats["gemma3-27b"]
+    assert "8 of 32 layers without rotary positions" in whats["command-r7b"]
+    assert "logits multiplied by 0.25" in whats["command-r7b"]
     assert "64 heads of 128, which are 8192 numbers where the hidden state has 5120" in whats["qwen3-32b"]
 
 

@@ -9,7 +9,7 @@ from lab.bench.input_cases import CASES, FOREIGN, RECIPES, outcomes
 from lab.bench.reference import FAMILIES
 
 RIGHT = "right$"
-FAMILY = "refused: {} is not a family that the lab computes right: Arcee, Gemma, Gemma 3, "
+FAMILY = "refused: {} is not a family that the lab computes right: Arcee, Cohere, Cohere 2, Gemma, Gemma 3, "
 
 EXPECTED = {
     **{f"model: {family}": RIGHT for family in FAMILIES},

@@ -41,6 +41,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
+    "command-r7b": 8_028_033_024,
 }
 
 
@@ -51,6 +52,7 @@ ROTATIONS = {
     "mixtral-8x7b": (1_000_000.0, 128, False, 32768, 1e-5),
     "qwen3-30b-a3b": (1_000_000.0, 128, False, 40960, 1e-6),
     "gpt-oss-20b": (150_000.0, 64, False, 131072, 1e-5),
+    "command-r7b": (50_000.0, 128, True, 132096, 1e-5),
 }
 """The base of the angles (of layers without a window), D, a tied head, the length, and the norms' epsilon."""
 
@@ -91,12 +93,14 @@ def test_the_presets_rotate_as_the_published_models_do():
         of_all = config.rope_parameters.get("full_attention", config.rope_parameters)
         found = (
             of_all["rope_theta"], head_dim_of(config), config.tie_word_embeddings,
-            config.max_position_embeddings, config.rms_norm_eps,
+            config.max_position_embeddings, getattr(config, "layer_norm_eps", None) or config.rms_norm_eps,
         )  # fmt: skip
         assert found == (theta, head_dim, tied, length, epsilon), name
     assert models.shape_of("gemma3-27b").windows == ((1024,) * 5 + (None,)) * 10 + (1024, 1024)
     assert set(models.shape_of("phi3-mini").windows) == {2047}
     assert models.shape_of("gpt-oss-20b").windows == (128, None) * 12
+    assert models.shape_of("command-r7b").windows == ((4096,) * 3 + (None,)) * 8
+    assert models.shape_of("command-r7b").rotates == ((True,) * 3 + (False,)) * 8
     for name in PUBLISHED.keys() - ROTATIONS.keys():
         config = models.config_of(name)
         theta = 500_000.0 if name.startswith("llama") else 1_000_000.0
@@ -235,9 +239,9 @@ def fail():
 
 
 FAMILY = (
-    "is not a family that the lab computes right: Arcee, Gemma, Gemma 3, GLM-4, gpt-oss, Granite, Llama, "
-    "Ministral, Mistral, Mixtral, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Qwen3-MoE, Seed-OSS, SmolLM3 and "
-    "Starcoder2 are"
+    "is not a family that the lab computes right: Arcee, Cohere, Cohere 2, Gemma, Gemma 3, GLM-4, gpt-oss, "
+    "Granite, Llama, Ministral, Mistral, Mixtral, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Qwen3-MoE, Seed-OSS, "
+    "SmolLM3 and Starcoder2 are"
 )
 
 
@@ -258,7 +262,7 @@ def change_config(name, value):
             "tinny",
             "unknown model 'tinny' (did you mean 'tiny'?): give one of tiny, llama3-8b, llama3-70b, "
             "llama3.2-1b, llama3.2-3b, qwen3-8b, qwen3-32b, mistral-7b, gemma3-27b, olmo2-7b, phi3-mini, "
-            "mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, "
+            "mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, command-r7b, "
             "or a directory that holds a config.json",
         ),
         (7, "a model of type int: give a name, a directory, a config, or a callable"),

@@ -6,6 +6,8 @@ from itertools import product
 
 import pytest
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
     GptOssConfig,
     MistralConfig,
     MixtralConfig,
@@ -98,6 +100,10 @@ qwen3_moe = partial(
     odd, Qwen3MoeConfig, head_dim=28, num_hidden_layers=4, num_experts=12, num_experts_per_tok=5,
     moe_intermediate_size=20, mlp_only_layers=[2],
 )  # fmt: skip
+cohere2 = partial(
+    odd, Cohere2Config, head_dim=28, sliding_window=30, bos_token_id=1, eos_token_id=2,
+    layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
 gpt_oss = partial(
     odd, GptOssConfig, head_dim=28, num_local_experts=8, num_experts_per_tok=3, sliding_window=30,
     intermediate_size=20,
@@ -171,6 +177,15 @@ CASES = {
     "experts and dense layers, streamed": (
         qwen3_moe(), replace(STREAMED, segment=2, compute_dtype="bfloat16"), 100, 1,
     ),
+    "parallel blocks": (cohere2(), UPIPE, 499, 1),
+    "parallel blocks, wide rotation, in bf16, rows that do not divide": (
+        cohere2(), replace(OFFLOAD, mlp_tile=50, offload="attention", compute_dtype="bfloat16"), 100, 3,
+    ),
+    "parallel blocks without tiles, on replicas": (odd(CohereConfig), Recipe(), 60, 1),
+    "parallel blocks, streamed": (
+        cohere2(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
+        replace(STREAMED, segment=2), 250, 1,
+    ),
     "sinks, clamped experts, nine layers": (
         gpt_oss(num_hidden_layers=9), replace(UPIPE, head_chunk=12), 499, 1,
     ),
@@ -202,6 +217,8 @@ ADAPTERS = {
     "q and v, tokens that do not divide": (
         odd(), replace(UPIPE, head_chunk=4, overlap=True), 99, 1, "r=4,targets=q_proj+v_proj",
     ),
+    "parallel blocks, streamed": (cohere2(), STREAMED, 100, 1, "r=4"),
+    "parallel blocks": (cohere2(), replace(UPIPE, compute_dtype="bfloat16"), 60, 3, "r=4"),
     "one matrix of the MLP, eight layers": (
         odd(num_hidden_layers=8), OFFLOAD, 100, 1, "r=8,targets=down_proj",
     ),

@@ -259,3 +259,21 @@ def test_tables_of_half_a_head_are_transformers_own():
     whole = [torch.cat((t, t), -1) for t in pairs[0]]
     half = rotate_(heads.clone(), *pairs[0], rotation="half_tables")
     assert torch.equal(half, rotate_(heads.clone(), *whole))
+
+
+@pytest.mark.parametrize("kinds", ["ws", "sw"], ids=["window first", "full first"])
+def test_interleaved_tables_are_transformers_own(kinds):
+    """Of Cohere 2, whose tables have the two numbers of each pair beside each other."""
+    types = {"w": "sliding_attention", "s": "full_attention"}
+    sizes = {"head_dim": 64, "layer_types": [types[kind] for kind in kinds]}
+    theirs, ours = (build(config("cohere2", **sizes), torch.float32) for _ in range(2))
+    apply_rope(ours)
+    positions = torch.arange(7, 307)[None]
+    pairs = [model.model.rotary_emb(torch.zeros(2, 3), position_ids=positions) for model in (ours, theirs)]
+    for found, right in zip(*pairs, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=3e-5)
+    # The same pairs as with tables whose halves are equal.
+    heads = torch.randn(1, 300, 2, 64, generator=torch.Generator().manual_seed(0))
+    whole = [torch.cat((t[..., ::2], t[..., ::2]), -1) for t in pairs[0]]
+    found = rotate_(heads.clone(), *pairs[0], rotation="interleaved_tables")
+    assert torch.equal(found, rotate_(heads.clone(), *whole, rotation="interleaved"))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import CohereConfig, Qwen2Config, Qwen3Config
+from transformers import Qwen2Config, Qwen3Config, StableLmConfig
 
 from lab import models
 from lab.decoder import head_dim_of
@@ -129,7 +129,7 @@ def test_the_model_itself_is_left_alone_and_a_directory_will_do(tmp_path):
 
 
 REFUSED = {
-    "cohere is not a family": CohereConfig(),
+    "stablelm is not a family": StableLmConfig(),
     "attention_dropout=0.1": odd(attention_dropout=0.1),
     "rope_type='dynamic'": odd(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=99

@@ -146,7 +146,7 @@ def draws() -> SearchStrategy[Draw]:
     return make_draw()
 
 
-@reference.exact_norms()
+@reference.exact_modules()
 def examine(draw: Draw, cluster: Cluster) -> str:
     """Return "right", "refused" or "WRONG: ..." for a draw, on a cluster of its ranks.
 
@@ -192,7 +192,7 @@ def examine_closed_form(draw: Draw, recipe: Recipe) -> str | None:
     return None
 
 
-@reference.exact_norms()
+@reference.exact_modules()
 def measure_on_rank(draw: Draw, recipe: Recipe) -> tuple[float, int, int]:
     """Return the largest relative error (0 on ranks other than 0), and the device and host peak of a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

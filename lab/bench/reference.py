@@ -3,13 +3,13 @@
 In transformers, the softmax of eager attention and the rotary tables are computed in fp32, so two right fp64
 models can differ by 1e-7. gpt-oss has no sdpa, and its own eager attention computes in the model's dtype. The
 gradients of a right model differ from those of this model by about 1e-15. The norms compute in fp32 here too,
-because the techniques call the same norms; but see ``exact_norms``.
+because the techniques call the same norms; but see ``exact_modules``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -40,6 +42,8 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
+from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
@@ -61,6 +65,8 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
     "phi3": Phi3Config,
+    "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
     "gemma": GemmaConfig,
     "gemma3_text": Gemma3TextConfig,
     "glm4": Glm4Config,
@@ -91,6 +97,10 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "phi3": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.6}},
+    "cohere": {"attention_bias": True, "logit_scale": 0.7},
+    "cohere2": {
+        "logit_scale": 1.3, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11,
+    },
     "gemma3_text": {
         "rope_parameters": {
             "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
@@ -175,14 +185,17 @@ def exact_rotary(model: nn.Module) -> nn.Module:
     """Let the rotary embedding (of the default type) compute in fp64, without code of the lab."""
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
     head_dim, of_all = rotary.config.head_dim, rotary.config.rope_parameters
-    halves = 1 if rotary.config.model_type == "gpt_oss" else 2
+    kind = rotary.config.model_type
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         parameters = of_all if layer_type is None else of_all[layer_type]
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
         half = position_ids.double()[..., None] * torch.exp(-powers * math.log(parameters["rope_theta"]))
-        angles = torch.cat((half,) * halves, -1)
+        if kind.startswith("cohere"):
+            angles = half.repeat_interleave(2, -1)
+        else:
+            angles = half if kind == "gpt_oss" else torch.cat((half, half), -1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     rotary.forward = Patch(forward, rotary.forward)
@@ -190,28 +203,58 @@ def exact_rotary(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def exact_norms() -> Iterator[None]:
-    """Let the norms of the Gemma families compute in fp64 if their input is fp64, in this block or function.
+def exact_modules() -> Iterator[None]:
+    """Let what the Gemma and Cohere families compute in fp32 be in fp64 if its input is, in this block.
 
-    They multiply by their scales in fp32, so the gradient of a scale is a sum over tokens in fp32, which
-    depends on the order of the tokens by 1e-7. All models of this process are changed, so that a model with
-    techniques is compared with a plain one with the same norms. Other families multiply in the input's dtype.
+    Their norms multiply by their scales in fp32, so the gradient of a scale is a sum over tokens in fp32,
+    which depends on the order of the tokens by 1e-7. Other families multiply in the input's dtype. Cohere's
+    own attention rotates q and k in fp32, and UPipe in the input's dtype. All models of this process are
+    changed, so that a model with techniques is compared with a plain one with the same modules.
     """
-    classes: tuple[Any, ...] = (GemmaRMSNorm, Gemma3RMSNorm)
-    before = [norm.forward for norm in classes]
-
-    def forward(norm: Any, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        out: Tensor = norm._norm(wide) * (1.0 + norm.weight.to(wide.dtype))
-        return out.type_as(x)
-
+    cohere: tuple[Any, ...] = (modeling_cohere, modeling_cohere2)
+    changed: list[tuple[Any, str, Callable[..., Any]]] = [
+        (GemmaRMSNorm, "forward", _gemma_norm),
+        (Gemma3RMSNorm, "forward", _gemma_norm),
+        (modeling_cohere.CohereLayerNorm, "forward", _cohere_norm),
+        (modeling_cohere2.Cohere2LayerNorm, "forward", _cohere_norm),
+        *((module, "apply_rotary_pos_emb", _cohere_rotation) for module in cohere),
+    ]
+    before = [getattr(place, name) for place, name, _ in changed]
     try:
-        for norm in classes:
-            norm.forward = forward
+        for place, name, exact in changed:
+            setattr(place, name, exact)
         yield
     finally:
-        for norm, own in zip(classes, before, strict=True):
-            norm.forward = own
+        for (place, name, _), own in zip(changed, before, strict=True):
+            setattr(place, name, own)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _gemma_norm(norm: Any, x: Tensor) -> Tensor:
+    wide = _wide(x)
+    out: Tensor = norm._norm(wide) * (1.0 + norm.weight.to(wide.dtype))
+    return out.type_as(x)
+
+
+def _cohere_norm(norm: Any, x: Tensor) -> Tensor:
+    wide = _wide(x)
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    normalized = (wide - mean) * torch.rsqrt(variance + norm.variance_epsilon)
+    out: Tensor = norm.weight.to(wide.dtype) * normalized
+    return out.type_as(x)
+
+
+def _cohere_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(x: Tensor) -> Tensor:
+        wide = _wide(x)
+        crossed = torch.stack((-wide[..., 1::2], wide[..., ::2]), -1).flatten(-2)
+        return (wide * cos[:, None] + crossed * sin[:, None]).type_as(x)
+
+    return rotate(q), rotate(k)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

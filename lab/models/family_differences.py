@@ -99,12 +99,21 @@ def _norm_keeps(shape: Shape) -> int:
     """Return the bytes of a token that a norm keeps for backward, if it has no tiles."""
     if shape.layer_norms:
         return _WIDTH * shape.E + 8
-    return (4 + (4 if shape.wide_scales else _WIDTH)) * shape.E + 4
+    return (4 + 4 * shape.centered_norms + (4 if shape.wide_scales else _WIDTH)) * shape.E + 4
 
 
 def _norms(shape: Shape) -> Iterator[Difference]:
     keeps = format_bytes(_norm_keeps(shape))
-    llamas = format_bytes(_norm_keeps(replace(shape, layer_norms=False, wide_scales=False)))
+    plain = replace(shape, layer_norms=False, centered_norms=False, wide_scales=False)
+    llamas = format_bytes(_norm_keeps(plain))
+    if shape.parallel:
+        yield Difference(
+            "the attention and the MLP take the output of one norm, and both are added to its input",
+            "UPipe, streamed layers",
+            f"{shape.L * shape.E:,} weights fewer; in the attention's backward, the gradient that the MLP "
+            f"made is a tensor beside the residual's, {_bytes_of(shape.E)} per token; a streamed layer "
+            "computes the norm in its head and in its tail",
+        )
     if shape.norms_after:
         also = f"norms before and after the attention and the MLP, {shape.norms} per layer"
         more = shape.norms - 2
@@ -122,6 +131,12 @@ def _norms(shape: Shape) -> Iterator[Difference]:
             "tiled norms",
             f"{biases:,} weights more; without tiles, a norm keeps {keeps} per token, where RMSNorm keeps "
             f"{llamas}",
+        )
+    elif shape.centered_norms:
+        yield Difference(
+            "norms that subtract the mean, with a scale alone, in operators of fp32",
+            "tiled norms",
+            f"without tiles, a norm keeps {keeps} per token, where Llama's keeps {llamas}",
         )
     elif shape.wide_scales:
         yield Difference(
@@ -220,6 +235,14 @@ def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
             "UPipe, streamed layers",
             "no bytes; its time is not measured",
         )
+    if shape.wide_rotation:
+        q, k = (_WIDE * heads * shape.D for heads in (shape.H, shape.K))
+        yield Difference(
+            "q and k are rotated in fp32",
+            "plain attention, Ulysses",
+            f"without UPipe, {format_bytes(q + k + max(3 * q, q + 3 * k))} per token beside q, k and v while "
+            "they are rotated; UPipe and streamed layers rotate in place",
+        )
     if shape.joined_heads:
         yield Difference(
             "each head of q and k is joined of what is rotated and what is not, which is a copy",
@@ -227,7 +250,7 @@ def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
             f"without Ulysses and UPipe, attention keeps {_bytes_of(shape.H * shape.D)} more per token, a "
             "copy of its output; UPipe and streamed layers rotate in place",
         )
-    still = [not rotates for rotates in getattr(config, "no_rope_layers", None) or ()].count(True)
+    still = shape.rotates.count(False)
     if still:
         yield Difference(
             f"{still} of {shape.L} layers without rotary positions",
@@ -336,9 +359,13 @@ def _multipliers(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]
             "in backward, the gradient of what they return is a tensor beside the residual's, "
             f"{_bytes_of(shape.E)} per token",
         )
-    if shape.divided_logits:
+    if shape.scaled_logits:
+        family = FAMILIES[c.model_type]
+        does, name = "divided", family.logits_divisor
+        if name is None:
+            does, name = "multiplied", family.logits_multiplier
         yield Difference(
-            f"logits divided by {getattr(c, str(FAMILIES[c.model_type].logits_divisor)):g}",
+            f"logits {does} by {getattr(c, str(name)):g}",
             "tiled loss",
             f"the logits of a tile of {format_tokens(_LOSS_TILE)} tokens are there twice: "
             f"{_bytes_of(_LOSS_TILE * shape.V)} more",

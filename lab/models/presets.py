@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    Cohere2Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -179,6 +180,18 @@ def _gpt_oss_20b() -> GptOssConfig:
     )  # fmt: skip
 
 
+def _command_r7b() -> Cohere2Config:
+    """The shape of c4ai-command-r7b-12-2024 (its published config.json).
+
+    Three of four layers have a window of 4096 tokens, and rotary positions. The head is tied.
+    """
+    return Cohere2Config(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=256000, layer_norm_eps=1e-5, max_position_embeddings=132096,
+        rope_parameters=_rope(50_000.0), sliding_window=4096, logit_scale=0.25,
+    )  # fmt: skip
+
+
 PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": _tiny,
     "llama3-8b": _llama3_8b,
@@ -194,4 +207,5 @@ PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral-8x7b": _mixtral_8x7b,
     "qwen3-30b-a3b": _qwen3_30b_a3b,
     "gpt-oss-20b": _gpt_oss_20b,
+    "command-r7b": _command_r7b,
 }

@@ -37,6 +37,7 @@ from lab.planning.closed_form_terms import (
     Sizes,
     accumulates,
     bytes_of,
+    centered_norm,
     experts_keep,
     highest_of,
     inside_mlp,
@@ -134,7 +135,7 @@ def _moments(z: Sizes) -> dict[str, Parts]:
     kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
     norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
     # If the loss is tiled, the gradient of the last norm's output was computed in forward.
-    early = z.A * (z.recipe.loss_tile is not None)
+    early = z.A * (z.recipe.loss_tile is not None and (z.w == 4 or not z.centered_norms))
     final = plus(_norm(z, ACTIVATIONS), {ACTIVATIONS: early, ACTIVATION_GRADIENTS: -early})
     loss = "loss backward" if z.recipe.loss_tile is None else "loss"
     highest = {
@@ -167,6 +168,9 @@ def _moments(z: Sizes) -> dict[str, Parts]:
         }  # fmt: skip
     if z.layers[-1].sparse and not z.recipe.stream:
         highest[f"MLP forward, layer {z.L - 1}"] = _last_mlp_forward(z.of(z.L - 1))
+    rotated = [i for i in range(z.L) if _rotates_wide(z, i)]
+    if rotated and not z.recipe.checkpoint:
+        highest[f"rotation, layer {rotated[-1]}"] = _rotation_forward(z.of(rotated[-1]), rotated[-1])
     state = {"model state": _state(z), "gradients": _reduced(z, z.trained_shards(0), z.reduced)}
     # The gradient of a tied embedding is a sum of two.
     table = z.w * z.trained.table
@@ -210,6 +214,36 @@ def _last_mlp_forward(z: Sizes) -> Parts:
         "model state": _state(z), "parameters": whole, "tokens": {ACTIVATIONS: _tokens(z)},
         "inputs": {ACTIVATIONS: _waiting(z, z.L - 1)}, "layer": {ACTIVATIONS: own}, "mlp": summed,
     }  # fmt: skip
+
+
+def _rotates_wide(z: Sizes, layer: int) -> bool:
+    """Return whether a layer rotates its heads in fp32. UPipe and streamed layers do not."""
+    return z.wide_rotation and z.rotates[layer] and not z.recipe.head_chunk and not z.recipe.stream
+
+
+def _rotation_forward(z: Sizes, layer: int) -> Parts:
+    """A layer that keeps all: beside q, k and v, its input, and the embedding's output, if that is another.
+
+    The buffer into which the layer's parameters came is there still, or the next layer is gathered.
+    """
+    whole = {PARAMETERS: z.w * (z.root + (1 + (z.n > 1)) * z.layer) * z.copied}
+    own = _norm_keeps(z) + z.A + z.A * (1 + (layer > 0)) * (z.recipe.norm_tile is None)
+    return {
+        "model state": _state(z), "parameters": whole, "tokens": {ACTIVATIONS: _tokens(z)},
+        "inputs": {ACTIVATIONS: _waiting(z, layer)}, "layer": {ACTIVATIONS: own},
+        "attention": _rotation(z),
+    }  # fmt: skip
+
+
+def _rotation(z: Sizes) -> Held:
+    """q, k and v as projected, q and k in fp32, and where q or then k is rotated, three tensors as large."""
+    q, k = _wide_heads(z)
+    return {_kept(z): z.qkv, TEMPORARY: (q + k) * (z.w != 4) + max(3 * q, q + 3 * k)}
+
+
+def _wide_heads(z: Sizes) -> tuple[int, int]:
+    """The bytes of q and of k in fp32."""
+    return 4 * z.b * z.s * z.D * z.H, 4 * z.b * z.s * z.D * z.K
 
 
 def _layers(z: Sizes) -> list[int]:
@@ -353,10 +387,15 @@ def _waiting(z: Sizes, layer: int) -> int:
 
 
 def _inputs_kept(z: Sizes) -> tuple[int, int]:
-    """The inputs of attention and of the MLP, which UPipe, tiles and trained projections keep."""
+    """The inputs of attention and of the MLP, which UPipe, tiles and trained projections keep.
+
+    In a parallel block both are one tensor.
+    """
     frozen = z.trained.frozen
     attention = z.recipe.head_chunk is not None or not frozen.qkv
     mlp = z.recipe.mlp_tile is not None or not (frozen.gate and frozen.up)
+    if z.parallel:
+        mlp = mlp and not attention
     return z.A * attention, z.A * mlp
 
 
@@ -386,10 +425,10 @@ def _first_keeps_less(z: Sizes) -> int:
         # The output projection keeps its input.
         output = z.H * z.h + z.w * z.b * z.s * z.trained.low[0]
         less += bytes_of(_attention_keeps(z)) - output * (not frozen.output)
-    if frozen.qkv and frozen.output:
+    if z.parallel or (frozen.qkv and frozen.output):
         # silu(gate) is kept for the gradient of up, and up for that of silu(gate).
         inner = frozen.up + 2 * frozen.gate if z.matrices == 3 else frozen.up
-        less += _norm_keeps(z) + inner * z.M * (not tiled)
+        less += _norm_keeps(z) * (not z.parallel) + inner * z.M * (not tiled)
     return less
 
 
@@ -403,8 +442,9 @@ def _norm_keeps(z: Sizes) -> int:
         return z.A
     if z.layer_norms:
         return z.A + 8 * z.b * z.s
-    # The scale of a frozen norm has no gradient, so the normalized input is not kept.
-    return (4 + scale_bytes(z)) * z.b * z.s * z.E + 4 * z.b * z.s
+    # The scale of a frozen norm has no gradient, so the normalized input is not kept. A norm that subtracts
+    # the mean keeps the difference twice, and not its input.
+    return (4 + 4 * z.centered_norms + scale_bytes(z)) * z.b * z.s * z.E + 4 * z.b * z.s
 
 
 def _attended(z: Sizes) -> int:
@@ -455,10 +495,11 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     window = z.windows[layer]
     # The kept input of the layer may be the tensor that its first norm keeps (``same``). If it is not, and
     # came from the host, as that of all layers but the last, it is freed when the layer has run again.
-    same = z.w == 4 or z.layer_norms or z.recipe.norm_tile is not None or not z.norms_before
+    same = z.w == 4 or z.layer_norms or not z.norms_before
+    same = z.recipe.norm_tile is not None or (same and not z.centered_norms)
     dropped = z.recipe.offload != "none" and layer < z.L - 1
     first = {kept: before + of_attention - z.A * (z.recipe.checkpoint and same)}
-    second = {kept: after + before + of_mlp}
+    second = {kept: after + before * (not z.parallel) + of_mlp}
     gone: Parts = {"inputs": {ACTIVATIONS: -z.A * (z.recipe.checkpoint and dropped and not same)}}
     # The gradient of what attention returns, if it is another tensor than dh; UPipe holds it until its end.
     dout = z.A * z.branches
@@ -473,20 +514,32 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         mlp = {"mlp": {kept: _mlp_keeps(z)}}
         yield "norm after MLP backward", residual | {"norms": inside, "attention": attention} | mlp
     yield "MLP backward", residual | {"norms": plus(first, second), "attention": attention} | _mlp(z)
-    if z.norms_before:
+    if z.norms_before and not z.parallel:
         inside = plus(first, {kept: after}, _norm(z, kept))
         yield "norm backward", gone | gradients(done) | {"norms": inside, "attention": attention}
     if z.norms_after:
         inside = plus(first, _norm(z, kept))
         held = {"norms": inside, "attention": attention}
         yield "norm after attention backward", gone | gradients(done) | held
-    # The gradient of the output projection exists before the kernel runs. ``_upipe`` counts it itself.
-    weights = gone | gradients(done + projection * (not upipe), z.A + dout * upipe)
+    # The gradient of the output projection exists before the kernel runs. ``_upipe`` counts it itself. In a
+    # parallel block, the MLP's part of the gradient of the norm's output exists too.
+    weights = gone | gradients(done + projection * (not upipe), z.A * (1 + z.parallel) + dout * upipe)
     inside = _upipe(z, window) if upipe else _attention(z, window)
     yield "attention backward", weights | {"norms": first, "attention": inside}
-    # Of the projections, that of q is the last. Held are the gradient of q, dx so far, and its part of dx.
+    # Of the projections, that of q is the last. Held are the gradient of q, dx so far, and its part of dx;
+    # then both of these, and their sum.
     every = gradients(z.w * z.trained.layer)
-    inside = {ACTIVATION_GRADIENTS: z.H * z.h + 2 * z.A, GRADIENTS: projection * z.summed}
+    inside = {ACTIVATION_GRADIENTS: max(z.H * z.h, z.A) + 2 * z.A, GRADIENTS: projection * z.summed}
+    if _rotates_wide(z, layer):
+        # dq in fp32, a product of it, and the gradients of the two halves of each pair; dk in fp32, and dv.
+        q, k = _wide_heads(z)
+        rotation = {ACTIVATION_GRADIENTS: 3 * q + k + z.K * z.h, TEMPORARY: q}
+        yield "rotation backward", weights | {"norms": first, "attention": rotation}
+    if z.parallel and not upipe:
+        # The projection of v is the first, and its part of dx is added to that of the MLP.
+        of_v = gradients(done + projection + z.w * z.E * z.K * z.D * (not z.adapted))
+        added = {ACTIVATION_GRADIENTS: 3 * z.A + (z.H + z.K) * z.h}
+        yield "v backward", gone | of_v | {"norms": first, "attention": added}
     if z.fused_attention:
         # The gradients of q, k and v are summed, each with zeros in the place of the others. Or in UPipe, the
         # gradients of the weights of the stages are joined.
@@ -503,6 +556,9 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
         yield "output projection backward", weights | {"norms": first, "attention": inside}
     if z.norms_before:
         yield "first norm backward", every | {"norms": _norm(z, kept)}
+    if z.recipe.checkpoint and _rotates_wide(z, layer):
+        inside = plus(_rotation(z), {kept: z.A - of_attention})
+        yield "rotation recomputed", gradients(0) | {"norms": first, "attention": inside}
     if z.recipe.checkpoint and not z.recipe.head_chunk:
         # In addition to what attention keeps: its input, and q, k and v before the exchange.
         exchanged = z.recipe.ulysses > 1
@@ -521,12 +577,14 @@ def _norm(z: Sizes, kept: str) -> Held:
     """The backward of a norm: of RMSNorm, see ``wide_norm``; of LayerNorm, its input, dout and dx.
 
     With tiles, these are the tensors of one tile, in addition to the whole input and both whole gradients. A
-    tile of LayerNorm has its output and dx.
+    tile of LayerNorm has its output and dx. Of a norm that subtracts the mean, see ``centered_norm``.
     """
     tiled = z.recipe.norm_tile is not None
     elements = z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
     if z.layer_norms:
         inside = {kept: z.w * elements, ACTIVATION_GRADIENTS: (2 - tiled) * z.w * elements}
+    elif z.centered_norms and not z.adapted:
+        inside = centered_norm(kept, elements)
     else:
         inside = wide_norm(z, TEMPORARY if tiled else kept, elements)
     if not tiled:
@@ -645,8 +703,8 @@ def _loss(z: Sizes) -> Held:
         return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
     tile, tokens = min(z.recipe.loss_tile, z.b * z.s), z.b * z.s
     whole = {ACTIVATIONS: z.A}
-    logits_of_tile = {TEMPORARY if z.divided_logits else ACTIVATIONS: z.w * tile * z.V}
-    of_tile = {TEMPORARY: z.w * tile * (z.V * z.divided_logits + z.E)}
+    logits_of_tile = {TEMPORARY if z.scaled_logits else ACTIVATIONS: z.w * tile * z.V}
+    of_tile = {TEMPORARY: z.w * tile * (z.V * z.scaled_logits + z.E)}
     gradient, summed = {TEMPORARY: z.w * z.trained.table}, _head_sums(z)
     # The logits of a block in the dtype of sums are freed before the head's backward.
     block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * (z.f != z.w)}

@@ -18,6 +18,7 @@ from lab.planning.closed_form_terms import (
     Parts,
     Sizes,
     accumulates,
+    centered_norm,
     forward_bytes,
     highest_of,
     inside_mlp,
@@ -177,7 +178,7 @@ def _head_backward(z: Sizes, made: str) -> Parts:
     qkv = first.q + 2 * first.k
     sums = _sums(z, weights, made)
     # What the norm keeps of its input may be the tile itself, which is in its buffer.
-    buffered = z.layer_norms or z.w == 4
+    buffered = z.layer_norms or (z.w == 4 and not z.centered_norms)
     keys = 2 * z.w * z.E * z.K * z.D * (not z.adapted and not z.fused_attention)
     for tile in _tiles(z):
         x, q, k = tile.x, tile.q, tile.k
@@ -210,10 +211,15 @@ def _head_backward(z: Sizes, made: str) -> Parts:
 
 
 def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
-    """What a norm keeps: its input, which RMSNorm converts to fp32; of RMSNorm also the normalized input."""
+    """What a norm keeps: its input, which RMSNorm converts to fp32; of RMSNorm also the normalized input.
+
+    A norm that subtracts the mean keeps the difference twice, in place of its input.
+    """
     if z.layer_norms:
         return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
     scales = scale_bytes(z) * tile.elements + 4 * z.b * tile.t
+    if z.centered_norms:
+        return {RECOMPUTED: 8 * tile.elements + scales}
     return plus({TEMPORARY if z.w == 4 else RECOMPUTED: 4 * tile.elements}, {RECOMPUTED: scales})
 
 
@@ -221,12 +227,19 @@ def _norm_backward(z: Sizes, tile: _Tile) -> Held:
     """The backward of a norm: of LayerNorm its input, dout and dx; of RMSNorm see ``wide_norm``."""
     if z.layer_norms:
         return {TEMPORARY: 3 * tile.x}
-    return nested(wide_norm(z, TEMPORARY if z.w == 4 else RECOMPUTED, tile.elements))
+    if z.centered_norms and not z.adapted:
+        return nested(centered_norm(RECOMPUTED, tile.elements))
+    kept = TEMPORARY if z.w == 4 and not z.centered_norms else RECOMPUTED
+    return nested(wide_norm(z, kept, tile.elements))
 
 
-def _norm_forward(tile: _Tile) -> int:
-    """The forward of a norm: two fp32 tensors; or one, and the normalized input and the output in w bytes."""
-    return max(8 * tile.elements, 4 * tile.elements + 2 * tile.x)
+def _norm_forward(z: Sizes, tile: _Tile) -> int:
+    """The forward of a norm: two fp32 tensors; or one, and the normalized input and the output in w bytes.
+
+    A norm that subtracts the mean has two beside its input in fp32, which may be a copy.
+    """
+    copied = 4 * tile.elements * (z.centered_norms and z.w != 4)
+    return max(8 * tile.elements + copied, 4 * tile.elements + 2 * tile.x)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------
@@ -268,7 +281,7 @@ def _stages(z: Sizes, window: int | None) -> Held:
     kernel, exchange = plus(lse, {TEMPORARY: stage + inside}), stage + u * (z.recipe.ulysses > 1) + sums
     # A stage that computes its keys and values has no sums yet.
     computed = stage + sums if ahead else 2 * u + max(4 * u_kv, 2 * u_kv + sums)
-    tile = plus(_buffers(z, first.x), {TEMPORARY: computed + _norm_forward(first)})
+    tile = plus(_buffers(z, first.x), {TEMPORARY: computed + _norm_forward(z, first)})
     return plus(highest_of(kernel, {TEMPORARY: exchange}, tile), _effective(z))
 
 
@@ -284,7 +297,7 @@ def _attention_forward(z: Sizes, window: int | None, *, in_tiles: bool = True) -
     ring = (heads * z.h * z.f // z.w + 4 * u_kv + 3 * heads * lse) * (z.recipe.ring > 1)
     windowed = forward_bytes(z, heads * z.h, u_kv, window)
     kernel = {TEMPORARY: qkv + ahead + lse * z.H + heads * z.h + ring + windowed}
-    computed = 2 * qkv + ahead + lse * (z.H - _schedule(z).chunk) + _norm_forward(first)
+    computed = 2 * qkv + ahead + lse * (z.H - _schedule(z).chunk) + _norm_forward(z, first)
     tile = plus(_buffers(z, first.x * in_tiles), {TEMPORARY: computed})
     return plus(highest_of(kernel, tile), _effective(z))
 

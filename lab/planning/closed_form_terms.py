@@ -179,9 +179,13 @@ class Sizes:
     scaled_embedding: bool
     head_norms: HeadNorms
     layer_norms: bool
+    centered_norms: bool
+    parallel: bool
+    wide_rotation: bool
+    rotates: tuple[bool, ...]
     relu_squared: bool
     scaled_residual: bool
-    divided_logits: bool
+    scaled_logits: bool
     A: int
     M: int
     h: int
@@ -243,8 +247,9 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         norms_before=shape.norms > 2 * shape.norms_after, joined_heads=shape.joined_heads,
         fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp, rotated=shape.rotated,
         wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding, head_norms=head_norms,
-        layer_norms=shape.layer_norms, relu_squared=shape.relu_squared,
-        scaled_residual=shape.scaled_residual, divided_logits=shape.divided_logits,
+        layer_norms=shape.layer_norms, centered_norms=shape.centered_norms, parallel=shape.parallel,
+        wide_rotation=shape.wide_rotation, rotates=shape.rotates, relu_squared=shape.relu_squared,
+        scaled_residual=shape.scaled_residual, scaled_logits=shape.scaled_logits,
         A=token * E, h=token * D, matrices=shape.matrices, table=V * E, root=n * root_shard,
         root_shard=root_shard, shard=sum(layer.layer_shard for layer in layers) + root_shard,
         sent=token * D * max(K, recipe.ulysses), adapted=job.lora is not None,
@@ -467,6 +472,15 @@ def wide_norm(z: Sizes, kept: str, elements: int) -> Held:
     return plus({kept: 4 * elements}, {TEMPORARY: 12 * elements}, gradients)
 
 
+def centered_norm(kept: str, elements: int) -> Held:
+    """The backward of a norm in fp32 that subtracts the mean, where its scale gets a gradient.
+
+    What is left of the input, twice, and normalized; dout and a product of it; and the products of which the
+    scale's gradient is the sum.
+    """
+    return {kept: 12 * elements, TEMPORARY: 4 * elements, ACTIVATION_GRADIENTS: 8 * elements}
+
+
 def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *, added: bool = False) -> Held:
     """The higher of two moments in the backward of an MLP that sees t tokens.
 
@@ -510,7 +524,7 @@ def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *,
     elif output:
         late = {ACTIVATION_GRADIENTS: max(one, x) + 3 * x}
     else:
-        late = {ACTIVATION_GRADIENTS: one + 2 * x}
+        late = {ACTIVATION_GRADIENTS: max(one, x) + 2 * x}
     return highest_of(early, plus(late, gradients))
 
 

@@ -55,8 +55,8 @@ def apply_liger_loss(model: nn.Module, *, fused: FusedLoss) -> None:
 
     def summed(hidden: Tensor, labels: Tensor) -> Tensor:
         weight, bias = effective_weight(decoder.head, "loss_kernel='liger'")
-        # The whole logits do not exist, so the division of the logits is applied to the head's input.
-        scaled = hidden if decoder.logits_divisor == 1 else hidden / decoder.logits_divisor
+        # The whole logits do not exist, so the multiplier of the logits is applied to the head's input.
+        scaled = hidden if decoder.logits_multiplier == 1 else hidden * decoder.logits_multiplier
         return fused(
             scaled,
             weight,

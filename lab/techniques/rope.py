@@ -70,7 +70,8 @@ def apply_rope(model: nn.Module, *, ulysses: int = 1, ring: int = 1) -> None:
     """
     decoder, ranks = decoder_of(model), ulysses * ring
     rotary: Any = decoder.rotary
-    halves = 1 if decoder.layers[0].rotation == "half_tables" else 2
+    # All layers that rotate do it alike.
+    rotations: list[Rotation] = [*(one.rotation for one in decoder.layers if one.rotation != "none"), "none"]
     frequencies = check_rope(rotary.config)
     for layer_type, of_type in frequencies.items():
         _check_frequencies(rotary, layer_type, of_type)
@@ -85,7 +86,9 @@ def apply_rope(model: nn.Module, *, ulysses: int = 1, ring: int = 1) -> None:
     def tables(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         of_type = frequencies[layer_type]
         inverse = of_type.of(position_ids.shape[-1] * ranks)
-        return rotary_tables(x, position_ids, frequencies=inverse, factor=of_type.factor, halves=halves)
+        return rotary_tables(
+            x, position_ids, frequencies=inverse, factor=of_type.factor, rotation=rotations[0]
+        )
 
     rotary.forward = Patch(tables, rotary.forward)
 
@@ -268,7 +271,12 @@ def _longrope_frequencies(plain: list[float], p: Mapping[str, Any], max_position
 
 @torch.no_grad()
 def rotary_tables(
-    x: Tensor, position_ids: Tensor, *, frequencies: list[float], factor: float = 1.0, halves: int = 2
+    x: Tensor,
+    position_ids: Tensor,
+    *,
+    frequencies: list[float],
+    factor: float = 1.0,
+    rotation: Rotation = "halves",
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of all positions, in fp64, and round them once.
 
@@ -277,18 +285,20 @@ def rotary_tables(
         position_ids: [b, s].
         frequencies: The R/2 inverse frequencies, in radians per position.
         factor: Multiplies the cosines and sines.
-        halves: How often the R/2 numbers of each token are repeated: 2 or 1.
+        rotation: What the tables are for, which decides how they repeat the R/2 numbers of each token.
 
     Returns:
-        Cosines and sines, each [b, s, R] in the dtype of ``x``. Both halves of R are equal. With one half,
-        [b, s, R/2].
+        Cosines and sines, each [b, s, R] in the dtype of ``x``. Both halves of R are equal; with
+        "interleaved_tables", both dimensions of each pair. With "half_tables", [b, s, R/2].
     """
     inverse = torch.tensor(frequencies, dtype=torch.float64, device=position_ids.device)
-    angles = position_ids[..., None] * inverse
-    shape = (*position_ids.shape, halves, len(frequencies))
+    repeated = -1 if rotation == "interleaved_tables" else -2
+    angles = (position_ids[..., None] * inverse).unsqueeze(repeated)
+    shape = list(angles.shape)
+    shape[repeated] = 1 if rotation == "half_tables" else 2
     cos, sin = (x.new_empty(shape, device=position_ids.device) for _ in range(2))
-    cos.copy_((angles.cos() * factor)[..., None, :])
-    sin.copy_(angles.sin_().mul_(factor)[..., None, :])
+    cos.copy_(angles.cos() * factor)
+    sin.copy_(angles.sin_().mul_(factor))
     return cos.flatten(-2), sin.flatten(-2)
 
 
@@ -308,8 +318,7 @@ def rotate_(
 
     Args:
         x: [..., b, s, h, D], with h heads.
-        cos: Cosines, [b, s, R] or [1, s, R]. Both halves of R are equal. With the rotation "half_tables" they
-            have one half.
+        cos: Cosines, [b, s, R] or [1, s, R], as ``rotary_tables`` makes them for this rotation.
         sin: Sines, like ``cos``.
         rotation: The pairs; "none" leaves ``x`` as it is.
         transposed: Multiply by the transposed matrix, as a gradient needs. If the tables have YaRN's factor,
@@ -324,9 +333,11 @@ def rotate_(
         return x
     half = cos.shape[-1] if rotation == "half_tables" else cos.shape[-1] // 2
     rotated = x[..., : 2 * half]
-    pairs = rotated.unflatten(-1, (half, 2) if rotation == "interleaved" else (2, half))
-    first, second = pairs.unbind(-1 if rotation == "interleaved" else -2)
-    cos, sin = cos[..., None, :half], sin[..., None, :half]
+    interleaved = rotation in ("interleaved", "interleaved_tables")
+    pairs = rotated.unflatten(-1, (half, 2) if interleaved else (2, half))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    one = slice(None, None, 2) if rotation == "interleaved_tables" else slice(half)
+    cos, sin = cos[..., None, one], sin[..., None, one]
     sign = -1 if transposed else 1
     if scratch is None:
         scratch = x.new_empty(x.numel() // 2)

@@ -28,7 +28,7 @@ def token_ids(rows: int = len(DOCUMENTS)) -> Tensor:
     return torch.randint(0, reference.VOCABULARY, (rows, TOKENS), generator=generator)
 
 
-@reference.exact_norms()
+@reference.exact_modules()
 def plain_result(
     model: nn.Module, ids: Tensor, documents: Sequence[Sequence[int]] = DOCUMENTS
 ) -> tuple[float, dict[str, Tensor]]:
@@ -53,7 +53,7 @@ def save(folder: Path, family: str = "llama", heads: int = 24, kv_heads: int = 6
     return str(folder)
 
 
-@reference.exact_norms()
+@reference.exact_modules()
 def relative_errors(work: list[tuple[str, Recipe]]) -> list[tuple[float, float]]:
     """Return the relative error of the loss, and the largest of a gradient; runs on each rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

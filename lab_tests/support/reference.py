@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from lab.bench.reference import VOCABULARY, build, error, exact_norms, exact_rotary, gradients, loss_of
+from lab.bench.reference import VOCABULARY, build, error, exact_modules, exact_rotary, gradients, loss_of
 
 
 def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@exact_norms()
+@exact_modules()
 def truth(
     cfg: LlamaConfig, ids: Tensor, dtype: torch.dtype = torch.float64, rounded: torch.dtype | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:

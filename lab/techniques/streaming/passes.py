@@ -126,7 +126,8 @@ def layer_backward(
 
     Returns:
         The gradient of each trained parameter of the layer, in order; None where the layer did not use it.
-        The sum over tiles is in the wider of fp32 and the parameter's dtype, and rounded once.
+        The sum over tiles is in the wider of fp32 and the parameter's dtype, and rounded once; that of the
+        norm that the head and the tail of a parallel block share, once in each.
     """
     sinks, of_head_modules = layer.parts.sinks, (m.parameters() for m in layer.parts.head_modules)
     sinks_needed = sinks is not None and sinks.requires_grad
@@ -139,11 +140,17 @@ def layer_backward(
         stages = BackwardStages(settings, tensors, inputs, lses, sinks_needed=sinks_needed)
         stages.run()
         of_head = _head_backward(layer, tensors, inputs, dy, x_needed=x_needed)
-        gradients = [g if h is None else h for g, h in zip(gradients, of_head, strict=True)]
+        gradients = [_sum(both) for both in zip(gradients, of_head, strict=True)]
         if sinks is not None and stages.sink_grads is not None:
             trained = [p is sinks for p in layer.parts.module.parameters() if p.requires_grad]
             gradients[trained.index(True)] = stages.sink_grads.to(sinks.dtype)
     return gradients
+
+
+def _sum(of_parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Return the gradient of a parameter that the tail uses, or the head, or both in a parallel block."""
+    used = [gradient for gradient in of_parts if gradient is not None]
+    return sum(used[1:], used[0]) if used else None
 
 
 def _tail_backward(
