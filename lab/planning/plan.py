@@ -399,8 +399,8 @@ def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
         name = str(dtype).removeprefix("torch.")
         flash = runs_flash(torch.bfloat16, shape.D)
         yield (
-            f"in {name} with head_dim={shape.D} attention runs as matrix products on CUDA, whose blocks of "
-            "scores are not counted; "
+            f"in {name} with head_dim={shape.D} attention runs as matrix products on CUDA, several times "
+            "slower than a flash kernel; "
             + ("compute_dtype='bfloat16' runs a flash kernel" if flash else "flash kernels take at most 256")
         )
         return

@@ -44,8 +44,8 @@ class QuickPlan:
     @property
     def by_category(self) -> dict[str, int]:
         """The device peak by category, as a plan gives it."""
-        outside = self.device_peak - self.estimate.device_peak
-        return self.estimate.by_category | {"other": outside}
+        held = self.estimate.by_category
+        return held | {"other": held["other"] + self.device_peak - self.estimate.device_peak}
 
     @property
     def host_peak_per_node(self) -> int:
