@@ -116,6 +116,15 @@ def matrix_products_workspace(
     return held
 
 
+def matrix_products_note(dtype: str, head_dim: int) -> str:
+    """Return what is to be known where attention in this dtype and D runs as matrix products on CUDA."""
+    fast = "compute_dtype='bfloat16' runs a flash kernel"
+    return (
+        f"in {dtype} with head_dim={head_dim} attention runs as matrix products on CUDA, several times slower "
+        f"than a flash kernel; {fast if flash_takes(2, head_dim) else 'flash kernels take at most 256'}"
+    )
+
+
 def fixed_workspace(ranks: int) -> int:
     """Bytes a rank holds from its first step on, whatever the shapes: CUDA, cuBLAS, and NCCL's buffers.
 
@@ -166,7 +175,7 @@ def _copies(keys: Any) -> int:
     wider = keys.itemsize < 4
     # A wider copy lies without gaps, in the order of the strides.
     joined = of_head > of_token if wider else of_row == heads * of_head
-    return wider + (batch > 1 and heads > 1 and not joined)
+    return int(wider) + int(batch > 1 and heads > 1 and not joined)
 
 
 def _up(value: int, multiple: int) -> int:
