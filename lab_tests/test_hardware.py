@@ -169,10 +169,10 @@ def test_matrix_products_hold_what_the_model_says(
     op = "aten._scaled_dot_product_flash_attention_for_cpu"
     said = kernel(op, (q, k, v)), kernel(f"{op}_backward", (dout, q, k, v, out, lse))
     wide = max(q.itemsize, 4)
-    # Blocks of queries that the model rounds up to three; and of a causal mask, what the last full block is
-    # before the end, if the last block is not full.
+    # The model has up to three blocks of queries. With a causal mask, the last full block does not see the
+    # keys of a block after it that is not full.
     slack = 4 * wide * rows * heads * min(queries, 256) * (head_dim + 4)
-    short = -queries % 256 * (queries == keys)
+    short = queries % 256 * (queries == keys)
     slack += 2 * wide * rows * heads * 256 * short + 3 * wide * rows * kv_heads * short * head_dim
     if queries <= 256:
         slack += wide * rows * kv_heads * keys * head_dim

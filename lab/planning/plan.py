@@ -19,8 +19,8 @@ from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.models.lora import Lora
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
-from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.cuda_workspace import matrix_products_note
+from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached
