@@ -19,8 +19,8 @@ from lab.planning.hardware import HARDWARE, Figure, hardware, nearest, of_name
 from lab.recipe.recipe import Recipe
 from lab.techniques.attention.matrix_products import exact_backward, exact_forward
 from lab.units import GiB, MiB
+from lab_tests.support.memory_events import peak_of_events
 from lab_tests.support.models import small_config
-from lab_tests.test_meter import peak_of_events
 
 FIGURES = {
     **{f"{d}.{n}": f for d, h in HARDWARE.items() for n, f in vars(h).items() if isinstance(f, Figure)},

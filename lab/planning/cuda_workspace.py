@@ -119,10 +119,9 @@ def matrix_products_workspace(
 def matrix_products_note(dtype: str, head_dim: int) -> str:
     """Return what is to be known where attention in this dtype and D runs as matrix products on CUDA."""
     fast = "compute_dtype='bfloat16' runs a flash kernel"
-    return (
-        f"in {dtype} with head_dim={head_dim} attention runs as matrix products on CUDA, several times "
-        f"slower than a flash kernel; {fast if flash_takes(2, head_dim) else 'flash kernels take at most 256'}"
-    )
+    advice = fast if flash_takes(2, head_dim) else "flash kernels take at most 256"
+    runs = f"in {dtype} with head_dim={head_dim} attention runs as matrix products on CUDA"
+    return f"{runs}, several times slower than a flash kernel; {advice}"
 
 
 def fixed_workspace(ranks: int) -> int:
