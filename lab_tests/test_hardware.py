@@ -2,15 +2,24 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import lab
 from lab.errors import LabError
 from lab.planning import cuda_workspace as workspace_model
 from lab.planning import hardware as table
-from lab.planning.cuda_workspace import fixed_workspace, flash_backward_workspace, rounded
+from lab.planning.cuda_workspace import (
+    cuda_workspace,
+    fixed_workspace,
+    flash_backward_workspace,
+    matrix_products_workspace,
+    rounded,
+)
 from lab.planning.hardware import HARDWARE, Figure, hardware, nearest, of_name
 from lab.recipe.recipe import Recipe
+from lab.techniques.attention.matrix_products import exact_backward, exact_forward
 from lab.units import GiB, MiB
+from lab_tests.support.memory_events import peak_of_events
 from lab_tests.support.models import small_config
 
 FIGURES = {
@@ -121,6 +130,85 @@ def test_flash_backward_by_hand():
     assert flash_backward_workspace(1, 1, 1, 128, 128, 160) == 4 * 128 * 192 + 4 * 128
 
 
+def held_inside(attend):
+    """The most bytes that a call holds besides its results, by the profiler; and its results."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        results = attend()
+    return peak_of_events(profiler) - sum(t.nbytes for t in results), results
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "queries", "keys", "head_dim", "dtype"),
+    [
+        (1, 4, 2, 2560, 2560, 8, torch.float32),
+        (1, 3, 3, 2500, 2500, 10, torch.float64),
+        (2, 2, 1, 600, 2100, 8, torch.float32),
+        (3, 4, 2, 300, 1300, 12, torch.float64),
+        (1, 2, 2, 2560, 2560, 288, torch.bfloat16),
+        (2, 4, 2, 512, 1100, 288, torch.bfloat16),
+        (1, 2, 2, 1024, 1024, 520, torch.float32),
+        (1, 2, 1, 200, 200, 24, torch.float32),
+    ],
+)
+def test_matrix_products_hold_what_the_model_says(
+    rows, heads, kv_heads, queries, keys, head_dim, dtype, joined
+):
+    def make(n, tokens):
+        # Heads lie as [b, h, S, D], or as [b, S, h, D], whose rows a product of k or of v joins by a copy.
+        shape = (rows, n, tokens, head_dim) if joined else (rows, tokens, n, head_dim)
+        x = torch.randn(shape).to(dtype)
+        return x if joined else x.transpose(1, 2)
+
+    q, dout = make(heads, queries), make(heads, queries)
+    k, v = make(kv_heads, keys), make(kv_heads, keys)
+    settings = {"causal": queries == keys, "scale": 0.3}
+    forward, (out, lse) = held_inside(lambda: exact_forward(q, k, v, **settings))
+    backward, _ = held_inside(lambda: exact_backward(dout, q, k, v, out, lse, **settings))
+    kernel = cuda_workspace(1).kernel
+    op = "aten._scaled_dot_product_flash_attention_for_cpu"
+    said = kernel(op, (q, k, v)), kernel(f"{op}_backward", (dout, q, k, v, out, lse))
+    wide = max(q.itemsize, 4)
+    # The model has up to three blocks of queries. With a causal mask, the last full block does not see the
+    # keys of a block after it that is not full.
+    slack = 4 * wide * rows * heads * min(queries, 256) * (head_dim + 4)
+    short = queries % 256 * (queries == keys)
+    slack += 2 * wide * rows * heads * 256 * short + 3 * wide * rows * kv_heads * short * head_dim
+    if queries <= 256:
+        slack += wide * rows * kv_heads * keys * head_dim
+    for measured, planned in zip((forward, backward), said, strict=True):
+        assert 0 <= planned - measured <= slack
+
+
+def test_matrix_products_by_hand():
+    # b=2, h=6, S=1000, K=3, S'=512, D=16: matrices of 256 queries.
+    scores, of_keys, block, rows = 4 * 12 * 256 * 512, 4 * 6 * 512 * 16, 4 * 12 * 256 * 16, 4 * 12 * 256
+    sizes = {"width": 4, "copies": 0}
+    assert matrix_products_workspace(2, 6, 3, 1000, 512, 16, **sizes, backward=False) == 2 * scores + 3 * rows
+    assert matrix_products_workspace(2, 6, 3, 1000, 512, 16, **sizes, backward=True) == (
+        2 * scores + of_keys + 3 * block + rows
+    )
+    # In bf16 the sums of dk and dv are wider than they are.
+    wider = matrix_products_workspace(2, 6, 3, 1000, 512, 288, width=2, copies=1, backward=True)
+    assert wider == 2 * scores + 18 * 2 * of_keys + 18 * 3 * block + rows
+
+
+def test_a_plan_counts_matrix_products_at_their_operator():
+    cuda, seen = (
+        lab.plan(wide_attention(), Recipe(), tokens=2000, ranks=1, workspace=on).timeline
+        for on in (True, False)
+    )
+    op = "aten._scaled_dot_product_flash_attention_for_cpu"
+    for name, backward in ((op, False), (f"{op}_backward", True)):
+        inside = matrix_products_workspace(1, 24, 6, 2000, 2000, 10, width=4, copies=0, backward=backward)
+        more = [
+            max(t.moment(i).by_category["other"] for i in range(len(t)) if t.moment(i).op == name)
+            for t in (cuda, seen)
+        ]
+        assert more[0] - more[1] == fixed_workspace(1) + inside
+    assert cuda.peak.op == f"{op}_backward"
+
+
 def test_the_fixed_part_grows_with_the_ranks_of_a_node():
     sizes = [fixed_workspace(ranks) for ranks in (1, 2, 4, 8)]
     assert sizes == sorted(set(sizes))
@@ -142,7 +230,7 @@ def both(**knobs):
 
 def test_at_the_peak_a_plan_adds_the_fixed_part_and_the_kernels_own(monkeypatch):
     monkeypatch.setattr(workspace_model, "BLOCK", Figure(1, "B", "nothing is rounded here"))
-    cuda, seen = both(checkpoint=True)
+    cuda, seen = both(checkpoint=True, compute_dtype="bfloat16")
     assert seen.peak.op == cuda.peak.op == "aten._scaled_dot_product_flash_attention_for_cpu_backward"
     own = flash_backward_workspace(1, 24, 6, 200, 200, 10)
     assert cuda.device_peak - seen.device_peak == fixed_workspace(2) + own

@@ -13,6 +13,7 @@ from lab import models
 from lab.memory.categories import CATEGORIES
 from lab.memory.meter import Meter
 from lab.memory.resizes import report_resizes
+from lab_tests.support.memory_events import peak_of_events
 from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
 
@@ -171,16 +172,6 @@ def test_flash_attention_keeps_a_number_a_head_and_token_and_a_mebibyte_a_thread
     row_sums = 6 * FP32
     assert long - short == (3072 - 1024) * row_sums
     assert 1.0 <= (short - 1024 * row_sums) / 2 / 2**20 < 1.01
-
-
-def peak_of_events(profiler) -> int:
-    events = profiler.profiler.kineto_results.events()
-    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = peak = 0
-    for _, size in memory:
-        held += size
-        peak = max(peak, held)
-    return peak
 
 
 def test_growth_is_handed_out_once_and_in_order():

@@ -127,6 +127,7 @@ def quick_text(plan: QuickPlan) -> str:
                 for category, held in plan.by_category.items()
                 if held
             ),
+            *(f"note          {note}" for note in plan.notes),
             f"verdict       {verdict}, by the closed form; lab plan without --quick plans the step itself",
         )
     )
@@ -212,6 +213,7 @@ def max_context_text(result: MaxContext) -> str:
             f"stopped by        {memory_name(result.limit)} at {next_plan.tokens / Mi:.2f}M tokens",
             f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
             f"{next_plan.peak.module or '-'}",
+            *(f"note              {note}" for note in plan.notes),
         )
     )
 
@@ -268,7 +270,8 @@ def fit_text(plans: Sequence[Plan]) -> str:
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
-    return f"{fastest.job.subject}\n{table_text(table)}\n{legend}"
+    notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)
+    return "\n".join([fastest.job.subject, table_text(table), legend, *notes])
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:

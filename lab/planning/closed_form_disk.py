@@ -1,10 +1,11 @@
-"""The closed form of a step on a machine whose disk holds the long tensors of streamed layers."""
+"""The closed form of a step on a machine: with its disk, and with attention by matrix products on CUDA."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from lab.planning.closed_form import Estimate, estimate_job, host_bytes
+from lab.planning.closed_form_products import with_products
 from lab.planning.closed_form_streamed import streamed_host
 from lab.planning.closed_form_terms import sizes_of
 from lab.recipe.jobs import Job, Machine
@@ -12,14 +13,17 @@ from lab.shape import Shape
 
 
 def estimate_on(machine: Machine, shape: Shape, job: Job) -> Estimate:
-    """Return the peaks of one step of a job: ``estimate_job``, with streamed layers on the machine's disk.
+    """Return the peaks of one step of a job: ``estimate_job``, with what the machine adds.
 
     Args:
-        machine: Its disk, if it has one, holds the tiles of streamed layers.
+        machine: Its disk, if it has one, holds the tiles of streamed layers. If it counts the workspace of
+            CUDA, attention that runs as matrix products holds its scores; see ``with_products``.
         shape: The shape of the job's model.
         job: The job.
     """
     needs = estimate_job(shape, job)
+    if machine.workspace:
+        needs = with_products(needs, shape, job)
     if machine.disk is None or job.recipe.stream is None:
         return needs
     z = sizes_of(shape, job)

@@ -398,7 +398,7 @@ def part_bytes(z: Sizes, q: int, k: int, window: int | None, *, queries: int = 1
         return of_blocks * (q + 2 * k * z.f // z.w) + part
 
     parts = []
-    for blocks, length, later in _window_calls(z, window):
+    for blocks, length, later in window_calls(z, window):
         reversed_ = later * (window - 1)
         parts.append(reversed_ * q + call(blocks, length))
         if reversed_:
@@ -416,7 +416,7 @@ def forward_bytes(z: Sizes, q: int, k: int, window: int | None) -> int:
     tokens, parts = z.s * z.recipe.ulysses, [0]
     if window in (None, tokens):
         return 0
-    for blocks, length, later in _window_calls(z, window):
+    for blocks, length, later in window_calls(z, window):
         merged = later * min(length, window - 1)
         parts += [
             blocks * length * (q + _lse(z, q)),
@@ -442,7 +442,7 @@ def _lse(z: Sizes, q: int) -> int:
     return q * z.f // (z.w * z.D)
 
 
-def _window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
+def window_calls(z: Sizes, window: int) -> Iterator[tuple[int, int, int]]:
     """The blocks of a call of a windowed kernel, their length, and how many see keys of the block before.
 
     All but the first block of a sequence see such keys. The calls are the first one, the second one, and that

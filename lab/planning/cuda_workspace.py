@@ -9,6 +9,8 @@ from typing import Any
 
 from lab.memory.workspace import Workspace
 from lab.planning.hardware import Figure
+from lab.techniques.attention.flash_limits import BLOCK as QUERIES
+from lab.techniques.attention.flash_limits import flash_takes
 from lab.units import GiB, MiB
 
 _ATEN = "PyTorch, aten/src/ATen"
@@ -24,6 +26,9 @@ NCCL_CONNECTION = Figure(12 * MiB, "B", _CONNECTION)
 NCCL_PAIR_CHANNELS = Figure(32, "1", "NVIDIA/nccl issue 1685: an all-to-all on 8 x H100, each pair")
 NCCL_RING_CHANNELS = Figure(24, "1", "assumed from public logs of NCCL_DEBUG=INFO: 24 coll channels")
 NODE = 8  # GPUs that NVLink joins
+
+_FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu"
+_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 def rounded(nbytes: int) -> int:
@@ -58,6 +63,67 @@ def flash_backward_workspace(
     return sum(map(rounded, tensors))
 
 
+def matrix_products_workspace(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    tokens_q: int,
+    tokens_k: int,
+    head_dim: int,
+    *,
+    width: int,
+    copies: int,
+    backward: bool,
+) -> int:
+    """Bytes that attention by matrix products holds on CUDA in addition to its arguments and results.
+
+    It is an upper bound, which is reached to within a few blocks of queries if they fill the last block. All
+    sizes are those of the accumulation dtype: fp32, or fp64 for fp64. A matrix of scores has the last BLOCK
+    queries of all heads and all keys, [b, h, BLOCK, S'].
+
+    - Forward holds two of them: the scores, and what ``logsumexp`` makes of them inside, with three numbers
+      for each query. Or, if that is more, the scores and the copies of k or of v.
+    - Backward holds the weights and the gradient of the scores, and the term that is added to the sum of dk,
+      [b, h/G, S', D], or the copies of k or of v. Where the sums of dk and dv are wider than the results, it
+      holds these sums, and not yet the results.
+    - Up to three tensors of a block of queries, [b, h, BLOCK, D], are in memory with them.
+
+    Source: ``lab/techniques/attention/matrix_products.py``, and the profiler's memory events on CPU, which
+    include what ``logsumexp`` allocates.
+
+    Args:
+        batch: b, the rows.
+        heads: h, the query heads.
+        kv_heads: h/G, the heads of k and v.
+        tokens_q: S, the query tokens.
+        tokens_k: S', the key tokens.
+        head_dim: D.
+        width: The bytes of an element of q.
+        copies: How many copies of all of k, or of v, a matrix product needs: one in a wider dtype, and one if
+            the heads of its rows do not lie at equal distances.
+        backward: Whether it is the backward.
+    """
+    wide = max(width, 4)
+    rows = wide * batch * heads * min(QUERIES, tokens_q)
+    scores, of_keys = rows * tokens_k, wide * batch * kv_heads * tokens_k * head_dim
+    block = rounded(rows * head_dim)
+    if not backward:
+        in_logsumexp = 2 * rounded(scores) + 3 * rounded(rows)
+        return max(in_logsumexp, rounded(scores) + copies * rounded(of_keys) + 3 * block)
+    held = 2 * rounded(scores) + max(copies, 1) * rounded(of_keys) + 3 * block + rounded(rows)
+    if width < wide:
+        held += 2 * (rounded(of_keys) - rounded(of_keys * width // wide))
+    return held
+
+
+def matrix_products_note(dtype: str, head_dim: int) -> str:
+    """Return what is to be known where attention in this dtype and D runs as matrix products on CUDA."""
+    fast = "compute_dtype='bfloat16' runs a flash kernel"
+    advice = fast if flash_takes(2, head_dim) else "flash kernels take at most 256"
+    runs = f"in {dtype} with head_dim={head_dim} attention runs as matrix products on CUDA"
+    return f"{runs}, several times slower than a flash kernel; {advice}"
+
+
 def fixed_workspace(ranks: int) -> int:
     """Bytes a rank holds from its first step on, whatever the shapes: CUDA, cuBLAS, and NCCL's buffers.
 
@@ -87,11 +153,28 @@ def cuda_workspace(ranks: int) -> Workspace:
 
 
 def _inside_kernel(op: str, args: tuple[Any, ...]) -> int:
-    if op != "aten._scaled_dot_product_flash_attention_for_cpu_backward":
+    if op not in (_FORWARD, _BACKWARD):
         return 0
-    (batch, heads, tokens, head_dim), (_, kv_heads, keys, _) = args[1].shape, args[2].shape
+    q, k, v = args[1:4] if op == _BACKWARD else args[:3]
+    (batch, heads, tokens, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    if not flash_takes(q.itemsize, head_dim):
+        return matrix_products_workspace(
+            batch, heads, kv_heads, tokens, keys, head_dim,
+            width=q.itemsize, copies=max(_copies(k), _copies(v)), backward=op == _BACKWARD,
+        )  # fmt: skip
+    if op == _FORWARD:
+        return 0
     copies = sum(not x.transpose(1, 2).is_contiguous() for x in (args[0], args[4]))
     return flash_backward_workspace(batch, heads, kv_heads, tokens, keys, head_dim, copies=copies)
+
+
+def _copies(keys: Any) -> int:
+    """Copies of all keys [b, h/G, S', D] for a product with them: see ``matrix_products_workspace``."""
+    (batch, heads, *_), (of_row, of_head, of_token, _) = keys.shape, keys.stride()
+    wider = keys.itemsize < 4
+    # A wider copy lies without gaps, in the order of the strides.
+    joined = of_head > of_token if wider else of_row == heads * of_head
+    return int(wider) + int(batch > 1 and heads > 1 and not joined)
 
 
 def _up(value: int, multiple: int) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 from lab.errors import RecipeError
 from lab.models import ModelLike
 from lab.models.presets import PRESETS
-from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.closed_form import Estimate
+from lab.planning.closed_form_disk import estimate_on
 from lab.planning.cuda_workspace import fixed_workspace
 from lab.planning.fit import MARGIN
 from lab.planning.hardware import hardware
@@ -220,7 +221,7 @@ def _candidate(name: str, model: ModelLike, shape: Shape, rental: Rental, machin
         return make_job(model, name, tokens=tokens, ranks=rental.gpus, shape=shape, **dict[str, Any](degrees))
 
     def longest(degrees: Degrees) -> int:
-        return _longest(lambda tokens: estimate_job(shape, job(tokens, degrees)), machine, rental)
+        return _longest(lambda tokens: estimate_on(machine, shape, job(tokens, degrees)), machine, rental)
 
     degrees: Degrees = {}
     usual = job(Ki, degrees).recipe
@@ -229,7 +230,7 @@ def _candidate(name: str, model: ModelLike, shape: Shape, rental: Rental, machin
     return _Candidate(
         name,
         lambda tokens: job(tokens, degrees),
-        lambda tokens: estimate_job(shape, job(tokens, degrees)),
+        lambda tokens: estimate_on(machine, shape, job(tokens, degrees)),
         longest(degrees),
     )
 

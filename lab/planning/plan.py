@@ -19,6 +19,7 @@ from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.models.lora import Lora
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
+from lab.planning.cuda_workspace import matrix_products_note
 from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.planning.hardware import hardware
@@ -396,13 +397,7 @@ def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
     recipe, shape = job.recipe, decoder.shape_of(model.config)
     dtype = attention_dtype(recipe, model.dtype)
     if not runs_flash(dtype, shape.D):
-        name = str(dtype).removeprefix("torch.")
-        flash = runs_flash(torch.bfloat16, shape.D)
-        yield (
-            f"in {name} with head_dim={shape.D} attention runs as matrix products on CUDA, whose blocks of "
-            "scores are not counted; "
-            + ("compute_dtype='bfloat16' runs a flash kernel" if flash else "flash kernels take at most 256")
-        )
+        yield matrix_products_note(str(dtype).removeprefix("torch."), shape.D)
         return
     yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
     if recipe.kernel in ("auto", "torch"):

@@ -12,12 +12,14 @@ from lab import models
 from lab.models.lora import Lora
 from lab.planning.closed_form import Estimate
 from lab.planning.closed_form_disk import estimate_on, fits_node
-from lab.planning.cuda_workspace import fixed_workspace
+from lab.planning.closed_form_terms import WIDTHS
+from lab.planning.cuda_workspace import fixed_workspace, matrix_products_note
 from lab.planning.hardware import hardware
 from lab.planning.plan_cache import cached, model_identity
 from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
+from lab.techniques.attention.flash_limits import flash_takes
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,16 @@ class QuickPlan:
     @property
     def by_category(self) -> dict[str, int]:
         """The device peak by category, as a plan gives it."""
-        outside = self.device_peak - self.estimate.device_peak
-        return self.estimate.by_category | {"other": outside}
+        held = self.estimate.by_category
+        return held | {"other": held["other"] + self.device_peak - self.estimate.device_peak}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known before this job runs on a GPU; a model without compute_dtype is in fp32."""
+        dtype = self.job.recipe.compute_dtype
+        if not self.machine.workspace or flash_takes(WIDTHS[dtype], self.shape.D):
+            return ()
+        return (matrix_products_note(dtype or "float32", self.shape.D),)
 
     @property
     def host_peak_per_node(self) -> int:
@@ -81,6 +91,7 @@ class QuickPlan:
             "disk_peak": self.estimate.disk_peak,
             "disk_peak_per_node": self.disk_peak_per_node,
             "fits": self.fits,
+            "notes": list(self.notes),
             "moment": self.estimate.moment,
             "by_category": self.by_category,
             "parts": self.estimate.parts,

@@ -11,7 +11,8 @@ from lab.decoder import shape_of
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
-from lab.techniques.attention.flash import HALF_DTYPES, MAX_HEAD_DIM, query_limit_refusal
+from lab.techniques.attention.flash import HALF_DTYPES, query_limit_refusal
+from lab.techniques.attention.flash_limits import MAX_HEAD_DIM
 from lab.techniques.attention.kernels import KernelSupport, choose_kernel
 
 

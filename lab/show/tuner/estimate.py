@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import estimate_job
+from lab.planning.closed_form import Estimate, estimate_job
+from lab.planning.closed_form_products import with_products
 from lab.planning.closed_form_terms import Parts
 from lab.planning.cuda_workspace import NODE, fixed_workspace
 from lab.planning.fit import MARGIN
@@ -86,7 +87,7 @@ def estimate_state(state: State, changed: str = "") -> StateEstimate | Refusal:
         recipe = state.recipe
     except RecipeError as error:
         return Refusal(str(error), tuple(suggest(state, changed)))
-    step = estimate_job(state.shape, Job(state.model, recipe, state.tokens, state.ranks))
+    step = _estimate(state, recipe)
     outside = fixed_workspace(state.ranks) if state.workspace else 0
     device, host = step.device_peak + outside, step.host_peak * min(state.ranks, NODE)
     verdict = _verdict(state, device, host)
@@ -142,9 +143,15 @@ def _saves(state: State, peak: int) -> dict[str, int]:
                 recipe = recipe_of(without, state)
             except RecipeError:
                 continue  # Another knob of the rung needs it: streamed layers are checkpointed and offloaded.
-            job = Job(state.model, recipe, state.tokens, state.ranks)
-            saves[name] = estimate_job(state.shape, job).device_peak - peak
+            saves[name] = _estimate(state, recipe).device_peak - peak
     return saves
+
+
+def _estimate(state: State, recipe: Recipe) -> Estimate:
+    """Return the closed form of a step, with attention by matrix products if CUDA's workspace is counted."""
+    job = Job(state.model, recipe, state.tokens, state.ranks)
+    step = estimate_job(state.shape, job)
+    return with_products(step, state.shape, job) if state.workspace else step
 
 
 def estimate_text(result: StateEstimate | Refusal) -> str:

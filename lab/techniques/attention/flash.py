@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lab.errors import RecipeError
+from lab.techniques.attention.flash_limits import MAX_HEAD_DIM
 from lab.techniques.attention.matrix_products import exact_backward, exact_forward
 from lab.techniques.attention.sinks import sink_gradients
 from lab.torch_private import (
@@ -24,9 +25,6 @@ from lab.torch_private import (
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes that flash kernels on CUDA support."""
-
-MAX_HEAD_DIM = 256
-"""The largest D that flash kernels on CUDA support."""
 
 TORCH_QUERY_LIMIT = 2**31
 """The number of elements of queries (tokens x heads x D) from which a call of torch's CUDA kernel is refused.

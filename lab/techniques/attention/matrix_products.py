@@ -12,17 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lab.techniques.attention.flash_limits import BLOCK
 from lab.techniques.precision import accumulation_dtype
-
-BLOCK = 256
-"""The number of queries of a head whose scores are in memory at a time."""
 
 
 def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention and its log-sum-exp (LSE).
 
-    Costs: two matrices of scores [b, h, BLOCK, S'] in the wider of fp32 and the dtype of ``q``. It is several
-    times slower than a flash kernel.
+    Costs: two matrices of scores [b, h, BLOCK, S'] in the wider of fp32 and the dtype of ``q``, of which
+    logsumexp makes one inside. It is several times slower than a flash kernel.
 
     Args:
         q: [b, h, S, D].
@@ -42,6 +40,8 @@ def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
         weights = scores.sub_(block).exp_()
         out[:, :, rows] = _split_groups(weights @ v[:, :, keys].to(weights.dtype), q)
         lse[:, :, rows] = _split_groups(block, q).squeeze(-1)
+        # Or else they would be in memory while the next block is computed.
+        del scores, weights
     return out, lse
 
 
@@ -61,7 +61,8 @@ def exact_backward(
     ``out`` and ``lse`` may be the results of attention to more keys than ``k``. The gradients are then the
     exact part that these keys contribute.
 
-    Costs: three matrices of scores [b, h, BLOCK, S'], and the sums of dk and dv, in the dtype of ``lse``.
+    Costs: two matrices of scores [b, h, BLOCK, S'], the sums of dk and dv, and one term of such a sum, in the
+    dtype of ``lse``. See ``matrix_products_workspace`` in ``lab/planning/cuda_workspace.py``.
     Source: FlashAttention (arXiv 2205.14135), appendix B.2.
 
     Args:
@@ -89,6 +90,7 @@ def exact_backward(
         grad_scores = (grad @ v[:, :, keys].to(sum_dtype).mT).sub_(row_sums).mul_(weights).mul_(scale)
         dq[:, :, rows] = _split_groups(grad_scores @ k[:, :, keys].to(sum_dtype), q)
         dk[:, :, keys] += grad_scores.mT @ _join_groups(q[:, :, rows].to(sum_dtype), k)
+        del scores, weights, grad_scores
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
