@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -14,16 +14,19 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from lab.decoder import check_materialized
 from lab.errors import RecipeError
 from lab.hf.batches import shard_rows
+from lab.hf.saving import whole_state
 from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe, apply_techniques, check_inputs
 from lab.techniques.exchange import sum_over_ranks
 from lab.techniques.loss import IGNORED
-from lab.techniques.sharding import reshape_mesh
+from lab.techniques.sharding import OPTIMIZER_BEFORE, reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
 """The library that combines the gradients of the ranks: the lab sums them, and accelerate averages them by
@@ -43,6 +46,8 @@ class LongContextModel:
         sequence: The group of C*R ranks that share a sequence; None if that is one rank.
         sharding: The library that combines the gradients of the ranks.
         accelerator: The accelerator that prepares the model.
+        outstanding: For the numbers of labels that ``count`` has returned: how many micro-batches of the
+            update have no loss yet.
     """
 
     inner: PreTrainedModel
@@ -51,6 +56,7 @@ class LongContextModel:
     sequence: dist.ProcessGroup | None
     sharding: Sharding
     accelerator: Accelerator
+    outstanding: dict[float, int] = field(default_factory=dict)
 
     @property
     def shared(self) -> int:
@@ -76,9 +82,10 @@ class LongContextModel:
         Args:
             parts: What ``shard`` returned for each micro-batch of an update.
         """
-        own = sum(int((part["shifted_labels"] != IGNORED).sum()) for part in parts)
-        total = torch.tensor(own, device=self.accelerator.device)
+        own = [int((part["shifted_labels"] != IGNORED).sum()) for part in parts]
+        total = torch.tensor(sum(own), device=self.accelerator.device)
         dist.all_reduce(total, group=self.mesh.get_group())
+        self.outstanding[int(total)] = len(own)
         return int(total)
 
     def loss(self, model: nn.Module, part: Mapping[str, Any], labels: float) -> Tensor:
@@ -90,13 +97,20 @@ class LongContextModel:
         ``gradient_accumulation_steps``. The gradients are multiplied by this number before, because
         ``labels`` is the number of labels in all micro-batches already.
 
+        An update of several micro-batches calls ``optimizer.step()`` once, after ``backward`` of the last.
+        ``accelerator.no_sync(model)`` around the others saves sums over the ranks where DDP combines
+        gradients. ``accelerator.accumulate`` is right only if the loop has not read the last batch of the
+        loader before: from then on it takes each micro-batch for the last of an update.
+
         Args:
             model: The model as accelerate returned it.
             part: What ``shard`` returned.
             labels: The number of labels on all ranks, in all micro-batches of an update; see ``count``.
 
         Raises:
-            RecipeError: ``labels`` is 0; a scheduler that accelerate steps once for each rank.
+            RecipeError: ``labels`` is 0; a scheduler that accelerate steps once for each rank; a model to
+                train that DDP does not wrap, where DDP combines gradients; ``accelerator.accumulate`` ends an
+                update at another micro-batch than the last one that was counted.
         """
         if not labels > 0:
             raise RecipeError(
@@ -104,6 +118,9 @@ class LongContextModel:
                 "drop such rows"
             )
         self._check_schedulers()
+        if self.sharding == "accelerate" and torch.is_grad_enabled():
+            self._check_wrapped(model)
+        self._check_accumulation(labels)
         if self.sharding == "accelerate" and getattr(self.inner.forward, "sequence", None) is None:
             # The checks record the modules as accelerate has changed them, so ``apply`` does not add them.
             check_inputs(self.inner, self.recipe, self.mesh)
@@ -116,6 +133,36 @@ class LongContextModel:
             # The value stays that of the sum; the gradient is multiplied by the factor.
             total = total + (factor - 1) * (total - total.detach())
         return total / labels
+
+    def _check_wrapped(self, model: nn.Module) -> None:
+        """Refuse to train a model that DDP does not wrap."""
+        # The wrapper of torch.compile may be around DDP.
+        if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+            raise RecipeError(
+                f"a model without DDP, which combines the gradients of {self.mesh.size()} replicas: give the "
+                "model to accelerator.prepare, and what it returns to loss"
+            )
+
+    def _check_accumulation(self, labels: float) -> None:
+        """Refuse ``accelerator.accumulate`` if it does not end the update where ``count`` says it ends.
+
+        Its end of an update is seen only by accelerate's settings: a loop without it has one accumulation
+        step, and ``accelerator.step`` is 0.
+        """
+        if labels not in self.outstanding:
+            return
+        left = self.outstanding.pop(labels) - 1
+        if left > 0:
+            self.outstanding[labels] = left
+        ends, steps = self.accelerator.sync_gradients, self.accelerator.gradient_accumulation_steps
+        accumulates = steps > 1 or self.accelerator.step > 0
+        if torch.is_grad_enabled() and accumulates and ends != (left == 0):
+            raise RecipeError(
+                f"accelerator.accumulate {'ends' if ends else 'does not end'} an update of which {left} "
+                "counted micro-batches are left (it ends one whenever the loader has been read to its end): "
+                "leave it and gradient_accumulation_steps out, put accelerator.no_sync(model) around all "
+                "micro-batches but the last, and call optimizer.step() after that"
+            )
 
     def _check_schedulers(self) -> None:
         """Refuse a scheduler that accelerate steps C*R times for each batch.
@@ -171,7 +218,8 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
 
     Raises:
         LabError: See ``lab.apply_recipe`` and ``check_parallelism``; parameters outside the transformers
-            model, such as those of prompt tuning; PEFT's model with accelerate's FSDP.
+            model, such as those of prompt tuning; PEFT's model with accelerate's FSDP; an optimizer of the
+            model that was prepared before.
     """
     inner, mesh = inner_model(model), mesh_of_all(accelerator)
     if not set(model.parameters()) <= set(inner.parameters()):
@@ -191,7 +239,10 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
     sharding: Sharding = "accelerate" if by_ddp else "lab"
     if by_ddp:
         apply_techniques(inner, recipe, mesh)
+        inner.lab_sharding = sharding  # type: ignore[assignment]
     else:
+        if recipe.fsdp or recipe.compute_dtype is not None:
+            _refuse_optimizers(inner, accelerator)
         apply_recipe(inner, recipe, mesh)
         _leave_as_it_is(model, accelerator)
     return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), sharding, accelerator)
@@ -205,9 +256,11 @@ def combined_by_ddp(recipe: Recipe, ranks: int) -> bool:
 def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel | None:
     """Describe a model to which the caller has applied ``lab.apply_recipe``; return None for any other model.
 
+    Or the caller has trained the model by another trainer.
+
     Raises:
-        RecipeError: The model has other degrees than the recipe; accelerate has an FSDP plugin; see
-            ``check_parallelism``.
+        RecipeError: The model has other degrees than the recipe; DDP combines its gradients, but not those of
+            the recipe; accelerate has an FSDP plugin; see ``check_parallelism``.
     """
     inner = inner_model(model)
     degrees = getattr(inner.forward, "sequence", None)
@@ -224,8 +277,16 @@ def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -
             "accelerate's FSDP with a model that a recipe has sharded: leave accelerate's FSDP out"
         )
     mesh = mesh_of_all(accelerator)
-    _leave_as_it_is(model, accelerator)
-    return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), "lab", accelerator)
+    sharding: Sharding = getattr(inner, "lab_sharding", "lab")
+    if sharding == "lab":
+        _leave_as_it_is(model, accelerator)
+    elif not combined_by_ddp(recipe, mesh.size()):
+        raise RecipeError(
+            "a model of which DDP keeps replicas equal, and arguments with a recipe of "
+            f"fsdp={recipe.fsdp}, compute_dtype={recipe.compute_dtype}: give the arguments fsdp=False and no "
+            "bf16, or build the model again"
+        )
+    return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), sharding, accelerator)
 
 
 def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
@@ -238,6 +299,40 @@ def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
     if plugin is not None:
         # The policy would look for classes of layers by their names, which FSDP has changed.
         plugin.auto_wrap_policy = None
+        return
+    # Without its plugin, accelerate takes the shards for whole parameters.
+    plain = accelerator.get_state_dict
+
+    def get_state_dict(model: nn.Module, unwrap: bool = True) -> Any:
+        if _is_sharded(model):
+            return whole_state(accelerator.unwrap_model(model), keep=accelerator.is_main_process)
+        return plain(model, unwrap)
+
+    accelerator.get_state_dict = get_state_dict  # type: ignore[method-assign]
+    accelerator.register_save_state_pre_hook(_refuse_states)
+    accelerator.register_load_state_pre_hook(_refuse_states)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _refuse_states(models: list[nn.Module], *_: Any) -> None:
+    """Refuse to save or to load accelerate's state, which has the optimizer's shards of one rank alone."""
+    if any(map(_is_sharded, models)):
+        raise RecipeError(
+            "accelerator.save_state or load_state with a model that the lab has sharded: they know the "
+            "optimizer's state of one rank alone; use get_state_dict and set_state_dict of "
+            "torch.distributed.checkpoint.state_dict"
+        )
+
+
+def _refuse_optimizers(model: nn.Module, accelerator: Accelerator) -> None:
+    """Refuse optimizers that accelerate has prepared, of parameters that the recipe is about to replace."""
+    parameters = set(model.parameters())
+    for optimizer in accelerator._optimizers:
+        if any(not parameters.isdisjoint(group["params"]) for group in optimizer.param_groups):
+            raise RecipeError(OPTIMIZER_BEFORE)
 
 
 def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:

@@ -210,7 +210,7 @@ def _plan_arguments(trainer: LongContext, ranks: int | None, tokens: int | str |
             "a plan of a model that was given with a recipe: its parameters are sharded already; call "
             "lab.plan with the model's config and the recipe"
         )
-    ranks = ranks or trainer.args.world_size
+    ranks = trainer.args.world_size if ranks is None else ranks
     recipe = trainer.recipe_for(ranks)
     return {
         "model": model,

@@ -6,7 +6,9 @@ global number of labels, so the gradients of the ranks must be summed, not avera
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lab.decoder import check_materialized, decoder_of
 from lab.errors import RecipeError
@@ -32,6 +35,11 @@ from lab.torch_private import (
     forget_forward,
     queue_callback,
     unset_fake_temporarily,
+)
+
+OPTIMIZER_BEFORE = (
+    "an optimizer that was made before the recipe, which replaces the parameters by their shards: make it of "
+    "model.parameters() after the recipe was applied"
 )
 
 
@@ -78,7 +86,7 @@ def apply_fsdp(
         ModelError: See ``decoder_of``.
         RecipeError: The trained parameters of a layer have several dtypes. In forward: a parameter was added,
             frozen or unfrozen; inference mode is on; or the last backward failed. In backward:
-            ``create_graph=True``.
+            ``create_graph=True``. In the step of an optimizer: it has a parameter that a shard has replaced.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
@@ -89,6 +97,8 @@ def apply_fsdp(
     _check_dtypes(units)
     pinned = on_host and may_pin(*_shard_bytes(units, mesh.size()), mesh)
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
+    # A whole parameter that nobody else holds is freed when its unit is sharded.
+    replaced = [ref(parameter) for parameter in model.parameters()]
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -102,9 +112,31 @@ def apply_fsdp(
             if mesh.device_type == "cpu":
                 module.set_custom_all_gather(_SettledAllGather())
                 module.set_custom_reduce_scatter(_SettledReduceScatter())
+    _refuse_steps_of(replaced)
     _refuse_changed_requires_grad(model)
     _refuse_after_failure(model)
     _reshard_after_evaluation(model)
+
+
+def _refuse_steps_of(replaced: list[ref[nn.Parameter]]) -> None:
+    """Refuse the step of an optimizer that holds a whole parameter: it gets no gradient, and trains nothing."""
+    for reference in replaced:
+        parameter = reference()
+        if parameter is not None:
+            parameter.lab_replaced = True  # type: ignore[attr-defined]
+    _refuse_steps_of_replaced_parameters()
+
+
+@cache
+def _refuse_steps_of_replaced_parameters() -> None:
+    """Check every optimizer before each step, once per process."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if any(hasattr(parameter, "lab_replaced") for parameter in group["params"]):
+                raise RecipeError(OPTIMIZER_BEFORE)
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _units(model: nn.Module, layers: list[nn.Module]) -> list[list[nn.Parameter]]:
