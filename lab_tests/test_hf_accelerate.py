@@ -1,7 +1,7 @@
 """Recipes with Accelerate alone, and models that were given a recipe by hand, against a plain loop."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -38,7 +42,7 @@ from lab_tests.support.small_trainings import (
     rows,
     settings,
 )
-from lab_tests.support.trainers import launch
+from lab_tests.support.trainers import launch, whole
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +59,19 @@ class Loop:
 
     recipe: Recipe
     plugin: bool = False
+    no_sync: bool = False
 
+
+SHARDED = Recipe(**{**UPIPE.to_json(), "fsdp": True})
 
 LOOPS = {
     "ddp": Loop(UPIPE),
-    "fsdp": Loop(Recipe(**{**UPIPE.to_json(), "fsdp": True})),
-    "plugin": Loop(Recipe(**{**UPIPE.to_json(), "fsdp": True}), plugin=True),
+    "fsdp": Loop(SHARDED),
+    "plugin": Loop(SHARDED, plugin=True),
     "own rows": Loop(Recipe(fsdp=True)),
+    "ddp, without accumulate": Loop(UPIPE, no_sync=True),
+    "fsdp, without accumulate": Loop(SHARDED, no_sync=True),
+    "plugin, without accumulate": Loop(SHARDED, plugin=True, no_sync=True),
 }
 
 
@@ -95,35 +105,105 @@ def plain_loop(rows_of_all: int) -> list[float]:
 
 
 def accelerated_loop(loop: Loop) -> list[float]:
-    """Accelerate's own example of gradient accumulation, with a recipe. Runs on ranks."""
+    """Accelerate's own example of gradient accumulation, with a recipe. Runs on ranks.
+
+    Or with ``no_sync`` in place of ``accumulate``, and a loader that is read by one update after the other.
+    """
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if loop.plugin else None
     accelerator = Accelerator(
         cpu=True,
-        gradient_accumulation_steps=MICRO_BATCHES,
+        gradient_accumulation_steps=1 if loop.no_sync else MICRO_BATCHES,
         parallelism_config=lab.hf.parallelism(loop.recipe, 4),
         fsdp_plugin=plugin,
     )
     assert (accelerator.distributed_type == DistributedType.FSDP) == loop.plugin
     trained = model(CASE)
     applied = lab.hf.apply(trained, loop.recipe, accelerator)
-    loader = DataLoader(rows(), 1, collate_fn=collate)  # type: ignore[arg-type]
+    data = rows()[: UPDATES * MICRO_BATCHES * 4 // applied.shared]
+    loader = DataLoader(data, 1, collate_fn=collate)  # type: ignore[arg-type]
     trained, optimizer, loader = accelerator.prepare(trained, optimizer_of(trained), loader)
-    parts = [applied.shard(batch) for batch in loader]
+    parts = map(applied.shard, loader)
+    if not loop.no_sync:
+        parts = iter(list(parts))
     found: list[float] = []
-    for start in range(0, UPDATES * MICRO_BATCHES, MICRO_BATCHES):
-        update = parts[start : start + MICRO_BATCHES]
+    for update in zip(*[parts] * MICRO_BATCHES, strict=True):
         labels, total = applied.count(update), 0.0
         for part in update:
-            with accelerator.accumulate(trained):
+            last = part is update[-1]
+            if loop.no_sync:
+                context = nullcontext() if last else accelerator.no_sync(trained)
+            else:
+                context = accelerator.accumulate(trained)
+            with context:
                 loss = applied.loss(trained, part, labels)
                 accelerator.backward(loss)
                 total += loss.item()
-                if accelerator.sync_gradients:
+                if last:
                     norm = accelerator.clip_grad_norm_(trained.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
+                if last or not loop.no_sync:
+                    optimizer.step()
+                    optimizer.zero_grad()
         found += [total, norm.item()]
     return found
+
+
+@dataclass
+class Saved:
+    """What was saved of a model, and how its training went on."""
+
+    weights: list[dict[str, Tensor]]
+    right: dict[str, Tensor]
+    refusals: list[str]
+    losses: list[float]
+
+
+def saved(folder: Path) -> Saved:
+    """Save a model that the lab has sharded, and go on with another one. Runs on ranks."""
+    accelerator = Accelerator(cpu=True, parallelism_config=lab.hf.parallelism(SHARDED, 4))
+
+    def start() -> tuple[Any, Any, Any]:
+        trained = model(CASE)
+        applied = lab.hf.apply(trained, SHARDED, accelerator)
+        return applied, *accelerator.prepare(trained, optimizer_of(trained))
+
+    def step(applied: Any, trained: Any, optimizer: Any) -> float:
+        part = applied.shard(collate(rows()[:2]))
+        loss = applied.loss(trained, part, applied.count([part]))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()  # type: ignore[no-any-return]
+
+    first, second = start(), start()
+    step(*first)
+    accelerator.save_model(first[1], folder / "by accelerate")
+    first[1].save_pretrained(
+        folder / "by transformers",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(first[1]),
+    )
+    refusals = []
+    for function in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(LabError) as error:
+            function(folder / "by accelerate")
+        refusals.append(str(error.value))
+    names = "model", "optimizer"
+    state = dict(zip(names, get_state_dict(first[1], first[2].optimizer), strict=True))
+    save(state, checkpoint_id=folder / "state")
+    right = whole(first[1])
+    losses = [step(*first), step(*first)]
+    state = dict(zip(names, get_state_dict(second[1], second[2].optimizer), strict=True))
+    load(state, checkpoint_id=folder / "state")
+    set_state_dict(
+        second[1],
+        second[2].optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    losses += [step(*second), step(*second)]
+    weights = [load_file(path / "model.safetensors") for path in sorted(folder.glob("by *"))]
+    return Saved(weights, right, refusals, losses)
 
 
 @contextmanager
@@ -182,6 +262,7 @@ def all_of_them(folder: Path) -> dict[str, Any]:
     for name, function in {
         "different": refusal_of_different_batches,
         "by hand": lambda: by_hand(folder),
+        "saved": lambda: saved(folder),
     }.items():
         with fresh_process():
             found[name] = function()
@@ -204,6 +285,19 @@ def test_losses_and_norms_are_those_of_a_plain_loop(name: str, on_four: list[dic
 def test_different_batches_of_ranks_that_share_a_sequence(on_four: list[dict[str, Any]]) -> None:
     for rank in on_four:
         assert "the tokens, the mask or the documents differ on rank" in rank["different"]
+
+
+def test_a_sharded_model_is_saved_and_its_state_by_torch_alone(on_four: list[dict[str, Any]]) -> None:
+    for rank in on_four:
+        found = rank["saved"]
+        assert len(found.weights) == 2
+        for weights in found.weights:
+            torch.testing.assert_close(weights, found.right, rtol=0, atol=0)
+        for refusal in found.refusals:
+            assert "use get_state_dict and set_state_dict of torch.distributed.checkpoint" in refusal
+        first, second, *again = found.losses
+        assert first != second
+        assert again == [first, second]
 
 
 def test_a_model_with_a_recipe_in_trainer(on_four: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -456,6 +458,32 @@ def _(_):
     prepared = accelerator.prepare_scheduler(scheduler)
     assert accelerator._schedulers == [prepared]
     assert (prepared.step_with_optimizer, prepared.split_batches) == (False, False)
+
+
+@hook("accelerate", "Accelerator._optimizers")
+def _(_):
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
+    assert accelerator._optimizers == [prepared]
+
+
+@hook("accelerate", "Accelerator.accumulate")
+def _(_):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    seen = [(accelerator.step, accelerator.sync_gradients)]
+    for _ in range(2):
+        with accelerator.accumulate():
+            seen.append((accelerator.step, accelerator.sync_gradients))
+    assert seen == [(0, True), (1, False), (2, True)]
+
+
+@hook("accelerate", "Accelerator.get_state_dict")
+def _(_):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 3)
+    accelerator.get_state_dict = lambda model, unwrap=True: {"saved": model.weight + 1}
+    with TemporaryDirectory() as folder:
+        accelerator.save_model(model, folder)
+        assert torch.equal(load_file(Path(folder) / "model.safetensors")["saved"], model.weight + 1)
 
 
 # ---- TRL and PEFT ------------------------------------------------------------------------------------------

@@ -195,6 +195,8 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
             LabError, match=r"which DDP keeps equal: .* use fsdp=True in the recipe, or bf16=True"
         ):
             lab.hf.plan(replicas, ranks=4)
+        with pytest.raises(LabError, match="0"):
+            lab.hf.plan(alone, ranks=0)
         alone.train_dataset = iter(rows())
         with pytest.raises(LabError, match="have no input_ids: give tokens, the number of tokens in the"):
             lab.hf.plan(alone)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -527,6 +529,98 @@ def test_a_scheduler_that_accelerate_prepares() -> None:
     applied.loss(applied.inner, part, 12)
     words = "a scheduler that accelerate steps once for each rank ... step_scheduler_with_optimizer=False"
     refused(words, lambda: shared.loss(applied.inner, part, 12))
+
+
+def test_an_optimizer_that_was_made_before_the_recipe() -> None:
+    """Its parameters have no gradients, and it would train nothing."""
+    words = "an optimizer that was made before the recipe ... after the recipe was applied"
+    for recipe in OWN, Recipe(compute_dtype="bfloat16"):
+        found, made = Accelerator(cpu=True), model()
+        found.prepare(torch.optim.AdamW(made.parameters()))
+        refused(words, lambda made=made, recipe=recipe, found=found: lab.hf.apply(made, recipe, found))
+        found = Accelerator(cpu=True)
+        optimizer = torch.optim.AdamW(made.parameters())
+        lab.hf.apply(made, recipe, found)
+        refused(words, found.prepare(optimizer).step)
+
+
+def test_an_optimizer_of_parameters_that_a_recipe_leaves() -> None:
+    found, made = Accelerator(cpu=True), model()
+    optimizer = found.prepare(torch.optim.AdamW(made.parameters()))
+    step(lab.hf.apply(made, Recipe(), found), optimizer)
+
+
+def step(applied: Any, optimizer: Any) -> None:
+    before = applied.inner.lm_head.weight.detach().clone()
+    part = applied.shard(BATCH)
+    applied.accelerator.backward(applied.loss(applied.inner, part, applied.count([part])))
+    optimizer.step()
+    assert not torch.equal(applied.inner.lm_head.weight, before)
+
+
+def test_a_model_without_ddp() -> None:
+    """Nobody would combine the gradients of its replicas."""
+    applied = replace(lab.hf.apply(model(), Recipe(), Accelerator(cpu=True)), sharding="accelerate")
+    part = applied.shard(BATCH)
+    words = "a model without DDP ... accelerator.prepare, and what it returns to loss"
+    refused(words, lambda: applied.loss(applied.inner, part, 12))
+    with torch.no_grad():
+        applied.loss(applied.inner, part, 12)
+
+
+def read_ahead(steps: int, *, accumulate: bool = True, micro_batches: int = 2) -> int:
+    """Train in updates whose micro-batches are read first; return the number of steps of the optimizer."""
+    with fresh_process():
+        return _read_ahead(steps, accumulate, micro_batches)
+
+
+def _read_ahead(steps: int, accumulate: bool, micro_batches: int) -> int:
+    found = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    applied = lab.hf.apply(model(), OWN, found)
+    optimizer = torch.optim.AdamW(applied.inner.parameters())
+    taken: list[None] = []
+    optimizer.register_step_post_hook(lambda *_: taken.append(None))
+    data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    optimizer, loader = found.prepare(optimizer, DataLoader(data))  # type: ignore[arg-type]
+    for update in zip(*[map(applied.shard, loader)] * micro_batches, strict=True):
+        labels = applied.count(update)
+        for part in update:
+            with found.accumulate(applied.inner) if accumulate else nullcontext():
+                found.backward(applied.loss(applied.inner, part, labels))
+                if accumulate or part is update[-1]:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return len(taken)
+
+
+def test_an_update_that_ends_at_another_micro_batch() -> None:
+    words = " an update of which 1 counted micro-batches are left ... accelerator.no_sync(model) around"
+    refused("accelerator.accumulate ends" + words, lambda: read_ahead(2))
+    refused("accelerator.accumulate ends" + words, lambda: read_ahead(1))
+    refused("accelerator.accumulate ends" + words, lambda: read_ahead(2, accumulate=False))
+    refused("accelerator.accumulate does not end" + words.replace("1", "0"), lambda: read_ahead(3))
+    assert read_ahead(1, accumulate=False) == 2
+    assert read_ahead(1, micro_batches=1) == 4
+
+
+def test_an_evaluation_ends_no_update() -> None:
+    found = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    applied = lab.hf.apply(model(), OWN, found)
+    part = applied.shard(BATCH)
+    with torch.no_grad():
+        labels = applied.count([part, part])
+        for _ in range(2):
+            applied.loss(applied.inner, part, labels)
+    assert not applied.outstanding
+
+
+def test_a_model_of_replicas_that_is_given_another_recipe(tmp_path: Path) -> None:
+    """DDP combined the gradients, and the arguments leave it out."""
+    made = model()
+    lab.apply_recipe(made, Recipe(), mesh_of_all(Accelerator(cpu=True)))
+    made.lab_sharding = "accelerate"
+    trainer = LongTrainer(made, arguments(tmp_path, recipe=OWN), train_dataset=rows())
+    refused("DDP keeps replicas equal, and arguments with ... fsdp=True ... fsdp=False", trainer.train)
 
 
 def test_a_model_that_was_given_another_recipe(tmp_path: Path) -> None:

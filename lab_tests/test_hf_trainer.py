@@ -174,6 +174,36 @@ def test_an_evaluation_before_changes_no_training(ranks4: Cluster, tmp_path: Pat
             assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
 
 
+AGAIN = {"fsdp": ON_FOUR["hybrid"], "ddp": GROUPS["ddp"], "ddp, one sequence": ON_FOUR["replicas"]}
+"""Cases whose model is given to another trainer."""
+
+
+def trained_again(trainer: Any) -> Outcome:
+    """A model that three trainers have: one evaluates it, and two train it."""
+    trainer.evaluate()
+    second, third = (
+        type(trainer)(trainer.model, trainer.args, collate, train_dataset=rows(), eval_dataset=rows()[:7])
+        for _ in range(2)
+    )
+    second.train()
+    return outcome(third)
+
+
+def all_trained_again(folder: Path) -> dict[str, Outcome]:
+    """Runs on ranks."""
+    return {name: trained_again(long_trainer(case, folder / name)) for name, case in AGAIN.items()}
+
+
+@pytest.mark.slow
+def test_another_trainer_of_the_same_model(ranks4: Cluster, tmp_path: Path) -> None:
+    found = launch(ranks4, 4, all_trained_again, tmp_path)
+    for name, case in AGAIN.items():
+        with fresh_process():
+            plain = trained_again(plain_trainer(case, tmp_path))
+        for rank in found:
+            assert_same(Outcome(rank[name].losses, rank[name].norms, plain.evaluation), plain)
+
+
 def test_a_model_without_memory_is_planned_and_not_trained(tmp_path: Path) -> None:
     case = Case(dtype="float32")
     with fresh_process():

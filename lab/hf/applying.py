@@ -146,8 +146,7 @@ class LongContextModel:
     def _check_accumulation(self, labels: float) -> None:
         """Refuse ``accelerator.accumulate`` if it does not end the update where ``count`` says it ends.
 
-        Its end of an update is seen only by accelerate's settings: a loop without it has one accumulation
-        step, and ``accelerator.step`` is 0.
+        A loop without it has one accumulation step, and there ``accelerator.step`` is 0.
         """
         if labels not in self.outstanding:
             return
@@ -156,7 +155,7 @@ class LongContextModel:
             self.outstanding[labels] = left
         ends, steps = self.accelerator.sync_gradients, self.accelerator.gradient_accumulation_steps
         accumulates = steps > 1 or self.accelerator.step > 0
-        if torch.is_grad_enabled() and accumulates and ends != (left == 0):
+        if torch.is_grad_enabled() and (ends and accumulates if left else not ends):
             raise RecipeError(
                 f"accelerator.accumulate {'ends' if ends else 'does not end'} an update of which {left} "
                 "counted micro-batches are left (it ends one whenever the loader has been read to its end): "
@@ -308,7 +307,7 @@ def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
             return whole_state(accelerator.unwrap_model(model), keep=accelerator.is_main_process)
         return plain(model, unwrap)
 
-    accelerator.get_state_dict = get_state_dict  # type: ignore[method-assign]
+    accelerator.get_state_dict = get_state_dict
     accelerator.register_save_state_pre_hook(_refuse_states)
     accelerator.register_load_state_pre_hook(_refuse_states)
 

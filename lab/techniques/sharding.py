@@ -119,7 +119,7 @@ def apply_fsdp(
 
 
 def _refuse_steps_of(replaced: list[ref[nn.Parameter]]) -> None:
-    """Refuse the step of an optimizer that holds a whole parameter: it gets no gradient, and trains nothing."""
+    """Refuse the step of an optimizer that holds a whole parameter, which gets no gradient."""
     for reference in replaced:
         parameter = reference()
         if parameter is not None:
