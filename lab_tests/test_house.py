@@ -87,7 +87,7 @@ OF_OTHERS = {
     "_asdict", "_replace",  # collections
     "_exit", "_current_frames", "_DummyThread",  # the standard library
     "_apply_gate", "_attn_implementation", "_norm",  # transformers
-    "_is_accelerate_prepared", "_models", "_reset_state", "_schedulers",  # accelerate
+    "_is_accelerate_prepared", "_models", "_optimizers", "_reset_state", "_schedulers",  # accelerate
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_bwd", "_flash_attn_fwd",  # flash-attn
     "_reply_subshell_for", "_repr_mimebundle_",  # Jupyter
 }  # fmt: skip

@@ -238,6 +238,7 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
     sharding: Sharding = "accelerate" if by_ddp else "lab"
     if by_ddp:
         apply_techniques(inner, recipe, mesh)
+        # The next trainer of this model asks for it: these parameters have no hooks that sum gradients.
         inner.lab_sharding = sharding  # type: ignore[assignment]
     else:
         if recipe.fsdp or recipe.compute_dtype is not None:
@@ -253,9 +254,10 @@ def combined_by_ddp(recipe: Recipe, ranks: int) -> bool:
 
 
 def applied_before(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel | None:
-    """Describe a model to which the caller has applied ``lab.apply_recipe``; return None for any other model.
+    """Describe a model to which ``lab.apply_recipe`` or another trainer has applied a recipe.
 
-    Or the caller has trained the model by another trainer.
+    Returns:
+        The model, whose gradients are combined as before; None for a model without a recipe.
 
     Raises:
         RecipeError: The model has other degrees than the recipe; DDP combines its gradients, but not those of

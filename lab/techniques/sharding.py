@@ -97,7 +97,7 @@ def apply_fsdp(
     _check_dtypes(units)
     pinned = on_host and may_pin(*_shard_bytes(units, mesh.size()), mesh)
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
-    # A whole parameter that nobody else holds is freed when its unit is sharded.
+    # By weak references, because a whole parameter that nobody else holds is freed when its unit is sharded.
     replaced = [ref(parameter) for parameter in model.parameters()]
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
