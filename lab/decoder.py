@@ -642,13 +642,6 @@ class Layer:
         q, k = (heads.unflatten(-1, (-1, a.head_dim)) for heads in (q, k))
         return q_norm(q).flatten(-2), k_norm(k).flatten(-2), v
 
-    @property
-    def tail_modules(self) -> list[nn.Module]:
-        """The modules that ``tail`` calls."""
-        a: Any = self.attention
-        norms = self.norms if self.parallel else self.norms[1:]
-        return [m for m in (a.o_proj, *norms, self.mlp) if m is not None]
-
     def tail(self, x: Tensor, heads: Tensor) -> Tensor:
         """Return the output [b, s, E] of the input [b, s, E] and the outputs of all heads [b, s, H*D]."""
         a: Any = self.attention
