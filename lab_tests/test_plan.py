@@ -81,10 +81,10 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
 def test_json_holds_the_answers(offload_plan):
     document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
-        "recipe", "tokens", "ranks", "weights", "active_weights", "device_peak", "start_peak", "host_peak",
-        "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit", "peak", "by_category",
-        "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds", "notes",
-        "planning_seconds",
+        "recipe", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak", "start_peak",
+        "host_peak", "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit", "peak",
+        "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds",
+        "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offload_plan.timeline.peak
     assert document["peak"] == {

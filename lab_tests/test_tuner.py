@@ -290,7 +290,7 @@ def test_both_copied_texts_make_the_same_recipe(
     assert said["workspace"] is tuner.state.workspace
 
 
-UNSAID = ("rows", "ranks_per_node", "device", "disk", "disk_rate", "lora")
+UNSAID = ("rows", "ranks_per_node", "device", "disk", "disk_rate", "lora", "documents")
 """What the command line gives and a tuner does not know."""
 
 

@@ -15,11 +15,16 @@ from lab.techniques.attention.flash_limits import flash_takes
 
 *_, OTHER = CATEGORIES
 
+FORWARD = ("streamed forward", "attention again", "attention recomputed")
+"""The moments in which attention runs forward, without the number of their layer."""
+
 
 def with_products(needs: Estimate, shape: Shape, job: Job) -> Estimate:
-    """Return an estimate with the matrices of scores that attention's backward holds on CUDA.
+    """Return an estimate with the matrices of scores that attention holds on CUDA.
 
-    A flash kernel has none, and its own workspace is left out. Backward holds more than forward.
+    A flash kernel has none, and its own workspace is left out. Forward has no pairs of tiles, so with
+    ``attention_tile`` it may hold more than backward. Where no moment of the estimate is the forward that
+    runs again, the backward of attention stands for both.
 
     Args:
         needs: The estimate of the job, as of ``estimate_job``.
@@ -29,32 +34,39 @@ def with_products(needs: Estimate, shape: Shape, job: Job) -> Estimate:
     z = sizes_of(shape, job)
     if flash_takes(z.w, z.D):
         return needs
-    inside = max(_backward(z, window) for window in set(z.windows))
-    products = {"matrix products": {OTHER: inside}}
+    forward, backward = (
+        max(_inside(z, window, backward=backward) for window in set(z.windows)) for backward in (False, True)
+    )
+    again = any(name.startswith(FORWARD) for name in needs.moments)
+    of_moments = dict.fromkeys(FORWARD, forward) | {
+        "attention backward": backward if again else max(forward, backward)
+    }
     return replace(
         needs,
         moments={
-            name: parts | products if name.startswith("attention backward") else parts
+            name: parts | {"matrix products": {OTHER: of_moments[kind]}}
+            if (kind := name.partition(",")[0]) in of_moments
+            else parts
             for name, parts in needs.moments.items()
         },
     )
 
 
-def _backward(z: Sizes, window: int | None) -> int:
+def _inside(z: Sizes, window: int | None, *, backward: bool) -> int:
     """What the largest call of a layer's kernel holds inside: of all tokens, a pair of tiles, or windows."""
     heads = max(kernel_heads(z)) // z.recipe.ulysses
     kv_heads = -(-heads * z.K // z.H)
     return max(
         matrix_products_workspace(
-            rows, heads, kv_heads, length, length, z.D, width=z.w, copies=int(z.w < z.f), backward=True
+            rows, heads, kv_heads, length, length, z.D, width=z.w, copies=int(z.w < z.f), backward=backward
         )
-        for rows, length in _calls(z, window)
+        for rows, length in _calls(z, window, z.recipe.attention_tile if backward else None)
     )
 
 
-def _calls(z: Sizes, window: int | None) -> Iterator[tuple[int, int]]:
+def _calls(z: Sizes, window: int | None, tile: int | None) -> Iterator[tuple[int, int]]:
     """The rows and the tokens of the calls of a kernel; a pair of tiles is a call."""
-    tokens, tile = z.s * z.recipe.ulysses, z.recipe.attention_tile
+    tokens = z.s * z.recipe.ulysses
     if window in (None, tokens):
         yield z.b, min(tile or tokens, tokens)
         return
