@@ -8,7 +8,7 @@ embeddings, multipliers or masks. So every other family is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import update_wrapper
 from textwrap import shorten
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -168,42 +168,30 @@ class Family:
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _WINDOW = frozenset({"sliding_window"})
-_ONE_NORM = ("input_layernorm", None, None, None)
 _NORMS_AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 # The loss that balances the experts is computed from the whole sequence, which no rank has. It is refused.
 _BALANCED = {"output_router_logits": (False,)}
 _BALANCE = frozenset({"router_aux_loss_coef"})
 
+_COHERE = Family(
+    "Cohere",
+    used=frozenset({"attention_bias", "layer_norm_eps", "logit_scale"}),
+    norms=("input_layernorm", None, None, None),
+    interleaved=True,
+    interleaved_tables=True,
+    centered_norms=True,
+    parallel=True,
+    wide_rotation=True,
+    logits_multiplier="logit_scale",
+    wide_scales=True,
+)
+
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
-    "cohere": Family(
-        "Cohere",
-        used=frozenset({"attention_bias", "layer_norm_eps", "logit_scale"}),
-        only={"use_qk_norm": (False, None)},
-        norms=_ONE_NORM,
-        interleaved=True,
-        interleaved_tables=True,
-        centered_norms=True,
-        parallel=True,
-        wide_rotation=True,
-        logits_multiplier="logit_scale",
-        wide_scales=True,
-    ),
-    "cohere2": Family(
-        "Cohere 2",
-        used=_WINDOW | {"attention_bias", "layer_norm_eps", "logit_scale"},
-        only=_TYPES,
-        norms=_ONE_NORM,
-        interleaved=True,
-        interleaved_tables=True,
-        centered_norms=True,
-        parallel=True,
-        wide_rotation=True,
-        rotates_windows=True,
-        logits_multiplier="logit_scale",
-        wide_scales=True,
-        windows=True,
+    "cohere": replace(_COHERE, only={"use_qk_norm": (False, None)}),
+    "cohere2": replace(
+        _COHERE, name="Cohere 2", used=_COHERE.used | _WINDOW, only=_TYPES, rotates_windows=True, windows=True
     ),
     "gemma": Family(
         "Gemma",

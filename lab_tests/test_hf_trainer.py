@@ -43,8 +43,15 @@ ON_FOUR = {
     "streamed": Case("streamed", accumulate=2),
     "replicas": Case("tiling", knobs={"fsdp": False}, accumulate=3),
     "sft": Case(sft=True, accumulate=2),
+    **{
+        family: Case(family=family, accumulate=2, steps=3)
+        for family in ("gemma3_text", "glm4", "gpt_oss", "olmo3", "phi3", "qwen3_moe")
+    },
 }
-"""Cases in which all four ranks share a sequence."""
+"""Cases in which all four ranks share a sequence.
+
+The families have windows, partial and interleaved positions, sinks, norms after, fused projections, experts.
+"""
 
 GROUPS = {
     "groups": Case(knobs={"ulysses": 2, "ring": 1}, rows=1, plain_rows=2),
@@ -61,12 +68,6 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Cases in which ranks have rows of their own: evaluations end with 1 of 6, with 7 of 12, or 7 of 24 rows."""
-
-OF_FAMILIES = {
-    family: Case(family=family, accumulate=2, steps=3)
-    for family in ("gemma3_text", "glm4", "gpt_oss", "olmo3", "phi3", "qwen3_moe")
-}
-"""Windows, partial and interleaved positions, sinks, norms after, fused projections and experts."""
 
 EVALUATED_BEFORE = {"fsdp": ON_FOUR["hybrid"], "ddp": GROUPS["ddp"]}
 """Cases whose model is evaluated before it is trained."""
@@ -95,21 +96,6 @@ def test_groups_of_ranks_have_rows_of_their_own(
     plain = expected(GROUPS[name], tmp_path)
     for rank in on_four:
         assert_same(rank[name], plain)
-
-
-@pytest.fixture(scope="module")
-def of_families(ranks4: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    return launch(ranks4, 4, outcomes, OF_FAMILIES, tmp_path_factory.mktemp("of_families"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OF_FAMILIES)
-def test_families_are_trained_as_by_the_plain_trainer(
-    family: str, of_families: list[dict[str, Outcome]], tmp_path: Path
-) -> None:
-    plain = expected(OF_FAMILIES[family], tmp_path)
-    for rank in of_families:
-        assert_same(rank[family], plain)
 
 
 def test_arguments_are_used_again(tmp_path: Path) -> None:

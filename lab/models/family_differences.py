@@ -240,8 +240,8 @@ def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
         yield Difference(
             "q and k are rotated in fp32",
             "plain attention, Ulysses",
-            f"without UPipe, {format_bytes(q + k + max(3 * q, q + 3 * k))} per token beside q, k and v while "
-            "they are rotated; UPipe and streamed layers rotate in place",
+            f"without UPipe, {format_bytes(q + k + max(3 * q, q + 3 * k))} per token in addition to q, k "
+            "and v while they are rotated; UPipe and streamed layers rotate in place",
         )
     if shape.joined_heads:
         yield Difference(

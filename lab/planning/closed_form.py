@@ -222,9 +222,10 @@ def _rotates_wide(z: Sizes, layer: int) -> bool:
 
 
 def _rotation_forward(z: Sizes, layer: int) -> Parts:
-    """A layer that keeps all: beside q, k and v, its input, and the embedding's output, if that is another.
+    """The forward of a layer that keeps all, where q and k are rotated in fp32.
 
-    The buffer into which the layer's parameters came is there still, or the next layer is gathered.
+    Held are q, k and v, the layer's input, and the embedding's output, if that is another tensor. The buffer
+    that received the layer's parameters is still held, or the next layer is gathered.
     """
     whole = {PARAMETERS: z.w * (z.root + (1 + (z.n > 1)) * z.layer) * z.copied}
     own = _norm_keeps(z) + z.A + z.A * (1 + (layer > 0)) * (z.recipe.norm_tile is None)

@@ -33,7 +33,9 @@ class Frequencies(NamedTuple):
 
     def of(self, tokens: int) -> list[float]:
         """Return the inverse frequencies of a sequence of so many tokens."""
-        return self.inverse if self.beyond is None or tokens <= (self.limit or 0) else self.beyond
+        if self.limit is None or self.beyond is None or tokens <= self.limit:
+            return self.inverse
+        return self.beyond
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
