@@ -51,3 +51,10 @@ def test_the_player_plays_steps_and_follows_the_curve(tmp_path: Path) -> None:
         assert page.locator(".lab-layer-where").inner_text().startswith("backward")
         canvas.hover(position={"x": 115, "y": 30})
         wait_for(lambda: " A · " in page.locator(".lab-layer-readout").inner_text())
+
+        # A browser that draws no canvas says so in its place, and the buttons work as before.
+        page.evaluate("HTMLCanvasElement.prototype.getContext = () => null")
+        page.locator(".lab-layer").focus()
+        page.keyboard.press("Home")
+        page.get_by_text("This browser draws no canvas").wait_for()
+        assert page.locator(".lab-layer canvas").count() == 0

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from nbval.plugin import IPyNbFile, coalesce_streams
 
 from lab import models
-from lab.bench.notebooks import changed_facts
+from lab.bench.notebooks import FACT, changed_facts
 from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter.executing import FOLDER, execute, execute_one, find_notebooks, parse_parameters
@@ -117,7 +117,10 @@ def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, t
 
 @pytest.mark.slow
 def test_a_fact_that_changed_is_found(tmp_path, request):
-    path = write(tmp_path / "n.ipynb", "a = 7", "# NBVAL_CHECK_OUTPUT\nprint(a)", "print(id(a))")
+    path = write(tmp_path / "n.ipynb", "a = 7", "print(a)", "print(id(a))")
+    marked = nbformat.read(path, as_version=4)
+    marked.cells[1].metadata["tags"] = [FACT]
+    nbformat.write(marked, path)
     [notebook] = find_notebooks([path])
     notebook.path.write_bytes(execute_one(notebook, {}, tmp_path / "first").copy.read_bytes())
     again = execute_one(notebook, {}, tmp_path / "again").copy
@@ -166,7 +169,10 @@ def test_each_notebook_has_the_shape_of_all(name):
     positions = [headings.index(heading) for heading in order]
     assert positions == sorted(positions)
     assert any("solution" in cell.metadata.get("tags", []) for cell in cells)
+    assert cells[-1].source == f'lab.show.questions("{name}")'
     for cell in cells:
+        if {"stub", "solution"} & {*cell.metadata.get("tags", [])}:
+            continue
         for body in re.findall(r"^def .*\n((?:[ \t]+.*\n?)+)", cell.source, re.M):
             assert len(body.strip().splitlines()) <= 5
 

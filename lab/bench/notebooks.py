@@ -12,8 +12,8 @@ import nbformat
 from lab.bench.table import Row, Say
 from lab.jupyter.executing import Outcome, execute_one, find_notebooks
 
-FACT = "# NBVAL_CHECK_OUTPUT"
-"""The first line of a cell that prints a fact: a text that is the same on every machine."""
+FACT = "nbval-check-output"
+"""nbval's tag of a cell that prints a fact: a text that is the same on every machine."""
 
 
 def measure_notebooks(names: list[str], times: int, say: Say) -> list[Row]:
@@ -76,6 +76,8 @@ def _facts(path: Path) -> list[str | None]:
     """Return the output of each cell of code that prints a fact; None for the other cells of code."""
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return [
-        "".join(output.get("text", "") for output in cell.outputs) if cell.source.startswith(FACT) else None
+        "".join(output.get("text", "") for output in cell.outputs)
+        if FACT in cell.metadata.get("tags", [])
+        else None
         for cell in cells
     ]

@@ -10,17 +10,12 @@ from pathlib import Path
 from jupyterlab.labapp import LabApp
 
 from lab.errors import LabError
-from lab.jupyter.executing import FOLDER, find_notebooks
+from lab.jupyter.executing import find_notebooks
 from lab.jupyter.security import jupyter_config, token_is_off
 
 
-def serve(*, port: int, browser: bool, ip: str = "127.0.0.1") -> None:
-    """Serve JupyterLab, opened on the first notebook, until it is interrupted. It asks for a token.
-
-    Args:
-        port: The port to listen on.
-        browser: Whether to open a browser.
-        ip: The address to listen on.
+def check_address(port: int, ip: str) -> None:
+    """Check that JupyterLab can be served at this address.
 
     Raises:
         LabError: The port is in use, the address does not belong to this machine, or Jupyter's configuration
@@ -40,9 +35,22 @@ def serve(*, port: int, browser: bool, ip: str = "127.0.0.1") -> None:
                 raise LabError(f"--ip {ip}: {error.strerror}; 127.0.0.1 would work") from None
             message = f"port {port} is in use: close what runs there or give another with --port"
             raise LabError(message) from None
+
+
+def serve(folder: Path, *, port: int, browser: bool, ip: str) -> None:
+    """Serve JupyterLab, opened on the first notebook of ``folder``, until it is interrupted.
+
+    It asks for a token, which is in the address that it prints.
+
+    Args:
+        folder: A folder with copies of the lab's notebooks.
+        port: The port to listen on.
+        browser: Whether to open a browser.
+        ip: The address to listen on.
+    """
     LabApp.launch_instance(
         [
-            *jupyterlab_arguments(FOLDER.parent, f"{FOLDER.name}/{find_notebooks([])[0].path.name}", ip),
+            *jupyterlab_arguments(folder, find_notebooks([])[0].path.name, ip),
             f"--ServerApp.port={port}",
             f"--ServerApp.open_browser={browser}",
         ]
@@ -55,6 +63,8 @@ def jupyterlab_arguments(root: Path, first: str, ip: str = "127.0.0.1") -> list[
         f"--ServerApp.root_dir={root}",
         f"--ServerApp.ip={ip}",
         "--ServerApp.port_retries=0",
+        # The address alone is printed, and not the lines of the server's extensions.
+        "--ServerApp.log_level=ERROR",
         f"--LabApp.default_url=/lab/tree/{first}",
         # Without these settings, the first start covers the notebook with a question about news.
         f"--LabApp.app_settings_dir={Path(__file__).parent / 'settings'}",

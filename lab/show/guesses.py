@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import ipywidgets
@@ -9,34 +10,60 @@ from IPython.display import Markdown
 
 
 class Guess:
-    """A field for a number, displayed in a notebook."""
+    """A field for a number, displayed in a notebook. It says that the number was noted, after Enter."""
 
     def __init__(self, what: str, unit: str) -> None:
         self.what, self.unit = what, unit
-        self._field = ipywidgets.FloatText(
-            description=f"{what} [{unit}]", style={"description_width": "initial"}
+        self._number: float | None = None
+        self._field = ipywidgets.Text(
+            placeholder="a number, then Enter", continuous_update=False, layout={"width": "12em"}
         )
+        self._note = ipywidgets.HTML()
+        label = ipywidgets.HTML(f"<b>{escape(what)}</b> [{escape(unit)}]")
+        # In a narrow window the field goes below the label, which would be cut beside it.
+        self._box = ipywidgets.Box(
+            [label, self._field, self._note],
+            layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 1em"},
+        )
+        self._field.observe(lambda _: self._read(), names="value")
 
     @property
     def value(self) -> float | None:
-        """The reader's number in ``unit``; None if the field is empty."""
-        return float(self._field.value) or None
+        """The reader's number in ``unit``; None if there is none."""
+        return self._number
 
     @value.setter
     def value(self, number: float) -> None:
-        self._field.value = number
+        self._field.value = f"{number:g}"
 
-    def compare(self, measured: float) -> Markdown:
-        """Return a line with the guess, the measured number, and their ratio."""
+    def compare(self, measured: float, *, missed: str = "") -> Markdown:
+        """Return the guess, the measured number, and their ratio.
+
+        Args:
+            measured: The measured number, in ``unit``.
+            missed: What most people miss, as a sentence.
+        """
         result = f"measured **{measured:.4g} {self.unit}**"
         if self.value is None:
-            return _markdown(f"{self.what}: {result} (no prediction was made)")
-        ratio = self.value / measured
-        return _markdown(f"{self.what}: predicted {self.value:.4g} {self.unit}, {result}, ratio {ratio:.2f}")
+            line = f"{self.what}: {result} (no prediction was made)"
+        else:
+            ratio = self.value / measured
+            line = f"{self.what}: predicted {self.value:.4g} {self.unit}, {result}, ratio {ratio:.2f}"
+        return _markdown(f"{line}\n\n*What most people miss:* {missed}" if missed else line)
+
+    def _read(self) -> None:
+        text = self._field.value.strip().replace(",", ".")
+        try:
+            self._number = float(text) if text else None
+        except ValueError:
+            self._number = None
+            self._note.value = f"{escape(text[:20])!r} is not a number: 84 or 84.5 would work"
+            return
+        self._note.value = "" if self._number is None else f"noted: {self._number:g} {escape(self.unit)} ✓"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # A stored notebook without a kernel shows this text in place of the field.
-        bundle: dict[str, Any] = self._field._repr_mimebundle_(**kwargs)
+        bundle: dict[str, Any] = self._box._repr_mimebundle_(**kwargs)
         return {**bundle, "text/plain": f"Your prediction: {self.what}, in {self.unit}"}
 
 

@@ -1,16 +1,26 @@
-"""``lab open`` and ``lab execute``: notebooks in JupyterLab, and notebooks as programs."""
+"""``lab open``, ``lab check`` and ``lab execute``: a reader's own notebooks, and notebooks as programs."""
 
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import click
 
 from lab.commands.base import one_line_errors, path
 
+COPIES = click.option(
+    "--folder",
+    type=path,
+    metavar="DIR",
+    help="The folder of your copies. [my_notebooks]",
+)
+
 
 @click.command("open")
+@click.option("--teacher", is_flag=True, help="Open copies that have outputs and solutions.")
+@COPIES
 @click.option("--no-browser", is_flag=True, help="Print the address instead of opening a browser.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8888, show_default=True)
 @click.option(
@@ -19,11 +29,51 @@ from lab.commands.base import one_line_errors, path
     help="The address to listen on. Beyond loopback, other machines can try the server's token.",
 )
 @one_line_errors
-def open_(no_browser: bool, port: int, ip: str) -> None:
-    """Open JupyterLab on the first notebook."""
-    from lab.jupyter.serving import serve
+def open_(teacher: bool, folder: Path | None, no_browser: bool, port: int, ip: str) -> None:
+    """Open JupyterLab on your own copies of the notebooks. A copy that exists is left as it is."""
+    from lab.jupyter.copies import PARTICIPANT, TEACHER, make_copies
+    from lab.jupyter.serving import check_address, serve
 
-    serve(port=port, browser=not no_browser, ip=ip)
+    check_address(port, ip)
+    copies = make_copies(folder or (TEACHER if teacher else PARTICIPANT), teacher=teacher)
+    click.echo(f"lab: your notebooks are in {copies.folder.resolve()}; {len(copies.made)} are new", err=True)
+    if copies.outdated:
+        click.echo(
+            f"lab: kept, though the lab has another version: {', '.join(copies.outdated)}; move a file away, "
+            "and lab open makes a new copy",
+            err=True,
+        )
+    serve(copies.folder.resolve(), port=port, browser=not no_browser, ip=ip)
+
+
+@click.command()
+@click.argument("notebook")
+@COPIES
+@click.option("--solution", is_flag=True, help="Print the lab's solution instead.")
+@one_line_errors
+def check(notebook: str, folder: Path | None, solution: bool) -> None:
+    """Check the stub that you have filled in: `lab check 02` for the one of 02_ulysses.
+
+    It reads your saved notebook.
+    """
+    from lab.jupyter.stubs import check as stubs
+
+    name = stubs.find_stub(notebook)
+    if solution:
+        click.echo(stubs.solution_of(name))
+        return
+    path = stubs.find_copy(name, folder)
+    saved = datetime.fromtimestamp(path.stat().st_mtime).strftime("%H:%M:%S")
+    source = stubs.stub_of(path)
+    click.echo(f"{path}, saved at {saved}; checking takes some seconds, and {stubs.SECONDS:.0f} at most")
+    wrong = False
+    for answer in stubs.check(name, source):
+        if answer.wrong is None:
+            click.secho(f"✓ {answer.title}", fg="green")
+        else:
+            wrong = True
+            click.secho(f"✗ {answer.title}: {answer.wrong}", fg="red")
+    sys.exit(wrong)
 
 
 @click.command()
@@ -41,4 +91,4 @@ def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...],
         sys.exit(1)
 
 
-COMMANDS = (open_, execute)
+COMMANDS = (open_, check, execute)

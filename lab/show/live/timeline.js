@@ -133,7 +133,7 @@ class View {
 
   draw() {
     const [width, height, ratio] = [this.canvas.clientWidth, this.look.height, window.devicePixelRatio || 1];
-    if (!width) return;
+    if (!width || !penOf(this.canvas)) return;
     if (this.stale || this.ratio !== ratio) this.drawPanels(width, height, ratio);
     const pen = penOn(this.canvas, width, height, ratio, getComputedStyle(this.root));
     pen.drawImage(this.copy, 0, 0, width, height);
@@ -217,7 +217,7 @@ class View {
 function penOn(canvas, width, height, ratio, style) {
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
-  const pen = canvas.getContext("2d");
+  const pen = penOf(canvas);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.font = `11px ${style.fontFamily}`;
   pen.textBaseline = "middle";

@@ -151,14 +151,14 @@ class Player {
 
   draw() {
     const width = this.canvas.clientWidth;
-    if (!width) return;
+    const pen = width && penOf(this.canvas);
+    if (!pen) return;
     const ratio = window.devicePixelRatio || 1;
     const plan = (this.plan = new Plan(this.content, width));
     this.canvas.style.height = `${plan.height}px`;
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(plan.height * ratio);
     const style = getComputedStyle(this.root);
-    const pen = this.canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.font = `11px ${style.fontFamily}`;
     pen.textBaseline = "middle";

@@ -1,0 +1,98 @@
+"""The process that runs a reader's cell and its checks: ``python -m lab.jupyter.stubs.process MODULE FD``.
+
+It reads the cell from its input up to its end marker. Then it writes lines of JSON to the file descriptor:
+true when the ranks are ready; for each check its title, and what was wrong or null; and null at the end. What
+the cell prints goes to the output. The first check that fails is the last. At the end the process waits until
+its input is closed: the one that started it can then see what the cell has left running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+
+from cluster.errors import HANG, ClusterError, RankError
+from cluster.ranks import Cluster
+from lab.jupyter.stubs import END
+from lab.jupyter.stubs.stub import Stub, Wrong, title
+
+COLLECTIVE_SECONDS = 5.0
+"""Ranks that do not meet in a collective are found after this time. The checks' own take milliseconds."""
+
+
+def report(stub: Stub, source: str, ready: Callable[[], object]) -> Iterator[tuple[str, str | None]]:
+    """Run the checks of a stub until one fails.
+
+    Args:
+        stub: The stub.
+        source: A reader's cell.
+        ready: Called when the ranks have started, before the cell runs.
+
+    Yields:
+        The title of each check, and what was wrong or None.
+    """
+    with _runner(stub, source) as run:
+        ready()
+        for number, check in enumerate(stub.checks):
+            wrong = run(number)
+            yield title(check), wrong
+            if wrong is not None:
+                return
+
+
+@contextmanager
+def _runner(stub: Stub, source: str) -> Iterator[Callable[[int], str | None]]:
+    if stub.ranks is None:
+        yield lambda number: _here(stub, source, number)
+    else:
+        with Cluster(ranks=stub.ranks, timeout=COLLECTIVE_SECONDS) as cluster:
+            yield lambda number: _on_ranks(cluster, stub, source, number)
+
+
+def _here(stub: Stub, source: str, number: int) -> str | None:
+    try:
+        stub.check(number, source)
+    except Wrong as wrong:
+        return str(wrong)
+    return None
+
+
+def _on_ranks(cluster: Cluster, stub: Stub, source: str, number: int) -> str | None:
+    try:
+        cluster.apply(stub.check, number, source)
+    except RankError as error:
+        said = str(error.cause) if isinstance(error.cause, Wrong) else str(error).partition("\n")[0]
+        return f"not all ranks join a collective: {said}" if HANG in said else said
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
+def main(module: str, descriptor: str) -> None:
+    """Run the checks of one stub, and wait until the input is closed."""
+    source, _, _ = _read_until_end().partition(END)
+    stub: Stub = import_module(module).STUB
+    with os.fdopen(int(descriptor), "w", buffering=1) as answers:
+        print_line = partial(print, file=answers)
+        for one in report(stub, source, lambda: print_line("true")):
+            print_line(json.dumps(one))
+        sys.stdout.flush()
+        print_line("null")
+    sys.stdin.buffer.read()
+
+
+def _read_until_end() -> str:
+    """Read the input up to its end marker; it stays open."""
+    read = b""
+    while not read.endswith(END.encode()):
+        read += os.read(sys.stdin.fileno(), 1 << 16)
+    return read.decode()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

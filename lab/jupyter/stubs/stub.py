@@ -1,0 +1,69 @@
+"""A stub: what its cell defines, and the checks of that."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FILE = "<your cell>"
+
+
+class Wrong(Exception):
+    """What a check found wrong in a reader's code, as one line."""
+
+
+@dataclass(frozen=True)
+class Stub:
+    """What the cell that is tagged ``stub`` must define, and how that is checked.
+
+    Attributes:
+        name: The function or class that the cell defines.
+        checks: Each takes what the cell defined, and raises ``Wrong``. The first line of its docstring says
+            what it checks. On several ranks, each rank calls it at the same time.
+        ranks: The ranks that check it; None for a process without a group.
+    """
+
+    name: str
+    checks: tuple[Callable[[Any], None], ...]
+    ranks: int | None = None
+
+    def check(self, number: int, source: str) -> None:
+        """Run a reader's cell and one of the checks in this process.
+
+        Raises:
+            Wrong: The cell fails, does not define the name, or is wrong.
+        """
+        # A traceback shows the lines of the cell from this cache.
+        linecache.cache[FILE] = (len(source), None, source.splitlines(keepends=True), FILE)
+        variables = {"__name__": "__main__", "torch": torch, "dist": dist}
+        try:
+            exec(compile(source, FILE, "exec"), variables)
+            if self.name not in variables:
+                raise Wrong(f"the cell does not define {self.name}")
+            self.checks[number](variables[self.name])
+        except Wrong:
+            raise
+        except NotImplementedError:
+            raise Wrong(f"{self.name} is not written yet") from None
+        except SyntaxError as error:
+            raise Wrong(f"line {error.lineno} of the cell is not valid Python: {error.msg}") from None
+        except Exception as error:
+            raise Wrong(_describe(error)) from None
+
+
+def title(check: Callable[[Any], None]) -> str:
+    """Return what a check checks: the first line of its docstring, without the full stop."""
+    return (check.__doc__ or "").strip().partition("\n")[0].removesuffix(".")
+
+
+def _describe(error: Exception) -> str:
+    """Return the error in one line, with the last line of the reader's cell that it passed through."""
+    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
+    return f"line {lines[-1].lineno} of the cell, `{lines[-1].line}`, raised {what}" if lines else what

@@ -1,0 +1,90 @@
+"""Notebook 05: the backward of an MLP that runs in tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lab.jupyter.stubs.stub import Stub, Wrong
+from lab.memory.measurement import measure
+
+TOKENS, TILE, HIDDEN, INNER = 62, 5, 6, 64
+"""The tile does not divide the tokens, and the inner width is large, so that a tile's tensors can be seen."""
+
+
+class MLP(nn.Module):
+    """A small MLP that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
+        self.forwards = 0
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, t, E] -> [b, t, E]."""
+        self.forwards += 1
+        out: Tensor = self.down(torch.nn.functional.silu(self.up(x)))
+        return out
+
+
+def check_input_gradient(tiled: Any) -> None:
+    """The gradient of x is that of the MLP, also in the last tile, which is shorter."""
+    found, expected = _gradients(tiled)["x"], _gradients(None)["x"]
+    if found is None:
+        raise Wrong("x has no gradient: backward must return it in the third place")
+    wrong = (~torch.isclose(found, expected, rtol=1e-9)).any(-1)[0].nonzero().flatten().tolist()
+    if wrong:
+        raise Wrong(f"the gradient of x is wrong for {len(wrong)} tokens, the first of which is {wrong[0]}")
+
+
+def check_parameter_gradients(tiled: Any) -> None:
+    """The gradients of the weights are the sums over all tiles."""
+    found = _gradients(tiled)
+    for name, expected in _gradients(None).items():
+        got = found[name]
+        if got is None:
+            raise Wrong(f"{name} has no gradient: backward must send each tile of dy through the MLP")
+        if not torch.allclose(got, expected, rtol=1e-9):
+            ratio = float(got.norm() / expected.norm())
+            raise Wrong(f"the gradient of {name} is wrong; its norm is {ratio:.3g} times the right one")
+
+
+def check_recomputed(tiled: Any) -> None:
+    """Backward runs the MLP once for each tile."""
+    mlp, x = _inputs()
+    out = tiled.apply(mlp, TILE, x)
+    mlp.forwards = 0
+    out.backward(torch.ones_like(out))
+    tiles = -(-TOKENS // TILE)
+    if mlp.forwards != tiles:
+        raise Wrong(f"backward ran the MLP {mlp.forwards} times; {TOKENS} tokens are {tiles} tiles of {TILE}")
+
+
+def check_memory(tiled: Any) -> None:
+    """The inner tensors exist for one tile at a time."""
+    mlp, x = _inputs()
+    whole = measure(mlp, x).device_peak
+    tiles = measure(lambda x: tiled.apply(mlp, TILE, x), x).device_peak
+    if tiles > 0.6 * whole:
+        raise Wrong(
+            f"the peak is {tiles:,} bytes, and {whole:,} without tiles: free the graph of a tile before the "
+            "next one runs (its backward, not one backward for all)"
+        )
+
+
+def _inputs() -> tuple[MLP, nn.Parameter]:
+    return MLP(), nn.Parameter(torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64))
+
+
+def _gradients(tiled: Any) -> dict[str, Any]:
+    mlp, x = _inputs()
+    out = mlp(x) if tiled is None else tiled.apply(mlp, TILE, x)
+    out.backward(torch.linspace(1, 2, out.numel(), dtype=out.dtype).view_as(out))
+    return {"x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
+
+
+STUB = Stub("TiledMLP", (check_input_gradient, check_parameter_gradients, check_recomputed, check_memory))

@@ -1,0 +1,76 @@
+"""The questions at the end of each notebook. Each choice opens to say whether it is right, and why.
+
+The choices are HTML that needs no kernel, so they also work in a stored notebook and in the book.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+
+from IPython.display import HTML
+
+from lab.errors import NotebookError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the answers that are offered.
+
+    Attributes:
+        text: The answer.
+        why: Why it is right or wrong, as a sentence.
+        right: Whether it is right.
+    """
+
+    text: str
+    why: str
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with one right choice."""
+
+    text: str
+    choices: tuple[Choice, ...]
+
+
+def read(notebook: str) -> list[Question]:
+    """Return the questions of a notebook, from the file ``<notebook>.toml`` of this folder.
+
+    Raises:
+        NotebookError: The notebook has no questions.
+    """
+    folder = files(__package__)
+    file = folder / f"{notebook}.toml"
+    if not file.is_file():
+        names = sorted(one.name for one in folder.iterdir() if one.name.endswith(".toml"))
+        known = ", ".join(name.removesuffix(".toml") for name in names)
+        raise NotebookError(f"no questions for {notebook!r}; these notebooks have some: {known}")
+    asked = tomllib.loads(file.read_text(encoding="utf-8"))["question"]
+    return [Question(one["text"], tuple(Choice(**choice) for choice in one["choice"])) for one in asked]
+
+
+def questions(notebook: str) -> HTML:
+    """Return the questions of a notebook as HTML: a click on a choice says whether it is right, and why.
+
+    Args:
+        notebook: The name of the notebook, for instance ``02_ulysses``.
+
+    Raises:
+        NotebookError: The notebook has no questions.
+    """
+    return HTML("".join(_html(number, one) for number, one in enumerate(read(notebook), 1)))  # type: ignore[no-untyped-call]
+
+
+def _html(number: int, question: Question) -> str:
+    choices = "".join(
+        f'<details style="margin: 2px 0 2px 1.5em"><summary>{escape(one.text)}</summary>'
+        f'<p style="margin: 2px 0 6px 1.2em">{"✓ Right." if one.right else "✗ No."} {escape(one.why)}</p>'
+        "</details>"
+        for one in question.choices
+    )
+    return f'<p style="margin: 12px 0 4px 0"><b>{number}.</b> {escape(question.text)}</p>{choices}'

@@ -1,0 +1,126 @@
+"""A reader's own copies: what they contain, and that nothing in them is ever written over."""
+
+import ast
+import builtins
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+
+from lab.commands.cli import main
+from lab.errors import NotebookError
+from lab.jupyter import serving
+from lab.jupyter.copies import for_participants, make_copies
+from lab.jupyter.executing import FOLDER
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def cells(path, kind="code"):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copies")
+    return {teacher: make_copies(folder / str(teacher), teacher=teacher) for teacher in (False, True)}
+
+
+def test_a_participants_copy_has_no_outputs_and_no_solutions(copies):
+    assert copies[False].made == tuple(NAMES)
+    for name in NAMES:
+        solutions = {
+            cell.source
+            for cell in cells(FOLDER / f"{name}.ipynb")
+            if "solution" in cell.metadata.get("tags", [])
+        }
+        copied = cells(copies[False].folder / f"{name}.ipynb")
+        assert solutions
+        assert not [cell for cell in copied if cell.outputs or cell.execution_count]
+        assert not solutions & {cell.source for cell in copied}
+        assert not [cell for cell in copied if cell.metadata.get("jupyter", {}).get("source_hidden")]
+    assert "!lab check 02" in [cell.source for cell in cells(copies[False].folder / "02_ulysses.ipynb")]
+
+
+def test_a_teachers_copy_has_outputs_and_solutions(copies):
+    assert copies[True].made == tuple(NAMES)
+    for name in NAMES:
+        assert cells(copies[True].folder / f"{name}.ipynb") == cells(FOLDER / f"{name}.ipynb")
+
+
+def test_what_a_notebook_links_to_is_copied_too(copies):
+    for path in (FOLDER / "README.md", *(FOLDER / "images").iterdir()):
+        assert (copies[False].folder / path.relative_to(FOLDER)).read_bytes() == path.read_bytes()
+
+
+def test_no_cell_needs_a_solution():
+    """A participant's copy runs to its end: what a solution defines is used in solutions alone."""
+    for name in NAMES:
+        notebook = for_participants(marked(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4), name))
+        defined, used = {*dir(builtins), "display"}, set()
+        for cell in notebook.cells:
+            if cell.cell_type != "code" or cell.source.startswith(("!", "%%")):
+                continue
+            source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
+            names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+            defined |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+            defined |= {
+                getattr(node, "name", None) or node.arg
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler | ast.arg)
+            }
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            used |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        assert used <= defined, name
+
+
+def marked(notebook, name):
+    notebook.metadata["lab"] = nbformat.NotebookNode(notebook=name)
+    return notebook
+
+
+def test_nothing_is_written_over_and_another_version_is_said(tmp_path):
+    make_copies(tmp_path)
+    mine, old, broken = (tmp_path / f"{name}.ipynb" for name in NAMES[:3])
+    notebook = nbformat.read(mine, as_version=4)
+    notebook.cells[0].source = "my notes"
+    nbformat.write(notebook, mine)
+    notebook = nbformat.read(old, as_version=4)
+    notebook.metadata.lab.version = "of another time"
+    nbformat.write(notebook, old)
+    broken.write_text("{")
+    (tmp_path / f"{NAMES[3]}.ipynb").unlink()
+    before = [path.read_bytes() for path in (mine, old, broken)]
+    again = make_copies(tmp_path)
+    assert again.made == (NAMES[3],)
+    assert again.outdated == (NAMES[1], NAMES[2])
+    assert [path.read_bytes() for path in (mine, old, broken)] == before
+
+
+def test_lab_open_says_where_the_copies_are_and_serves_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    served = []
+    monkeypatch.setattr(serving, "serve", lambda folder, **options: served.append((folder, options)))
+    said = CliRunner().invoke(main, ["open", "--no-browser", "--port", "8931"])
+    assert said.exit_code == 0, said.output
+    folder = tmp_path / "my_notebooks"
+    assert said.stderr == f"lab: your notebooks are in {folder}; {len(NAMES)} are new\n"
+    (folder / f"{NAMES[0]}.ipynb").write_text("{")
+    said = CliRunner().invoke(main, ["open", "--no-browser", "--port", "8931"])
+    assert said.stderr.splitlines()[0].endswith("; 0 are new")
+    assert f"lab: kept, though the lab has another version: {NAMES[0]}; move a file away" in said.stderr
+    CliRunner().invoke(main, ["open", "--no-browser", "--port", "8931", "--teacher"])
+    assert served == [
+        (tmp_path / name, {"port": 8931, "browser": False, "ip": "127.0.0.1"})
+        for name in ("my_notebooks", "my_notebooks", "teacher_notebooks")
+    ]
+
+
+def test_a_folder_that_cannot_have_copies_is_refused(tmp_path):
+    with pytest.raises(NotebookError, match="is where the lab's own notebooks are: give another folder"):
+        make_copies(FOLDER)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotebookError, match=r"file cannot be written to: .*; give another folder"):
+        make_copies(tmp_path / "file")

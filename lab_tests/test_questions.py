@@ -1,0 +1,72 @@
+"""What asks the reader: the field for a guess, and the questions at the end of a notebook."""
+
+import re
+
+import pytest
+
+from lab import show
+from lab.errors import NotebookError
+from lab.jupyter.executing import FOLDER
+from lab.show.questions import read
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def test_a_guess_is_noted_and_compared():
+    guess = show.guess("peak", unit="MiB")
+    assert guess.value is None
+    assert guess.compare(50).data == "peak: measured **50 MiB** (no prediction was made)"
+    guess._field.value = " 84,5 "  # as typed, followed by Enter
+    assert guess.value == 84.5
+    assert guess._note.value == "noted: 84.5 MiB ✓"
+    assert guess.compare(42.25).data == "peak: predicted 84.5 MiB, measured **42.25 MiB**, ratio 2.00"
+    compared = guess.compare(42.25, missed="the gradients do not exist yet.").data
+    assert compared.endswith("\n\n*What most people miss:* the gradients do not exist yet.")
+
+
+def test_a_guess_that_is_no_number_is_said_and_not_kept():
+    guess = show.guess("peak", unit="MiB")
+    guess.value = 7
+    guess._field.value = "<b>much"
+    assert guess.value is None
+    assert guess._note.value == "'&lt;b&gt;much' is not a number: 84 or 84.5 would work"
+    guess._field.value = ""
+    assert (guess.value, guess._note.value) == (None, "")
+
+
+def test_a_guess_of_zero_is_a_guess():
+    guess = show.guess("peak", unit="MiB")
+    guess._field.value = "0"
+    assert guess.compare(2).data.startswith("peak: predicted 0 MiB")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_ends_with_three_to_five_questions_of_one_right_answer(name):
+    asked = read(name)
+    assert 3 <= len(asked) <= 5
+    for question in asked:
+        assert question.text.endswith("?")
+        assert 3 <= len(question.choices) <= 4
+        assert [choice.right for choice in question.choices].count(True) == 1
+        assert len({choice.text for choice in question.choices}) == len(question.choices)
+        assert all(choice.why.endswith(".") for choice in question.choices)
+    places = [[choice.right for choice in question.choices].index(True) for question in asked]
+    assert len(set(places)) > 1  # the right answer is not always at the same place
+
+
+def test_a_choice_opens_to_say_whether_it_is_right_and_why():
+    shown = show.questions("00_memory_wall").data
+    asked = read("00_memory_wall")
+    assert shown.count("<details") == sum(len(question.choices) for question in asked)
+    assert shown.count("✓ Right. ") == len(asked)
+    right = re.search(r"<summary>The time of attention</summary><p [^>]*>(.*?)</p>", shown)
+    assert right[1].startswith("✓ Right. Every token is still compared")
+    assert "<summary>The logits</summary>" in shown
+    assert 'x="' not in shown
+
+
+def test_a_notebook_without_questions_names_those_that_have_some():
+    with pytest.raises(
+        NotebookError, match=r"no questions for '00'; these notebooks have some: 00_memory_wall, 01"
+    ):
+        show.questions("00")
