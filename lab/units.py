@@ -51,7 +51,7 @@ def parse_price(value: str | float) -> float:
     """
     # float() also takes the digits of other scripts, and underscores.
     amount = str(value).strip()
-    price = float(amount) if _PRICE.fullmatch(amount) and not isinstance(value, bool) else 0.0
+    price = float(amount) if _PRICE.fullmatch(amount) else 0.0
     if not 0 < price < inf:
         raise LabError(
             f"price={abbreviate(repr(value))}: give the money for one GPU hour, a number above 0 such as 2.5"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from cluster.progress import hide_progress, progress, say
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.models.lora import Lora
@@ -67,6 +68,7 @@ class Fits(tuple[Plan, ...]):
         return format_lines(title, lines | more)
 
 
+@progress("choosing the recipes to plan")
 def fit(
     model: ModelLike,
     *,
@@ -110,6 +112,7 @@ def fit(
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs; a price that is none or
             has no ``tokens_total``, or a total smaller than a step.
     """
+    hide_progress(watch)
     check_given(device_memory=device_memory, host_memory=host_memory)
     order = make_order(tokens_total, price)
     machine = make_machine(
@@ -131,6 +134,7 @@ def fit(
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []
     for number, job in enumerate(tried, start=1):
+        say(f"planning recipe {number} of {len(tried)}")
         job.recipe.check(shape, ranks)
         plans.append(plan_job(job, machine))
         if watch is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cluster.progress import progress, say
 from lab import decoder, models
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
@@ -288,6 +289,7 @@ class Plan:
         }
 
 
+@progress("planning")
 def plan(
     model: models.ModelLike,
     recipe: str | Recipe = "upipe",
@@ -373,6 +375,7 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     )
 
 
+@progress("planning the ladder")
 def plan_ladder(
     model: models.ModelLike,
     *,
@@ -392,6 +395,7 @@ def plan_ladder(
     plans = {}
     for rung, recipe in ladder(model, ranks, length, shape=shape, **knobs).items():
         job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, lora=lora, shape=shape)
+        say(f"planning the ladder: {rung}")
         plans[rung] = plan_job(replace(job, recipe_name=rung), machine)
         if watch is not None:
             watch(rung, plans[rung])
