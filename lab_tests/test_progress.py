@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import nbformat
@@ -23,14 +23,14 @@ class WaitedError(Exception):
 @pytest.fixture
 def _notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "notebook_shell", object)
-    monkeypatch.setattr(module, "AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(module, "AFTER_SECONDS", 0.05)
     monkeypatch.setattr(module, "EVERY_SECONDS", 0.05)
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], list[str]]]:
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
     """Returns the texts that were written over each other, without the blanks that erase them."""
-    yield lambda: [text.rstrip() for text in capsys.readouterr().err.split("\r")]
+    return lambda: [text.rstrip() for text in capsys.readouterr().err.split("\r")]
 
 
 def waits(*_: object, **__: object) -> None:

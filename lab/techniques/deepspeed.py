@@ -196,9 +196,7 @@ def _build_operator() -> None:
     if builder is not None:
         with build_folder() as folder:
             if not any(folder.glob("*/*.so")):
-                notify(
-                    f"compiling {_OPERATOR}, once on this machine: half a minute, or minutes if it is busy"
-                )
+                notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
             builder.load(verbose=False)
 
 
@@ -241,8 +239,8 @@ def build_folder() -> Iterator[Path]:
 
 def _say_who_compiles(lock: Path) -> None:
     notify(
-        f"waiting for process {lock.read_text()}, which compiles {_OPERATOR} and holds {lock}: half a minute, "
-        "or minutes if this machine is busy; if that process hangs, end it"
+        f"waiting for process {lock.read_text()}, which compiles {_OPERATOR} and holds {lock}: half a "
+        "minute, longer on a busy machine; if that process hangs, end it"
     )
 
 
