@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -14,6 +15,7 @@ from cluster.live import notify
 from cluster.progress import hide_progress, progress, say
 from cluster.ranks import Cluster
 from lab.bench.notebooks import FACT, changed_facts
+from lab.jupyter.executing import drop_erased_lines
 
 
 class WaitedError(Exception):
@@ -162,12 +164,17 @@ def test_a_note_of_a_rank_is_printed_here(ranks4: Cluster, capsys: pytest.Captur
     assert capsys.readouterr().err == "waiting here\n"
 
 
-def test_what_is_said_is_no_fact(tmp_path: Any) -> None:
+def test_what_is_said_is_no_fact_and_is_not_stored_once_it_is_erased(tmp_path: Path) -> None:
     paths = []
-    for said in ([], ["\rplanning (3 s)\r              \r"]):
+    for said in ("", "              \r", "rank 0: compiling\n", "              \rrank 0: compiling\n"):
         cell = nbformat.v4.new_code_cell(f"{FACT}\nprint(7)")
-        streams = [("stdout", "7\n"), *(("stderr", text) for text in said)]
+        streams = [("stdout", "7\n"), *([("stderr", said)] if said else [])]
         cell.outputs = [nbformat.v4.new_output("stream", name=name, text=text) for name, text in streams]
-        paths.append(tmp_path / f"{len(said)}.ipynb")
-        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), paths[-1])
-    assert changed_facts(*paths) == []
+        paths.append(tmp_path / f"{len(paths)}.ipynb")
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_markdown_cell("7")]), paths[-1])
+    assert [changed_facts(paths[0], path) for path in paths] == [[]] * 4
+    stored = []
+    for path in paths:
+        drop_erased_lines(path)
+        stored.append([output.name for output in nbformat.read(path, as_version=4).cells[0].outputs])
+    assert stored == [["stdout"], ["stdout"], ["stdout", "stderr"], ["stdout", "stderr"]]
