@@ -74,8 +74,9 @@ def test_a_wait_for_another_process_is_said_with_its_number_and_the_file(
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(deepspeed, "SILENT_SECONDS", 0.2)
-    with build_folder() as folder:
-        lock = folder / "flock"
+    for _ in range(2):
+        with build_folder() as folder:
+            lock = folder / "flock"
     # A second file is a second holder, as in another process.
     with lock.open("r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
