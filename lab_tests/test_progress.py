@@ -167,7 +167,7 @@ def test_a_note_of_a_rank_is_printed_here(ranks4: Cluster, capsys: pytest.Captur
 def test_what_is_said_is_no_fact_and_is_not_stored_once_it_is_erased(tmp_path: Path) -> None:
     paths = []
     for said in ("", "              \r", "rank 0: compiling\n", "              \rrank 0: compiling\n"):
-        cell = nbformat.v4.new_code_cell(f"{FACT}\nprint(7)")
+        cell = nbformat.v4.new_code_cell(f"{FACT}\nprint(7)", metadata={"tags": [FACT]})
         streams = [("stdout", "7\n"), *([("stderr", said)] if said else [])]
         cell.outputs = [nbformat.v4.new_output("stream", name=name, text=text) for name, text in streams]
         paths.append(tmp_path / f"{len(paths)}.ipynb")
