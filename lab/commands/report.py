@@ -280,7 +280,7 @@ def fit_text(plans: Fits) -> str:
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
-    estimates = f"Seconds, and what follows from them, are estimates. {MFU_LEGEND}."
+    estimates = f"Seconds, and what follows from them, are estimates.\n{MFU_LEGEND}."
     whole = [f"The fastest: {fastest.bill(plans.order).text(plans.order)}."] if plans.order else []
     notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)
     return "\n".join([fastest.job.subject, table_text(table), legend, *whole, estimates, *notes])

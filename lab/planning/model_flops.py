@@ -9,7 +9,7 @@ PASSES = 3
 """A matrix product of forward has two of the same size in backward: for its input, and for its weight."""
 
 MFU_LEGEND = (
-    "MFU = operations of the model / (seconds x ranks x the GPU's peak in dense bf16); attention counts the "
+    "MFU = operations of the model / (seconds x ranks x the GPU's peak in dense bf16);\nattention counts the "
     "causal half of the scores, and nothing counts twice because it is computed again"
 )
 
