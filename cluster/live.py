@@ -5,6 +5,7 @@ belongs to that call. What such a thread publishes after the end of its call is 
 taken for a record of the next call. An end marker follows the last record of a call.
 """
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,17 @@ class Stamp:
     end: bool = False
 
 
+@dataclass(frozen=True)
+class Note:
+    """A sentence for the user of the cluster, which `Cluster.apply` prints on stderr when it arrives.
+
+    Attributes:
+        text: The sentence.
+    """
+
+    text: str
+
+
 _current: Stamp | None = None
 _overdue: WeakSet[threading.Thread] = WeakSet()
 _lock = threading.Lock()
@@ -46,6 +58,18 @@ def publish(record: object) -> None:
     with _lock:
         if _current is not None and threading.current_thread() not in _overdue:
             _send(_current, record)
+
+
+def notify(text: str) -> None:
+    """Print a sentence on stderr: on a rank during a call, on that of the caller of `Cluster.apply`.
+
+    Args:
+        text: The sentence, for example what this process waits for.
+    """
+    if _current is None:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        publish(Note(text))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 
 from cluster.errors import ClusterError, name_ranks
 from cluster.live import publish
+from cluster.progress import progress
 from cluster.ranks import Cluster
 
 FILE = "<ranks>"
@@ -111,7 +112,8 @@ class RanksMagic(Magics):
         ast.parse(cell, FILE)  # a syntax error is raised here, not on the ranks
         output: dict[int, list[str]] = {rank: [] for rank in range(target.ranks)}
         try:
-            target.apply(run_cell, cell, on_record=lambda rank, text: output[rank].append(str(text)))
+            with progress(f"{target.ranks} ranks run the cell"):
+                target.apply(run_cell, cell, on_record=lambda rank, text: output[rank].append(str(text)))
         finally:
             for text in merge_output(output, target.ranks):
                 sys.stdout.write(text + "\n")

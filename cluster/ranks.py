@@ -4,7 +4,7 @@ import atexit
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from cluster.capacity import visible_devices
 from cluster.engines import NOT_STARTED, Engines
 from cluster.errors import ClusterError, RankError, name_ranks
 from cluster.profiles import find_profile
+from cluster.progress import progress
 from cluster.timeouts import DEFAULT_SECONDS, check_timeout
 from cluster.waiting import OnRecord
 
@@ -102,8 +103,9 @@ class Cluster:
         self._caller = Caller(self._engines, self.recover)
         atexit.register(self.stop)
         try:
-            self._engines.start()
-            self._join()
+            with progress(f"starting {self.ranks} ranks"):
+                self._engines.start()
+                self._join()
         except BaseException:
             self._end(keep_logs=True)
             raise
@@ -122,7 +124,7 @@ class Cluster:
             ClusterError: The cluster is not started, is busy with a call, or a rank does not start.
         """
         engines, caller = self._started()
-        with self._one_call():
+        with self._one_call(), progress(f"joining {self.ranks} ranks again"):
             self._restart(engines, caller)
 
     def interrupt(self) -> None:
@@ -186,7 +188,10 @@ class Cluster:
             check_timeout(answer_timeout, "answer_timeout")
         seconds = self.timeout if timeout is None else timeout
         payload = cloudpickle.dumps((remote.run_with_timeout, (seconds, fn, args, kwargs), {}))
-        with self._one_call():
+        # Who takes the records shows what goes on.
+        name = getattr(fn, "__name__", "a function").lstrip("_")
+        line = nullcontext() if on_record is not None else progress(f"{self.ranks} ranks run {name}")
+        with self._one_call(), line:
             if caller.broken is None and engines.missing():
                 caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
             if caller.broken is None and caller.left_group:

@@ -1,5 +1,6 @@
 """The state of one call, and waiting for it: records as they arrive, then answers or failures."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -10,7 +11,7 @@ from ipyparallel.error import RemoteError
 
 from cluster.client import AnswerMessage, Message, OutputMessage
 from cluster.errors import PROCESS_DIED, Failure
-from cluster.live import Stamp
+from cluster.live import Note, Stamp
 from cluster.stacks import StackReport
 
 OnRecord = Callable[[int, Any], None]
@@ -117,6 +118,9 @@ class Call:
             self.leaving[stamp.rank] = record
         elif isinstance(record, StackReport):
             self.stacks[stamp.rank] = record
+        elif isinstance(record, Note):
+            self.heard = time.monotonic()
+            print(f"rank {stamp.rank}: {record.text}", file=sys.stderr, flush=True)
         else:
             self.heard = time.monotonic()
             if self.on_record is not None:

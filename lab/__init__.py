@@ -1,9 +1,10 @@
 """The public names, each loaded when it is first used."""
 
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from cluster.progress import notebook_shell
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
@@ -101,8 +102,8 @@ def _display_in_notebook(results: Mapping[str, str]) -> None:
     Args:
         results: The module that defines each class of results.
     """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None or "text/html" not in shell.display_formatter.active_types:
+    shell = notebook_shell()
+    if shell is None:
         return
 
     def display(result: object) -> None:

@@ -1,11 +1,13 @@
 """Numbers of tokens and bytes as text, and as integers.
 
-The units are binary, as in the papers: ``5M`` is 5 x 2**20 = 5,242,880 tokens.
+The units are binary, as in the papers: ``5M`` is 5 x 2**20 = 5,242,880 tokens. Only the tokens of a whole
+training are decimal, as data sets are counted: ``10B`` is 10**10 tokens.
 """
 
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 
 from lab.errors import LabError
@@ -14,8 +16,10 @@ Ki, Mi, Gi = 2**10, 2**20, 2**30
 KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
 _TOKENS = {"": 1, "K": Ki, "M": Mi}
+_TOTALS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
 _DISK = _BYTES | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_PRICE = re.compile(r"\d{1,18}(\.\d{1,18})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
@@ -26,6 +30,33 @@ def parse_tokens(text: str | int) -> int:
         LabError: It is not a positive whole number of tokens.
     """
     return _parse(text, _TOKENS, "a number of tokens", "8192, 128K or 5M")
+
+
+def parse_total(text: str | int) -> int:
+    """Return the tokens of a whole training that a text such as ``"10B"``, or an integer, means.
+
+    The units are decimal, other than those of a context: 10B is 10^10 tokens.
+
+    Raises:
+        LabError: It is not a positive whole number of tokens.
+    """
+    return _parse(text, _TOTALS, "a total of tokens", "500M, 10B or 1T, which are decimal: 10B = 10^10")
+
+
+def parse_price(value: str | float) -> float:
+    """Return the price of a GPU hour that a number, or a text such as ``"2.5"``, means.
+
+    Raises:
+        LabError: It is not a finite number above 0.
+    """
+    # float() also takes the digits of other scripts, and underscores.
+    amount = str(value).strip()
+    price = float(amount) if _PRICE.fullmatch(amount) else 0.0
+    if not 0 < price < inf:
+        raise LabError(
+            f"price={abbreviate(repr(value))}: give the money for one GPU hour, a number above 0 such as 2.5"
+        )
+    return price
 
 
 def parse_bytes(text: str | int) -> int:
@@ -129,6 +160,14 @@ def format_tokens(tokens: int) -> str:
     for name, size in (("M", Mi), ("K", Ki)):
         if tokens and tokens % size == 0:
             return f"{tokens // size}{name}"
+    return str(tokens)
+
+
+def format_total(tokens: int) -> str:
+    """Return a total of tokens as ``parse_total`` reads it, in the largest unit that divides it: ``10B``."""
+    for name in ("T", "B", "M", "K"):
+        if tokens and tokens % _TOTALS[name] == 0:
+            return f"{tokens // _TOTALS[name]}{name}"
     return str(tokens)
 
 

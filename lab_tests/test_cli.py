@@ -138,6 +138,10 @@ def test_bad_input_is_one_line_and_exit_code_2():
         ("ladder tiny --tokens 512 --ranks 4 --figure /nowhere/x.png", "/nowhere/x.png cannot be written"),
         ("max-context tiny --ranks 4 --device-memory 1MiB", "not even 1K tokens fit"),
         ("fit tiny --tokens 512 --ranks 4 --device-memory 1MiB", "no recipe fits 512 tokens on 4 ranks"),
+        ("fit tiny --tokens 512 --ranks 4 --price 2.5", "price='2.5' without tokens_total: give the tokens"),
+        ("fit tiny --tokens 512 --ranks 4 --tokens-total 10B --price -1", "price='-1': give the money for"),
+        ("fit tiny --tokens 512 --ranks 4 --tokens-total 0", "'0' is not a total of tokens: write 500M, 10B"),
+        ("fit tiny --tokens 512 --ranks 4 --tokens-total 511", "tokens_total=511 is less than a step has"),
         ("plot tiny", "No such command 'plot'"),
     ],
 )  # fmt: skip
@@ -205,7 +209,13 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     fitting = asked(f"fit tiny --tokens 1K {small}")
     assert len(fitting) == 2
     assert all(
-        f.keys() == {"recipe", "device_peak", "host_peak", "disk_peak", "step_seconds"} for f in fitting
+        f.keys() == {"recipe", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu"}
+        for f in fitting
     )
+    ordered = asked(f"fit tiny --tokens 1K {small} --tokens-total 10B --price 2.5")
+    assert [f | {"bill": None} for f in fitting] == [f | {"bill": None} for f in ordered]
+    assert ordered[0]["bill"].keys() == {"steps", "days", "node_hours", "gpu_hours", "money"}
+    assert ordered[0]["bill"]["steps"] == 9765625
+    assert ordered[0]["bill"]["money"] == 2.5 * ordered[0]["bill"]["gpu_hours"]
     assert saved_answers([f"{words} --json" for words in answers]) == list(answers.values())
     assert all(text.startswith("tiny") for text in saved_answers(answers))

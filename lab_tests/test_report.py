@@ -4,6 +4,8 @@ import pytest
 
 from lab.commands.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text
 from lab.planning import plan as planning
+from lab.planning.bill import Order
+from lab.planning.fit import Fits
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import plan, plan_job, plan_ladder
 from lab.recipe.recipe import Recipe
@@ -26,6 +28,7 @@ def test_a_plan_says_what_it_found(plans):
         "3.00 MiB a node",
         made.peak.op.removeprefix("aten."),
         "verdict       fits",
+        f"MFU           {made.mfu:.1%} (estimate): of the peak of 4 GPUs in dense bf16",
     ):
         assert part in text
     assert "verdict       does not fit: device memory" in plan_text(plans["plain"])
@@ -74,9 +77,24 @@ def test_a_longest_context_says_what_stops_the_next(plans):
 
 def test_fitting_recipes_are_ranked_and_the_pareto_front_marked(plans):
     ranked = sorted((plans["tiling"], plans["upipe"]), key=lambda p: p.step_seconds)
-    text = fit_text(ranked)
+    text = fit_text(Fits(ranked))
     assert "  1 ↓ " in text
     assert "+0.0%" in text
+    assert f" {ranked[1].mfu:.1%} " in text
+    assert "days" not in text
+
+
+def test_fitting_recipes_have_the_days_and_the_money_of_an_order(plans):
+    ranked = sorted((plans["tiling"], plans["upipe"]), key=lambda p: p.step_seconds)
+    fits = Fits(ranked, Order(10**13, 2.5))
+    text = fit_text(fits)
+    for bill in fits.bills:
+        assert f"   {bill.days_text}   " in text
+        assert f"   {bill.money_text}   " in text
+    assert f"\nThe fastest: 10T tokens take 9,765,625,000 steps, {fits.bills[0].days_text} days, " in text
+    assert f", {fits.bills[0].money_text} at 2.5 for a GPU hour (estimate).\n" in text
+    [row] = [line for line in fit_text(Fits(ranked[:1], Order(10**13))).splitlines() if "1 ↓" in line]
+    assert f" {fits.bills[0].days_text} - " in " ".join(row.split())
 
 
 def test_a_recipe_in_one_line():

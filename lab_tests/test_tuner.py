@@ -17,6 +17,7 @@ from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
 from lab.models import config_of, shape_of
+from lab.planning.bill import Order
 from lab.planning.closed_form import estimate_job
 from lab.planning.cuda_workspace import fixed_workspace
 from lab.recipe.jobs import Job
@@ -309,6 +310,34 @@ def test_a_plan_is_made_in_the_background_and_stands_beside_the_closed_form() ->
     assert not planned["stale"]
     assert "Planned: " in tuner.panel.content["note"]
     assert not tuner.plan_button.disabled
+
+
+def test_the_bill_is_made_of_a_plan_and_says_what_is_missing() -> None:
+    tuner = small(head_chunk=32, tokens_total="10B")
+    assert tuner.panel.content["bill"].startswith("Plan estimates the seconds of a step")
+    tuner.plan()
+    tuner.wait()
+    assert tuner.planned is not None
+    mfu = f"MFU {tuner.planned.mfu:.1%} (estimate)"
+    tuner.knobs.by_name["price"].value = " 2.5"
+    order = tuner.state.order
+    assert order == Order(10**10, 2.5)
+    assert tuner.panel.content["bill"] == f"{tuner.planned.bill(order).text(order)}; {mfu}"
+    assert "node hours" in tuner.panel.content["bill"]
+    assert tuner._repr_mimebundle_()["text/plain"].endswith(mfu)
+    # What cannot be read is said in the line, and the state stays.
+    for name, value, said in (
+        ("price", "free", "price='free': give the money for one GPU hour, a number above 0 such as 2.5"),
+        ("price", "2.5", f"; {mfu}"),
+        ("tokens_total", "1023", "tokens_total=1023 is less than a step has: 1 rows x 1024 tokens"),
+        ("tokens_total", "", "price='2.5' without tokens_total: give the tokens to be trained too"),
+        ("price", "", mfu),
+    ):
+        tuner.knobs.by_name[name].value = value
+        assert said in tuner.panel.content["bill"]
+        assert estimate_of(tuner).device
+    tuner.change("head_chunk", 8)
+    assert tuner.panel.content["bill"] == ""
 
 
 def test_a_plan_of_an_earlier_setting_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

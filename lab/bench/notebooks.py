@@ -73,10 +73,13 @@ def changed_facts(stored: Path, copy: Path) -> list[str]:
 
 
 def _facts(path: Path) -> list[str | None]:
-    """Return the output of each cell of code that prints a fact; None for the other cells of code."""
+    """Return the output of each cell of code that prints a fact; None for the other cells of code.
+
+    What is on stderr is no fact: a wait says there what goes on.
+    """
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     return [
-        "".join(output.get("text", "") for output in cell.outputs)
+        "".join(output.get("text", "") for output in cell.outputs if output.get("name") != "stderr")
         if FACT in cell.metadata.get("tags", [])
         else None
         for cell in cells

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
@@ -23,8 +24,10 @@ from lab import models
 from lab.bench.table import table_text
 from lab.commands.gpu_findings import gpu_findings
 from lab.decoder import FAMILIES
+from lab.errors import LabError
 from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
-from lab.units import format_bytes
+from lab.techniques.deepspeed import warm_operator
+from lab.units import format_bytes, format_seconds
 
 _PACKAGES = (
     "torch", "transformers", "deepspeed", "ipyparallel", "jupyterlab", "ipywidgets", "anywidget",
@@ -47,6 +50,30 @@ _OPTIONAL = {
 def report() -> str:
     """Return the report as text, one line for each finding."""
     return "\n".join(f"{subject:<14} {finding}" for subject, finding in _findings())
+
+
+def warm_up(say: Callable[[str], None]) -> Iterator[str]:
+    """Make what notebooks would make at its first use, and yield a line on each: DeepSpeed's operator, and
+    matplotlib's list of fonts.
+
+    Args:
+        say: Shows what is made now.
+    """
+
+    def fonts() -> None:
+        from lab.show import picture  # noqa: F401
+
+    def operator() -> None:
+        warm_operator(torch.device("cuda" if torch.cuda.device_count() else "cpu"))
+
+    for subject, make in (("fonts", fonts), ("operator", operator)):
+        say(f"making {subject}")
+        began = time.perf_counter()
+        try:
+            make()
+            yield f"{subject:<14} ready after {format_seconds(time.perf_counter() - began)}"
+        except LabError as error:
+            yield f"{subject:<14} {error}"
 
 
 def model_report(model: models.ModelLike) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.cuda_workspace import outside_workspace
+from lab.planning.model_flops import MFU_LEGEND
 from lab.recipe.jobs import memory_name
 from lab.shape import Shape
 from lab.units import Mi, format_bytes, format_seconds, format_share, round_tokens
@@ -19,6 +20,7 @@ from lab.units import Mi, format_bytes, format_seconds, format_share, round_toke
 # Imported for their types alone: they import torch, which the text of a quick plan does not need.
 if TYPE_CHECKING:
     from lab.memory.holders import Holders
+    from lab.planning.fit import Fits
     from lab.planning.max_context import MaxContext
     from lab.planning.max_context_table import LongestContext
     from lab.planning.plan import Plan
@@ -59,6 +61,8 @@ def plan_text(plan: Plan) -> str:
         "the host",
         f"a step        {format_seconds(plan.step_seconds)} on {plan.device}, {tokens:.4g} tokens a second "
         "and rank (estimate)",
+        f"MFU           {plan.mfu:.1%} (estimate): of the peak of {plan.ranks} GPUs in dense bf16, by "
+        f"{plan.model_flops:.3g} operations of the model (attention's causal half; nothing twice)",
         *_idle_ranks_note(plan),
         *(f"note          {note}" for note in plan.notes),
         f"verdict       {_verdict(plan)}",
@@ -248,30 +252,38 @@ def draw_context_table(cells: Sequence[LongestContext], path: Path) -> None:
     _write_picture(context_table(cells), path)
 
 
-def fit_text(plans: Sequence[Plan]) -> str:
+def fit_text(plans: Fits) -> str:
     """Return the text of `lab fit`: the recipes that fit, the fastest first.
 
-    An arrow marks a recipe that needs less device memory than every faster one.
+    An arrow marks a recipe that needs less device memory than every faster one. With an order, each recipe
+    has the days and the money that it takes.
     """
     from lab.planning.fit import pareto_front
 
     fastest, down = plans[0], pareto_front(plans)
     has_disk = plans[0].machine.disk is not None
     disk = ["disk a node"] if has_disk else []
-    table = Table("", "a step", "slower", "device peak", "host a node", *disk, "recipe", box=SIMPLE_HEAD)
+    bills = [(bill.days_text, bill.money_text) for bill in plans.bills]
+    of_order = ("days", "money") if bills else ()
+    memories = ("device peak", "host a node", *disk)
+    table = Table("", "a step", "slower", "MFU", *of_order, *memories, "recipe", box=SIMPLE_HEAD)
     for number, plan in enumerate(plans, start=1):
         table.add_row(
             f"{number}" + (" ↓" if plan in down else ""),
             format_seconds(plan.step_seconds),
             f"+{plan.step_seconds / fastest.step_seconds - 1:.1%}",
+            f"{plan.mfu:.1%}",
+            *(bills[number - 1] if bills else ()),
             format_bytes(plan.device_peak),
             format_bytes(plan.host_peak_per_node),
             *([format_bytes(plan.disk_peak_per_node)] if has_disk else []),
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
+    estimates = f"Seconds, and what follows from them, are estimates.\n{MFU_LEGEND}."
+    whole = [f"The fastest: {fastest.bill(plans.order).text(plans.order)}."] if plans.order else []
     notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)
-    return "\n".join([fastest.job.subject, table_text(table), legend, *notes])
+    return "\n".join([fastest.job.subject, table_text(table), legend, *whole, estimates, *notes])
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:

@@ -123,7 +123,20 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
     except (RuntimeError, TimeoutError) as error:
         # The kernel died or did not start.
         failure = f"{type(error).__name__}: {error}"
+    if copy.exists():
+        drop_erased_lines(copy)
     return Outcome(time.perf_counter() - start, copy, failure)
+
+
+def drop_erased_lines(copy: Path) -> None:
+    """Remove from an executed notebook what is left of lines that said what goes on, and were erased."""
+    notebook = nbformat.read(copy, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in cells:
+        cell.outputs = [
+            output for output in cell.outputs if output.get("name") != "stderr" or output.text.strip()
+        ]
+    nbformat.write(notebook, copy)
 
 
 def execute(names: list[str], parameters: dict[str, str], out: Path | None = None) -> list[str]:

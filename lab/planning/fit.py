@@ -1,14 +1,16 @@
-"""Fit: of the recipes that fit the memory, the fastest; then the price of each step down in memory."""
+"""Fit: of the recipes that fit the memory, the fastest; then the time that each step down in memory costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
+from cluster.progress import hide_progress, progress, say
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.models.lora import Lora
+from lab.planning.bill import Bill, Order, make_order
 from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.plan import Plan, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
@@ -31,9 +33,24 @@ SHOWN = 7
 
 
 class Fits(tuple[Plan, ...]):
-    """The plans of the recipes that fit, the fastest first."""
+    """The plans of the recipes that fit, the fastest first.
 
-    __slots__ = ()
+    Attributes:
+        order: The tokens to be trained in all, and the price of a GPU hour; None if they were not given.
+    """
+
+    order: Order | None
+
+    def __new__(cls, plans: Iterable[Plan], order: Order | None = None) -> Fits:
+        """Keep the order with the plans."""
+        fits = super().__new__(cls, plans)
+        fits.order = order
+        return fits
+
+    @property
+    def bills(self) -> tuple[Bill, ...]:
+        """What the order takes with each recipe; nothing without an order."""
+        return () if self.order is None else tuple(plan.bill(self.order) for plan in self)
 
     def __repr__(self) -> str:
         front = pareto_front(self)
@@ -51,6 +68,7 @@ class Fits(tuple[Plan, ...]):
         return format_lines(title, lines | more)
 
 
+@progress("choosing the recipes to plan")
 def fit(
     model: ModelLike,
     *,
@@ -66,6 +84,8 @@ def fit(
     workspace: bool = True,
     disk: int | str | None = None,
     disk_rate: int | str | None = None,
+    tokens_total: int | str | None = None,
+    price: float | str | None = None,
     watch: Callable[[int, int, Plan], None] | None = None,
 ) -> Fits:
     """Plan every recipe that may fit, and return those that do, the fastest first.
@@ -81,13 +101,20 @@ def fit(
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node.
 
+    With ``tokens_total``, the tokens of the whole training, such as "10B" (decimal: 10^10), ``Fits.bills``
+    has the steps, days, node hours and GPU hours that each recipe takes. With ``price``, the money for one
+    hour of one GPU in any currency, it also has the money. All are estimates, as the seconds of a step are.
+
     ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``. ``watch`` is called
     with each plan, its number, and how many there will be.
 
     Raises:
-        LabError: as ``lab.plan``; or none fits, with the leanest and what it needs.
+        LabError: as ``lab.plan``; or none fits, with the leanest and what it needs; a price that is none or
+            has no ``tokens_total``, or a total smaller than a step.
     """
+    hide_progress(watch)
     check_given(device_memory=device_memory, host_memory=host_memory)
+    order = make_order(tokens_total, price)
     machine = make_machine(
         device=device,
         device_memory=device_memory,
@@ -101,10 +128,13 @@ def fit(
     base = make_job(
         model, "tiling", tokens=tokens, ranks=ranks, rows=rows, accumulate=accumulate, lora=lora, shape=shape
     )
+    if order is not None:
+        order.steps_of(base)  # refused before anything is planned
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
     tried, plans = _promising(shape, base.recipe, jobs, machine), []
     for number, job in enumerate(tried, start=1):
+        say(f"planning recipe {number} of {len(tried)}")
         job.recipe.check(shape, ranks)
         plans.append(plan_job(job, machine))
         if watch is not None:
@@ -112,7 +142,7 @@ def fit(
     fitting = sorted((p for p in plans if p.fits), key=lambda p: (p.step_seconds, p.device_peak))
     if not fitting:
         raise LabError(_none_fits(min(plans, key=lambda p: p.device_peak)))
-    return Fits(fitting)
+    return Fits(fitting, order)
 
 
 def _promising(shape: Shape, base: Recipe, jobs: list[Job], machine: Machine) -> list[Job]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from cluster.progress import hide_progress, progress, say
 from lab.errors import LabError
 from lab.models import ModelLike
 from lab.models.lora import Lora
@@ -81,6 +82,7 @@ class MaxContext:
         }
 
 
+@progress("comparing degrees by the closed form")
 def max_context(
     model: ModelLike,
     recipe: str | Recipe = "upipe",
@@ -114,6 +116,7 @@ def max_context(
     Raises:
         LabError: as ``lab.plan``; or nothing fits, and what holds the memory; or nothing stops it.
     """
+    hide_progress(watch)
     check_given(device_memory=device_memory, host_memory=host_memory)
     machine = make_machine(
         device=device,
@@ -144,6 +147,7 @@ def max_context(
         degrees = best_degrees(usual, degree_pairs(shape, ranks), longest)
 
     def planned(tokens: int) -> Plan:
+        say(f"planning {format_tokens(tokens)} tokens")
         tried = plan_job(job(tokens, degrees), machine)
         if watch is not None:
             watch(tried)

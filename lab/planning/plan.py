@@ -14,15 +14,18 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cluster.progress import progress, say
 from lab import decoder, models
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.models.lora import Lora
+from lab.planning.bill import Bill, Order, make_bill
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
 from lab.planning.cuda_workspace import matrix_products_note
 from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.planning.hardware import hardware
+from lab.planning.model_flops import model_flops
 from lab.planning.plan_cache import cached
 from lab.planning.shrinking import with_job
 from lab.planning.start import start_of
@@ -217,6 +220,28 @@ class Plan:
         return self.costs.seconds
 
     @property
+    def model_flops(self) -> int:
+        """The operations that the model needs for the step, on all ranks; see ``model_flops.py``."""
+        return model_flops(self.shape, self.job)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the model's operations, of what the GPUs would compute at their peak.
+
+        It is an estimate, as the seconds are.
+        """
+        peak = hardware(self.machine.device).matmul.value
+        return self.model_flops / (self.step_seconds * self.ranks * peak)
+
+    def bill(self, order: Order) -> Bill:
+        """Return the time and the money that an order takes with this step; an estimate.
+
+        Raises:
+            LabError: The order has fewer tokens than the step.
+        """
+        return make_bill(order, self.job, self.machine, self.step_seconds)
+
+    @property
     def longest_layer(self) -> float:
         """Seconds of the layer that takes the longest, in forward or backward; 0.0 where no layer is seen.
 
@@ -257,11 +282,14 @@ class Plan:
             "host_bytes": self.costs.host_bytes,
             "disk_seconds": self.costs.disk_seconds,
             "step_seconds": self.step_seconds,
+            "model_flops": self.model_flops,
+            "mfu": self.mfu,
             "notes": list(self.notes),
             "planning_seconds": self.planning_seconds,
         }
 
 
+@progress("planning")
 def plan(
     model: models.ModelLike,
     recipe: str | Recipe = "upipe",
@@ -347,6 +375,7 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     )
 
 
+@progress("planning the ladder")
 def plan_ladder(
     model: models.ModelLike,
     *,
@@ -366,6 +395,7 @@ def plan_ladder(
     plans = {}
     for rung, recipe in ladder(model, ranks, length, shape=shape, **knobs).items():
         job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, lora=lora, shape=shape)
+        say(f"planning the ladder: {rung}")
         plans[rung] = plan_job(replace(job, recipe_name=rung), machine)
         if watch is not None:
             watch(rung, plans[rung])

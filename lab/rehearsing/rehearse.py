@@ -14,6 +14,8 @@ import psutil
 import torch
 
 from cluster.devices import FREE_SECONDS, check_driver, check_free
+from cluster.progress import hide_progress, progress
+from cluster.progress import say as say_in_notebook
 from lab import models
 from lab.errors import LabError
 from lab.memory.cuda import CudaAllocator, CudaMeter, History, limit_memory
@@ -44,6 +46,7 @@ MISSING = 2 * GiB
 """How much less a GPU may report than its name says: an H100 of 80 GiB has 79.19."""
 
 
+@progress("rehearsing")
 def rehearse(
     model: models.ModelLike = "tiny",
     recipe: str | Recipe = "upipe",
@@ -89,7 +92,8 @@ def rehearse(
         ClusterError: a GPU that torch cannot use, or that other processes fill.
         DivergedError: the loss is not finite.
     """
-    say = watch or _nobody
+    say = watch or say_in_notebook
+    hide_progress(watch)
     if type(steps) is not int or steps < 0:
         raise LabError(
             f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
@@ -246,7 +250,3 @@ def _beyond(history: History, limit: int | None, ranks: int) -> str:
     if limit is None or history.device_peak + outside <= limit:
         return ""
     return f"{format_bytes(outside)} outside torch, the limit is {format_bytes(limit)}"
-
-
-def _nobody(_: str) -> None:
-    """Watch nothing."""

@@ -132,13 +132,16 @@ def _of_fits(fits: Fits) -> DisplayedResult:
     """The recipes that need less device memory than every faster one; a table of all recipes is folded."""
     job, fastest, front = fits[0].job, fits[0].step_seconds, pareto_front(fits)
     numbered = dict(enumerate(fits, start=1))
-    names = ("", "step", "slower", "device peak", "host per node")
+    bills = [(cell(bill.days_text), cell(bill.money_text)) for bill in fits.bills]
+    of_order = ("days", "money") if bills else ()
+    names = ("", "step", "slower", *of_order, "device peak", "host per node")
     header = [*(cell(name, tag="th", wrap=True) for name in names), cell("recipe", tag="th", align="left")]
     rows = {
         number: [
             cell(str(number), tag="th"),
             cell(format_seconds(plan.step_seconds)),
             cell(f"+{plan.step_seconds / fastest - 1:.1%}"),
+            *(bills[number - 1] if bills else ()),
             byte_cell(plan.device_peak),
             byte_cell(plan.host_peak_per_node),
             cell(plan.recipe.summary, align="left", wrap=True),

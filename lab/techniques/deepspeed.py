@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from threading import Timer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cluster.live import notify
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
 from lab.techniques.attention.flash import FLASH, Kernel, attention
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.ulysses_degrees import check_degree
 from lab.torch_private import FakeTensor
+
+SILENT_SECONDS = 3.0
+"""A wait for another process that compiles is not mentioned before it takes so long."""
+
+_OPERATOR = "DeepSpeed's communication operator"
 
 
 def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> None:
@@ -41,7 +48,8 @@ def apply_deepspeed_ulysses(model: nn.Module, *, group: dist.ProcessGroup) -> No
     Costs:
         4 all-to-alls per layer in forward and 4 in backward, and one all-gather of positions, which
         DeepSpeed always runs. If K < C, key/value heads are replicated as in ``apply_ulysses``. On CPU,
-        DeepSpeed compiles a communication operator at its first use (half a minute, once per machine).
+        DeepSpeed compiles a communication operator at its first use (half a minute, once per machine;
+        ``lab doctor --warm`` does it beforehand).
     Source:
         DeepSpeed-Ulysses (arXiv 2309.14509); ALST (arXiv 2506.13996);
         ``deepspeed/runtime/sequence_parallel/ulysses_sp.py``.
@@ -126,22 +134,38 @@ def _attention_class(device: torch.device) -> type[nn.Module]:
         RecipeError: DeepSpeed is not installed; its communication operator cannot be compiled.
     """
     attention_class: type[nn.Module] = sequence_parallel(device).UlyssesSPAttentionHF
-    with _accelerator(device):
+    with _accelerator(device), _one_line_refusal():
         # It is there: ulysses_sp was imported with it.
         import deepspeed.comm
 
-        try:
-            if not deepspeed.comm.is_initialized():
-                _build_operator()
-                deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-        except (RuntimeError, OSError, ImportError) as error:
-            # The first colon is followed by pages of compiler output.
-            reason = str(error).partition(":")[0]
-            raise RecipeError(
-                "ulysses_backend='deepspeed': its communication operator cannot be compiled here, for which "
-                f"it needs a C++ compiler and ninja ({reason}); use ulysses_backend='lab'"
-            ) from error
+        if not deepspeed.comm.is_initialized():
+            _build_operator()
+            deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return attention_class
+
+
+def warm_operator(device: torch.device) -> None:
+    """Compile and load DeepSpeed's communication operator, so that no rank has to wait for it later.
+
+    Raises:
+        RecipeError: DeepSpeed is not installed; its communication operator cannot be compiled.
+    """
+    sequence_parallel(device)
+    with _accelerator(device), _one_line_refusal():
+        _build_operator()
+
+
+@contextmanager
+def _one_line_refusal() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError, ImportError) as error:
+        # The first colon is followed by pages of compiler output.
+        reason = str(error).partition(":")[0]
+        raise RecipeError(
+            "ulysses_backend='deepspeed': its communication operator cannot be compiled here, for which "
+            f"it needs a C++ compiler and ninja ({reason}); use ulysses_backend='lab'"
+        ) from error
 
 
 def sequence_parallel(device: torch.device) -> ModuleType:
@@ -170,7 +194,9 @@ def _build_operator() -> None:
 
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
-        with build_folder():
+        with build_folder() as folder:
+            if not any(folder.glob("*/*.so")):
+                notify(f"compiling {_OPERATOR}, once on this machine: half a minute, longer if it is busy")
             builder.load(verbose=False)
 
 
@@ -181,16 +207,26 @@ def build_folder() -> Iterator[Path]:
     torch marks a folder in which it compiles with a file. Every other process waits until the file is gone,
     without a limit, and a process that ends meanwhile leaves it. Here the right to compile is an ``flock``,
     which ends with its process. The process that has it removes torch's file, because nobody else compiles.
+    A process that waits, and one that removes such a file, says so in one line.
     """
     variable = "TORCH_EXTENSIONS_DIR"
     before = os.environ.get(variable)
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = _cache(before) / f"python-{python} torch-{torch.__version__} deepspeed-{version('deepspeed')}"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "flock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (folder / "flock").open("a+") as lock:
+        waiting = Timer(SILENT_SECONDS, _say_who_compiles, [Path(lock.name)])
+        waiting.start()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        finally:
+            waiting.cancel()
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}")
+        lock.flush()
         for stale in folder.glob("*/lock"):
             stale.unlink()
+            notify(f"removed {stale}: a process that ended while it compiled has left this lock")
         os.environ[variable] = str(folder)
         try:
             yield folder
@@ -199,6 +235,13 @@ def build_folder() -> Iterator[Path]:
                 del os.environ[variable]
             else:
                 os.environ[variable] = before
+
+
+def _say_who_compiles(lock: Path) -> None:
+    notify(
+        f"waiting for process {lock.read_text()}, which compiles {_OPERATOR} and holds {lock}: half a "
+        "minute, longer on a busy machine; if that process hangs, end it"
+    )
 
 
 def _cache(extensions: str | None) -> Path:

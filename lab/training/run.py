@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from cluster.errors import RankError, Stopped
+from cluster.progress import hide_progress, progress, say
 from lab import models
 from lab.errors import DivergedError, HostFileError
 from lab.memory.cuda import AllocatedPeak
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from cluster.ranks import Cluster
 
 
+@progress("training")
 def run(
     model: models.ModelLike = "tiny",
     recipe: str | Recipe = "plain",
@@ -80,6 +82,7 @@ def run(
         DivergedError: the loss of a step is not finite.
         RankError: a rank failed; the text names it and holds its traceback.
     """
+    hide_progress(watch)
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
     config = models.config_of(model)
     shape = models.shape_of(config)
@@ -102,6 +105,7 @@ def run(
     def on_record(_rank: int, record: object) -> None:
         if isinstance(record, Progress):
             partial_run.add(record)
+            say(f"training: {record.step} of {record.steps} steps are done")
             tell(record)
 
     def ended(how: str) -> Run | None:

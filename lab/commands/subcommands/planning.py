@@ -304,6 +304,17 @@ def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
 @TOKENS
 @_memory_options("80GiB", "2TiB")
 @_disk_options
+@click.option(
+    "--tokens-total",
+    metavar="N",
+    help="The tokens of the whole training: adds the days that they take. Decimal, other than --tokens: "
+    "10B = 10^10, 500M = 5 x 10^8.",
+)
+@click.option(
+    "--price",
+    metavar="MONEY",
+    help="For one hour of one GPU, in any currency: adds the money that --tokens-total takes.",
+)
 @one_line_errors
 def fit(model: str, as_json: bool, **settings: Any) -> None:
     """Find the fastest recipes that fit MODEL at this context, and the price in time of less memory."""
@@ -314,8 +325,10 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
 
         with status(f"planning {model}") as say:
             plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried.summary}"), **settings)
-        keys = ("recipe", "device_peak", "host_peak", "disk_peak", "step_seconds")
-        return [pick(keys, planned.to_json()) for planned in plans], fit_text(plans)
+        keys = ("recipe", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu")
+        rows = [pick(keys, planned.to_json()) for planned in plans]
+        bills = [{"bill": bill.to_json()} for bill in plans.bills] or [{}] * len(rows)
+        return [row | bill for row, bill in zip(rows, bills, strict=True)], fit_text(plans)
 
     print_cached_answer(as_json, make)
 

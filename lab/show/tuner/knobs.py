@@ -13,7 +13,7 @@ from lab.models.presets import PRESETS
 from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RECIPE_NAMES
 from lab.show.tuner.choices import choices
-from lab.show.tuner.state import TILES, State
+from lab.show.tuner.state import ORDER, TILES, State
 from lab.show.tuner.text import LABELS, value_text
 from lab.units import format_bytes
 
@@ -29,6 +29,8 @@ _COSTS = {
     "tokens": "The context: the tokens of one sequence",
     "ranks": "The number of GPUs",
     "device_memory": "The memory of one GPU",
+    "tokens_total": "The tokens of the whole training, decimal: 10B = 10^10",
+    "price": "The money for one GPU hour, in any currency",
     **{knob.name: knob.cost for knob in KNOBS if knob.turned},
 }
 
@@ -61,6 +63,10 @@ class Knobs:
         self.by_name["offload"] = ipywidgets.Dropdown(
             options=BY_NAME["offload"].choices, description=LABELS["offload"], tooltip=_COSTS["offload"]
         )
+        for name in ORDER:
+            self.by_name[name] = ipywidgets.Text(
+                description=LABELS[name], tooltip=_COSTS[name], continuous_update=False
+            )
         self.saves = {name: ipywidgets.Label(layout={"width": "114px"}) for name in self.by_name}
         rows = []
         for name, knob in self.by_name.items():
@@ -88,6 +94,9 @@ class Knobs:
             slider.value = getattr(state, name) if name in SIZES else fields[name] or OFF
         for name in ("checkpoint", "offload"):
             self.by_name[name].value = fields[name]
+        for name in ORDER:
+            given = getattr(state, name)
+            self.by_name[name].value = "" if given is None else str(given)
         for name, label in self.saves.items():
             label.value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
 
@@ -97,6 +106,8 @@ class Knobs:
                 return
             if name in SLIDERS and value == OFF:
                 value = None
+            if name in ORDER:
+                value = value.strip() or None
             self._on_change(name, value)
 
 

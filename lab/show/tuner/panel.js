@@ -14,6 +14,7 @@ class Panel {
     this.host = new Bar(this.chart, "host", look);
     this.legend = add(this.chart, "div", "lab-tuner-legend");
     this.note = add(this.root, "div", "lab-tuner-note");
+    this.bill = add(this.root, "div", "lab-tuner-note lab-tuner-bill");
     this.texts = ["Python", "shell"].map((name) => new Copied(this.root, name));
   }
 
@@ -21,6 +22,7 @@ class Panel {
     this.root.dataset.verdict = content.verdict;
     this.verdict.textContent = content.words;
     this.note.textContent = content.note;
+    this.bill.textContent = content.bill;
     this.suggestions.replaceChildren();
     content.suggestions.forEach((words, n) => {
       const button = add(this.suggestions, "button");

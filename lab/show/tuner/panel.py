@@ -14,7 +14,7 @@ from lab.show.page import join_files
 from lab.show.palette import COLOURS
 from lab.show.tuner.estimate import Refusal, StateEstimate
 from lab.show.tuner.state import State
-from lab.show.tuner.text import as_command, as_python
+from lab.show.tuner.text import as_command, as_python, bill_text
 from lab.units import format_bytes
 
 AXIS_END = 1.25
@@ -50,6 +50,7 @@ def panel_content(
         "bars": [],
         "texts": ["", ""],
         "note": "",
+        "bill": bill_text(state, plan if current else None),
         "suggestions": [],
     }
     if isinstance(estimate, Refusal):

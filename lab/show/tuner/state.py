@@ -9,6 +9,7 @@ from typing import Any
 
 from lab.errors import LabError
 from lab.models import shape_of
+from lab.planning.bill import Order, make_order
 from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RECIPE_NAMES, RUNGS, check_name, recipe_by_name
 from lab.recipe.recipe import Recipe, check_fields
@@ -29,6 +30,9 @@ NEUTRAL["checkpoint"]["offload"] = BY_NAME["offload"].neutral
 READERS = {"tokens": parse_tokens, "device_memory": parse_bytes, "host_memory": parse_bytes}
 """The functions that read the sizes of a state, given as numbers or as text."""
 
+ORDER = ("tokens_total", "price")
+"""The values of which a bill is made. Memory does not depend on them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class State:
@@ -44,6 +48,8 @@ class State:
         device_memory: The memory of a rank in bytes.
         host_memory: The host memory of a node in bytes.
         workspace: Whether to add the memory that CUDA takes outside torch.
+        tokens_total: The tokens of the whole training, as they were given; None if they were not.
+        price: The money for one GPU hour, as it was given; None if it was not.
     """
 
     model: str
@@ -55,6 +61,17 @@ class State:
     device_memory: int
     host_memory: int
     workspace: bool
+    tokens_total: int | str | None = None
+    price: float | str | None = None
+
+    @property
+    def order(self) -> Order | None:
+        """The tokens of the whole training and the price; None if no tokens were given.
+
+        Raises:
+            LabError: One of them cannot be read.
+        """
+        return make_order(self.tokens_total, self.price)
 
     @property
     def base(self) -> dict[str, Any]:
@@ -85,7 +102,7 @@ class State:
     def with_value(self, name: str, value: Any) -> State:
         """Return the state with one value changed. Another rung discards the fields set by hand.
 
-        An illegal combination is not an error here.
+        An illegal combination is not an error here, nor is an order that cannot be read.
 
         Raises:
             LabError: The name is not that of a value or of a field of a recipe, or the value is wrong by
@@ -99,6 +116,8 @@ class State:
         if name == "ranks":
             check_counts({name: value})
             return replace(self, ranks=value)
+        if name in ORDER:
+            return replace(self, **{name: value})
         if name == "workspace":
             return replace(self, workspace=bool(value))
         if name in READERS:
@@ -117,6 +136,8 @@ def start_state(
     device_memory: int | str,
     host_memory: int | str,
     workspace: bool,
+    tokens_total: int | str | None = None,
+    price: float | str | None = None,
     **knobs: Any,
 ) -> State:
     """Return the state at which a tuner begins.
@@ -125,9 +146,10 @@ def start_state(
     combination is not an error here.
 
     Raises:
-        LabError: A model, rung, knob or size does not exist.
+        LabError: A model, rung, knob or size does not exist; the total of tokens or the price cannot be read.
     """
     check_counts({"ranks": ranks})
+    make_order(tokens_total, price)
     check_fields(knobs)
     if isinstance(recipe, str):
         check_name(recipe)
@@ -141,6 +163,8 @@ def start_state(
         device_memory=parse_bytes(device_memory),
         host_memory=parse_bytes(host_memory),
         workspace=workspace,
+        tokens_total=tokens_total,
+        price=price,
     )
     if isinstance(recipe, Recipe):
         fields = recipe.to_json() | knobs

@@ -6,6 +6,8 @@ import json
 from shlex import join
 from typing import Any
 
+from lab.errors import LabError
+from lab.planning.plan import Plan
 from lab.recipe.knobs import KNOBS
 from lab.show.tuner.state import TILES, State
 from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_tokens
@@ -14,6 +16,8 @@ LABELS = {knob.name: knob.label for knob in KNOBS if knob.turned} | {
     "tokens": "context",
     "ranks": "ranks",
     "device_memory": "device memory",
+    "tokens_total": "tokens in all",
+    "price": "a GPU hour",
 }
 
 
@@ -50,6 +54,24 @@ def as_command(state: State) -> str:
         words += ["--set", f"{name}={value_text(name, value)}"]
     words += ["--device-memory", _exact(state.device_memory), "--host-memory", _exact(state.host_memory)]
     return join(words if state.workspace else [*words, "--no-workspace"])
+
+
+def bill_text(state: State, plan: Plan | None) -> str:
+    """Return a line on what the order of a state takes, by the seconds of its plan, or what is missing.
+
+    Args:
+        state: The state.
+        plan: The plan of this state; None if there is none yet.
+    """
+    try:
+        order = state.order
+        bill = None if order is None or plan is None else plan.bill(order)
+    except LabError as error:
+        return str(error)
+    if plan is None:
+        return "" if order is None else "Plan estimates the seconds of a step, of which the bill is made."
+    mfu = f"MFU {plan.mfu:.1%} (estimate)"
+    return mfu if order is None or bill is None else f"{bill.text(order)}; {mfu}"
 
 
 def _literal(value: Any) -> str:

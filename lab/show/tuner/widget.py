@@ -211,7 +211,8 @@ class Tuner:
             [self.knobs.box, right], layout={"flex_flow": "row wrap", "grid_gap": "12px 24px"}
         )
         bundle: dict[str, Any] = ipywidgets.VBox([top, self.status, self.run_box])._repr_mimebundle_(**kwargs)
-        bundle["text/plain"] = estimate_text(self.estimate)
+        texts = estimate_text(self.estimate), self.panel.content["bill"]
+        bundle["text/plain"] = "\n".join(filter(None, texts))
         if self.picture is not None:
             bundle["image/png"] = b64encode(self.picture.png).decode()
         return bundle
@@ -244,6 +245,8 @@ def tuner(
     device_memory: int | str = "80GiB",
     host_memory: int | str = "2TiB",
     workspace: bool = True,
+    tokens_total: int | str | None = None,
+    price: float | str | None = None,
     cluster: Cluster | None = None,
     **knobs: Any,
 ) -> Tuner:
@@ -261,11 +264,14 @@ def tuner(
         device_memory: The memory of a rank.
         host_memory: The host memory of a node.
         workspace: Whether to add the memory that CUDA takes when it starts.
+        tokens_total: The tokens of the whole training, such as "10B" (decimal: 10^10), as in ``lab.fit``.
+            After Plan, a line says the days, node hours and money that they take.
+        price: The money for one GPU hour, as in ``lab.fit``.
         cluster: The ranks for Run; None to start ranks for each run.
         knobs: Fields of the recipe.
 
     Raises:
-        LabError: A model, rung, knob or size does not exist.
+        LabError: A model, rung, knob or size does not exist; the total of tokens or the price cannot be read.
     """
     state = start_state(
         model,
@@ -275,6 +281,8 @@ def tuner(
         device_memory=device_memory,
         host_memory=host_memory,
         workspace=workspace,
+        tokens_total=tokens_total,
+        price=price,
         **knobs,
     )
     return Tuner(state, cluster)
