@@ -1,4 +1,4 @@
-"""``lab open`` and ``lab execute``: notebooks in JupyterLab, and notebooks as programs."""
+"""``lab open``, ``lab execute`` and ``lab book``: notebooks in JupyterLab, as programs, and as pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lab.commands.base import one_line_errors, path
+from lab.commands.base import one_line_errors, path, status
 
 
 @click.command("open")
@@ -41,4 +41,20 @@ def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...],
         sys.exit(1)
 
 
-COMMANDS = (open_, execute)
+@click.command()
+@click.option("--out", type=path, default="build/book", show_default=True, help="The folder of the pages.")
+@one_line_errors
+def book(out: Path) -> None:
+    """Build HTML pages of the stored notebooks and the public functions."""
+    from lab.jupyter.book.build import build
+
+    with status("building the book"):
+        warnings = build(out)
+    for line in warnings:
+        click.echo(line, err=True)
+    click.echo(f"{out / 'index.html'}")
+    if warnings:
+        sys.exit(1)
+
+
+COMMANDS = (open_, execute, book)
