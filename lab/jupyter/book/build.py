@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 from lab.errors import LabError
-from lab.jupyter.book.settings import PROJECT, SETTINGS
+from lab.jupyter.book.settings import PROJECT
 
 NEEDED = ("sphinx", "myst_nb", "furo")
 
@@ -18,8 +18,8 @@ NEEDED = ("sphinx", "myst_nb", "furo")
 def build(out: Path) -> list[str]:
     """Build the book into the folder ``out``, and return Sphinx's warnings, a line each.
 
-    No notebook is executed, and nothing is downloaded. The folder is made where it does not exist; an older book
-    in it is replaced after the new one has been built.
+    No notebook is executed, and nothing is downloaded. The folder is made where it does not exist. An older
+    book in it is replaced after the new one has been built.
 
     Raises:
         LabError: A package is not installed, or ``out`` is not a folder in which a book can be written.
@@ -38,11 +38,10 @@ def build(out: Path) -> list[str]:
         write_sources(sources)
         app = Sphinx(
             srcdir=sources,
-            confdir=None,
+            confdir=sources,
             outdir=pages,
             doctreedir=Path(folder, "doctrees"),
             buildername="html",
-            confoverrides=SETTINGS,
             status=None,
             warning=warnings,
         )
@@ -69,7 +68,9 @@ def _check_folder(out: Path) -> None:
     except OSError as error:
         raise LabError(f"--out {out}: {error.strerror}; give a folder that you can write to") from None
     if other:
-        raise LabError(f"--out {out}: the folder has other files, which a book would replace; give an empty one")
+        raise LabError(
+            f"--out {out}: the folder has other files, which a book would replace; give an empty one"
+        )
 
 
 def _has_book(out: Path) -> bool:

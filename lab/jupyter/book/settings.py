@@ -34,6 +34,9 @@ SETTINGS: dict[str, Any] = {
     # The headings that a link may name. A link to an anchor that does not exist is a warning.
     "myst_heading_anchors": 3,
     "myst_enable_extensions": ["dollarmath"],
+    # Between the dollars of two prices is no formula.
+    "myst_dmath_allow_space": False,
+    "myst_dmath_allow_digits": False,
     # The sections of docstrings that are not Google's.
     "napoleon_google_docstring": True,
     "napoleon_numpy_docstring": False,
@@ -42,10 +45,14 @@ SETTINGS: dict[str, Any] = {
     "autodoc_typehints": "description",
     "autodoc_typehints_description_target": "documented",
     "autodoc_member_order": "bysource",
+    "autodoc_preserve_defaults": True,
+    # What has single backticks in a docstring is code.
+    "default_role": "code",
     "add_module_names": False,
     "python_maximum_signature_line_length": 90,
     "html_theme": "furo",
     "html_title": PROJECT,
+    "pygments_dark_style": "a11y-high-contrast-dark",
     "html_theme_options": {"light_css_variables": _LIGHT, "dark_css_variables": _DARK},
     "html_math_renderer": "mathml",
     "html_static_path": [str(Path(__file__).parent / "static")],
@@ -53,6 +60,6 @@ SETTINGS: dict[str, Any] = {
     "html_copy_source": False,
     "html_show_sourcelink": False,
     "html_show_copyright": False,
-    # No quotes or dashes are replaced in text: the lab's commands are copied from it.
-    "smartquotes": False,
+    # Two hyphens in text become a dash; quotes stay.
+    "smartquotes_action": "D",
 }

@@ -30,6 +30,7 @@ TEXTS = {
 """The page of each Markdown file of the repository. The first one is the first page."""
 PACKAGES = ("lab", "lab.show", "lab.models", "lab.techniques", "lab.memory", "lab.planning")
 """The packages whose public names have pages."""
+CONFIGURATION = "from lab.jupyter.book.settings import SETTINGS\n\nglobals().update(SETTINGS)\n"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -41,8 +42,11 @@ def write_sources(folder: Path) -> None:
     """
     notebooks = sorted(FOLDER.glob("*.ipynb"))
     if not notebooks:
-        raise NotebookError(f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e .")
+        raise NotebookError(
+            f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
+        )
     folder.mkdir()
+    (folder / "conf.py").write_text(CONFIGURATION, encoding="utf-8")
     shutil.copytree(FOLDER / "images", folder / "notebooks" / "images")
     pages = TEXTS | {f"notebooks/{path.name}": f"notebooks/{path.name}" for path in notebooks}
     for source, page in TEXTS.items():
@@ -64,15 +68,17 @@ def write_sources(folder: Path) -> None:
 
 def _read(path: Path) -> NotebookNode:
     try:
-        return nbformat.read(path, as_version=4)
+        notebook: NotebookNode = nbformat.read(path, as_version=4)
     except (ValueError, OSError) as error:
         raise NotebookError(f"{path} is not a notebook: {' '.join(str(error).split())[:200]}") from None
+    return notebook
 
 
 def _prepared(notebook: NotebookNode) -> NotebookNode:
-    """Fold the solutions, and leave out what a page without a kernel cannot show: widgets, and marks for tests.
+    """Fold the solutions, and leave out widgets, which need a kernel, and marks for tests.
 
-    In place of a widget, the page has the picture or the text that is stored with it.
+    In place of a widget, the page has the picture or the text that is stored with it. The text of a picture
+    is what a screen reader reads.
     """
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
@@ -81,8 +87,10 @@ def _prepared(notebook: NotebookNode) -> NotebookNode:
         cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source)
         if "solution" in cell.metadata.get("tags", []):
             cell.metadata.tags.append("hide-cell")
-        for output in cell.outputs:
-            output.get("data", {}).pop(WIDGET, None)
+        for data in [output.data for output in cell.outputs if "data" in output]:
+            data.pop(WIDGET, None)
+            if "image/png" in data:
+                cell.metadata["mystnb"] = {"image": {"alt": data.get("text/plain", "")}}
     return notebook
 
 
@@ -145,7 +153,7 @@ def _reference(package: ModuleType) -> str:
         else:
             words = _documentation(value, each)
             table += [f"   * - :py:obj:`{each} <{name}.{each}>`"]
-            entries += [f".. py:data:: {name}.{each}", "", indent(words, "   "), ""]
+            entries += [f".. py:data:: {each}", f"   :value: {value!r}", "", indent(words, "   "), ""]
         table += [f"     - {' '.join(words.split(chr(10) * 2)[0].split())}"]
     head = [name, "=" * len(name), "", f".. py:module:: {name}", "", inspect.getdoc(package) or "", ""]
     return "\n".join([*head, *table, "", *entries])
