@@ -30,22 +30,25 @@ def build(out: Path) -> list[str]:
     _check_folder(out)
 
     from sphinx.application import Sphinx
+    from sphinx.util.docutils import docutils_namespace, patch_docutils
 
     from lab.jupyter.book.sources import write_sources
 
     with TemporaryDirectory(prefix="lab-book-") as folder:
         sources, pages, warnings = Path(folder, "sources"), Path(folder, "pages"), io.StringIO()
         write_sources(sources)
-        app = Sphinx(
-            srcdir=sources,
-            confdir=sources,
-            outdir=pages,
-            doctreedir=Path(folder, "doctrees"),
-            buildername="html",
-            status=None,
-            warning=warnings,
-        )
-        app.build()
+        # What Sphinx and its extensions register in docutils is only registered until the book is built.
+        with patch_docutils(sources), docutils_namespace():
+            app = Sphinx(
+                srcdir=sources,
+                confdir=sources,
+                outdir=pages,
+                doctreedir=Path(folder, "doctrees"),
+                buildername="html",
+                status=None,
+                warning=warnings,
+            )
+            app.build()
         _empty(out)
         shutil.copytree(pages, out, dirs_exist_ok=True)
         # Sphinx's files have their paths in the temporary folder, and warnings the colours of a terminal.

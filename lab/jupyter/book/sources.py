@@ -50,13 +50,13 @@ def write_sources(folder: Path) -> None:
     shutil.copytree(FOLDER / "images", folder / "notebooks" / "images")
     pages = TEXTS | {f"notebooks/{path.name}": f"notebooks/{path.name}" for path in notebooks}
     for source, page in TEXTS.items():
-        text = _with_links((ROOT / source).read_text(encoding="utf-8"), source, pages)
+        text = with_links((ROOT / source).read_text(encoding="utf-8"), source, pages)
         (folder / page).write_text(text, encoding="utf-8")
     for path in notebooks:
         notebook = _prepared(_read(path))
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
-                cell.source = _with_links(cell.source, f"notebooks/{path.name}", pages)
+                cell.source = with_links(cell.source, f"notebooks/{path.name}", pages)
         nbformat.write(notebook, folder / "notebooks" / path.name)
     for package in PACKAGES:
         (folder / f"{package}.rst").write_text(_reference(import_module(package)), encoding="utf-8")
@@ -87,14 +87,16 @@ def _prepared(notebook: NotebookNode) -> NotebookNode:
         cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source)
         if "solution" in cell.metadata.get("tags", []):
             cell.metadata.tags.append("hide-cell")
-        for data in [output.data for output in cell.outputs if "data" in output]:
-            data.pop(WIDGET, None)
-            if "image/png" in data:
-                cell.metadata["mystnb"] = {"image": {"alt": data.get("text/plain", "")}}
+        data = [output.data for output in cell.outputs if "data" in output]
+        texts = [each.get("text/plain", "") for each in data if "image/png" in each]
+        # The pictures of one cell have one text.
+        cell.metadata["mystnb"] = {"image": {"alt": " ".join(" ".join(texts).split())}}
+        for each in data:
+            each.pop(WIDGET, None)
     return notebook
 
 
-def _with_links(text: str, source: str, pages: dict[str, str]) -> str:
+def with_links(text: str, source: str, pages: dict[str, str]) -> str:
     """Let the links of a Markdown text lead to pages of the book.
 
     Args:
