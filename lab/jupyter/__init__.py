@@ -1,1 +1,1 @@
-"""Executing notebooks, serving JupyterLab, and finding what is open to other users."""
+"""Executing notebooks, serving JupyterLab, building the book, and finding what is open to other users."""

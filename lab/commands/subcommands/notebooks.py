@@ -1,4 +1,4 @@
-"""``lab open``, ``lab check`` and ``lab execute``: a reader's own notebooks, and notebooks as programs."""
+"""``lab open``, ``check``, ``execute`` and ``book``: notebooks to work in, as programs, and as pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lab.commands.base import one_line_errors, path
+from lab.commands.base import one_line_errors, path, status
 
 COPIES = click.option(
     "--folder",
@@ -91,4 +91,20 @@ def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...],
         sys.exit(1)
 
 
-COMMANDS = (open_, check, execute)
+@click.command()
+@click.option("--out", type=path, default="build/book", show_default=True, help="The folder of the pages.")
+@one_line_errors
+def book(out: Path) -> None:
+    """Build HTML pages of the stored notebooks and the public functions."""
+    from lab.jupyter.book.build import build
+
+    with status("building the book"):
+        warnings = build(out)
+    for line in warnings:
+        click.echo(line, err=True)
+    click.echo(f"{out / 'index.html'}")
+    if warnings:
+        sys.exit(1)
+
+
+COMMANDS = (open_, check, execute, book)

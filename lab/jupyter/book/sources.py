@@ -1,0 +1,171 @@
+"""The sources of the book: copies of notebooks and Markdown files, and pages of the public names."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from textwrap import indent
+from types import ModuleType
+
+import nbformat
+from nbformat import NotebookNode
+from sphinx.pycode import ModuleAnalyzer
+
+from lab.errors import NotebookError
+from lab.jupyter.executing import FOLDER
+
+ROOT = FOLDER.parent
+TEXTS = {
+    "notebooks/README.md": "index.md",
+    "README.md": "readme.md",
+    "lab/techniques/README.md": "techniques.md",
+    "lab/bench/README.md": "results.md",
+    "cluster/README.md": "cluster.md",
+}
+"""The page of each Markdown file of the repository. The first one is the first page."""
+PACKAGES = ("lab", "lab.show", "lab.models", "lab.techniques", "lab.memory", "lab.planning")
+"""The packages whose public names have pages."""
+CONFIGURATION = "from lab.jupyter.book.settings import SETTINGS\n\nglobals().update(SETTINGS)\n"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def write_sources(folder: Path) -> None:
+    """Write the sources of the book into a new folder.
+
+    Raises:
+        NotebookError: The lab is installed without its notebooks, or a notebook cannot be read.
+    """
+    notebooks = sorted(FOLDER.glob("*.ipynb"))
+    if not notebooks:
+        raise NotebookError(
+            f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
+        )
+    folder.mkdir()
+    (folder / "conf.py").write_text(CONFIGURATION, encoding="utf-8")
+    shutil.copytree(FOLDER / "images", folder / "notebooks" / "images")
+    pages = TEXTS | {f"notebooks/{path.name}": f"notebooks/{path.name}" for path in notebooks}
+    for source, page in TEXTS.items():
+        text = with_links((ROOT / source).read_text(encoding="utf-8"), source, pages)
+        (folder / page).write_text(text, encoding="utf-8")
+    for path in notebooks:
+        notebook = _prepared(_read(path))
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = with_links(cell.source, f"notebooks/{path.name}", pages)
+        nbformat.write(notebook, folder / "notebooks" / path.name)
+    for package in PACKAGES:
+        (folder / f"{package}.rst").write_text(_reference(import_module(package)), encoding="utf-8")
+    with (folder / "index.md").open("a", encoding="utf-8") as first:
+        first.write(_contents("Notebooks", [f"notebooks/{path.stem}" for path in notebooks]))
+        first.write(_contents("The lab", [Path(page).stem for page in list(TEXTS.values())[1:]]))
+        first.write(_contents("Python", PACKAGES))
+
+
+def _read(path: Path) -> NotebookNode:
+    try:
+        notebook: NotebookNode = nbformat.read(path, as_version=4)
+    except (ValueError, OSError) as error:
+        raise NotebookError(f"{path} is not a notebook: {' '.join(str(error).split())[:200]}") from None
+    return notebook
+
+
+def _prepared(notebook: NotebookNode) -> NotebookNode:
+    """Fold the solutions, and leave out widgets, which need a kernel, and marks for tests.
+
+    In place of a widget, the page has the picture or the text that is stored with it. The text of a picture
+    is what a screen reader reads.
+    """
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source)
+        if "solution" in cell.metadata.get("tags", []):
+            cell.metadata.tags.append("hide-cell")
+        data = [output.data for output in cell.outputs if "data" in output]
+        texts = [each.get("text/plain", "") for each in data if "image/png" in each]
+        # The pictures of one cell have one text.
+        cell.metadata["mystnb"] = {"image": {"alt": " ".join(" ".join(texts).split())}}
+        for each in data:
+            each.pop(WIDGET, None)
+    return notebook
+
+
+def with_links(text: str, source: str, pages: dict[str, str]) -> str:
+    """Let the links of a Markdown text lead to pages of the book.
+
+    Args:
+        text: The text.
+        source: The path of its file in the repository.
+        pages: The path in the book of each file in the repository that has a page.
+
+    Returns:
+        The text. A link to a file that has no page is its words alone, and the name of a notebook is a link.
+    """
+    folder, own = os.path.dirname(source), os.path.dirname(pages[source])
+
+    def link(match: re.Match[str]) -> str:
+        words, target = match.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return match[0]
+        name, hash_, anchor = target.partition("#")
+        path = os.path.normpath(os.path.join(folder, name))
+        if path not in pages:
+            return words
+        return f"[{words}]({os.path.relpath(pages[path], own or '.')}{hash_}{anchor})"
+
+    def image(match: re.Match[str]) -> str:
+        words, target = match.groups()
+        return f"![{words}]({os.path.relpath(os.path.join(folder, target), own or '.')})"
+
+    def notebook(match: re.Match[str]) -> str:
+        path = f"notebooks/{match[1]}.ipynb"
+        return f"[{match[0]}]({os.path.relpath(path, own or '.')})" if path in pages else match[0]
+
+    text = re.sub(r"!\[([^]]*)\]\(([^)\s]+)\)", image, text)
+    text = re.sub(r"(?<!!)\[([^]]*)\]\(([^)\s]+)\)", link, text)
+    return re.sub(r"(?<!\[)`(\w+)`", notebook, text)
+
+
+def _contents(caption: str, pages: list[str] | tuple[str, ...]) -> str:
+    """Return the directive that lists pages in the sidebar."""
+    lines = "\n".join(pages)
+    return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}\n```\n"
+
+
+def _reference(package: ModuleType) -> str:
+    """Return the page of a package's public names: a table, and the documentation of each."""
+    name = package.__name__
+    public = {each: getattr(package, each) for each in package.__all__}
+    table, entries = [".. list-table::", "   :widths: 30 70", ""], list[str]()
+    for each, value in public.items():
+        if inspect.ismodule(value):
+            words = inspect.getdoc(value) or ""
+            table += [f"   * - :py:mod:`~{value.__name__}`"]
+        elif inspect.isroutine(value) or inspect.isclass(value):
+            words = inspect.getdoc(value) or ""
+            table += [f"   * - :py:obj:`{each} <{name}.{each}>`"]
+            kind = "class" if inspect.isclass(value) else "function"
+            entries += [f".. auto{kind}:: {name}.{each}", *(["   :members:"] if kind == "class" else []), ""]
+        else:
+            words = _documentation(value, each)
+            table += [f"   * - :py:obj:`{each} <{name}.{each}>`"]
+            entries += [f".. py:data:: {each}", f"   :value: {value!r}", "", indent(words, "   "), ""]
+        table += [f"     - {' '.join(words.split(chr(10) * 2)[0].split())}"]
+    head = [name, "=" * len(name), "", f".. py:module:: {name}", "", inspect.getdoc(package) or "", ""]
+    return "\n".join([*head, *table, "", *entries])
+
+
+def _documentation(value: object, name: str) -> str:
+    """Return the text that stands below a constant, in the module of the lab that assigns it."""
+    for module in [each for each in sys.modules if each.startswith("lab.")]:
+        if getattr(sys.modules[module], name, None) is value:
+            texts = ModuleAnalyzer.for_module(module).find_attr_docs()
+            if ("", name) in texts:
+                return "\n".join(texts["", name])
+    return ""
