@@ -56,9 +56,9 @@ def test_solutions_are_folded_and_nothing_else_is(book):
     for name in NOTEBOOKS:
         page = book[f"notebooks/{name}.html"]
         solutions = page.select("div.cell.tag_solution")
-        assert len(solutions) == len(page.find_all("details")) == len(code_cells(name, "solution")) > 0
+        assert len(solutions) == len(page.select("details.hide")) == len(code_cells(name, "solution")) > 0
         for cell in solutions:
-            inside = cell.select("details .cell_input, details .cell_output")
+            inside = cell.select("details.hide .cell_input, details.hide .cell_output")
             assert inside == cell.select(".cell_input, .cell_output") != []
             assert "open" not in cell.details.attrs
 

@@ -75,7 +75,7 @@ def _read(path: Path) -> NotebookNode:
 
 
 def _prepared(notebook: NotebookNode) -> NotebookNode:
-    """Fold the solutions, and leave out widgets, which need a kernel, and marks for tests.
+    """Fold the solutions, and leave out widgets, which need a kernel.
 
     In place of a widget, the page has the picture or the text that is stored with it. The text of a picture
     is what a screen reader reads.
@@ -84,7 +84,6 @@ def _prepared(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        cell.source = re.sub(r"^# NBVAL_\w+\n", "", cell.source)
         if "solution" in cell.metadata.get("tags", []):
             cell.metadata.tags.append("hide-cell")
         data = [output.data for output in cell.outputs if "data" in output]
