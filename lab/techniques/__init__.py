@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lab.techniques.ulysses import apply_ulysses, ulysses_attention
     from lab.techniques.ulysses_degrees import check_degree, degrees
     from lab.techniques.upipe.layer import apply_upipe
-    from lab.techniques.upipe.passes import forward_pass
+    from lab.techniques.upipe.passes import forward_stages
     from lab.techniques.upipe.schedule import schedule
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "apply_upipe",
     "check_degree",
     "degrees",
-    "forward_pass",
+    "forward_stages",
     "heads_from_sequence",
     "naive_attention",
     "run_in_tiles",
@@ -56,7 +56,7 @@ __getattr__ = load_on_first_use(
         "apply_upipe": "lab.techniques.upipe.layer",
         "check_degree": "lab.techniques.ulysses_degrees",
         "degrees": "lab.techniques.ulysses_degrees",
-        "forward_pass": "lab.techniques.upipe.passes",
+        "forward_stages": "lab.techniques.upipe.passes",
         "heads_from_sequence": "lab.techniques.exchange",
         "naive_attention": "lab.techniques.attention.naive",
         "run_in_tiles": "lab.techniques.tiling",
