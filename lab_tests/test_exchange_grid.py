@@ -10,6 +10,7 @@ import lab.show
 from lab.errors import LabError
 from lab.show.palette import SERIES_COLOURS
 from lab.techniques.exchange import heads_from_sequence
+from lab.techniques.ring import local_positions
 
 TOKENS, HEADS, KV_HEADS = 8, 12, 2
 
@@ -58,6 +59,15 @@ def test_what_nobody_holds_stays_empty_and_ranks_may_differ():
     assert set(cells_of(picture.figure.axes[0])) == {(0, 0), (1, 0), (1, 3)}
     assert picture.figure.axes[0].get_xlim() == (0, 4)
     assert "rank 0 2 tokens of 1 head, rank 1 1 token of 1 head" in repr(picture)
+
+
+def test_each_piece_of_a_ring_has_the_number_of_its_rank():
+    held = [local_positions(8, ulysses=1, ring=2, index=rank) for rank in range(2)]
+    cells = [torch.cartesian_prod(tokens, torch.arange(3)) for tokens in held]
+    (axes,) = lab.show.exchange({"ring": cells}).figure.axes
+    numbers = [(text.get_text(), text.get_position()) for text in axes.texts]
+    # Rank 0 has tokens 0, 1, 6 and 7; those of rank 1 are one stretch.
+    assert numbers == [("0", (1.5, 1)), ("0", (1.5, 7)), ("1", (1.5, 4))]
 
 
 @pytest.mark.parametrize("grids", [{}, {"q": []}, {"q": [np.zeros((2, 3))]}, {"q": [np.zeros((0, 2))]}])

@@ -21,7 +21,15 @@ SMALL = {
     "00_memory_wall": {"tokens": "256", "lengths": "[64, 128, 256]", "ranks": "2"},
     "04_cpu_offload": {"tokens": "768", "ranks": "2"},
     "05_sequence_tiling": {"tokens": "768", "ranks": "2"},
-    "06_untied_ulysses": {"tokens": "512", "layer_tokens": "1024", "lessons": "70", "ranks": "2"},
+    "06_untied_ulysses": {
+        "tokens": "512",
+        "layer_tokens": "1024",
+        "lessons": "70",
+        "ranks": "2",
+        "big": "{model}",
+        "big_ranks": "8",
+        "big_tokens": "64K",
+    },
     "07_profiling": {"tokens": "80", "ranks": "2"},
     "90_reproduce_paper": {
         "models": "['llama3-8b']",
@@ -64,6 +72,13 @@ SMALL = {
         "big_tokens": "4K",
         "big_lora": "4",
     },
+    "12_stages_and_overlap": {
+        "layer_tokens": "1024",
+        "ranks": "2",
+        "big": "tiny",
+        "planned": "[[8, '64K']]",
+    },
+    "13_ring": {"tokens": "256", "ranks": "2", "big": "{model}", "big_tokens": "64K"},
 }
 """Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
 
@@ -174,6 +189,7 @@ def test_each_notebook_has_the_shape_of_all(name):
     assert positions == sorted(positions)
     assert any("solution" in cell.metadata.get("tags", []) for cell in cells)
     assert cells[-1].source == f'lab.show.questions("{name}")'
+    assert "(README.md#letters-terms-and-colours)" in cells[0].source
     for cell in cells:
         if {"stub", "solution"} & {*cell.metadata.get("tags", [])}:
             continue

@@ -37,7 +37,7 @@ def exchange(grids: Mapping[str, CellsByRank], *, title: str = "") -> Picture:
     The cells of a rank may come from a tensor [b, S, H, 2] (batch b, tokens S, heads H) whose entries are
     their own (token, head), after ``lab.techniques.exchange`` has sent it with a head_dim of 2. A cell that n
     ranks hold is drawn as n stripes; a cell that no rank holds is empty. The number of a rank is in the
-    middle of its cells.
+    middle of its cells; of each piece, where its tokens are several pieces of the sequence.
 
     Args:
         grids: By name, the cells that each rank holds.
@@ -85,8 +85,14 @@ def _draw(axes: Axes, by_rank: Sequence[Cells]) -> None:
         axes.add_collection(
             PatchCollection(stripes, facecolor=SERIES_COLOURS[rank % len(SERIES_COLOURS)], linewidth=0)
         )
-        left, top = np.mean([stripe.get_xy() for stripe in stripes], axis=0)
-        axes.text(left + stripes[0].get_width() / 2, top + 0.5, str(rank), **_NUMBER)
+        for piece in _pieces(cells[:, 0]):
+            left, top = np.mean([stripes[i].get_xy() for i in piece], axis=0)
+            axes.text(left + stripes[0].get_width() / 2, top + 0.5, str(rank), **_NUMBER)
+
+
+def _pieces(tokens: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Return the indices of ascending tokens, divided where a token is missing between two."""
+    return np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(tokens) > 1) + 1)
 
 
 def _frame(axes: Axes, name: str, tokens: int, heads: int) -> None:

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from lab.techniques.exchange import heads_from_sequence, sequence_from_heads
     from lab.techniques.loss import apply_loss, apply_tiled_loss
     from lab.techniques.offload import apply_offload
-    from lab.techniques.ring import apply_ring
+    from lab.techniques.ring import apply_ring, local_positions, ring_forward, ring_kernel
     from lab.techniques.sharding import apply_fsdp
     from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms, run_in_tiles
     from lab.techniques.ulysses import apply_ulysses, ulysses_attention
-    from lab.techniques.ulysses_degrees import check_degree, degrees
+    from lab.techniques.ulysses_degrees import check_degree, degree_pairs, degrees
     from lab.techniques.upipe.layer import apply_upipe
-    from lab.techniques.upipe.passes import forward_pass
+    from lab.techniques.upipe.passes import forward_stages
     from lab.techniques.upipe.schedule import schedule
 
 __all__ = [
@@ -31,10 +31,14 @@ __all__ = [
     "apply_ulysses",
     "apply_upipe",
     "check_degree",
+    "degree_pairs",
     "degrees",
-    "forward_pass",
+    "forward_stages",
     "heads_from_sequence",
+    "local_positions",
     "naive_attention",
+    "ring_forward",
+    "ring_kernel",
     "run_in_tiles",
     "schedule",
     "sequence_from_heads",
@@ -55,10 +59,14 @@ __getattr__ = load_on_first_use(
         "apply_ulysses": "lab.techniques.ulysses",
         "apply_upipe": "lab.techniques.upipe.layer",
         "check_degree": "lab.techniques.ulysses_degrees",
+        "degree_pairs": "lab.techniques.ulysses_degrees",
         "degrees": "lab.techniques.ulysses_degrees",
-        "forward_pass": "lab.techniques.upipe.passes",
+        "forward_stages": "lab.techniques.upipe.passes",
         "heads_from_sequence": "lab.techniques.exchange",
+        "local_positions": "lab.techniques.ring",
         "naive_attention": "lab.techniques.attention.naive",
+        "ring_forward": "lab.techniques.ring",
+        "ring_kernel": "lab.techniques.ring",
         "run_in_tiles": "lab.techniques.tiling",
         "schedule": "lab.techniques.upipe.schedule",
         "sequence_from_heads": "lab.techniques.exchange",
