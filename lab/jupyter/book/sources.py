@@ -50,7 +50,7 @@ def write_sources(folder: Path) -> None:
     shutil.copytree(FOLDER / "images", folder / "notebooks" / "images")
     pages = TEXTS | {f"notebooks/{path.name}": f"notebooks/{path.name}" for path in notebooks}
     for source, page in TEXTS.items():
-        text = with_links((ROOT / source).read_text(encoding="utf-8"), source, pages)
+        text = with_links(chart_as_list((ROOT / source).read_text(encoding="utf-8")), source, pages)
         (folder / page).write_text(text, encoding="utf-8")
     for path in notebooks:
         notebook = _prepared(_read(path))
@@ -129,6 +129,29 @@ def with_links(text: str, source: str, pages: dict[str, str]) -> str:
     text = re.sub(r"!\[([^]]*)\]\(([^)\s]+)\)", image, text)
     text = re.sub(r"(?<!!)\[([^]]*)\]\(([^)\s]+)\)", link, text)
     return re.sub(r"(?<!\[)`(\w+)`", notebook, text)
+
+
+def chart_as_list(text: str) -> str:
+    """Replace each Mermaid flowchart of a Markdown text by a list: Mermaid's script is no part of the book.
+
+    An edge is an item: its label, and the node to which it leads, with the edges of that node below it.
+    """
+    chart = re.compile(r"```mermaid\nflowchart .*?\n(.*?)```\n", re.S)
+    return chart.sub(lambda match: _edges_as_list(match[1]), text)
+
+
+def _edges_as_list(chart: str) -> str:
+    words = {name: text for name, text in re.findall(r'(\w+)[{[]"(.*?)"[]}]', chart)}
+    edges = re.findall(r'^ *(\w+).*-->\|"(.*?)"\| *(\w+)', chart, re.M)
+
+    def items(start: str, depth: int) -> list[str]:
+        found = []
+        for label, end in ((label, end) for name, label, end in edges if name == start):
+            found += [f"{'  ' * depth}- {label}: **{words[end]}**", *items(end, depth + 1)]
+        return found
+
+    root = edges[0][0]
+    return "\n".join([words[root], "", *items(root, 0), ""])
 
 
 def _contents(caption: str, pages: list[str] | tuple[str, ...]) -> str:
