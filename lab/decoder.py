@@ -108,6 +108,8 @@ class Family:
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The name of the field by which the logits are divided; None if there is none.
         logits_multiplier: The name of the field that multiplies the logits; None if there is none.
+        logits_cap: The name of the field with the cap of the logits, which become cap * tanh(logits / cap);
+            None if there is none.
         wide_scales: Whether the norms multiply by their scales in fp32, and not in the input's dtype.
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
@@ -144,6 +146,7 @@ class Family:
     scaled_residual: bool = False
     logits_divisor: str | None = None
     logits_multiplier: str | None = None
+    logits_cap: str | None = None
     wide_scales: bool = False
     scaled_embedding: bool = False
     windows: bool = False
@@ -202,11 +205,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma 3",
-        used=_WINDOW | {"attention_bias", "hidden_activation", "query_pre_attn_scalar"},
+        used=_WINDOW
+        | {"attention_bias", "final_logit_softcapping", "hidden_activation", "query_pre_attn_scalar"},
         only={
             **_TYPES,
             "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
             "use_bidirectional_attention": (False, None),
         },
         norms=(
@@ -216,6 +219,7 @@ FAMILIES: dict[str, Family] = {
             "post_feedforward_layernorm",
         ),
         head_norms="each",
+        logits_cap="final_logit_softcapping",
         wide_scales=True,
         scaled_embedding=True,
         windows=True,
@@ -390,6 +394,11 @@ def check_config(config: PretrainedConfig) -> Family:
                 f"{scale}={getattr(config, scale)}: it scales the logits; give the number with which the "
                 "model was trained"
             )
+    if _logits_cap(config) == 0:
+        raise ModelError(
+            f"{family.logits_cap}=0.0: it caps the logits; give the number with which the model was trained, "
+            "or None if it was trained without a cap"
+        )
     for window in windows_of(config):
         check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
@@ -502,6 +511,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
         relu_squared=getattr(c, "hidden_act", None) == "relu2",
         scaled_residual=family.scaled_residual,
         scaled_logits=_logits_multiplier(c) != 1,
+        capped_logits=_logits_cap(c) is not None,
         tied=c.tie_word_embeddings,
         windows=windows_of(c),
         sparse=sparse,
@@ -519,6 +529,13 @@ def _logits_multiplier(config: PretrainedConfig) -> float:
     if family.logits_multiplier is not None:
         return float(getattr(config, family.logits_multiplier))
     return 1.0 if family.logits_divisor is None else 1 / getattr(config, family.logits_divisor)
+
+
+def _logits_cap(config: PretrainedConfig) -> float | None:
+    """Return the cap of the logits; None if they have none."""
+    family = FAMILIES[config.model_type]
+    cap = None if family.logits_cap is None else getattr(config, family.logits_cap)
+    return None if cap is None else float(cap)
 
 
 def _rotated(config: PretrainedConfig) -> int:
@@ -659,6 +676,7 @@ class Decoder:
         rotary: The rotary embedding; takes x, position_ids [b, s], and where the layers of each type have
             frequencies of their own, a type of layer; returns cos and sin.
         logits_multiplier: The number that multiplies the output of the head.
+        logits_cap: The cap of the logits, which become cap * tanh(logits / cap); None if they have none.
     """
 
     model: PreTrainedModel
@@ -668,6 +686,7 @@ class Decoder:
     head: nn.Module
     rotary: nn.Module
     logits_multiplier: float
+    logits_cap: float | None
 
     @property
     def attentions(self) -> list[nn.Module]:
@@ -681,7 +700,7 @@ class Decoder:
         return [*of_layers, self.norm]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of hidden states [..., E]."""
+        """Return the logits [..., V] of hidden states [..., E], before they are capped."""
         logits: Tensor = self.head(hidden)
         return logits if self.logits_multiplier == 1 else logits * self.logits_multiplier
 
@@ -720,6 +739,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         head=model.lm_head,
         rotary=model.model.rotary_emb,
         logits_multiplier=_logits_multiplier(config),
+        logits_cap=_logits_cap(config),
     )
 
 

@@ -42,6 +42,7 @@ class Shape:
         scaled_embedding: Whether the output of the embedding is multiplied by a number.
         scaled_residual: Whether what a layer's attention and MLP return is multiplied before it is added.
         scaled_logits: Whether the head's output is multiplied or divided by a number.
+        capped_logits: Whether the logits are capped by a tanh.
         tied: Whether the head shares its weight with the embedding.
         windows: The number of keys that a query of each layer sees; None if it sees all before it.
         sparse: Whether the MLP of each layer is a mixture of experts. The MLPs of the others are dense.
@@ -79,6 +80,7 @@ class Shape:
     scaled_embedding: bool
     scaled_residual: bool
     scaled_logits: bool
+    capped_logits: bool
     tied: bool
     windows: tuple[int | None, ...]
     sparse: tuple[bool, ...]

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
@@ -22,7 +23,7 @@ import lab
 from lab import decoder, models
 from lab.bench.reference import build, config
 from lab.commands.cli import main
-from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, windows_of
+from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, shape_of, windows_of
 from lab.errors import ModelError
 
 
@@ -145,6 +146,18 @@ def test_a_scale_of_the_logits_that_is_none_is_refused():
         vars(made)[name] = value
         with pytest.raises(ModelError, match=f"^{name}={value}: it scales the logits; give the number with"):
             check_config(made)
+
+
+def test_a_cap_of_the_logits():
+    made = Gemma3TextConfig()
+    assert not shape_of(made).capped_logits
+    made.final_logit_softcapping = 30.0
+    check_config(made)
+    assert shape_of(made).capped_logits
+    assert decoder_of(build(config("gemma3_text"))).logits_cap == 1.5
+    made.final_logit_softcapping = 0.0
+    with pytest.raises(ModelError, match=r"^final_logit_softcapping=0\.0: it caps the logits; give the num"):
+        check_config(made)
 
 
 def test_a_layer_without_a_value_is_refused():

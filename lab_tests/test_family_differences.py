@@ -140,6 +140,16 @@ def test_bytes_of_the_head_are_those_of_the_closed_form():
     assert f"{format_bytes(held)} more" in cost(multiplied, "logits multiplied by 0.7")
 
 
+def test_bytes_of_a_cap_are_those_of_the_closed_form():
+    capped, tokens = config("gemma3_text", hidden_size=24, head_dim=2), 2**16
+    held = more_bytes(capped, {"capped_logits": False}, LAST, {}, tokens)
+    assert f"keeps their tanh, {format_bytes(held // tokens)} per token;" in cost(capped, "logits capped")
+    # With so narrow a hidden state, a block holds more than the backward of the head.
+    tiny = config("gemma3_text", 1, 1, hidden_size=2, head_dim=2)
+    held = more_bytes(tiny, {"capped_logits": False}, "loss", {"loss_tile": 2**14}, tokens)
+    assert f"that of 1K of them, {format_bytes(held)} more" in cost(tiny, "logits capped at 1.5 by a tanh")
+
+
 def test_bytes_of_a_wide_rotation_are_those_of_the_closed_form():
     for kv_heads in (6, 24):
         model = config("cohere2", kv_heads=kv_heads)

@@ -8,6 +8,7 @@ import pytest
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    Gemma3TextConfig,
     GptOssConfig,
     MistralConfig,
     MixtralConfig,
@@ -104,6 +105,10 @@ cohere2 = partial(
     odd, Cohere2Config, head_dim=28, sliding_window=30, bos_token_id=1, eos_token_id=2,
     layer_types=["sliding_attention", "full_attention"],
 )  # fmt: skip
+capped = partial(
+    odd, Gemma3TextConfig, head_dim=28, sliding_window=30, final_logit_softcapping=3.0, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
 gpt_oss = partial(
     odd, GptOssConfig, head_dim=28, num_local_experts=8, num_experts_per_tok=3, sliding_window=30,
     intermediate_size=20,
@@ -186,6 +191,8 @@ CASES = {
         cohere2(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
         replace(STREAMED, segment=2), 250, 1,
     ),
+    "capped logits": (capped(), UPIPE, 250, 1),
+    "capped logits, whole, in bf16 on replicas": (capped(), Recipe(compute_dtype="bfloat16"), 60, 1),
     "sinks, clamped experts, nine layers": (
         gpt_oss(num_hidden_layers=9), replace(UPIPE, head_chunk=12), 499, 1,
     ),

@@ -106,7 +106,7 @@ OWN: dict[str, dict[str, Any]] = {
             "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
         },
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
-        "query_pre_attn_scalar": 17, "attention_bias": True,
+        "query_pre_attn_scalar": 17, "attention_bias": True, "final_logit_softcapping": 1.5,
     },
     "olmo2": {"attention_bias": True},
     "olmo3": {

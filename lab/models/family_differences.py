@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from lab.decoder import FAMILIES
 from lab.models.load import ModelLike, config_of, shape_of
 from lab.shape import Shape
+from lab.techniques.loss_blocks import BLOCKS
 from lab.techniques.rope import check_rope
 from lab.techniques.ulysses_degrees import degrees
 from lab.techniques.window_pieces import SINK_PIECE
@@ -369,6 +370,16 @@ def _multipliers(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]
             "tiled loss",
             f"the logits of a tile of {format_tokens(_LOSS_TILE)} tokens are there twice: "
             f"{_bytes_of(_LOSS_TILE * shape.V)} more",
+        )
+    if shape.capped_logits:
+        cap = getattr(c, str(FAMILIES[c.model_type].logits_cap))
+        block = -(-_LOSS_TILE // BLOCKS)
+        yield Difference(
+            f"logits capped at {cap:g} by a tanh",
+            "tiled loss, Liger's loss",
+            f"the plain loss keeps their tanh, {_bytes_of(shape.V)} per token; a tile of "
+            f"{format_tokens(_LOSS_TILE)} tokens has that of {format_tokens(block)} of them, "
+            f"{format_bytes(_WIDE * block * shape.V)} more",
         )
     embedding = sqrt(shape.E) if shape.scaled_embedding else getattr(c, "embedding_multiplier", 1.0)
     if embedding != 1:

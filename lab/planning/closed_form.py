@@ -695,20 +695,22 @@ def _upipe(z: Sizes, window: int | None) -> Held:
 def _loss(z: Sizes) -> Held:
     """The highest moment of the loss: of its backward, or of its forward, in which tiles are differentiated.
 
-    Without tiles, three tensors of logits in the dtype of sums. With tiles, the whole dx, the logits and dx
-    of a tile, the head's gradient of the tile, and its sum over tiles. What outlives forward is an
-    activation. If the logits are divided, their gradient is divided into a second tensor.
+    Without tiles, three tensors of logits in the dtype of sums, and the tanh of logits that are capped. With
+    tiles, the whole dx, the logits and dx of a tile, the head's gradient of the tile, and its sum over tiles.
+    What outlives forward is an activation. If the logits are divided, their gradient is divided into a second
+    tensor. If they are capped, a block has the tanh of its logits too.
     """
     if z.recipe.loss_tile is None:
         logits = z.f * z.b * z.s * z.V
-        return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
+        tanh = z.w * z.b * z.s * z.V * z.capped_logits
+        return {ACTIVATIONS: logits + tanh, ACTIVATION_GRADIENTS: 2 * logits}
     tile, tokens = min(z.recipe.loss_tile, z.b * z.s), z.b * z.s
     whole = {ACTIVATIONS: z.A}
     logits_of_tile = {TEMPORARY if z.scaled_logits else ACTIVATIONS: z.w * tile * z.V}
     of_tile = {TEMPORARY: z.w * tile * (z.V * z.scaled_logits + z.E)}
     gradient, summed = {TEMPORARY: z.w * z.trained.table}, _head_sums(z)
     # The logits of a block in the dtype of sums are freed before the head's backward.
-    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * (z.f != z.w)}
+    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * ((z.f != z.w) + z.capped_logits)}
     inside = plus(logits_of_tile, whole, highest_of(plus(of_tile, gradient), block))
     if tile < tokens:
         return plus(inside, summed)

@@ -186,6 +186,7 @@ class Sizes:
     relu_squared: bool
     scaled_residual: bool
     scaled_logits: bool
+    capped_logits: bool
     A: int
     M: int
     h: int
@@ -250,6 +251,7 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         layer_norms=shape.layer_norms, centered_norms=shape.centered_norms, parallel=shape.parallel,
         wide_rotation=shape.wide_rotation, rotates=shape.rotates, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, scaled_logits=shape.scaled_logits,
+        capped_logits=shape.capped_logits,
         A=token * E, h=token * D, matrices=shape.matrices, table=V * E, root=n * root_shard,
         root_shard=root_shard, shard=sum(layer.layer_shard for layer in layers) + root_shard,
         sent=token * D * max(K, recipe.ulysses), adapted=job.lora is not None,
