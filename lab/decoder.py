@@ -97,6 +97,7 @@ class Family:
         half_tables: Whether the rotary embedding returns cosines and sines of R/2 dimensions, and not of R.
         joined_heads: Whether the rotary embedding concatenates parts of each head, which makes a copy of it.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
+        bare_norms: Whether they are LayerNorm in fp32, without scales and biases.
         centered_norms: Whether they subtract the mean before they normalize, as LayerNorm, in operators of
             fp32 and without biases.
         parallel: Whether the MLP takes what the attention takes, the output of the norm before it, and both
@@ -105,6 +106,8 @@ class Family:
         rotates_windows: Whether only the layers with a window have rotary positions.
         qkv_biases: Whether the projections of q, k and v always have biases, and no field says so.
         output_biases: Whether the projection of attention's output has a bias if those of q, k and v have.
+        clip: The name of the field with the largest absolute value of q, k and v: after their projections,
+            larger ones are clipped. None if there is none.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The name of the field by which the logits are divided; None if there is none.
         logits_multiplier: The name of the field that multiplies the logits; None if there is none.
@@ -137,12 +140,14 @@ class Family:
     half_tables: bool = False
     joined_heads: bool = False
     layer_norms: bool = False
+    bare_norms: bool = False
     centered_norms: bool = False
     parallel: bool = False
     wide_rotation: bool = False
     rotates_windows: bool = False
     qkv_biases: bool = False
     output_biases: bool = True
+    clip: str | None = None
     scaled_residual: bool = False
     logits_divisor: str | None = None
     logits_multiplier: str | None = None
@@ -271,6 +276,7 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size",
         counts=("num_local_experts", "num_experts_per_tok"),
     ),
+    "olmo": Family("OLMo", used=frozenset({"attention_bias", "clip_qkv"}), bare_norms=True, clip="clip_qkv"),
     "olmo2": Family(
         "OLMo 2",
         used=frozenset({"attention_bias"}),
@@ -399,6 +405,12 @@ def check_config(config: PretrainedConfig) -> Family:
             f"{family.logits_cap}=0.0: it caps the logits; give the number with which the model was trained, "
             "or None if it was trained without a cap"
         )
+    clip = _clip(config)
+    if clip is not None and not clip > 0:
+        raise ModelError(
+            f"{family.clip}={clip}: it is the largest absolute value of q, k and v; give a number above 0, "
+            "or None if the model was trained without it"
+        )
     for window in windows_of(config):
         check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
@@ -502,12 +514,14 @@ def shape_of(config: PretrainedConfig) -> Shape:
         norms=sum(name is not None for name in family.norms),
         norms_after=family.norms[1] is not None,
         layer_norms=family.layer_norms,
+        bare_norms=family.bare_norms,
         centered_norms=family.centered_norms,
         parallel=family.parallel,
         wide_rotation=family.wide_rotation,
         rotates=rotated_layers(c),
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
+        clipped=_clip(c) is not None,
         relu_squared=getattr(c, "hidden_act", None) == "relu2",
         scaled_residual=family.scaled_residual,
         scaled_logits=_logits_multiplier(c) != 1,
@@ -533,9 +547,18 @@ def _logits_multiplier(config: PretrainedConfig) -> float:
 
 def _logits_cap(config: PretrainedConfig) -> float | None:
     """Return the cap of the logits; None if they have none."""
-    family = FAMILIES[config.model_type]
-    cap = None if family.logits_cap is None else getattr(config, family.logits_cap)
-    return None if cap is None else float(cap)
+    return _number(config, FAMILIES[config.model_type].logits_cap)
+
+
+def _clip(config: PretrainedConfig) -> float | None:
+    """Return the largest absolute value of q, k and v; None if they are not clipped."""
+    return _number(config, FAMILIES[config.model_type].clip)
+
+
+def _number(config: PretrainedConfig, name: str | None) -> float | None:
+    """Return the number in a field, which may be None, as the field's name."""
+    value = None if name is None else getattr(config, name)
+    return None if value is None else float(value)
 
 
 def _rotated(config: PretrainedConfig) -> int:
@@ -581,6 +604,8 @@ class Layer:
         window: The number of keys that a query sees, itself included; None if it sees all before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
         norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
+        clip: The largest absolute value of q, k and v, to which larger ones are clipped after their
+            projections; None if they are not clipped.
         fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has a projection.
         returns_weights: Whether the MLP returns a pair, of its output and the weights of its router.
         parallel: Whether the MLP takes the output of the first norm, as the attention does.
@@ -594,6 +619,7 @@ class Layer:
     window: int | None = None
     rotation: Rotation = "halves"
     norms_all_heads: bool = False
+    clip: float | None = None
     fused: tuple[int, int, int] | None = None
     returns_weights: bool = False
     parallel: bool = False
@@ -639,6 +665,8 @@ class Layer:
         hidden = self.normalize(0, x)
         projected = [projection(hidden) for projection in self.inputs]
         q, k, v = projected if self.fused is None else projected[0].split(self.fused, -1)
+        if self.clip is not None:
+            q, k, v = (heads.clamp(-self.clip, self.clip) for heads in (q, k, v))
         q_norm, k_norm = self.head_norms
         if q_norm is None or k_norm is None:
             return q, k, v
@@ -755,6 +783,7 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         window=shape.windows[attention.layer_idx],
         rotation=_rotation(family) if shape.rotates[attention.layer_idx] else "none",
         norms_all_heads=family.head_norms == "all",
+        clip=_clip(config),
         fused=(queries, keys, keys) if family.fused_attention else None,
         returns_weights=family.clamped_experts,
         parallel=family.parallel,

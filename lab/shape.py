@@ -31,12 +31,14 @@ class Shape:
             copy of it: the rotated dimensions and the others, or the two halves.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
+        bare_norms: Whether they are LayerNorm in fp32, and have no parameters.
         centered_norms: Whether they subtract the mean in fp32, and have a scale alone.
         parallel: Whether attention and MLP take the output of one norm, and both are added to its input.
         wide_rotation: Whether plain attention rotates q and k in fp32.
         rotates: Whether each layer has rotary positions.
         attention_biases: The number of biases of a layer's attention.
         mlp_biases: The number of biases of a layer's MLP.
+        clipped: Whether q, k and v are clipped after their projections.
         relu_squared: Whether the activation of the MLP is ReLU squared.
         wide_scales: Whether the norms multiply by their scales in fp32.
         scaled_embedding: Whether the output of the embedding is multiplied by a number.
@@ -69,12 +71,14 @@ class Shape:
     rotated: int
     joined_heads: bool
     layer_norms: bool
+    bare_norms: bool
     centered_norms: bool
     parallel: bool
     wide_rotation: bool
     rotates: tuple[bool, ...]
     attention_biases: int
     mlp_biases: int
+    clipped: bool
     relu_squared: bool
     wide_scales: bool
     scaled_embedding: bool
@@ -127,6 +131,11 @@ class Shape:
         inner = self.I * (1 + self.fused_mlp)
         return dict.fromkeys(first, (self.E, inner)) | {last: (self.I, self.E)}
 
+    @property
+    def norm_vectors(self) -> int:
+        """The number of parameters of a norm over the hidden size: a scale and a bias, a scale, or none."""
+        return 0 if self.bare_norms else 1 + self.layer_norms
+
     def mlp_weights(self, *, sparse: bool) -> int:
         """Return the weights of a layer's MLP; of a mixture of experts, with those of its router."""
         if sparse:
@@ -163,14 +172,14 @@ class Shape:
             mlp = most(self.experts) * self._expert_rows
         else:
             mlp = linear(self._dense_projections) + most(self.mlp_biases)
-        norms = self.norms * most(self.E) * (1 + self.layer_norms) + sum(map(most, of_heads))
+        norms = self.norms * most(self.E) * self.norm_vectors + sum(map(most, of_heads))
         attention = linear(self.attention_projections) + most(self.attention_biases) + most(self.sinks)
         return attention + mlp + norms
 
     def root_weights(self, *, ranks: int = 1) -> int:
         """Return the weights outside the layers, as ``layer_weights``."""
         tables = (2 - self.tied) * self.E * -(-self.V // ranks)
-        return tables + -(-self.E // ranks) * (1 + self.layer_norms)
+        return tables + -(-self.E // ranks) * self.norm_vectors
 
     @property
     def weights(self) -> int:

@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
+    OlmoConfig,
     Qwen2Config,
     SmolLM3Config,
     StableLmConfig,
@@ -158,6 +159,27 @@ def test_a_cap_of_the_logits():
     made.final_logit_softcapping = 0.0
     with pytest.raises(ModelError, match=r"^final_logit_softcapping=0\.0: it caps the logits; give the num"):
         check_config(made)
+
+
+def test_a_clip_of_q_k_and_v():
+    made = OlmoConfig(num_hidden_layers=2)
+    assert not shape_of(made).clipped
+    made.clip_qkv = 8.0
+    check_config(made)
+    assert shape_of(made).clipped
+    assert [layer.clip for layer in decoder_of(build(config("olmo"))).layers] == [0.9, 0.9]
+    made.clip_qkv = 0.0
+    with pytest.raises(ModelError, match=r"^clip_qkv=0\.0: it is the largest absolute value of q, k and v; "):
+        check_config(made)
+
+
+def test_q_k_and_v_are_clipped_in_a_part_of_their_elements():
+    """A share of each, so that a parity test of this model would fail if one of them were not."""
+    model = build(config("olmo"))
+    x = torch.randn(1, 40, 48, dtype=torch.float64)
+    for layer in decoder_of(model).layers:
+        for heads in layer.head(x):
+            assert 0.2 < (heads.abs() == 0.9).double().mean() < 0.9
 
 
 def test_a_layer_without_a_value_is_refused():

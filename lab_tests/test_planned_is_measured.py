@@ -13,6 +13,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -105,6 +106,7 @@ cohere2 = partial(
     odd, Cohere2Config, head_dim=28, sliding_window=30, bos_token_id=1, eos_token_id=2,
     layer_types=["sliding_attention", "full_attention"],
 )  # fmt: skip
+olmo = partial(odd, OlmoConfig, head_dim=28, clip_qkv=0.1, attention_bias=True)
 capped = partial(
     odd, Gemma3TextConfig, head_dim=28, sliding_window=30, final_logit_softcapping=3.0, bos_token_id=1,
     eos_token_id=2,
@@ -191,6 +193,12 @@ CASES = {
         cohere2(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
         replace(STREAMED, segment=2), 250, 1,
     ),
+    "clips": (olmo(), replace(UPIPE, head_chunk=4), 250, 1),
+    "clips, no UPipe, in bf16, rows that do not divide": (
+        olmo(), replace(OFFLOAD, norm_tile=50, compute_dtype="bfloat16"), 100, 3,
+    ),
+    "clips, streamed": (olmo(), replace(STREAMED, compute_dtype="bfloat16"), 100, 3),
+    "clips on replicas": (olmo(), Recipe(), 60, 1),
     "capped logits": (capped(), UPIPE, 250, 1),
     "capped logits, whole, in bf16 on replicas": (capped(), Recipe(compute_dtype="bfloat16"), 60, 1),
     "sinks, clamped experts, nine layers": (

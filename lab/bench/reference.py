@@ -32,6 +32,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -70,6 +71,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "gemma": GemmaConfig,
     "gemma3_text": Gemma3TextConfig,
     "glm4": Glm4Config,
+    "olmo": OlmoConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
 }
@@ -108,6 +110,8 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
         "query_pre_attn_scalar": 17, "attention_bias": True, "final_logit_softcapping": 1.5,
     },
+    # With this limit, many numbers are clipped.
+    "olmo": {"attention_bias": True, "clip_qkv": 0.9},
     "olmo2": {"attention_bias": True},
     "olmo3": {
         "rope_parameters": {

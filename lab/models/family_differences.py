@@ -71,6 +71,7 @@ def differences(model: ModelLike, *, tokens: int | str = Mi) -> tuple[Difference
         *_norms(shape),
         *_head_norms(shape),
         *_attention_projections(shape),
+        *_clips(config, shape),
         *_rotation(config, shape),
         *_windows(shape, context),
         *_sinks(shape),
@@ -100,12 +101,14 @@ def _norm_keeps(shape: Shape) -> int:
     """Return the bytes of a token that a norm keeps for backward, if it has no tiles."""
     if shape.layer_norms:
         return _WIDTH * shape.E + 8
+    if shape.bare_norms:
+        return _WIDE * shape.E + 8
     return (4 + 4 * shape.centered_norms + (4 if shape.wide_scales else _WIDTH)) * shape.E + 4
 
 
 def _norms(shape: Shape) -> Iterator[Difference]:
     keeps = format_bytes(_norm_keeps(shape))
-    plain = replace(shape, layer_norms=False, centered_norms=False, wide_scales=False)
+    plain = replace(shape, layer_norms=False, bare_norms=False, centered_norms=False, wide_scales=False)
     llamas = format_bytes(_norm_keeps(plain))
     if shape.parallel:
         yield Difference(
@@ -131,6 +134,14 @@ def _norms(shape: Shape) -> Iterator[Difference]:
             "LayerNorm, with a scale and a bias",
             "tiled norms",
             f"{biases:,} weights more; without tiles, a norm keeps {keeps} per token, where RMSNorm keeps "
+            f"{llamas}",
+        )
+    elif shape.bare_norms:
+        scales = replace(shape, bare_norms=False).weights - shape.weights
+        yield Difference(
+            "LayerNorm in fp32, without a scale and a bias",
+            "tiled norms",
+            f"{scales:,} weights fewer; without tiles, a norm keeps {keeps} per token, where Llama's keeps "
             f"{llamas}",
         )
     elif shape.centered_norms:
@@ -195,6 +206,19 @@ def _attention_projections(shape: Shape) -> Iterator[Difference]:
             "UPipe",
             f"{shape.L * shape.attention_biases:,} weights more; UPipe adds those of the heads of a stage",
         )
+
+
+def _clips(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
+    if not shape.clipped:
+        return
+    elements = (shape.H + 2 * shape.K) * shape.D
+    again = 2 * shape.E * elements * shape.L
+    yield Difference(
+        f"q, k and v are clipped at {getattr(config, str(FAMILIES[config.model_type].clip)):g}",
+        "UPipe, streamed layers",
+        f"UPipe projects them once more in backward: {again:.3g} operations per token in all layers; without "
+        f"UPipe, a layer keeps copies of what is clipped, {_bytes_of(elements)} per token",
+    )
 
 
 def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:

@@ -36,6 +36,7 @@ from lab.planning.closed_form_terms import (
     Parts,
     Sizes,
     accumulates,
+    bare_norm,
     bytes_of,
     centered_norm,
     experts_keep,
@@ -135,7 +136,8 @@ def _moments(z: Sizes) -> dict[str, Parts]:
     kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
     norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
     # If the loss is tiled, the gradient of the last norm's output was computed in forward.
-    early = z.A * (z.recipe.loss_tile is not None and (z.w == 4 or not z.centered_norms))
+    wide = z.w != 4 and (z.centered_norms or z.bare_norms)
+    early = z.A * (z.recipe.loss_tile is not None and not wide)
     final = plus(_norm(z, ACTIVATIONS), {ACTIVATIONS: early, ACTIVATION_GRADIENTS: -early})
     loss = "loss backward" if z.recipe.loss_tile is None else "loss"
     highest = {
@@ -437,12 +439,14 @@ def _norm_keeps(z: Sizes) -> int:
     """What a norm keeps for backward: its input, or in RMSNorm without tiles its input in fp32.
 
     RMSNorm without tiles also keeps the normalized input. A norm without tiles also keeps one number for each
-    token in fp32, or LayerNorm two.
+    token in fp32, or LayerNorm two. LayerNorm in fp32 keeps its input in fp32.
     """
     if z.recipe.norm_tile:
         return z.A
     if z.layer_norms:
         return z.A + 8 * z.b * z.s
+    if z.bare_norms:
+        return 4 * z.b * z.s * z.E + 8 * z.b * z.s
     # The scale of a frozen norm has no gradient, so the normalized input is not kept. A norm that subtracts
     # the mean keeps the difference twice, and not its input.
     return (4 + 4 * z.centered_norms + scale_bytes(z)) * z.b * z.s * z.E + 4 * z.b * z.s
@@ -473,7 +477,9 @@ def _attention_keeps(z: Sizes) -> Held:
     # the output gets, so the output is copied for its projection.
     whole = (z.H + z.K) * z.h * z.fused_attention * (not exchanged)
     copied = z.H * z.h * (z.joined_heads and not exchanged)
-    return plus(attended, {_kept(z): normed + whole + copied + z.H * z.h + _sent_on(z) + 2 * z.sent})
+    # Where q, k and v are clipped in place, copies of them are kept.
+    own = normed + whole + copied + z.qkv * z.clipped
+    return plus(attended, {_kept(z): own + z.H * z.h + _sent_on(z) + 2 * z.sent})
 
 
 def _sent_on(z: Sizes) -> int:
@@ -584,6 +590,8 @@ def _norm(z: Sizes, kept: str) -> Held:
     elements = z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
     if z.layer_norms:
         inside = {kept: z.w * elements, ACTIVATION_GRADIENTS: (2 - tiled) * z.w * elements}
+    elif z.bare_norms:
+        inside = bare_norm(z, kept, elements, output=tiled)
     elif z.centered_norms and not z.adapted:
         inside = centered_norm(kept, elements)
     else:

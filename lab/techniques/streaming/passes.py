@@ -74,6 +74,7 @@ class StreamedLayer:
             self.parts.norms_all_heads,
             self.overlap,
             self.parts.rotation,
+            self.parts.clip,
         )
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.rope import rotate_
 from lab.techniques.upipe.buffers import ALL, KEYS_AND_VALUES, QUERIES, Arrival, StageBuffers
+from lab.techniques.upipe.clipping import clip_backward_
 from lab.techniques.upipe.schedule import HeadRange, Schedule, Stage
 from lab.techniques.upipe.width_norms import backward_, normalize_, token_scales
 
@@ -48,6 +49,8 @@ class LayerSettings:
         norms_all_heads: Whether they normalize all heads of a token together.
         overlap: Whether the inputs of a stage are sent during the stage before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
+        clip: The largest absolute value of q, k and v, to which larger ones are clipped after their
+            projections; None if they are not clipped.
     """
 
     schedule: Schedule
@@ -59,6 +62,7 @@ class LayerSettings:
     norms_all_heads: bool
     overlap: bool
     rotation: Rotation
+    clip: float | None
 
     def tokens_at_once(self, tokens: int) -> int:
         """Return of how many tokens all heads are computed at once.
@@ -248,12 +252,14 @@ def _project_and_send(
         if stage is not None:
             rotated.append(targets.pop(0))
             buffers.heads.project_queries(x, stage, inputs.wq, inputs.bq, rotated[0])
+            _clip(settings, rotated[0])
             of_stage = buffers.heads.query_vector
             _norm(settings, inputs, 0, rotated[0], start, partial(of_stage, stage))
         if slots is not None:
             k, v = targets
             buffers.heads.project_slots(x, slots, inputs.wk, inputs.bk, k)
             buffers.heads.project_slots(x, slots, inputs.wv, inputs.bv, v)
+            _clip(settings, k, v)
             _norm(settings, inputs, 1, k, start, partial(buffers.heads.slot_vector, slots))
             rotated.append(k)
         for heads in rotated:
@@ -265,6 +271,13 @@ def _sent_parts(stage: Stage | None, slots: range | None) -> slice:
     if stage is None:
         return KEYS_AND_VALUES
     return QUERIES if slots is None else ALL
+
+
+def _clip(settings: LayerSettings, *projected: Tensor) -> None:
+    """Clip projected heads in place, if the layer does."""
+    if settings.clip is not None:
+        for heads in projected:
+            heads.clamp_(-settings.clip, settings.clip)
 
 
 def _norm(
@@ -499,6 +512,16 @@ class DeviceTensors:
             assert norm is not None
             backward_(norm, x, weight, bias, grad.unflatten(0, self.shape), sums, part)
 
+    def differentiate_clips(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Replace the gradients of the clipped q, k and v, [b*s, ...], by those of the projected ones."""
+        x, inputs, clip = self.x, self.inputs, self.settings.clip
+        if clip is None:
+            return
+        sides = ((dq, inputs.wq, inputs.bq), (dk, inputs.wk, inputs.bk), (dv, inputs.wv, inputs.bv))
+        part = self.settings.tokens_at_once(self.shape[1])
+        for grad, weight, bias in sides:
+            clip_backward_(x, weight, bias, grad.unflatten(0, self.shape), clip=clip, part=part)
+
     def norm_grads(self) -> Iterator[Tensor | None]:
         """Yield the gradients of the norms' parameters; each sum is rounded once."""
         for norm, sums in zip(self.settings.norms, self.norm_sums, strict=True):
@@ -581,6 +604,7 @@ def backward_pass(
     stages.run()
     grads = (dq, _join(tensors.dk), _join(tensors.dv))
     tensors.differentiate_norms_of_all_heads(*grads[:2])
+    tensors.differentiate_clips(*grads)
     dw = [g.T @ flat_x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
     db = [g.sum(0) if needed else None for g, needed in zip(grads, b_needed[:3], strict=True)]
     dx = None
