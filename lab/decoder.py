@@ -89,7 +89,8 @@ class Family:
         norms: The names of a layer's norms over the hidden size, in this order: before attention, after it,
             before the MLP, and after it. None if there is no such norm.
         head_norms: Whether q and k have a norm before the rotary embedding: "each" is a norm of each head,
-            and "all" is one norm of all heads together.
+            "own" is one of each head with scales of its own, and "all" is one norm of all heads together.
+        optional_head_norms: The name of the field without which they have none; None if they always have it.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
@@ -134,6 +135,7 @@ class Family:
     mlp_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     head_norms: HeadNorms = "none"
+    optional_head_norms: str | None = None
     fused_attention: bool = False
     interleaved: bool = False
     interleaved_tables: bool = False
@@ -197,7 +199,9 @@ _COHERE = Family(
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
-    "cohere": replace(_COHERE, only={"use_qk_norm": (False, None)}),
+    "cohere": replace(
+        _COHERE, used=_COHERE.used | {"use_qk_norm"}, head_norms="own", optional_head_norms="use_qk_norm"
+    ),
     "cohere2": replace(
         _COHERE, name="Cohere 2", used=_COHERE.used | _WINDOW, only=_TYPES, rotates_windows=True, windows=True
     ),
@@ -505,7 +509,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
         I=c.intermediate_size,
         V=c.vocab_size,
         mlp_projections=family.mlp_projections,
-        head_norms=family.head_norms,
+        head_norms=_head_norms(c),
         fused_attention=family.fused_attention,
         rotated=_rotated(c),
         joined_heads=family.joined_heads,
@@ -548,6 +552,13 @@ def _logits_multiplier(config: PretrainedConfig) -> float:
 def _logits_cap(config: PretrainedConfig) -> float | None:
     """Return the cap of the logits; None if they have none."""
     return _number(config, FAMILIES[config.model_type].logits_cap)
+
+
+def _head_norms(config: PretrainedConfig) -> HeadNorms:
+    """Return which norms q and k have; see ``Family.head_norms``."""
+    family = FAMILIES[config.model_type]
+    optional = family.optional_head_norms
+    return family.head_norms if optional is None or getattr(config, optional) else "none"
 
 
 def _clip(config: PretrainedConfig) -> float | None:
@@ -603,7 +614,7 @@ class Layer:
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
         window: The number of keys that a query sees, itself included; None if it sees all before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
-        norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
+        norm_kind: Which norms q and k have before they are rotated; see ``Family.head_norms``.
         clip: The largest absolute value of q, k and v, to which larger ones are clipped after their
             projections; None if they are not clipped.
         fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has a projection.
@@ -618,7 +629,7 @@ class Layer:
     residual_multiplier: float = 1.0
     window: int | None = None
     rotation: Rotation = "halves"
-    norms_all_heads: bool = False
+    norm_kind: HeadNorms = "none"
     clip: float | None = None
     fused: tuple[int, int, int] | None = None
     returns_weights: bool = False
@@ -670,7 +681,7 @@ class Layer:
         q_norm, k_norm = self.head_norms
         if q_norm is None or k_norm is None:
             return q, k, v
-        if self.norms_all_heads:
+        if self.norm_kind == "all":
             return q_norm(q), k_norm(k), v
         q, k = (heads.unflatten(-1, (-1, a.head_dim)) for heads in (q, k))
         return q_norm(q).flatten(-2), k_norm(k).flatten(-2), v
@@ -782,7 +793,7 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         residual_multiplier=getattr(module, "residual_multiplier", 1.0),
         window=shape.windows[attention.layer_idx],
         rotation=_rotation(family) if shape.rotates[attention.layer_idx] else "none",
-        norms_all_heads=family.head_norms == "all",
+        norm_kind=shape.head_norms,
         clip=_clip(config),
         fused=(queries, keys, keys) if family.fused_attention else None,
         returns_weights=family.clamped_experts,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-HeadNorms: TypeAlias = Literal["none", "each", "all"]
+HeadNorms: TypeAlias = Literal["none", "each", "own", "all"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Shape:
             has the output. One named ``gate_up_proj`` has 2*E*I weights.
         norms: The number of norms over the hidden size in a layer.
         norms_after: Whether there is one after the attention, and one after the MLP.
-        head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
-            heads together.
+        head_norms: Whether q and k have a norm: "each" is a norm of each head, "own" is one of each head with
+            scales of its own, and "all" is one norm of all heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         rotated: The number of cosines of a token: one for each rotated dimension of a head, or one for each
             pair of them. It is summed over the kinds of layers that have frequencies of their own.
@@ -167,12 +167,13 @@ class Shape:
             return sum(before * most(after) for before, after in projections.values())
 
         heads = (self.H * self.D, self.K * self.D)
-        of_heads = {"none": (), "each": (self.D, self.D), "all": heads}[self.head_norms]
+        of_heads = {"each": 2 * most(self.D), "own": (most(self.H) + most(self.K)) * self.D}
+        of_heads |= {"none": 0, "all": sum(map(most, heads))}
         if sparse:
             mlp = most(self.experts) * self._expert_rows
         else:
             mlp = linear(self._dense_projections) + most(self.mlp_biases)
-        norms = self.norms * most(self.E) * self.norm_vectors + sum(map(most, of_heads))
+        norms = self.norms * most(self.E) * self.norm_vectors + of_heads[self.head_norms]
         attention = linear(self.attention_projections) + most(self.attention_biases) + most(self.sinks)
         return attention + mlp + norms
 

@@ -99,7 +99,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "phi3": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.6}},
-    "cohere": {"attention_bias": True, "logit_scale": 0.7},
+    "cohere": {"attention_bias": True, "logit_scale": 0.7, "use_qk_norm": True},
     "cohere2": {
         "logit_scale": 1.3, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11,
     },

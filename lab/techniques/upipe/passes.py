@@ -21,8 +21,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lab.decoder import Rotation
+from lab.shape import HeadNorms
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.sinks import sink_gradients, sink_kernel
 from lab.techniques.exchange import rank_in
@@ -46,7 +48,7 @@ class LayerSettings:
         scale: Multiplies the attention scores.
         head_dim: D.
         norms: q_norm and k_norm of the attention module, or None.
-        norms_all_heads: Whether they normalize all heads of a token together.
+        norm_kind: What they normalize; see ``Layer``.
         overlap: Whether the inputs of a stage are sent during the stage before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
         clip: The largest absolute value of q, k and v, to which larger ones are clipped after their
@@ -59,7 +61,7 @@ class LayerSettings:
     scale: float
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
-    norms_all_heads: bool
+    norm_kind: HeadNorms
     overlap: bool
     rotation: Rotation
     clip: float | None
@@ -107,7 +109,7 @@ class Inputs:
     def with_scales(self, settings: LayerSettings, tensors: LayerTensors) -> Inputs:
         """Return these with the ``scales`` of a layer whose norms are over all heads."""
         q_norm, k_norm = settings.norms
-        if not settings.norms_all_heads or q_norm is None or k_norm is None:
+        if settings.norm_kind != "all" or q_norm is None or k_norm is None:
             return self
         part = settings.tokens_at_once(tensors.shape[1])
         scales_of = partial(token_scales, shape=tensors.shape, part=part)
@@ -295,10 +297,13 @@ def _norm(
     norm, scale = settings.norms[which], inputs.scales[which]
     if norm is None:
         return
-    if scale is None:
+    if settings.norm_kind == "each":
         heads.copy_(norm(heads))
         return
     weight: Tensor = norm.weight  # type: ignore[assignment]
+    if scale is None:
+        heads.copy_(functional_call(norm, {"weight": of_heads(weight.flatten())}, heads))
+        return
     normalize_(heads, scale.narrow(1, start, heads.shape[2]), of_heads(weight))
 
 
@@ -479,7 +484,7 @@ class DeviceTensors:
         """Write the gradient of the stage's projected queries to its columns of ``out``."""
         inputs = self.inputs
         self._rotate_back(dq, scratch)
-        if self.settings.norms[0] is not None and not self.settings.norms_all_heads:
+        if self.settings.norm_kind == "each":
             raw = buffers.by_sequence(scratch[: dq.numel()])
             buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
             dq.copy_(self._norm_backward(0, raw, dq))
@@ -491,7 +496,7 @@ class DeviceTensors:
         """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
         inputs = self.inputs
         self._rotate_back(dk, scratch)
-        if self.settings.norms[1] is not None and not self.settings.norms_all_heads:
+        if self.settings.norm_kind == "each":
             raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
             buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
             dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
@@ -503,8 +508,11 @@ class DeviceTensors:
         rotate_(grad, cos, sin, rotation=self.settings.rotation, transposed=True, scratch=scratch)
 
     def differentiate_norms_of_all_heads(self, dq: Tensor, dk: Tensor) -> None:
-        """Replace the gradients of the normalized q and k, [b*s, ...], by those of the projected ones."""
-        if not self.settings.norms_all_heads:
+        """Replace the gradients of the normalized q and k, [b*s, ...], by those of the projected ones.
+
+        They are norms of all heads together, or the scales of each head are its own.
+        """
+        if self.settings.norm_kind not in ("own", "all"):
             return
         x, inputs, part = self.x, self.inputs, self.settings.tokens_at_once(self.shape[1])
         sides = ((dq, inputs.wq, inputs.bq), (dk, inputs.wk, inputs.bk))
