@@ -189,6 +189,12 @@ CASES = {
         cohere2(), replace(OFFLOAD, mlp_tile=50, offload="attention", compute_dtype="bfloat16"), 100, 3,
     ),
     "parallel blocks without tiles, on replicas": (odd(CohereConfig), Recipe(), 60, 1),
+    "norms of heads with scales of their own": (
+        odd(CohereConfig, use_qk_norm=True, head_dim=28), replace(UPIPE, compute_dtype="bfloat16"), 100, 3,
+    ),
+    "norms of heads with scales of their own, no UPipe": (
+        odd(CohereConfig, use_qk_norm=True, head_dim=28), OFFLOAD, 100, 1,
+    ),
     "parallel blocks, streamed": (
         cohere2(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
         replace(STREAMED, segment=2), 250, 1,

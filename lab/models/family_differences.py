@@ -162,11 +162,13 @@ def _head_norms(shape: Shape) -> Iterator[Difference]:
     if shape.head_norms == "none":
         return
     heads = shape.H + shape.K
-    kept = heads * ((4 + (4 if shape.wide_scales else _WIDTH)) * shape.D + 4)
+    of_head = 4 + 4 * shape.centered_norms + (4 if shape.wide_scales else _WIDTH)
+    kept = heads * (of_head * shape.D + 4)
     one = 2 * shape.E * heads * shape.D * shape.L
     weights = shape.weights - replace(shape, head_norms="none").weights
-    if shape.head_norms == "each":
-        what = "a norm of each head of q and of k"
+    if shape.head_norms in ("each", "own"):
+        own = ", with scales of its own" if shape.head_norms == "own" else ""
+        what = f"a norm of each head of q and of k{own}"
         upipe = f"UPipe projects q and k once more in backward: {one:.3g} operations per token in all layers"
     else:
         what = "one norm over all heads of q, and one over all heads of k"

@@ -40,6 +40,7 @@ from lab.planning.closed_form_terms import (
     bytes_of,
     centered_norm,
     experts_keep,
+    head_norm,
     highest_of,
     inside_mlp,
     kernel_bytes,
@@ -239,9 +240,12 @@ def _rotation_forward(z: Sizes, layer: int) -> Parts:
 
 
 def _rotation(z: Sizes) -> Held:
-    """q, k and v as projected, q and k in fp32, and where q or then k is rotated, three tensors as large."""
+    """q, k and v as projected, q and k in fp32, and where q or then k is rotated, three tensors as large.
+
+    Norms of q and k have run before.
+    """
     q, k = _wide_heads(z)
-    return {_kept(z): z.qkv, TEMPORARY: (q + k) * (z.w != 4) + max(3 * q, q + 3 * k)}
+    return {_kept(z): z.qkv + _head_norms_keep(z), TEMPORARY: (q + k) * (z.w != 4) + max(3 * q, q + 3 * k)}
 
 
 def _wide_heads(z: Sizes) -> tuple[int, int]:
@@ -468,10 +472,7 @@ def _attention_keeps(z: Sizes) -> Held:
     if z.recipe.head_chunk:
         effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
         return plus(attended, {_kept(z): effective})
-    # Norms of q and k are never tiled. They keep the heads in fp32, the normalized heads, and a number for
-    # each head.
-    normed = (z.H + z.K) * z.b * z.s * ((4 + scale_bytes(z)) * z.D + 4) * (z.head_norms != "none")
-    normed += z.w * z.b * z.s * z.trained.low[0]
+    normed = _head_norms_keep(z) + z.w * z.b * z.s * z.trained.low[0]
     exchanged = z.recipe.ulysses > 1
     # With one projection for q, k and v, v keeps the whole result of it. Joined heads are copies whose layout
     # the output gets, so the output is copied for its projection.
@@ -480,6 +481,15 @@ def _attention_keeps(z: Sizes) -> Held:
     # Where q, k and v are clipped in place, copies of them are kept.
     own = normed + whole + copied + z.qkv * z.clipped
     return plus(attended, {_kept(z): own + z.H * z.h + _sent_on(z) + 2 * z.sent})
+
+
+def _head_norms_keep(z: Sizes) -> int:
+    """What the norms of q and k keep, which are never tiled: the heads in fp32, and the normalized heads.
+
+    In addition, a number for each head; see also ``_norm_keeps``.
+    """
+    of_head = (4 + 4 * z.centered_norms + scale_bytes(z)) * z.D + 4
+    return (z.H + z.K) * z.b * z.s * of_head * (z.head_norms != "none")
 
 
 def _sent_on(z: Sizes) -> int:
@@ -540,7 +550,9 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     if _rotates_wide(z, layer):
         # dq in fp32, a product of it, and the gradients of the two halves of each pair; dk in fp32, and dv.
         q, k = _wide_heads(z)
-        rotation = {ACTIVATION_GRADIENTS: 3 * q + k + z.K * z.h, TEMPORARY: q}
+        rotation = {
+            ACTIVATION_GRADIENTS: 3 * q + k + z.K * z.h, TEMPORARY: q, kept: _head_norms_keep(z)
+        }  # fmt: skip
         yield "rotation backward", weights | {"norms": first, "attention": rotation}
     if z.parallel and not upipe:
         # The projection of v is the first, and its part of dx is added to that of the MLP.
@@ -654,7 +666,7 @@ def _attention(z: Sizes, window: int | None) -> Held:
     dout = plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
     )
-    norm = plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w))
+    norm = plus({ACTIVATION_GRADIENTS: z.A}, head_norm(z, _kept(z), q // z.w))
     return highest_of(kernel, dout, norm if z.head_norms != "none" else {})
 
 
@@ -692,6 +704,12 @@ def _upipe(z: Sizes, window: int | None) -> Held:
         # So many tokens are computed at once that all of their heads are as large as an eighth of a stage.
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w // 8)), {RECOMPUTED: u // 8 * (z.w != 4)})
         peaks.append(plus({TEMPORARY: home}, inside))
+    if z.head_norms == "own":
+        # The queries of a stage are normalized in fp32: they, the difference to their mean, and a product of
+        # it; and three numbers for each head. They have not been sent.
+        wide = 4 * u // z.w
+        inside = (2 + (z.w != 4)) * wide + 3 * wide // z.D
+        peaks.append({TEMPORARY: 2 * u + max(4 * u_kv, 2 * u_kv + sums) + inside + there + ahead})
     if z.head_norms == "each":
         # One of them is the input in fp32, which is another tensor unless the compute dtype is fp32.
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}

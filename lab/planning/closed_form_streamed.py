@@ -21,6 +21,7 @@ from lab.planning.closed_form_terms import (
     bare_norm,
     centered_norm,
     forward_bytes,
+    head_norm,
     highest_of,
     inside_mlp,
     kernel_bytes,
@@ -210,8 +211,9 @@ def _head_backward(z: Sizes, made: str) -> Parts:
             moments.append(plus(_norm_keeps(z, tile), own, {RECOMPUTED: x + 2 * q, TEMPORARY: q}))
         if z.head_norms != "none":
             normed = plus(keeps, {RECOMPUTED: x})
-            of_keys, of_queries = (nested(wide_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
-            moments.append(plus(normed, of_keys, {RECOMPUTED: (4 + z.w) * (q // z.w)}))
+            of_keys, of_queries = (nested(head_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
+            kept_queries = (4 + 4 * z.centered_norms + scale_bytes(z)) * (q // z.w)
+            moments.append(plus(normed, of_keys, {RECOMPUTED: kept_queries}))
             moments.append(plus(normed, of_queries, {TEMPORARY: k}))
         peaks.append(plus(earlier, {TEMPORARY: q + 2 * k}, highest_of(*moments)))
     return {"tiles": _buffers(z, first.x + qkv), "head": plus(highest_of(*peaks), _effective(z))}

@@ -486,6 +486,13 @@ def centered_norm(kept: str, elements: int) -> Held:
     return {kept: 12 * elements, TEMPORARY: 4 * elements, ACTIVATION_GRADIENTS: 8 * elements}
 
 
+def head_norm(z: Sizes, kept: str, elements: int) -> Held:
+    """The backward of a norm of heads; see ``wide_norm`` and ``centered_norm``."""
+    if z.centered_norms and not z.adapted:
+        return centered_norm(kept, elements)
+    return wide_norm(z, kept, elements)
+
+
 def bare_norm(z: Sizes, kept: str, elements: int, *, output: bool) -> Held:
     """The backward of LayerNorm in fp32 without parameters: its input, dout and dx in fp32.
 
