@@ -708,8 +708,8 @@ def _upipe(z: Sizes, window: int | None) -> Held:
         # The queries of a stage are normalized in fp32: they, the difference to their mean, and a product of
         # it; and three numbers for each head. They have not been sent.
         wide = 4 * u // z.w
-        inside = (2 + (z.w != 4)) * wide + 3 * wide // z.D
-        peaks.append({TEMPORARY: 2 * u + max(4 * u_kv, 2 * u_kv + sums) + inside + there + ahead})
+        made = (2 + (z.w != 4)) * wide + 3 * wide // z.D
+        peaks.append({TEMPORARY: 2 * u + max(4 * u_kv, 2 * u_kv + sums) + made + there + ahead})
     if z.head_norms == "each":
         # One of them is the input in fp32, which is another tensor unless the compute dtype is fp32.
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
