@@ -190,7 +190,8 @@ CASES = {
     ),
     "parallel blocks without tiles, on replicas": (odd(CohereConfig), Recipe(), 60, 1),
     "norms of heads with scales of their own": (
-        odd(CohereConfig, use_qk_norm=True, head_dim=28, num_key_value_heads=8), replace(UPIPE, compute_dtype="bfloat16"), 100, 3,
+        odd(CohereConfig, use_qk_norm=True, head_dim=28, num_key_value_heads=8),
+        replace(UPIPE, compute_dtype="bfloat16"), 100, 3,
     ),
     "norms of heads with scales of their own, no UPipe": (
         odd(CohereConfig, use_qk_norm=True, head_dim=28, num_key_value_heads=8), OFFLOAD, 100, 1,
