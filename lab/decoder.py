@@ -89,7 +89,8 @@ class Family:
         norms: The names of a layer's norms over the hidden size, in this order: before attention, after it,
             before the MLP, and after it. None if there is no such norm.
         head_norms: Whether q and k have a norm before the rotary embedding: "each" is a norm of each head,
-            and "all" is one norm of all heads together.
+            "own" is one of each head with scales of its own, and "all" is one norm of all heads together.
+        optional_head_norms: The name of the field without which they have none; None if they always have it.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         interleaved: Whether the rotary embedding rotates the pairs of dimensions 2i and 2i+1 of each head.
             Otherwise the pairs are i and i + R/2, if the first R dimensions are rotated.
@@ -97,6 +98,7 @@ class Family:
         half_tables: Whether the rotary embedding returns cosines and sines of R/2 dimensions, and not of R.
         joined_heads: Whether the rotary embedding concatenates parts of each head, which makes a copy of it.
         layer_norms: Whether the norms over the hidden size are LayerNorm. Otherwise they are RMSNorm.
+        bare_norms: Whether they are LayerNorm in fp32, without scales and biases.
         centered_norms: Whether they subtract the mean before they normalize, as LayerNorm, in operators of
             fp32 and without biases.
         parallel: Whether the MLP takes what the attention takes, the output of the norm before it, and both
@@ -105,9 +107,13 @@ class Family:
         rotates_windows: Whether only the layers with a window have rotary positions.
         qkv_biases: Whether the projections of q, k and v always have biases, and no field says so.
         output_biases: Whether the projection of attention's output has a bias if those of q, k and v have.
+        clip: The name of the field with the largest absolute value of q, k and v: after their projections,
+            larger ones are clipped. None if there is none.
         scaled_residual: Whether what attention and MLP return is multiplied before it is added.
         logits_divisor: The name of the field by which the logits are divided; None if there is none.
         logits_multiplier: The name of the field that multiplies the logits; None if there is none.
+        logits_cap: The name of the field with the cap of the logits, which become cap * tanh(logits / cap);
+            None if there is none.
         wide_scales: Whether the norms multiply by their scales in fp32, and not in the input's dtype.
         scaled_embedding: Whether the embedding multiplies its output by a number.
         windows: Whether ``sliding_window`` is the number of keys that a query sees: in the layers of
@@ -129,21 +135,25 @@ class Family:
     mlp_projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     head_norms: HeadNorms = "none"
+    optional_head_norms: str | None = None
     fused_attention: bool = False
     interleaved: bool = False
     interleaved_tables: bool = False
     half_tables: bool = False
     joined_heads: bool = False
     layer_norms: bool = False
+    bare_norms: bool = False
     centered_norms: bool = False
     parallel: bool = False
     wide_rotation: bool = False
     rotates_windows: bool = False
     qkv_biases: bool = False
     output_biases: bool = True
+    clip: str | None = None
     scaled_residual: bool = False
     logits_divisor: str | None = None
     logits_multiplier: str | None = None
+    logits_cap: str | None = None
     wide_scales: bool = False
     scaled_embedding: bool = False
     windows: bool = False
@@ -189,7 +199,9 @@ _COHERE = Family(
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee", used=_BIASES, mlp_projections=("up_proj", "down_proj")),
-    "cohere": replace(_COHERE, only={"use_qk_norm": (False, None)}),
+    "cohere": replace(
+        _COHERE, used=_COHERE.used | {"use_qk_norm"}, head_norms="own", optional_head_norms="use_qk_norm"
+    ),
     "cohere2": replace(
         _COHERE, name="Cohere 2", used=_COHERE.used | _WINDOW, only=_TYPES, rotates_windows=True, windows=True
     ),
@@ -202,11 +214,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma 3",
-        used=_WINDOW | {"attention_bias", "hidden_activation", "query_pre_attn_scalar"},
+        used=_WINDOW
+        | {"attention_bias", "final_logit_softcapping", "hidden_activation", "query_pre_attn_scalar"},
         only={
             **_TYPES,
             "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
             "use_bidirectional_attention": (False, None),
         },
         norms=(
@@ -216,6 +228,7 @@ FAMILIES: dict[str, Family] = {
             "post_feedforward_layernorm",
         ),
         head_norms="each",
+        logits_cap="final_logit_softcapping",
         wide_scales=True,
         scaled_embedding=True,
         windows=True,
@@ -267,6 +280,7 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size",
         counts=("num_local_experts", "num_experts_per_tok"),
     ),
+    "olmo": Family("OLMo", used=frozenset({"attention_bias", "clip_qkv"}), bare_norms=True, clip="clip_qkv"),
     "olmo2": Family(
         "OLMo 2",
         used=frozenset({"attention_bias"}),
@@ -390,6 +404,17 @@ def check_config(config: PretrainedConfig) -> Family:
                 f"{scale}={getattr(config, scale)}: it scales the logits; give the number with which the "
                 "model was trained"
             )
+    if _logits_cap(config) == 0:
+        raise ModelError(
+            f"{family.logits_cap}=0.0: it caps the logits; give the number with which the model was trained, "
+            "or None if it was trained without a cap"
+        )
+    clip = _clip(config)
+    if clip is not None and not clip > 0:
+        raise ModelError(
+            f"{family.clip}={clip}: it is the largest absolute value of q, k and v; give a number above 0, "
+            "or None if the model was trained without it"
+        )
     for window in windows_of(config):
         check_counts({"sliding_window": window}, ModelError, or_none=True)
     return family
@@ -484,7 +509,7 @@ def shape_of(config: PretrainedConfig) -> Shape:
         I=c.intermediate_size,
         V=c.vocab_size,
         mlp_projections=family.mlp_projections,
-        head_norms=family.head_norms,
+        head_norms=_head_norms(c),
         fused_attention=family.fused_attention,
         rotated=_rotated(c),
         joined_heads=family.joined_heads,
@@ -493,15 +518,18 @@ def shape_of(config: PretrainedConfig) -> Shape:
         norms=sum(name is not None for name in family.norms),
         norms_after=family.norms[1] is not None,
         layer_norms=family.layer_norms,
+        bare_norms=family.bare_norms,
         centered_norms=family.centered_norms,
         parallel=family.parallel,
         wide_rotation=family.wide_rotation,
         rotates=rotated_layers(c),
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
+        clipped=_clip(c) is not None,
         relu_squared=getattr(c, "hidden_act", None) == "relu2",
         scaled_residual=family.scaled_residual,
         scaled_logits=_logits_multiplier(c) != 1,
+        capped_logits=_logits_cap(c) is not None,
         tied=c.tie_word_embeddings,
         windows=windows_of(c),
         sparse=sparse,
@@ -519,6 +547,29 @@ def _logits_multiplier(config: PretrainedConfig) -> float:
     if family.logits_multiplier is not None:
         return float(getattr(config, family.logits_multiplier))
     return 1.0 if family.logits_divisor is None else 1 / getattr(config, family.logits_divisor)
+
+
+def _logits_cap(config: PretrainedConfig) -> float | None:
+    """Return the cap of the logits; None if they have none."""
+    return _number(config, FAMILIES[config.model_type].logits_cap)
+
+
+def _head_norms(config: PretrainedConfig) -> HeadNorms:
+    """Return which norms q and k have; see ``Family.head_norms``."""
+    family = FAMILIES[config.model_type]
+    optional = family.optional_head_norms
+    return family.head_norms if optional is None or getattr(config, optional) else "none"
+
+
+def _clip(config: PretrainedConfig) -> float | None:
+    """Return the largest absolute value of q, k and v; None if they are not clipped."""
+    return _number(config, FAMILIES[config.model_type].clip)
+
+
+def _number(config: PretrainedConfig, name: str | None) -> float | None:
+    """Return the number in a field, which may be None, as the field's name."""
+    value = None if name is None else getattr(config, name)
+    return None if value is None else float(value)
 
 
 def _rotated(config: PretrainedConfig) -> int:
@@ -563,7 +614,9 @@ class Layer:
         residual_multiplier: Multiplies what attention and MLP return, before it is added.
         window: The number of keys that a query sees, itself included; None if it sees all before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
-        norms_all_heads: Whether the norms of q and k normalize all heads of a token together.
+        norm_kind: Which norms q and k have before they are rotated; see ``Family.head_norms``.
+        clip: The largest absolute value of q, k and v, to which larger ones are clipped after their
+            projections; None if they are not clipped.
         fused: The rows of q, of k and of v in the weight of ``qkv_proj``; None if each has a projection.
         returns_weights: Whether the MLP returns a pair, of its output and the weights of its router.
         parallel: Whether the MLP takes the output of the first norm, as the attention does.
@@ -576,7 +629,8 @@ class Layer:
     residual_multiplier: float = 1.0
     window: int | None = None
     rotation: Rotation = "halves"
-    norms_all_heads: bool = False
+    norm_kind: HeadNorms = "none"
+    clip: float | None = None
     fused: tuple[int, int, int] | None = None
     returns_weights: bool = False
     parallel: bool = False
@@ -622,10 +676,12 @@ class Layer:
         hidden = self.normalize(0, x)
         projected = [projection(hidden) for projection in self.inputs]
         q, k, v = projected if self.fused is None else projected[0].split(self.fused, -1)
+        if self.clip is not None:
+            q, k, v = (heads.clamp(-self.clip, self.clip) for heads in (q, k, v))
         q_norm, k_norm = self.head_norms
         if q_norm is None or k_norm is None:
             return q, k, v
-        if self.norms_all_heads:
+        if self.norm_kind == "all":
             return q_norm(q), k_norm(k), v
         q, k = (heads.unflatten(-1, (-1, a.head_dim)) for heads in (q, k))
         return q_norm(q).flatten(-2), k_norm(k).flatten(-2), v
@@ -659,6 +715,7 @@ class Decoder:
         rotary: The rotary embedding; takes x, position_ids [b, s], and where the layers of each type have
             frequencies of their own, a type of layer; returns cos and sin.
         logits_multiplier: The number that multiplies the output of the head.
+        logits_cap: The cap of the logits, which become cap * tanh(logits / cap); None if they have none.
     """
 
     model: PreTrainedModel
@@ -668,6 +725,7 @@ class Decoder:
     head: nn.Module
     rotary: nn.Module
     logits_multiplier: float
+    logits_cap: float | None
 
     @property
     def attentions(self) -> list[nn.Module]:
@@ -681,7 +739,7 @@ class Decoder:
         return [*of_layers, self.norm]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of hidden states [..., E]."""
+        """Return the logits [..., V] of hidden states [..., E], before they are capped."""
         logits: Tensor = self.head(hidden)
         return logits if self.logits_multiplier == 1 else logits * self.logits_multiplier
 
@@ -720,6 +778,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         head=model.lm_head,
         rotary=model.model.rotary_emb,
         logits_multiplier=_logits_multiplier(config),
+        logits_cap=_logits_cap(config),
     )
 
 
@@ -734,7 +793,8 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         residual_multiplier=getattr(module, "residual_multiplier", 1.0),
         window=shape.windows[attention.layer_idx],
         rotation=_rotation(family) if shape.rotates[attention.layer_idx] else "none",
-        norms_all_heads=family.head_norms == "all",
+        norm_kind=shape.head_norms,
+        clip=_clip(config),
         fused=(queries, keys, keys) if family.fused_attention else None,
         returns_weights=family.clamped_experts,
         parallel=family.parallel,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-HeadNorms: TypeAlias = Literal["none", "each", "all"]
+HeadNorms: TypeAlias = Literal["none", "each", "own", "all"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Shape:
             has the output. One named ``gate_up_proj`` has 2*E*I weights.
         norms: The number of norms over the hidden size in a layer.
         norms_after: Whether there is one after the attention, and one after the MLP.
-        head_norms: Whether q and k have a norm: "each" is a norm of each head, and "all" is one norm of all
-            heads together.
+        head_norms: Whether q and k have a norm: "each" is a norm of each head, "own" is one of each head with
+            scales of its own, and "all" is one norm of all heads together.
         fused_attention: Whether one projection ``qkv_proj`` computes q, k and v.
         rotated: The number of cosines of a token: one for each rotated dimension of a head, or one for each
             pair of them. It is summed over the kinds of layers that have frequencies of their own.
@@ -31,17 +31,20 @@ class Shape:
             copy of it: the rotated dimensions and the others, or the two halves.
         layer_norms: Whether the norms over the hidden size are LayerNorm, with a scale and a bias. Otherwise
             they are RMSNorm, with a scale.
+        bare_norms: Whether they are LayerNorm in fp32, and have no parameters.
         centered_norms: Whether they subtract the mean in fp32, and have a scale alone.
         parallel: Whether attention and MLP take the output of one norm, and both are added to its input.
         wide_rotation: Whether plain attention rotates q and k in fp32.
         rotates: Whether each layer has rotary positions.
         attention_biases: The number of biases of a layer's attention.
         mlp_biases: The number of biases of a layer's MLP.
+        clipped: Whether q, k and v are clipped after their projections.
         relu_squared: Whether the activation of the MLP is ReLU squared.
         wide_scales: Whether the norms multiply by their scales in fp32.
         scaled_embedding: Whether the output of the embedding is multiplied by a number.
         scaled_residual: Whether what a layer's attention and MLP return is multiplied before it is added.
         scaled_logits: Whether the head's output is multiplied or divided by a number.
+        capped_logits: Whether the logits are capped by a tanh.
         tied: Whether the head shares its weight with the embedding.
         windows: The number of keys that a query of each layer sees; None if it sees all before it.
         sparse: Whether the MLP of each layer is a mixture of experts. The MLPs of the others are dense.
@@ -68,17 +71,20 @@ class Shape:
     rotated: int
     joined_heads: bool
     layer_norms: bool
+    bare_norms: bool
     centered_norms: bool
     parallel: bool
     wide_rotation: bool
     rotates: tuple[bool, ...]
     attention_biases: int
     mlp_biases: int
+    clipped: bool
     relu_squared: bool
     wide_scales: bool
     scaled_embedding: bool
     scaled_residual: bool
     scaled_logits: bool
+    capped_logits: bool
     tied: bool
     windows: tuple[int | None, ...]
     sparse: tuple[bool, ...]
@@ -125,6 +131,11 @@ class Shape:
         inner = self.I * (1 + self.fused_mlp)
         return dict.fromkeys(first, (self.E, inner)) | {last: (self.I, self.E)}
 
+    @property
+    def norm_vectors(self) -> int:
+        """The number of parameters of a norm over the hidden size: a scale and a bias, a scale, or none."""
+        return 0 if self.bare_norms else 1 + self.layer_norms
+
     def mlp_weights(self, *, sparse: bool) -> int:
         """Return the weights of a layer's MLP; of a mixture of experts, with those of its router."""
         if sparse:
@@ -156,19 +167,20 @@ class Shape:
             return sum(before * most(after) for before, after in projections.values())
 
         heads = (self.H * self.D, self.K * self.D)
-        of_heads = {"none": (), "each": (self.D, self.D), "all": heads}[self.head_norms]
+        of_heads = {"each": 2 * most(self.D), "own": (most(self.H) + most(self.K)) * self.D}
+        of_heads |= {"none": 0, "all": sum(map(most, heads))}
         if sparse:
             mlp = most(self.experts) * self._expert_rows
         else:
             mlp = linear(self._dense_projections) + most(self.mlp_biases)
-        norms = self.norms * most(self.E) * (1 + self.layer_norms) + sum(map(most, of_heads))
+        norms = self.norms * most(self.E) * self.norm_vectors + of_heads[self.head_norms]
         attention = linear(self.attention_projections) + most(self.attention_biases) + most(self.sinks)
         return attention + mlp + norms
 
     def root_weights(self, *, ranks: int = 1) -> int:
         """Return the weights outside the layers, as ``layer_weights``."""
         tables = (2 - self.tied) * self.E * -(-self.V // ranks)
-        return tables + -(-self.E // ranks) * (1 + self.layer_norms)
+        return tables + -(-self.E // ranks) * self.norm_vectors
 
     @property
     def weights(self) -> int:

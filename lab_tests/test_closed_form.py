@@ -123,6 +123,7 @@ OF_STREAMED = [
     ("granite", 36, {"segment": 2, "offload": "attention", "overlap": True}, "attention backward, layer 0"),
     ("starcoder2", 500, {"segment": 3, "stream": 300, "compute_dtype": "bfloat16"}, "tail backward, layer 0"),
     ("llama", 72, {"segment": 2, "fsdp": False, "stream": 70}, "head backward, layer 0"),
+    ("olmo", 36, {"head_chunk": 24, "stream": 300}, "head backward, layer 0"),
 ]
 """Families, the MLP's width, knobs, and where the peak is: H=24, K=6, D=10, E=48, 400 tokens, two ranks."""
 
@@ -238,6 +239,64 @@ def test_the_categories_are_the_plans_with_adapters(rung, knobs, moment):
     assert estimated.moment == moment
     assert estimated.device_peak == pytest.approx(planned.device_peak, rel=0.005)
     assert worst_category(estimated, planned) < 0.005, f"{estimated.by_category}; planned {planned.peak}"
+
+
+OF_CAPS = [
+    ({"compute_dtype": "float32"}, "loss backward"),
+    ({"compute_dtype": "bfloat16"}, "loss backward"),
+    # With a hidden state of one head, the blocks of a tile hold more than the backward of the head.
+    ({"compute_dtype": "float32", "loss_tile": 400, "checkpoint": True}, "loss"),
+    ({"compute_dtype": "bfloat16", "loss_tile": 400, "checkpoint": True}, "loss"),
+]
+"""Knobs, and where the peak is."""
+
+
+@pytest.mark.parametrize(("knobs", "moment"), OF_CAPS)
+def test_the_tanh_of_logits_that_are_capped(knobs, moment):
+    """Whole, or of a block."""
+    sizes = {"hidden_size": 8, "head_dim": 8, "intermediate_size": 8, "vocab_size": 5000}
+    config, recipe = reference.config("gemma3_text", 1, 1, **sizes), Recipe(fsdp=True, **knobs)
+    planned = plan(config, recipe, tokens=400, ranks=2, rows=2, workspace=False)
+    shape, job = models.shape_of(config), Job(config, recipe, 400, 2, rows=2)
+    estimated = estimate_job(shape, job)
+    assert estimated.moment == moment
+    assert estimated.device_peak == pytest.approx(planned.device_peak, rel=0.001)
+    assert worst_category(estimated, planned) < 0.001, f"{estimated.by_category}; planned {planned.peak}"
+    plain = estimate_job(replace(shape, capped_logits=False), job)
+    assert estimated.device_peak > 1.03 * plain.device_peak
+
+
+OF_FAMILIES = [
+    ("olmo", {}, "attention backward, layer 1"),
+    ("olmo", {"checkpoint": True, "ulysses": 2, "mlp_tile": 16}, "attention recomputed, layer 0"),
+    (
+        "olmo",
+        {
+            "checkpoint": True, "ulysses": 2, "head_chunk": 4, "mlp_tile": 16, "norm_tile": 300,
+            "compute_dtype": "bfloat16",
+        },
+        "norm backward, layer 0",
+    ),
+    ("cohere", {"compute_dtype": "bfloat16"}, "rotation, layer 1"),
+    (
+        "cohere",
+        {
+            "checkpoint": True, "ulysses": 2, "head_chunk": 24, "mlp_tile": 16, "norm_tile": 16,
+            "compute_dtype": "bfloat16",
+        },
+        "attention backward, layer 0",
+    ),
+]  # fmt: skip
+"""Families with clips, with norms without parameters or with norms of heads, knobs, and where the peak is."""
+
+
+@pytest.mark.parametrize(("family", "knobs", "moment"), OF_FAMILIES)
+def test_clips_and_norms_of_families(family, knobs, moment):
+    config, recipe = reference.config(family), Recipe(fsdp=True, loss_tile=16, **knobs)
+    planned = plan(config, recipe, tokens=400, ranks=2, workspace=False)
+    estimated = estimate_job(models.shape_of(config), Job(config, recipe, 400, 2))
+    assert estimated.moment == moment
+    assert estimated.device_peak == pytest.approx(planned.device_peak, rel=0.002)
 
 
 OF_SOME = [

@@ -8,11 +8,13 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
+    OlmoConfig,
     Qwen2Config,
     SmolLM3Config,
     StableLmConfig,
@@ -22,7 +24,7 @@ import lab
 from lab import decoder, models
 from lab.bench.reference import build, config
 from lab.commands.cli import main
-from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, windows_of
+from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, shape_of, windows_of
 from lab.errors import ModelError
 
 
@@ -145,6 +147,39 @@ def test_a_scale_of_the_logits_that_is_none_is_refused():
         vars(made)[name] = value
         with pytest.raises(ModelError, match=f"^{name}={value}: it scales the logits; give the number with"):
             check_config(made)
+
+
+def test_a_cap_of_the_logits():
+    made = Gemma3TextConfig()
+    assert not shape_of(made).capped_logits
+    made.final_logit_softcapping = 30.0
+    check_config(made)
+    assert shape_of(made).capped_logits
+    assert decoder_of(build(config("gemma3_text"))).logits_cap == 1.5
+    made.final_logit_softcapping = 0.0
+    with pytest.raises(ModelError, match=r"^final_logit_softcapping=0\.0: it caps the logits; give the num"):
+        check_config(made)
+
+
+def test_a_clip_of_q_k_and_v():
+    made = OlmoConfig(num_hidden_layers=2)
+    assert not shape_of(made).clipped
+    made.clip_qkv = 8.0
+    check_config(made)
+    assert shape_of(made).clipped
+    assert [layer.clip for layer in decoder_of(build(config("olmo"))).layers] == [0.9, 0.9]
+    made.clip_qkv = 0.0
+    with pytest.raises(ModelError, match=r"^clip_qkv=0\.0: it is the largest absolute value of q, k and v; "):
+        check_config(made)
+
+
+def test_q_k_and_v_are_clipped_in_a_part_of_their_elements():
+    """A share of each, so that a parity test of this model would fail if one of them were not."""
+    model = build(config("olmo"))
+    x = torch.randn(1, 40, 48, dtype=torch.float64)
+    for layer in decoder_of(model).layers:
+        for heads in layer.head(x):
+            assert 0.2 < (heads.abs() == 0.9).double().mean() < 0.9
 
 
 def test_a_layer_without_a_value_is_refused():

@@ -51,12 +51,16 @@ LAST = "loss backward"
     [
         ("gemma", "norms that multiply", {"wide_scales": False}, "keeps {}", LAST, 5, {}),
         ("starcoder2", "LayerNorm", {"layer_norms": False}, "keeps {}", LAST, 5, {}),
-        ("cohere", "norms that subtract", {"centered_norms": False, "wide_scales": False}, "keeps {} per",
+        ("olmo", "LayerNorm in fp32", {"bare_norms": False}, "keeps {}", LAST, 5, {}),
+        ("olmo", "q, k and v are clipped", {"clipped": False}, "clipped, {} per", LAST, 2, {}),
+        ("cohere2", "norms that subtract", {"centered_norms": False, "wide_scales": False}, "keeps {} per",
          LAST, 3, {}),
         ("cohere", "the attention and the MLP", {"parallel": False}, "residual's, {} per",
          "attention backward, layer 1", 1, {"checkpoint": True, "norm_tile": 8, "head_chunk": 24}),
         ("gemma3_text", "norms before and", {"norms": 2}, "keep {} per token each", LAST, 4, {}),
         ("qwen3", "a norm of each", {"head_norms": "none"}, "keeps {} more", LAST, 2, {}),
+        ("cohere", "a norm of each head of q and of k, with scales of its own", {"head_norms": "none"},
+         "keeps {} more", LAST, 2, {}),
         ("olmo2", "one norm over", {"head_norms": "none"}, "keeps {} more", LAST, 2, {}),
         ("phi3", "one projection for q,", {"fused_attention": False}, "as projected, {}", LAST, 2, {}),
         ("glm4", "each head of q", {"joined_heads": False}, "keeps {} more", LAST, 2, {}),
@@ -72,7 +76,7 @@ LAST = "loss backward"
 def test_bytes_of_a_token_are_those_of_the_closed_form(family, what, plain, said, moment, times, knobs):
     model = config(family)
     held = more_bytes(model, plain, moment, knobs)
-    if what in ("norms that multiply", "LayerNorm", "norms that subtract"):
+    if what in ("norms that multiply", "LayerNorm", "LayerNorm in fp32", "norms that subtract"):
         # RMSNorm of Llama keeps six bytes of each number, and one number in fp32.
         held += times * TOKENS * (6 * model.hidden_size + 4)
     assert held % (times * TOKENS) == 0
@@ -140,6 +144,16 @@ def test_bytes_of_the_head_are_those_of_the_closed_form():
     assert f"{format_bytes(held)} more" in cost(multiplied, "logits multiplied by 0.7")
 
 
+def test_bytes_of_a_cap_are_those_of_the_closed_form():
+    capped, tokens = config("gemma3_text", hidden_size=24, head_dim=2), 2**16
+    held = more_bytes(capped, {"capped_logits": False}, LAST, {}, tokens)
+    assert f"keeps their tanh, {format_bytes(held // tokens)} per token;" in cost(capped, "logits capped")
+    # With so narrow a hidden state, a block holds more than the backward of the head.
+    tiny = config("gemma3_text", 1, 1, hidden_size=2, head_dim=2)
+    held = more_bytes(tiny, {"capped_logits": False}, "loss", {"loss_tile": 2**14}, tokens)
+    assert f"that of 1K of them, {format_bytes(held)} more" in cost(tiny, "logits capped at 1.5 by a tanh")
+
+
 def test_bytes_of_a_wide_rotation_are_those_of_the_closed_form():
     for kv_heads in (6, 24):
         model = config("cohere2", kv_heads=kv_heads)
@@ -156,6 +170,9 @@ def test_weights_are_those_of_the_model():
     cohere = models.build(config("cohere2")).model
     norms = cohere.layers[0].input_layernorm.weight.numel() * len(cohere.layers)
     assert f"{norms:,} weights fewer" in cost(config("cohere2"), "the attention and the MLP")
+    olmo = models.build(config("olmo")).model
+    fewer = len([m for m in olmo.modules() if isinstance(m, type(olmo.norm))]) * olmo.config.hidden_size
+    assert cost(config("olmo"), "LayerNorm in fp32").startswith(f"{fewer:,} weights fewer;")
     for family, whats, more in (
         ("qwen2", ["360 biases in the attention"], {}),
         ("granite", ["408 biases in the attention", "192 biases in the MLP"], {}),
@@ -176,7 +193,7 @@ def test_weights_are_those_of_the_model():
     assert f"weight has {format_bytes(2 * gate_up)}, where Llama's has {format_bytes(gate_up)}" in said
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo3"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "olmo", "cohere"])
 def test_operations_are_those_of_a_plan(family):
     """UPipe on two ranks, in six stages; without windows, which have a sentence of their own."""
     recipe = Recipe(ulysses=2, head_chunk=4)
@@ -184,7 +201,7 @@ def test_operations_are_those_of_a_plan(family):
     if family == "olmo3":
         own.layer_types = ["full_attention"] * 2
     flops = [lab.plan(model, recipe, tokens=TOKENS, ranks=2).costs.flops for model in (own, llama)]
-    what = "a norm of each" if family == "qwen3" else "one norm over"
+    what = {"olmo3": "one norm over", "olmo": "q, k and v are clipped"}.get(family, "a norm of each")
     assert f"backward: {(flops[0] - flops[1]) / (TOKENS // 2):.3g} operations" in cost(own, what)
 
 
@@ -227,6 +244,7 @@ def test_every_family_but_llama_differs_and_every_sentence_is_found():
         "1 of 2 layers without rotary positions", "dimensions 2i and 2i+1",
         "gelu_pytorch_tanh in place of SiLU", "multiplied by 3", "multiplied by 4.47214",
         "scores of attention multiplied by 0.21,",
+        "q, k and v are clipped at 0.9", "logits capped at 1.5",
         "scores of attention multiplied by 0.2425,", "multiplied by 0.6", "relu2 between",
     ):  # fmt: skip
         assert word in whats, word

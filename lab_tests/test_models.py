@@ -240,8 +240,8 @@ def fail():
 
 FAMILY = (
     "is not a family that the lab computes right: Arcee, Cohere, Cohere 2, Gemma, Gemma 3, GLM-4, gpt-oss, "
-    "Granite, Llama, Ministral, Mistral, Mixtral, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Qwen3-MoE, Seed-OSS, "
-    "SmolLM3 and Starcoder2 are"
+    "Granite, Llama, Ministral, Mistral, Mixtral, OLMo, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Qwen3-MoE, "
+    "Seed-OSS, SmolLM3 and Starcoder2 are"
 )
 
 

@@ -8,10 +8,12 @@ import pytest
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    Gemma3TextConfig,
     GptOssConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -104,6 +106,11 @@ cohere2 = partial(
     odd, Cohere2Config, head_dim=28, sliding_window=30, bos_token_id=1, eos_token_id=2,
     layer_types=["sliding_attention", "full_attention"],
 )  # fmt: skip
+olmo = partial(odd, OlmoConfig, head_dim=28, clip_qkv=0.1, attention_bias=True)
+capped = partial(
+    odd, Gemma3TextConfig, head_dim=28, sliding_window=30, final_logit_softcapping=3.0, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
 gpt_oss = partial(
     odd, GptOssConfig, head_dim=28, num_local_experts=8, num_experts_per_tok=3, sliding_window=30,
     intermediate_size=20,
@@ -182,10 +189,25 @@ CASES = {
         cohere2(), replace(OFFLOAD, mlp_tile=50, offload="attention", compute_dtype="bfloat16"), 100, 3,
     ),
     "parallel blocks without tiles, on replicas": (odd(CohereConfig), Recipe(), 60, 1),
+    "norms of heads with scales of their own": (
+        odd(CohereConfig, use_qk_norm=True, head_dim=28, num_key_value_heads=8),
+        replace(UPIPE, compute_dtype="bfloat16"), 100, 3,
+    ),
+    "norms of heads with scales of their own, no UPipe": (
+        odd(CohereConfig, use_qk_norm=True, head_dim=28, num_key_value_heads=8), OFFLOAD, 100, 1,
+    ),
     "parallel blocks, streamed": (
         cohere2(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
         replace(STREAMED, segment=2), 250, 1,
     ),
+    "clips": (olmo(), replace(UPIPE, head_chunk=4), 250, 1),
+    "clips, no UPipe, in bf16, rows that do not divide": (
+        olmo(), replace(OFFLOAD, norm_tile=50, compute_dtype="bfloat16"), 100, 3,
+    ),
+    "clips, streamed": (olmo(), replace(STREAMED, compute_dtype="bfloat16"), 100, 3),
+    "clips on replicas": (olmo(), Recipe(), 60, 1),
+    "capped logits": (capped(), UPIPE, 250, 1),
+    "capped logits, whole, in bf16 on replicas": (capped(), Recipe(compute_dtype="bfloat16"), 60, 1),
     "sinks, clamped experts, nine layers": (
         gpt_oss(num_hidden_layers=9), replace(UPIPE, head_chunk=12), 499, 1,
     ),

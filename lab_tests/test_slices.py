@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 from torch._subclasses import FakeTensorMode
+from transformers import MistralConfig
 
 from lab.memory.timeline import Timeline
 from lab.planning import fake_step as walking
 from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
+from lab.recipe.recipe import Recipe
 from lab.techniques.slices import causal_slices, repetitions, short_loops, slices
+from lab.units import Ki
 from lab_tests.support.models import small_config
 
 
@@ -130,6 +133,21 @@ def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
     assert short_costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-12)
     assert short_costs.host_seconds == pytest.approx(costs.host_seconds, rel=1e-12)
     assert short.seconds[-1] == pytest.approx(whole.seconds[-1], rel=1e-12)
+
+
+def test_a_shortened_step_of_windows_is_the_whole_step(monkeypatch):
+    """Of five pieces, the last one shorter, and of a block that is shorter than a window."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = small_config(MistralConfig, sliding_window=48 * Ki, **sizes)
+    job, machine = Job(model, Recipe(), tokens=230 * Ki + 30, ranks=1), Machine()
+    short, short_costs = fake_step(job, machine, 1)
+    monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
+    whole, costs = fake_step(job, machine, 1)
+    assert len(short) < len(whole)
+    assert short.device_peak == whole.device_peak
+    assert highest(short) == highest(whole)
+    assert short_costs.flops == costs.flops > 0
+    assert short_costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-12)
 
 
 def highest(timeline: Timeline) -> dict[tuple[str, str, str], int]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lab.bench.reference import error
@@ -32,7 +32,7 @@ from lab_tests.support.decoder_step import (
     decoder,
     step,
 )
-from lab_tests.support.models import small_config
+from lab_tests.support.models import small_config, small_decoder
 from lab_tests.support.operators import Calls
 
 APPLY = {"mlp": apply_tiled_mlp, "norms": apply_tiled_norms, "loss": apply_tiled_loss}
@@ -137,6 +137,24 @@ def test_large_logits_neither_overflow_nor_vanish():
     model = copy.deepcopy(plain)
     apply_tiled_loss(model, tile=DOES_NOT)
     assert error(step(model), step(plain)) <= 5e-6
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_logits_that_are_capped(dtype):
+    """Seen red: without the cap, and without its derivative."""
+    config = small_config(Gemma3TextConfig, vocab_size=VOCAB, final_logit_softcapping=1.5)
+    plain = small_decoder(config, dtype)
+    plain.lm_head.weight.data.mul_(30)
+    wanted, inputs = step(plain), batch()
+    logits = plain.lm_head(plain.model(input_ids=inputs["input_ids"]).last_hidden_state)
+    assert (logits.abs() > 1.5).any()
+    assert (logits.abs() < 0.5).any()
+    for tile in (DIVIDES, DOES_NOT, 10**6):
+        model = copy.deepcopy(plain)
+        apply_tiled_loss(model, tile=tile)
+        assert error(step(model), wanted) <= TOLERANCE[dtype]
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).loss, wanted["loss"])
 
 
 def test_frozen_parameters_get_no_gradient_and_the_rest_theirs():
@@ -340,12 +358,12 @@ def test_peaks_of_an_mlp(dtype, tile):
         assert grown == [weights, weights + 3 * tokens, weights + inside + 3 * e * wide]
 
 
-def loss_peaks(vocab, tile, dtype, hidden=12):
+def loss_peaks(vocab, tile, dtype, hidden=12, family=LlamaConfig, **fields):
     """A decoder without layers: a hidden state [b, s, E] and a head, which is the embedding."""
     torch.manual_seed(0)
     config = small_config(
-        hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=None, vocab_size=vocab, tie_word_embeddings=True,
+        family, hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=None, vocab_size=vocab, tie_word_embeddings=True, **fields,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     del model.model.layers[:]
@@ -371,6 +389,25 @@ def test_what_the_loss_holds_grows_with_the_tile_and_not_with_the_sequence(dtype
     else:
         assert (held, forward) == (e * wide, tile * w + e * (w + wide))
         assert backward == e * (wide if w == wide else w + wide)
+
+
+@DTYPES
+@pytest.mark.parametrize("tile", [BATCH * TOKENS, None])
+def test_what_a_cap_of_the_logits_holds(dtype, tile):
+    """What grows with V, to the byte: the tanh of whole logits, or of a block of five tokens."""
+    w, wide, tokens, e = dtype.itemsize, max(dtype.itemsize, 4), BATCH * TOKENS, 2
+    grown = []
+    for cap in (None, 3.0):
+        own = {"family": Gemma3TextConfig, "final_logit_softcapping": cap, "hidden": e}
+        small, large = (loss_peaks(vocab, tile, dtype, **own) for vocab in (200, 300))
+        grown.append([(b - a) / 100 for a, b in zip(small, large, strict=True)])
+    held, forward, backward = (capped - plain for plain, capped in zip(*grown, strict=True))
+    if tile is None:
+        assert (held, backward) == (w * tokens, w * tokens)
+    else:
+        assert (held, backward) == (0, 0)
+        # Without a cap and in a wide dtype, the gradient of the head is more than a block.
+        assert forward == 5 * wide - e * wide * (w == wide)
 
 
 # ---- without data ----------------------------------------------------------------------------------------

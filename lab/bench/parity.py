@@ -28,8 +28,8 @@ MODELS = (
     ("llama", 24, 6), ("llama", 24, 24), ("llama", 24, 1), ("qwen2", 28, 4), ("qwen3", 24, 2),
     ("mistral", 40, 8), ("ministral", 24, 2), ("arcee", 24, 6), ("granite", 28, 4), ("starcoder2", 24, 2),
     ("mixtral", 24, 6), ("qwen3_moe", 24, 4), ("seed_oss", 40, 8), ("smollm3", 24, 2), ("phi3", 28, 4),
-    ("gemma", 24, 1), ("gemma3_text", 24, 6), ("glm4", 28, 4), ("olmo2", 24, 24), ("olmo3", 40, 8),
-    ("gpt_oss", 28, 4), ("cohere", 24, 6), ("cohere2", 28, 4),
+    ("gemma", 24, 1), ("gemma3_text", 24, 6), ("glm4", 28, 4), ("olmo", 24, 6), ("olmo2", 24, 24),
+    ("olmo3", 40, 8), ("gpt_oss", 28, 4), ("cohere", 24, 6), ("cohere2", 28, 4),
 )  # fmt: skip
 """The family, the query heads and the key/value heads of each model."""
 

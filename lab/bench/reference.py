@@ -32,6 +32,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -70,6 +71,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "gemma": GemmaConfig,
     "gemma3_text": Gemma3TextConfig,
     "glm4": Glm4Config,
+    "olmo": OlmoConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
 }
@@ -97,7 +99,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "phi3": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.6}},
-    "cohere": {"attention_bias": True, "logit_scale": 0.7},
+    "cohere": {"attention_bias": True, "logit_scale": 0.7, "use_qk_norm": True},
     "cohere2": {
         "logit_scale": 1.3, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11,
     },
@@ -106,8 +108,10 @@ OWN: dict[str, dict[str, Any]] = {
             "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
         },
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
-        "query_pre_attn_scalar": 17, "attention_bias": True,
+        "query_pre_attn_scalar": 17, "attention_bias": True, "final_logit_softcapping": 1.5,
     },
+    # With this limit, many numbers are clipped.
+    "olmo": {"attention_bias": True, "clip_qkv": 0.9},
     "olmo2": {"attention_bias": True},
     "olmo3": {
         "rope_parameters": {

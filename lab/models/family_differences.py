@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from lab.decoder import FAMILIES
 from lab.models.load import ModelLike, config_of, shape_of
 from lab.shape import Shape
+from lab.techniques.loss_blocks import BLOCKS
 from lab.techniques.rope import check_rope
 from lab.techniques.ulysses_degrees import degrees
 from lab.techniques.window_pieces import SINK_PIECE
@@ -70,6 +71,7 @@ def differences(model: ModelLike, *, tokens: int | str = Mi) -> tuple[Difference
         *_norms(shape),
         *_head_norms(shape),
         *_attention_projections(shape),
+        *_clips(config, shape),
         *_rotation(config, shape),
         *_windows(shape, context),
         *_sinks(shape),
@@ -99,12 +101,14 @@ def _norm_keeps(shape: Shape) -> int:
     """Return the bytes of a token that a norm keeps for backward, if it has no tiles."""
     if shape.layer_norms:
         return _WIDTH * shape.E + 8
+    if shape.bare_norms:
+        return _WIDE * shape.E + 8
     return (4 + 4 * shape.centered_norms + (4 if shape.wide_scales else _WIDTH)) * shape.E + 4
 
 
 def _norms(shape: Shape) -> Iterator[Difference]:
     keeps = format_bytes(_norm_keeps(shape))
-    plain = replace(shape, layer_norms=False, centered_norms=False, wide_scales=False)
+    plain = replace(shape, layer_norms=False, bare_norms=False, centered_norms=False, wide_scales=False)
     llamas = format_bytes(_norm_keeps(plain))
     if shape.parallel:
         yield Difference(
@@ -132,6 +136,14 @@ def _norms(shape: Shape) -> Iterator[Difference]:
             f"{biases:,} weights more; without tiles, a norm keeps {keeps} per token, where RMSNorm keeps "
             f"{llamas}",
         )
+    elif shape.bare_norms:
+        scales = replace(shape, bare_norms=False).weights - shape.weights
+        yield Difference(
+            "LayerNorm in fp32, without a scale and a bias",
+            "tiled norms",
+            f"{scales:,} weights fewer; without tiles, a norm keeps {keeps} per token, where Llama's keeps "
+            f"{llamas}",
+        )
     elif shape.centered_norms:
         yield Difference(
             "norms that subtract the mean, with a scale alone, in operators of fp32",
@@ -150,11 +162,13 @@ def _head_norms(shape: Shape) -> Iterator[Difference]:
     if shape.head_norms == "none":
         return
     heads = shape.H + shape.K
-    kept = heads * ((4 + (4 if shape.wide_scales else _WIDTH)) * shape.D + 4)
+    of_head = 4 + 4 * shape.centered_norms + (4 if shape.wide_scales else _WIDTH)
+    kept = heads * (of_head * shape.D + 4)
     one = 2 * shape.E * heads * shape.D * shape.L
     weights = shape.weights - replace(shape, head_norms="none").weights
-    if shape.head_norms == "each":
-        what = "a norm of each head of q and of k"
+    if shape.head_norms in ("each", "own"):
+        own = ", with scales of its own" if shape.head_norms == "own" else ""
+        what = f"a norm of each head of q and of k{own}"
         upipe = f"UPipe projects q and k once more in backward: {one:.3g} operations per token in all layers"
     else:
         what = "one norm over all heads of q, and one over all heads of k"
@@ -194,6 +208,19 @@ def _attention_projections(shape: Shape) -> Iterator[Difference]:
             "UPipe",
             f"{shape.L * shape.attention_biases:,} weights more; UPipe adds those of the heads of a stage",
         )
+
+
+def _clips(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
+    if not shape.clipped:
+        return
+    elements = (shape.H + 2 * shape.K) * shape.D
+    again = 2 * shape.E * elements * shape.L
+    yield Difference(
+        f"q, k and v are clipped at {getattr(config, str(FAMILIES[config.model_type].clip)):g}",
+        "UPipe, streamed layers",
+        f"UPipe projects them once more in backward: {again:.3g} operations per token in all layers; without "
+        f"UPipe, a layer keeps copies of what is clipped, {_bytes_of(elements)} per token",
+    )
 
 
 def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
@@ -369,6 +396,16 @@ def _multipliers(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]
             "tiled loss",
             f"the logits of a tile of {format_tokens(_LOSS_TILE)} tokens are there twice: "
             f"{_bytes_of(_LOSS_TILE * shape.V)} more",
+        )
+    if shape.capped_logits:
+        cap = getattr(c, str(FAMILIES[c.model_type].logits_cap))
+        block = -(-_LOSS_TILE // BLOCKS)
+        yield Difference(
+            f"logits capped at {cap:g} by a tanh",
+            "tiled loss, Liger's loss",
+            f"the plain loss keeps their tanh, {_bytes_of(shape.V)} per token; a tile of "
+            f"{format_tokens(_LOSS_TILE)} tokens has that of {format_tokens(block)} of them, "
+            f"{format_bytes(_WIDE * block * shape.V)} more",
         )
     embedding = sqrt(shape.E) if shape.scaled_embedding else getattr(c, "embedding_multiplier", 1.0)
     if embedding != 1:

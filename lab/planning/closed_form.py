@@ -36,9 +36,11 @@ from lab.planning.closed_form_terms import (
     Parts,
     Sizes,
     accumulates,
+    bare_norm,
     bytes_of,
     centered_norm,
     experts_keep,
+    head_norm,
     highest_of,
     inside_mlp,
     kernel_bytes,
@@ -135,7 +137,8 @@ def _moments(z: Sizes) -> dict[str, Parts]:
     kept = z.A * (not z.adapted or z.recipe.loss_tile is not None)
     norms, head = {"norms": {ACTIVATIONS: _norm_keeps(z) + kept}}, {"gradients": _head_gradient(z, z.w)}
     # If the loss is tiled, the gradient of the last norm's output was computed in forward.
-    early = z.A * (z.recipe.loss_tile is not None and (z.w == 4 or not z.centered_norms))
+    wide = z.w != 4 and (z.centered_norms or z.bare_norms)
+    early = z.A * (z.recipe.loss_tile is not None and not wide)
     final = plus(_norm(z, ACTIVATIONS), {ACTIVATIONS: early, ACTIVATION_GRADIENTS: -early})
     loss = "loss backward" if z.recipe.loss_tile is None else "loss"
     highest = {
@@ -237,9 +240,12 @@ def _rotation_forward(z: Sizes, layer: int) -> Parts:
 
 
 def _rotation(z: Sizes) -> Held:
-    """q, k and v as projected, q and k in fp32, and where q or then k is rotated, three tensors as large."""
+    """q, k and v as projected, q and k in fp32, and where q or then k is rotated, three tensors as large.
+
+    Norms of q and k have run before.
+    """
     q, k = _wide_heads(z)
-    return {_kept(z): z.qkv, TEMPORARY: (q + k) * (z.w != 4) + max(3 * q, q + 3 * k)}
+    return {_kept(z): z.qkv + _head_norms_keep(z), TEMPORARY: (q + k) * (z.w != 4) + max(3 * q, q + 3 * k)}
 
 
 def _wide_heads(z: Sizes) -> tuple[int, int]:
@@ -437,12 +443,14 @@ def _norm_keeps(z: Sizes) -> int:
     """What a norm keeps for backward: its input, or in RMSNorm without tiles its input in fp32.
 
     RMSNorm without tiles also keeps the normalized input. A norm without tiles also keeps one number for each
-    token in fp32, or LayerNorm two.
+    token in fp32, or LayerNorm two. LayerNorm in fp32 keeps its input in fp32.
     """
     if z.recipe.norm_tile:
         return z.A
     if z.layer_norms:
         return z.A + 8 * z.b * z.s
+    if z.bare_norms:
+        return 4 * z.b * z.s * z.E + 8 * z.b * z.s
     # The scale of a frozen norm has no gradient, so the normalized input is not kept. A norm that subtracts
     # the mean keeps the difference twice, and not its input.
     return (4 + 4 * z.centered_norms + scale_bytes(z)) * z.b * z.s * z.E + 4 * z.b * z.s
@@ -464,16 +472,24 @@ def _attention_keeps(z: Sizes) -> Held:
     if z.recipe.head_chunk:
         effective = z.w * (z.trained.effective_inputs + z.trained.effective_output)
         return plus(attended, {_kept(z): effective})
-    # Norms of q and k are never tiled. They keep the heads in fp32, the normalized heads, and a number for
-    # each head.
-    normed = (z.H + z.K) * z.b * z.s * ((4 + scale_bytes(z)) * z.D + 4) * (z.head_norms != "none")
-    normed += z.w * z.b * z.s * z.trained.low[0]
+    normed = _head_norms_keep(z) + z.w * z.b * z.s * z.trained.low[0]
     exchanged = z.recipe.ulysses > 1
     # With one projection for q, k and v, v keeps the whole result of it. Joined heads are copies whose layout
     # the output gets, so the output is copied for its projection.
     whole = (z.H + z.K) * z.h * z.fused_attention * (not exchanged)
     copied = z.H * z.h * (z.joined_heads and not exchanged)
-    return plus(attended, {_kept(z): normed + whole + copied + z.H * z.h + _sent_on(z) + 2 * z.sent})
+    # Where q, k and v are clipped in place, copies of them are kept.
+    own = normed + whole + copied + z.qkv * z.clipped
+    return plus(attended, {_kept(z): own + z.H * z.h + _sent_on(z) + 2 * z.sent})
+
+
+def _head_norms_keep(z: Sizes) -> int:
+    """What the norms of q and k keep, which are never tiled: the heads in fp32, and the normalized heads.
+
+    In addition, a number for each head; see also ``_norm_keeps``.
+    """
+    of_head = (4 + 4 * z.centered_norms + scale_bytes(z)) * z.D + 4
+    return (z.H + z.K) * z.b * z.s * of_head * (z.head_norms != "none")
 
 
 def _sent_on(z: Sizes) -> int:
@@ -534,7 +550,9 @@ def _layer(z: Sizes, layer: int) -> Iterator[tuple[str, Parts]]:
     if _rotates_wide(z, layer):
         # dq in fp32, a product of it, and the gradients of the two halves of each pair; dk in fp32, and dv.
         q, k = _wide_heads(z)
-        rotation = {ACTIVATION_GRADIENTS: 3 * q + k + z.K * z.h, TEMPORARY: q}
+        rotation = {
+            ACTIVATION_GRADIENTS: 3 * q + k + z.K * z.h, TEMPORARY: q, kept: _head_norms_keep(z)
+        }  # fmt: skip
         yield "rotation backward", weights | {"norms": first, "attention": rotation}
     if z.parallel and not upipe:
         # The projection of v is the first, and its part of dx is added to that of the MLP.
@@ -584,6 +602,8 @@ def _norm(z: Sizes, kept: str) -> Held:
     elements = z.b * min(z.recipe.norm_tile or z.s, z.s) * z.E
     if z.layer_norms:
         inside = {kept: z.w * elements, ACTIVATION_GRADIENTS: (2 - tiled) * z.w * elements}
+    elif z.bare_norms:
+        inside = bare_norm(z, kept, elements, output=tiled)
     elif z.centered_norms and not z.adapted:
         inside = centered_norm(kept, elements)
     else:
@@ -646,7 +666,7 @@ def _attention(z: Sizes, window: int | None) -> Held:
     dout = plus(
         kept, {ACTIVATION_GRADIENTS: 2 * q * exchanged, TEMPORARY: (1 if z.b == 1 else 2) * q * exchanged}
     )
-    norm = plus({ACTIVATION_GRADIENTS: z.A}, wide_norm(z, _kept(z), q // z.w))
+    norm = plus({ACTIVATION_GRADIENTS: z.A}, head_norm(z, _kept(z), q // z.w))
     return highest_of(kernel, dout, norm if z.head_norms != "none" else {})
 
 
@@ -684,6 +704,12 @@ def _upipe(z: Sizes, window: int | None) -> Held:
         # So many tokens are computed at once that all of their heads are as large as an eighth of a stage.
         inside = plus(nested(wide_norm(z, RECOMPUTED, u // z.w // 8)), {RECOMPUTED: u // 8 * (z.w != 4)})
         peaks.append(plus({TEMPORARY: home}, inside))
+    if z.head_norms == "own":
+        # The queries of a stage are normalized in fp32: they, the difference to their mean, and a product of
+        # it; and three numbers for each head. They have not been sent.
+        wide = 4 * u // z.w
+        made = (2 + (z.w != 4)) * wide + 3 * wide // z.D
+        peaks.append({TEMPORARY: 2 * u + max(4 * u_kv, 2 * u_kv + sums) + made + there + ahead})
     if z.head_norms == "each":
         # One of them is the input in fp32, which is another tensor unless the compute dtype is fp32.
         normed = {TEMPORARY: 2 * u + 2 * u_kv + max(sums, 2 * u_kv) + there + ahead}
@@ -695,20 +721,22 @@ def _upipe(z: Sizes, window: int | None) -> Held:
 def _loss(z: Sizes) -> Held:
     """The highest moment of the loss: of its backward, or of its forward, in which tiles are differentiated.
 
-    Without tiles, three tensors of logits in the dtype of sums. With tiles, the whole dx, the logits and dx
-    of a tile, the head's gradient of the tile, and its sum over tiles. What outlives forward is an
-    activation. If the logits are divided, their gradient is divided into a second tensor.
+    Without tiles, three tensors of logits in the dtype of sums, and the tanh of logits that are capped. With
+    tiles, the whole dx, the logits and dx of a tile, the head's gradient of the tile, and its sum over tiles.
+    What outlives forward is an activation. If the logits are divided, their gradient is divided into a second
+    tensor. If they are capped, a block has the tanh of its logits too.
     """
     if z.recipe.loss_tile is None:
         logits = z.f * z.b * z.s * z.V
-        return {ACTIVATIONS: logits, ACTIVATION_GRADIENTS: 2 * logits}
+        tanh = z.w * z.b * z.s * z.V * z.capped_logits
+        return {ACTIVATIONS: logits + tanh, ACTIVATION_GRADIENTS: 2 * logits}
     tile, tokens = min(z.recipe.loss_tile, z.b * z.s), z.b * z.s
     whole = {ACTIVATIONS: z.A}
     logits_of_tile = {TEMPORARY if z.scaled_logits else ACTIVATIONS: z.w * tile * z.V}
     of_tile = {TEMPORARY: z.w * tile * (z.V * z.scaled_logits + z.E)}
     gradient, summed = {TEMPORARY: z.w * z.trained.table}, _head_sums(z)
     # The logits of a block in the dtype of sums are freed before the head's backward.
-    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * (z.f != z.w)}
+    block = {TEMPORARY: z.f * -(-tile // BLOCKS) * z.V * ((z.f != z.w) + z.capped_logits)}
     inside = plus(logits_of_tile, whole, highest_of(plus(of_tile, gradient), block))
     if tile < tokens:
         return plus(inside, summed)

@@ -18,8 +18,10 @@ from lab.planning.closed_form_terms import (
     Parts,
     Sizes,
     accumulates,
+    bare_norm,
     centered_norm,
     forward_bytes,
+    head_norm,
     highest_of,
     inside_mlp,
     kernel_bytes,
@@ -184,27 +186,34 @@ def _head_backward(z: Sizes, made: str) -> Parts:
         x, q, k = tile.x, tile.q, tile.k
         # The gradients of q, k and v are concatenated into one; or the gradient of k is held while that of q
         # passes its norm.
-        last = q + 2 * k if z.fused_attention else q * (z.head_norms != "none")
+        last = q + 2 * k if z.fused_attention else q * (z.head_norms != "none" or z.clipped)
         dx = x if z.fused_attention else 3 * x
         earlier, new = (sums, {}) if tile.before else ({}, sums)
-        outputs, own = {RECOMPUTED: q + 2 * k}, {TEMPORARY: -x * buffered}
+        # What is clipped is kept for backward, and the outputs are other tensors.
+        outputs, own = {TEMPORARY if z.clipped else RECOMPUTED: q + 2 * k}, {TEMPORARY: -x * buffered}
         keeps = plus(_norm_keeps(z, tile) if z.norms_before else {}, own, outputs)
         moments = [
             # The gradients of the tile before are held until those of this one are joined and rotated.
             {TEMPORARY: qkv * (tile.before > 0) + q // 2},
             # Of the projections, q's is the last. Two gradients of the norm's output, and their sum.
             plus(keeps, {RECOMPUTED: x, TEMPORARY: dx + keys + last}),
-            plus(keeps, {TEMPORARY: dx + z.w * weights + last * z.fused_attention}),
+            # While its weight's gradient is computed, two of them, or one of one projection.
+            plus(keeps, {TEMPORARY: max(dx, (2 - z.fused_attention) * x + last) + z.w * weights}),
             plus(_norm_backward(z, tile), own, outputs, {TEMPORARY: z.w * weights}),
             plus(outputs, {TEMPORARY: x + z.w * weights}, new),
         ]
+        if z.clipped:
+            # The gradient of q is the last that is masked, by two masks.
+            masked = {RECOMPUTED: x + q, TEMPORARY: q + 2 * k + 2 * q // z.w}
+            moments.append(plus(keeps, masked))
         if z.adapted:
             # In forward, q by W and by B @ A, and the latter scaled, before k and v are computed.
             moments.append(plus(_norm_keeps(z, tile), own, {RECOMPUTED: x + 2 * q, TEMPORARY: q}))
         if z.head_norms != "none":
             normed = plus(keeps, {RECOMPUTED: x})
-            of_keys, of_queries = (nested(wide_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
-            moments.append(plus(normed, of_keys, {RECOMPUTED: (4 + z.w) * (q // z.w)}))
+            of_keys, of_queries = (nested(head_norm(z, RECOMPUTED, part // z.w)) for part in (k, q))
+            kept_queries = (4 + 4 * z.centered_norms + scale_bytes(z)) * (q // z.w)
+            moments.append(plus(normed, of_keys, {RECOMPUTED: kept_queries}))
             moments.append(plus(normed, of_queries, {TEMPORARY: k}))
         peaks.append(plus(earlier, {TEMPORARY: q + 2 * k}, highest_of(*moments)))
     return {"tiles": _buffers(z, first.x + qkv), "head": plus(highest_of(*peaks), _effective(z))}
@@ -217,6 +226,10 @@ def _norm_keeps(z: Sizes, tile: _Tile) -> Held:
     """
     if z.layer_norms:
         return {TEMPORARY: tile.x, RECOMPUTED: 8 * z.b * tile.t}
+    if z.bare_norms:
+        return plus(
+            {TEMPORARY if z.w == 4 else RECOMPUTED: 4 * tile.elements}, {RECOMPUTED: 8 * z.b * tile.t}
+        )
     scales = scale_bytes(z) * tile.elements + 4 * z.b * tile.t
     if z.centered_norms:
         return {RECOMPUTED: 8 * tile.elements + scales}
@@ -227,6 +240,8 @@ def _norm_backward(z: Sizes, tile: _Tile) -> Held:
     """The backward of a norm: of LayerNorm its input, dout and dx; of RMSNorm see ``wide_norm``."""
     if z.layer_norms:
         return {TEMPORARY: 3 * tile.x}
+    if z.bare_norms:
+        return nested(bare_norm(z, TEMPORARY if z.w == 4 else RECOMPUTED, tile.elements, output=False))
     if z.centered_norms and not z.adapted:
         return nested(centered_norm(RECOMPUTED, tile.elements))
     kept = TEMPORARY if z.w == 4 and not z.centered_norms else RECOMPUTED
@@ -236,8 +251,11 @@ def _norm_backward(z: Sizes, tile: _Tile) -> Held:
 def _norm_forward(z: Sizes, tile: _Tile) -> int:
     """The forward of a norm: two fp32 tensors; or one, and the normalized input and the output in w bytes.
 
-    A norm that subtracts the mean has two beside its input in fp32, which may be a copy.
+    A norm that subtracts the mean has two beside its input in fp32, which may be a copy. LayerNorm in fp32
+    has its output, and perhaps a copy of its input or the rounded output.
     """
+    if z.bare_norms:
+        return (4 if z.w == 4 else max(8, 4 + z.w)) * tile.elements
     copied = 4 * tile.elements * (z.centered_norms and z.w != 4)
     return max(8 * tile.elements + copied, 4 * tile.elements + 2 * tile.x)
 

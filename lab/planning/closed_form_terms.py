@@ -179,13 +179,16 @@ class Sizes:
     scaled_embedding: bool
     head_norms: HeadNorms
     layer_norms: bool
+    bare_norms: bool
     centered_norms: bool
     parallel: bool
     wide_rotation: bool
     rotates: tuple[bool, ...]
+    clipped: bool
     relu_squared: bool
     scaled_residual: bool
     scaled_logits: bool
+    capped_logits: bool
     A: int
     M: int
     h: int
@@ -247,9 +250,11 @@ def sizes_of(shape: Shape, job: Job) -> Sizes:
         norms_before=shape.norms > 2 * shape.norms_after, joined_heads=shape.joined_heads,
         fused_attention=shape.fused_attention, fused_mlp=shape.fused_mlp, rotated=shape.rotated,
         wide_scales=shape.wide_scales, scaled_embedding=shape.scaled_embedding, head_norms=head_norms,
-        layer_norms=shape.layer_norms, centered_norms=shape.centered_norms, parallel=shape.parallel,
+        layer_norms=shape.layer_norms, bare_norms=shape.bare_norms, clipped=shape.clipped,
+        centered_norms=shape.centered_norms, parallel=shape.parallel,
         wide_rotation=shape.wide_rotation, rotates=shape.rotates, relu_squared=shape.relu_squared,
         scaled_residual=shape.scaled_residual, scaled_logits=shape.scaled_logits,
+        capped_logits=shape.capped_logits,
         A=token * E, h=token * D, matrices=shape.matrices, table=V * E, root=n * root_shard,
         root_shard=root_shard, shard=sum(layer.layer_shard for layer in layers) + root_shard,
         sent=token * D * max(K, recipe.ulysses), adapted=job.lora is not None,
@@ -268,7 +273,7 @@ def _layer_sizes(shape: Shape, job: Job, n: int, token: int, *, sparse: bool) ->
     if job.lora is None:
         output = shape.E * shape.H * shape.D
         norms = shape.norms - (shape.norms > 2 * shape.norms_after)
-        tail = mlp + output + norms * shape.E * (1 + shape.layer_norms)
+        tail = mlp + output + norms * shape.E * shape.norm_vectors
         shard = sum(shape.layer_weights(sparse=kind, ranks=n) for kind in shape.sparse)
         shard += shape.root_weights(ranks=n)
         layer = shape.layer_weights(sparse=sparse)
@@ -479,6 +484,24 @@ def centered_norm(kept: str, elements: int) -> Held:
     scale's gradient is the sum.
     """
     return {kept: 12 * elements, TEMPORARY: 4 * elements, ACTIVATION_GRADIENTS: 8 * elements}
+
+
+def head_norm(z: Sizes, kept: str, elements: int) -> Held:
+    """The backward of a norm of heads; see ``wide_norm`` and ``centered_norm``."""
+    if z.centered_norms and not z.adapted:
+        return centered_norm(kept, elements)
+    return wide_norm(z, kept, elements)
+
+
+def bare_norm(z: Sizes, kept: str, elements: int, *, output: bool) -> Held:
+    """The backward of LayerNorm in fp32 without parameters: its input, dout and dx in fp32.
+
+    With ``output``, it runs in a tile, which has its output, and whose input and dout are parts of others.
+    """
+    copied = z.w != 4
+    if output:
+        return {kept: (z.w + 4 * copied) * elements, ACTIVATION_GRADIENTS: (4 + 4 * copied) * elements}
+    return {kept: 4 * elements, ACTIVATION_GRADIENTS: max(8, z.w + 4) * elements}
 
 
 def inside_mlp(z: Sizes, t: int, copies: Held, kept: str, output: str | None, *, added: bool = False) -> Held:

@@ -64,6 +64,7 @@ def apply_liger_loss(model: nn.Module, *, fused: FusedLoss) -> None:
             bias=bias,
             ignore_index=IGNORED,
             reduction="sum",
+            softcap=decoder.logits_cap,
             accum_dtype=accumulation_dtype(hidden.dtype),
         )
 

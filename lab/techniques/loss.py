@@ -67,8 +67,9 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
     The b*s tokens of all rows are one sequence here. For each tile of t tokens:
 
     1. Forward calls the head, which returns logits [t, V].
-    2. It computes the losses in fp32 or wider, a block of ceil(t/16) tokens at a time. The gradient of their
-       sum overwrites the logits, block by block, and is rounded once.
+    2. It computes the losses in fp32 or wider, a block of ceil(t/16) tokens at a time. Logits that the model
+       caps are capped there. The gradient of their sum overwrites the logits, block by block, and is rounded
+       once.
     3. The backward of the head gives the gradients of the hidden state and of the weight. The weight's
        gradient is summed over tiles in fp32 or wider.
 
@@ -112,7 +113,9 @@ def apply_tiled_loss(model: nn.Module, *, tile: int) -> None:
             return total
         return torch.cat(
             [
-                _losses(decoder.logits(hidden.narrow(0, start, length)), labels.narrow(0, start, length))
+                _losses(
+                    decoder, decoder.logits(hidden.narrow(0, start, length)), labels.narrow(0, start, length)
+                )
                 for start, length in slices(hidden.shape[0], tile)
             ]
         ).sum()
@@ -159,7 +162,7 @@ class _TiledLoss(Function):
                     logits = decoder.logits(x)
                 dlogits = logits.detach()
                 losses.narrow(0, start, length).copy_(
-                    _losses(dlogits, labels.narrow(0, start, length), gradient=True)
+                    _losses(decoder, dlogits, labels.narrow(0, start, length), gradient=True)
                 )
                 gradients = sums.differentiate([logits], [dlogits], [x] if needs_grad else [])
                 del logits, dlogits
@@ -187,25 +190,34 @@ class _TiledLoss(Function):
         return None, None, None, dhidden, *sums.round()
 
 
-def _losses(logits: Tensor, labels: Tensor, *, gradient: bool = False) -> Tensor:
+def _losses(decoder: Decoder, logits: Tensor, labels: Tensor, *, gradient: bool = False) -> Tensor:
     """Return the cross-entropies [t] of logits [t, V] and labels [t], which nothing may use afterwards.
+
+    The logits are those of ``Decoder.logits``. If the decoder has a cap, the cross-entropies are those of
+    cap * tanh(logits / cap), whose derivative is 1 - tanh(logits / cap)**2.
 
     With ``gradient``, the gradient of the sum of the losses overwrites the logits. Without, logits in fp32 or
     wider are overwritten by intermediate values.
     """
+    cap = decoder.logits_cap
     losses = logits.new_empty(labels.shape, dtype=accumulation_dtype(logits.dtype))
     for start, length in slices(labels.shape[0], -(-labels.shape[0] // BLOCKS)):
         block, classes = logits.narrow(0, start, length), labels.narrow(0, start, length)
         counts = classes != IGNORED
         index = torch.where(counts, classes, 0)[:, None]
-        target = block.gather(-1, index).squeeze(-1)
-        wide = block.to(losses.dtype)
+        wide, tanh = block.to(losses.dtype), None
+        if cap is not None:
+            tanh = wide.div_(cap).tanh_()
+            wide = tanh * cap if gradient else tanh.mul_(cap)
+        target = wide.gather(-1, index).squeeze(-1)
         top = wide.amax(-1)
         total = wide.sub_(top[:, None]).exp_().sum(-1)
         losses.narrow(0, start, length).copy_(torch.where(counts, total.log() + top - target, 0.0))
         if gradient:
             wide.div_(total[:, None]).scatter_add_(-1, index, wide.new_full(index.shape, -1.0))
+            if tanh is not None:
+                wide.mul_(tanh.square_().neg_().add_(1.0))
             block.copy_(wide.masked_fill_(~counts[:, None], 0.0))
         # Free this block before the next one is computed.
-        del wide
+        del wide, tanh
     return losses

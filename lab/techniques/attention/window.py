@@ -18,6 +18,7 @@ from lab.techniques.attention.documents import Documents, documents_kernel
 from lab.techniques.attention.flash import FLASH, Kernel
 from lab.techniques.attention.merging import merge
 from lab.techniques.precision import accumulation_dtype
+from lab.techniques.slices import slices
 from lab.techniques.window_pieces import PIECE
 
 
@@ -248,7 +249,7 @@ def _pieces(shape: torch.Size, window: int, piece: int) -> Iterator[_Blocks]:
     rows, _, tokens, _ = shape
     whole, together = tokens // window, max(1, piece // window)
     for row in range(rows):
-        for first in range(0, whole, together):
-            yield _Blocks(row, first * window, min(together, whole - first), window, window)
+        for first, count in slices(whole, together):
+            yield _Blocks(row, first * window, count, window, window)
         if tokens % window:
             yield _Blocks(row, whole * window, 1, tokens % window, window)

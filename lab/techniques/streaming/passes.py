@@ -71,9 +71,10 @@ class StreamedLayer:
             module.scaling,
             module.head_dim,
             self.parts.head_norms,
-            self.parts.norms_all_heads,
+            self.parts.norm_kind,
             self.overlap,
             self.parts.rotation,
+            self.parts.clip,
         )
 
     @torch.no_grad()

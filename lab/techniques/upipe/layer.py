@@ -74,7 +74,8 @@ def apply_upipe(
         4*H/U in backward: q (with k and v), dout, the output, and dq (with dk and dv). If neither of n and G
         divides the other, 1 more in forward and 2 more in backward for each head group that begins within a
         stage. Tensors that are sent together are copied once after their arrival. q, k and v are projected
-        again in backward (twice with QK-norm). A smaller U means products of smaller matrices.
+        again in backward (twice with QK-norm, or where they are clipped). A smaller U means products of
+        smaller matrices.
 
         ``overlap`` raises the peaks. In forward, h*(2U + 4*U_kv) - l becomes h*(4U + 2*U_kv) - f*s*U if
         g = 1, else h*(4U + 6*U_kv) - l. In backward, stage grows by h*6U, and if g > 1 by
@@ -147,9 +148,10 @@ def upipe_forward(
         module.scaling,
         module.head_dim,
         norms,
-        layer.norms_all_heads,
+        layer.norm_kind,
         overlap,
         layer.rotation,
+        layer.clip,
     )
     output = effective_weight(module.o_proj, "UPipe")
     weights, biases = zip(*layer.input_weights("UPipe"), output, strict=True)

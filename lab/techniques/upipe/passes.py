@@ -21,8 +21,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lab.decoder import Rotation
+from lab.shape import HeadNorms
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.sinks import sink_gradients, sink_kernel
 from lab.techniques.exchange import rank_in
@@ -30,6 +32,7 @@ from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.rope import rotate_
 from lab.techniques.upipe.buffers import ALL, KEYS_AND_VALUES, QUERIES, Arrival, StageBuffers
+from lab.techniques.upipe.clipping import clip_backward_
 from lab.techniques.upipe.schedule import HeadRange, Schedule, Stage
 from lab.techniques.upipe.width_norms import backward_, normalize_, token_scales
 
@@ -45,9 +48,11 @@ class LayerSettings:
         scale: Multiplies the attention scores.
         head_dim: D.
         norms: q_norm and k_norm of the attention module, or None.
-        norms_all_heads: Whether they normalize all heads of a token together.
+        norm_kind: What they normalize; see ``Layer``.
         overlap: Whether the inputs of a stage are sent during the stage before it.
         rotation: The pairs of dimensions of q and k that are rotated by their positions.
+        clip: The largest absolute value of q, k and v, to which larger ones are clipped after their
+            projections; None if they are not clipped.
     """
 
     schedule: Schedule
@@ -56,9 +61,10 @@ class LayerSettings:
     scale: float
     head_dim: int
     norms: tuple[nn.Module | None, nn.Module | None]
-    norms_all_heads: bool
+    norm_kind: HeadNorms
     overlap: bool
     rotation: Rotation
+    clip: float | None
 
     def tokens_at_once(self, tokens: int) -> int:
         """Return of how many tokens all heads are computed at once.
@@ -103,7 +109,7 @@ class Inputs:
     def with_scales(self, settings: LayerSettings, tensors: LayerTensors) -> Inputs:
         """Return these with the ``scales`` of a layer whose norms are over all heads."""
         q_norm, k_norm = settings.norms
-        if not settings.norms_all_heads or q_norm is None or k_norm is None:
+        if settings.norm_kind != "all" or q_norm is None or k_norm is None:
             return self
         part = settings.tokens_at_once(tensors.shape[1])
         scales_of = partial(token_scales, shape=tensors.shape, part=part)
@@ -248,12 +254,14 @@ def _project_and_send(
         if stage is not None:
             rotated.append(targets.pop(0))
             buffers.heads.project_queries(x, stage, inputs.wq, inputs.bq, rotated[0])
+            _clip(settings, rotated[0])
             of_stage = buffers.heads.query_vector
             _norm(settings, inputs, 0, rotated[0], start, partial(of_stage, stage))
         if slots is not None:
             k, v = targets
             buffers.heads.project_slots(x, slots, inputs.wk, inputs.bk, k)
             buffers.heads.project_slots(x, slots, inputs.wv, inputs.bv, v)
+            _clip(settings, k, v)
             _norm(settings, inputs, 1, k, start, partial(buffers.heads.slot_vector, slots))
             rotated.append(k)
         for heads in rotated:
@@ -265,6 +273,13 @@ def _sent_parts(stage: Stage | None, slots: range | None) -> slice:
     if stage is None:
         return KEYS_AND_VALUES
     return QUERIES if slots is None else ALL
+
+
+def _clip(settings: LayerSettings, *projected: Tensor) -> None:
+    """Clip projected heads in place, if the layer does."""
+    if settings.clip is not None:
+        for heads in projected:
+            heads.clamp_(-settings.clip, settings.clip)
 
 
 def _norm(
@@ -282,10 +297,13 @@ def _norm(
     norm, scale = settings.norms[which], inputs.scales[which]
     if norm is None:
         return
-    if scale is None:
+    if settings.norm_kind == "each":
         heads.copy_(norm(heads))
         return
     weight: Tensor = norm.weight  # type: ignore[assignment]
+    if scale is None:
+        heads.copy_(functional_call(norm, {"weight": of_heads(weight.flatten())}, heads))
+        return
     normalize_(heads, scale.narrow(1, start, heads.shape[2]), of_heads(weight))
 
 
@@ -466,7 +484,7 @@ class DeviceTensors:
         """Write the gradient of the stage's projected queries to its columns of ``out``."""
         inputs = self.inputs
         self._rotate_back(dq, scratch)
-        if self.settings.norms[0] is not None and not self.settings.norms_all_heads:
+        if self.settings.norm_kind == "each":
             raw = buffers.by_sequence(scratch[: dq.numel()])
             buffers.heads.project_queries(self.x, stage, inputs.wq, inputs.bq, raw)
             dq.copy_(self._norm_backward(0, raw, dq))
@@ -478,7 +496,7 @@ class DeviceTensors:
         """Append the gradients of the slots' projected keys and values to ``dk`` and ``dv``."""
         inputs = self.inputs
         self._rotate_back(dk, scratch)
-        if self.settings.norms[1] is not None and not self.settings.norms_all_heads:
+        if self.settings.norm_kind == "each":
             raw = buffers.by_sequence(scratch[: dk.numel() * self.settings.schedule.replicas])
             buffers.heads.project_slots(self.x, slots, inputs.wk, inputs.bk, raw)
             dk.copy_(self._norm_backward(1, buffers.heads.first_replicas(raw), dk))
@@ -490,14 +508,27 @@ class DeviceTensors:
         rotate_(grad, cos, sin, rotation=self.settings.rotation, transposed=True, scratch=scratch)
 
     def differentiate_norms_of_all_heads(self, dq: Tensor, dk: Tensor) -> None:
-        """Replace the gradients of the normalized q and k, [b*s, ...], by those of the projected ones."""
-        if not self.settings.norms_all_heads:
+        """Replace the gradients of the normalized q and k, [b*s, ...], by those of the projected ones.
+
+        They are norms of all heads together, or the scales of each head are its own.
+        """
+        if self.settings.norm_kind not in ("own", "all"):
             return
         x, inputs, part = self.x, self.inputs, self.settings.tokens_at_once(self.shape[1])
         sides = ((dq, inputs.wq, inputs.bq), (dk, inputs.wk, inputs.bk))
         for (grad, weight, bias), norm, sums in zip(sides, self.settings.norms, self.norm_sums, strict=True):
             assert norm is not None
             backward_(norm, x, weight, bias, grad.unflatten(0, self.shape), sums, part)
+
+    def differentiate_clips(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Replace the gradients of the clipped q, k and v, [b*s, ...], by those of the projected ones."""
+        x, inputs, clip = self.x, self.inputs, self.settings.clip
+        if clip is None:
+            return
+        sides = ((dq, inputs.wq, inputs.bq), (dk, inputs.wk, inputs.bk), (dv, inputs.wv, inputs.bv))
+        part = self.settings.tokens_at_once(self.shape[1])
+        for grad, weight, bias in sides:
+            clip_backward_(x, weight, bias, grad.unflatten(0, self.shape), clip=clip, part=part)
 
     def norm_grads(self) -> Iterator[Tensor | None]:
         """Yield the gradients of the norms' parameters; each sum is rounded once."""
@@ -581,6 +612,7 @@ def backward_pass(
     stages.run()
     grads = (dq, _join(tensors.dk), _join(tensors.dv))
     tensors.differentiate_norms_of_all_heads(*grads[:2])
+    tensors.differentiate_clips(*grads)
     dw = [g.T @ flat_x if needed else None for g, needed in zip(grads, w_needed[:3], strict=True)]
     db = [g.sum(0) if needed else None for g, needed in zip(grads, b_needed[:3], strict=True)]
     dx = None

@@ -1,7 +1,8 @@
 """Norms over all heads of q or of k together, for stages that compute a few heads at a time.
 
 Such a norm divides the heads of a token by one root mean square. The number is computed once for each token,
-from all heads, before the stages begin. OLMo 2 (arXiv 2501.00656), section 3.2, has such norms.
+from all heads, before the stages begin. OLMo 2 (arXiv 2501.00656), section 3.2, has such norms. Norms of each
+head with scales of its own have the same backward, after the stages.
 
 Letters: b rows, s tokens of one rank, E hidden size, H query heads, K key/value heads, D head_dim.
 """
@@ -73,7 +74,7 @@ def backward_(
     """Replace the gradient of a norm's output by that of its input, a part of the tokens after the other.
 
     Args:
-        norm: The norm.
+        norm: The norm, with a weight [H*D] of all heads together, or [H, D] of each head; or K in place of H.
         x: The input of the projection, [b, s, E].
         weight: The weight of the projection, [H*D, E] or [K*D, E].
         bias: Its bias, or None.
@@ -81,9 +82,10 @@ def backward_(
         sums: The gradients of the norm's parameters are added to these.
         part: How many tokens are computed at once.
     """
+    sizes: Any = norm.weight.shape
     for start, length in slices(x.shape[1], part):
-        of_part = grad.narrow(1, start, length)
-        raw = linear(x.narrow(1, start, length), weight, bias)
+        of_part = grad.narrow(1, start, length).unflatten(-1, sizes)
+        raw = linear(x.narrow(1, start, length), weight, bias).unflatten(-1, sizes)
         with torch.enable_grad(), parameter_aliases(norm) as aliases:
             leaf = raw.requires_grad_()
             grads = torch.autograd.grad(norm(leaf), (leaf, *aliases), of_part)
