@@ -208,3 +208,14 @@ def test_links_lead_to_pages_or_are_words():
         "[`01_fsdp`](notebooks/01_fsdp.ipynb) [a](index.md#minutes) b [c](https://pytorch.org) [d](#here) "
         "![e](notebooks/images/live.png) [`f`](readme.md) `x`"
     )
+
+
+def test_a_chart_is_a_list_of_its_edges():
+    chart = (
+        'flowchart TD\n    peak{"What is left?"}\n    peak -->|"model state"| fsdp["FSDP (01)"]\n'
+        '    fsdp -->|"more, of all tokens"| ring["a ring (13)"]\n    peak -->|"logits"| ring\n'
+    )
+    assert sources.chart_as_list(f"Before\n\n```mermaid\n{chart}```\n\nAfter\n") == (
+        "Before\n\nWhat is left?\n\n- model state: **FSDP (01)**\n  - more, of all tokens: **a ring (13)**\n"
+        "- logits: **a ring (13)**\n\nAfter\n"
+    )

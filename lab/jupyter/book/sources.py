@@ -141,7 +141,7 @@ def chart_as_list(text: str) -> str:
 
 
 def _edges_as_list(chart: str) -> str:
-    words = {name: text for name, text in re.findall(r'(\w+)[{[]"(.*?)"[]}]', chart)}
+    words = dict(re.findall(r'(\w+)[{[]"(.*?)"[]}]', chart))
     edges = re.findall(r'^ *(\w+).*-->\|"(.*?)"\| *(\w+)', chart, re.M)
 
     def items(start: str, depth: int) -> list[str]:
