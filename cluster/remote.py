@@ -80,7 +80,12 @@ def run(payload: bytes, call_id: str, rank: int) -> Answer:
 
 
 def _call(payload: bytes) -> bytes:
-    function, args, kwargs = cloudpickle.loads(payload)
+    # The first call imports the modules of its function; see `cluster.engine`.
+    gc.disable()
+    try:
+        function, args, kwargs = cloudpickle.loads(payload)
+    finally:
+        gc.enable()
     result = function(*args, **kwargs)
     if dist.is_initialized() and torch.cuda.is_available():
         # A kernel that hangs or fails is the failure of this function, not of the next one.
