@@ -104,6 +104,7 @@ def results() -> list[Any]:
         x.double() * 2,
         bits * 2,
     ]
+    strides = [x.t() * 2, torch.ones(4, 6) * 2]
     sums = [x.sum(), x.sum(dim=0), x.sum(dim=[0, 1]), x.sum(0, keepdim=True), x.sum(1, dtype=torch.float64)]
     views = [x.t(), part, part.t(), part[1:], x.view(4, 6), x.view(4, 6).t(), x.expand(2, 6, 4), x.detach()]
     parts = [*x.split([1, 5]), *x.split([5, 1]), *x.unbind(1), torch.cat([part, part]), torch.cat([x, x], 1)]
@@ -111,7 +112,7 @@ def results() -> list[Any]:
     copies = [part.clone(), x.t().clone(), x.t().clone(memory_format=torch.contiguous_format)]
     leaf = torch.ones(4, 3, requires_grad=True)
     products = [x @ leaf, (x @ leaf).detach() * 2, torch.mm(x, leaf, out=torch.empty(6, 3).detach())]
-    return [x, leaf, x.add_(1), *kinds, *sums, *views, *parts, *conjugates, *copies, *products]
+    return [x, leaf, x.add_(1), *kinds, *strides, *sums, *views, *parts, *conjugates, *copies, *products]
 
 
 def facts_of(tensor: Tensor) -> tuple[Any, ...]:
