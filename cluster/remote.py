@@ -81,11 +81,13 @@ def run(payload: bytes, call_id: str, rank: int) -> Answer:
 
 def _call(payload: bytes) -> bytes:
     # The first call imports the modules of its function; see `cluster.engine`.
+    collects = gc.isenabled()
     gc.disable()
     try:
         function, args, kwargs = cloudpickle.loads(payload)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     result = function(*args, **kwargs)
     if dist.is_initialized() and torch.cuda.is_available():
         # A kernel that hangs or fails is the failure of this function, not of the next one.
