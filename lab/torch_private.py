@@ -49,9 +49,9 @@ _PLAIN = frozenset(
 class PlanningMode(FakeTensorMode):
     """A ``FakeTensorMode`` that takes half as long for an operator that has been seen before.
 
-    torch keeps what an operator returns under a key that is made of its arguments. This class makes the key of
-    a plain tensor, and the tensor that is returned again, with fewer calls: no size is symbolic here, and no
-    tensor is sparse or quantized. All other arguments are left to torch.
+    torch keeps what an operator returns under a key that is made of its arguments. This class makes the key
+    of a plain tensor, and the tensor that is returned again, with fewer calls: no size is symbolic here, and
+    no tensor is sparse or quantized. All other arguments are left to torch.
     """
 
     def _prep_args_for_hash(
