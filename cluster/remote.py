@@ -80,7 +80,14 @@ def run(payload: bytes, call_id: str, rank: int) -> Answer:
 
 
 def _call(payload: bytes) -> bytes:
-    function, args, kwargs = cloudpickle.loads(payload)
+    # The first call imports the modules of its function; see `cluster.engine`.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        function, args, kwargs = cloudpickle.loads(payload)
+    finally:
+        if collects:
+            gc.enable()
     result = function(*args, **kwargs)
     if dist.is_initialized() and torch.cuda.is_available():
         # A kernel that hangs or fails is the failure of this function, not of the next one.

@@ -62,7 +62,7 @@ def _clear_lru_caches() -> None:
     # model.
     for item in gc.get_objects():
         # Not isinstance, which reads `__class__`: some objects of torch warn when an attribute is read.
-        if issubclass(type(item), functools._lru_cache_wrapper) and _is_from_torch_distributed(item):
+        if type(item) is functools._lru_cache_wrapper and _is_from_torch_distributed(item):
             item.cache_clear()
 
 

@@ -56,7 +56,7 @@ POINTS = [
     ("llama3-8b", "upipe", 5 * Mi, 8, {"head_chunk": 32, **TILES}),
     ("llama3-8b", "upipe", 3 * Mi, 16, {"ring": 2, "layers": 2}),
     ("llama3-70b", "upipe", 64 * Ki, 8, {"head_chunk": 16}),
-    ("llama3.2-1b", "upipe", 64 * Ki, 16, {}),
+    ("llama3.2-1b", "upipe", 64 * Ki, 16, {"layers": 2}),
     ("llama3.2-3b", "upipe", 512 * Ki, 8, {"rows": 2, "layers": 2}),
     ("qwen3-8b", "upipe", 3 * Mi, 16, {"layers": 2}),
     ("qwen3-32b", "upipe", 3 * Mi, 8, {"head_chunk": 32, "layers": 2}),
@@ -77,9 +77,9 @@ POINTS = [
     ("tiny", "streamed", 64 * Ki, 4, {"layers": 2}),
     ("llama3-8b", "streamed", 3 * Mi, 8, {"layers": 2}),
     ("llama3-70b", "streamed", 512 * Ki, 8, {"overlap": True, "head_chunk": 16, "layers": 2}),
-    ("qwen3-8b", "streamed", 64 * Ki, 4, {"rows": 2, "layers": 2}),
+    ("qwen3-8b", "streamed", 64 * Ki, 4, {"head_chunk": 16, "rows": 2, "layers": 2}),
     ("mistral-7b", "streamed", 64 * Ki, 4, {"head_chunk": None, "offload": "attention", "layers": 2}),
-    ("llama3-8b", "long", 10 * Mi, 8, {"layers": 5}),
+    ("llama3-8b", "long", 10 * Mi, 8, {"head_chunk": 16, "layers": 5}),
     ("qwen3-32b", "long", 8 * Mi, 16, {"segment": 2, "head_chunk": 32, "layers": 2}),
     ("gemma3-27b", "upipe", 64 * Ki, 8, {"head_chunk": 32, "layers": 7, **TILES}),
     ("olmo2-7b", "upipe", 512 * Ki, 8, {"head_chunk": 16, "layers": 2}),
@@ -88,7 +88,7 @@ POINTS = [
     ("qwen3-30b-a3b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "layers": 2}),
     ("gpt-oss-20b", "upipe", 512 * Ki, 8, {"head_chunk": 32, "layers": 2}),
     ("gpt-oss-20b", "ulysses", 64 * Ki, 8, {"layers": 2}),
-    ("gpt-oss-20b", "long", 512 * Ki, 8, {"layers": 4}),
+    ("gpt-oss-20b", "long", 512 * Ki, 8, {"segment": 2, "head_chunk": 32, "layers": 2}),
     ("command-r7b", "ulysses", 64 * Ki, 8, {"layers": 4}),
     ("command-r7b", "checkpoint", 256 * Ki, 8, {"layers": 4, "loss_tile": 512}),
     ("command-r7b", "tiling", 1 * Mi, 8, {"layers": 4, **TILES, "loss_tile": 512}),
@@ -161,7 +161,7 @@ SMALL_WINDOWS = [
     ("mistral", "ww", 60, {"attention_tile": 8, "compute_dtype": "bfloat16"}, "attention backward, layer 0"),
     ("mistral", "ww", 5, {"head_chunk": 1, "stream": 2}, "attention again, layer 0"),
     (
-        "mistral", "ww", 60, {"head_chunk": 2, "stream": 2, "compute_dtype": "bfloat16"},
+        "mistral", "ww", 60, {"head_chunk": 4, "stream": 2, "compute_dtype": "bfloat16"},
         "attention again, layer 0",
     ),
     ("ministral", "fffwfff", 5, {}, "attention backward, layer 3"),
@@ -225,7 +225,7 @@ OF_ADAPTERS = [
     ("tiling", {"mlp_tile": 64}, "norm backward, layer 1"),
     ("tiling", {"ring": 2, "ulysses": 1, "mlp_tile": 64}, "attention backward, layer 1"),
     ("upipe", {"head_chunk": 16}, "MLP backward, layer 1"),
-    ("streamed", {"loss_tile": 64}, "tail backward, layer 1"),
+    ("streamed", {"loss_tile": 64, "head_chunk": 8}, "tail backward, layer 1"),
 ]
 """Recipes of ``tiny`` with adapters, knobs, and where the peak is."""
 

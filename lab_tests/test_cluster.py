@@ -1,6 +1,7 @@
 """The cluster: ranks and engines, results and records, failures, and the processes that remain."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -153,6 +154,13 @@ def test_rank_is_engine_id_and_threads_are_shared_out(ranks4: Cluster) -> None:
     assert len({f["pid"] for f in found} | {os.getpid()}) == 5
     if ranks4.device_type == "cpu":
         assert {f["backend"] for f in found} == {"gloo"}
+
+
+def test_a_rank_collects_garbage_unless_it_was_told_not_to(ranks4: Cluster) -> None:
+    assert ranks4.apply(gc.isenabled) == [True] * 4
+    ranks4.apply(gc.disable)
+    assert ranks4.apply(gc.isenabled) == [False] * 4
+    ranks4.apply(gc.enable)
 
 
 def test_results_come_in_rank_order(ranks4: Cluster) -> None:

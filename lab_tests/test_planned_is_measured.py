@@ -140,13 +140,13 @@ CASES = {
         odd(num_hidden_layers=3), replace(UPIPE, overlap=True, offload="attention"), 500, 1,
     ),
     "streamed, tokens that do not divide": (odd(num_hidden_layers=3), replace(STREAMED, stream=50), 499, 1),
-    "streamed, rows over data parallel ranks": (odd(), replace(STREAMED, head_chunk=12), 500, 2),
+    "streamed, rows over data parallel ranks": (odd(), replace(STREAMED, head_chunk=12), 250, 2),
     "streamed, one stage, norms of heads": (
         odd(Qwen3Config, head_dim=28), replace(STREAMED, head_chunk=None), 500, 3,
     ),
-    "streamed, tied heads, biases": (odd(Qwen2Config, tie_word_embeddings=True), STREAMED, 500, 1),
+    "streamed, tied heads, biases": (odd(Qwen2Config, tie_word_embeddings=True), STREAMED, 250, 1),
     "streamed, overlap, kept attention": (
-        odd(num_hidden_layers=8), replace(STREAMED, overlap=True, offload="attention"), 500, 1,
+        odd(num_hidden_layers=8), replace(STREAMED, overlap=True, offload="attention"), 250, 1,
     ),
     "streamed, bf16 on replicas": (
         odd(), replace(STREAMED, fsdp=False, ulysses=1, compute_dtype="bfloat16"), 100, 3,

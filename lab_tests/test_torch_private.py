@@ -91,6 +91,55 @@ def test_tensors_are_real_where_the_fake_mode_is_unset() -> None:
         assert isinstance(torch.ones(3), FakeTensor)
 
 
+def results() -> list[Any]:
+    """Run operators whose arguments differ in one thing, and return what they returned."""
+    x = torch.ones(6, 4)
+    part, bits = x[1:].narrow(1, 1, 2), torch.ones(6, 4, dtype=torch.complex64)
+    kinds = [
+        x * 2,
+        x.int() * 2,
+        x.int() * 2.0,
+        x.int() * True,
+        x.to(torch.bfloat16),
+        x.double() * 2,
+        bits * 2,
+    ]
+    strides = [x.t() * 2, torch.ones(4, 6) * 2]
+    sums = [x.sum(), x.sum(dim=0), x.sum(dim=[0, 1]), x.sum(0, keepdim=True), x.sum(1, dtype=torch.float64)]
+    views = [x.t(), part, part.t(), part[1:], x.view(4, 6), x.view(4, 6).t(), x.expand(2, 6, 4), x.detach()]
+    parts = [*x.split([1, 5]), *x.split([5, 1]), *x.unbind(1), torch.cat([part, part]), torch.cat([x, x], 1)]
+    conjugates = [bits.conj() * 2, bits.conj().t(), bits.conj().imag, bits.conj()[1:]]
+    copies = [part.clone(), x.t().clone(), x.t().clone(memory_format=torch.contiguous_format)]
+    leaf = torch.ones(4, 3, requires_grad=True)
+    products = [x @ leaf, (x @ leaf).detach() * 2, torch.mm(x, leaf, out=torch.empty(6, 3).detach())]
+    return [x, leaf, x.add_(1), *kinds, *strides, *sums, *views, *parts, *conjugates, *copies, *products]
+
+
+def facts_of(tensor: Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.is_leaf
+    sizes = tensor.shape, tensor.stride(), tensor.storage_offset(), storage.nbytes()
+    return tensor.dtype, tensor.device, *sizes, *bits
+
+
+def sharing(tensors: list[Tensor]) -> list[int]:
+    """Return the number of the first tensor over the same memory as each."""
+    storages = [torch_private.storage_id(tensor.untyped_storage()) for tensor in tensors]
+    return [storages.index(storage) for storage in storages]
+
+
+def test_the_planning_mode_returns_what_torchs_mode_does_and_knows_it_again() -> None:
+    with torch.no_grad(), FakeTensorMode():
+        expected = results()
+    with torch.no_grad(), torch_private.PlanningMode():
+        results()
+        misses = FakeTensorMode.cache_misses
+        again = results()
+    assert [facts_of(tensor) for tensor in again] == [facts_of(tensor) for tensor in expected]
+    assert sharing(again) == sharing(expected)
+    assert FakeTensorMode.cache_misses == misses
+
+
 # ---- dispatch modes ----------------------------------------------------------------------------------------
 
 

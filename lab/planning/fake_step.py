@@ -20,7 +20,7 @@ from lab.step.compose import apply_recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step, update
 from lab.techniques.slices import short_loops
-from lab.torch_private import FakeTensorMode, cached_layouts
+from lab.torch_private import PlanningMode, cached_layouts
 
 
 class Walk(NamedTuple):
@@ -70,7 +70,7 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
     counter.on_host, counter.is_tile = meter.on_host, meter.is_tile
     with (
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
-        FakeTensorMode(allow_non_fake_inputs=True),
+        PlanningMode(allow_non_fake_inputs=True),
         short_loops(),
         cached_layouts(),
     ):

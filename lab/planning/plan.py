@@ -36,7 +36,7 @@ from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
-from lab.torch_private import FakeTensorMode
+from lab.torch_private import PlanningMode
 from lab.units import (
     format_bytes,
     format_lines,
@@ -415,7 +415,7 @@ def shape_of(model: models.ModelLike) -> Shape:
 
 def fake_model(model: models.ModelLike, lora: Lora | None = None) -> PreTrainedModel:
     """The model, with its adapters, without a byte of its parameters."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with PlanningMode(allow_non_fake_inputs=True):
         return models.build(model, lora=lora, weights=False)
 
 
