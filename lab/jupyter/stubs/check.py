@@ -139,6 +139,8 @@ def check(notebook: str, source: str, *, seconds: float = SECONDS) -> Iterator[A
         [sys.executable, "-m", "lab.jupyter.stubs.process", module, str(write)],
         stdin=subprocess.PIPE,
         pass_fds=[write],
+        # The checks are small. Where there are fewer GPUs than ranks, ranks on GPUs would be refused.
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     os.close(write)
     seen: set[psutil.Process] = set()
