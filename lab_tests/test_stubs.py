@@ -36,6 +36,8 @@ WRONG = [
         "the layer ran 1 times in forward and 2 times in backward",
     ),
     ("05", "place.copy_(x.grad)", "pass", r"x is wrong for \d+ tokens, the first of which is 0"),
+    ("05", "None, None, dx", "None, None, 2 * dx", "the gradient of x is twice the right one"),
+    ("03", "torch.enable_grad()", "torch.no_grad()", r"does not require grad.*torch\.enable_grad\(\)"),
     ("05", "None, None, dx", "None, None, dx[:, :60]", r"invalid gradient at index 0 - got \[1, 60, 6\]"),
     (
         "05", "ctx.mlp(x).backward(dy)", "x.grad = torch.autograd.grad(ctx.mlp(x), x, dy)[0]",
@@ -91,7 +93,7 @@ WRONG_ON_RANKS = [
     ("    s, H", "    if dist.get_rank() == 1:\n        return x\n    s, H", r"\[5, 24, 3\]; it must be"),
     (
         "    s, H", "    if dist.get_rank() == 1:\n        return x.new_ones(20, 6, 3)\n    s, H",
-        r"not all ranks join a collective: .*dist\.all_to_all_single",
+        r"^not all ranks join the collective in line \d of the cell, `dist\.all_to_all_single.*`$",
     ),
 ]  # fmt: skip
 

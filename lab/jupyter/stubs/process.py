@@ -67,7 +67,10 @@ def _on_ranks(cluster: Cluster, stub: Stub, source: str, number: int) -> str | N
         cluster.apply(stub.check, number, source)
     except RankError as error:
         said = str(error.cause) if isinstance(error.cause, Wrong) else str(error).partition("\n")[0]
-        return f"not all ranks join a collective: {said}" if HANG in said else said
+        # The rest is about the sources of gloo.
+        return (
+            f"not all ranks join the collective in {said.partition(', raised')[0]}" if HANG in said else said
+        )
     except ClusterError as error:
         return str(error)
     return None

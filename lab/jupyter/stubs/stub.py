@@ -65,5 +65,7 @@ def title(check: Callable[[Any], None]) -> str:
 def _describe(error: Exception) -> str:
     """Return the error in one line, with the last line of the reader's cell that it passed through."""
     what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+    if "does not require grad" in what:
+        what += "; a second forward needs torch.enable_grad(), and an x that requires a gradient"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
     return f"line {lines[-1].lineno} of the cell, `{lines[-1].line}`, raised {what}" if lines else what

@@ -36,6 +36,8 @@ def check_input_gradient(tiled: Any) -> None:
     found, expected = _gradients(tiled)["x"], _gradients(None)["x"]
     if found is None:
         raise Wrong("x has no gradient: backward must return it in the third place")
+    if torch.allclose(found, 2 * expected, rtol=1e-9):
+        raise Wrong("the gradient of x is twice the right one: run the MLP on part.detach().requires_grad_()")
     wrong = (~torch.isclose(found, expected, rtol=1e-9)).any(-1)[0].nonzero().flatten().tolist()
     if wrong:
         raise Wrong(f"the gradient of x is wrong for {len(wrong)} tokens, the first of which is {wrong[0]}")
