@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import update_wrapper
+from math import inf, isfinite
 from textwrap import shorten
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -361,6 +362,12 @@ def check_config(config: PretrainedConfig) -> Family:
     # A class outside transformers may use the name of a family.
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
+    if config.is_heterogeneous:
+        # Before any size is read: transformers raises an error for those that differ.
+        raise ModelError(
+            "per_layer_config: the lab computes models whose layers have the same sizes; a config without it "
+            "would work, if all layers of the model are alike"
+        )
     sizes: dict[str, Any] = {name: getattr(config, name, None) for name in (*SIZES, *family.counts)}
     check_counts(sizes, ModelError)
     check_counts({"head_dim": getattr(config, "head_dim", None)}, ModelError, or_none=True)
@@ -399,21 +406,38 @@ def check_config(config: PretrainedConfig) -> Family:
         if values is not None and len(values) != layers:
             raise ModelError(f"{name} has {len(values)} values for {layers} layers: give one for each layer")
     for scale in (family.logits_divisor, family.logits_multiplier):
-        if scale is not None and not getattr(config, scale):
+        if scale is not None and not (getattr(config, scale) and isfinite(getattr(config, scale))):
             raise ModelError(
                 f"{scale}={getattr(config, scale)}: it scales the logits; give the number with which the "
                 "model was trained"
             )
-    if _logits_cap(config) == 0:
+    cap = _logits_cap(config)
+    if cap is not None and not (cap and isfinite(cap)):
         raise ModelError(
-            f"{family.logits_cap}=0.0: it caps the logits; give the number with which the model was trained, "
-            "or None if it was trained without a cap"
+            f"{family.logits_cap}={cap}: it caps the logits; give the number with which the model was "
+            "trained, or None if it was trained without a cap"
         )
+    for name in ("attention_multiplier", "query_pre_attn_scalar"):
+        value = _own(config, name, 1.0)
+        # Fused kernels on CPUs compute a scale that is not above 0 wrongly, without an error.
+        if not 0 < value < inf:
+            raise ModelError(
+                f"{name}={value}: it scales the scores of attention; give a number above 0, with which the "
+                "model was trained"
+            )
+    for name in ("embedding_multiplier", "residual_multiplier"):
+        if not isfinite(_own(config, name, 1.0)):
+            raise ModelError(f"{name}={getattr(config, name)}: give a finite number")
     clip = _clip(config)
     if clip is not None and not clip > 0:
         raise ModelError(
             f"{family.clip}={clip}: it is the largest absolute value of q, k and v; give a number above 0, "
             "or None if the model was trained without it"
+        )
+    if (family.sinks or family.rotates_windows) and config.sliding_window is None:
+        raise ModelError(
+            f"sliding_window=None in the config of a {family.name} model: transformers' class needs a number "
+            "of keys, also where no layer has a window; give one"
         )
     for window in windows_of(config):
         check_counts({"sliding_window": window}, ModelError, or_none=True)
@@ -430,7 +454,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     if not FAMILIES[config.model_type].windows:
         return (None,) * layers
     window: int | None = config.sliding_window
-    types: list[str] | None = getattr(config, "layer_types", None)
+    types: list[str] | None = _own(config, "layer_types")
     if types is None:
         return (window,) * layers
     if window is None and "sliding_attention" in types:
@@ -445,7 +469,7 @@ def rotated_layers(config: PretrainedConfig) -> tuple[bool, ...]:
     """Return whether each layer has rotary positions."""
     if FAMILIES[config.model_type].rotates_windows:
         return tuple(window is not None for window in windows_of(config))
-    return tuple(map(bool, getattr(config, "no_rope_layers", None) or (True,) * config.num_hidden_layers))
+    return tuple(map(bool, _own(config, "no_rope_layers") or (True,) * config.num_hidden_layers))
 
 
 def sparse_layers(config: PretrainedConfig) -> tuple[bool, ...]:
@@ -453,9 +477,14 @@ def sparse_layers(config: PretrainedConfig) -> tuple[bool, ...]:
     layers = range(config.num_hidden_layers)
     if FAMILIES[config.model_type].expert_width is None:
         return (False,) * len(layers)
-    step: int = getattr(config, "decoder_sparse_step", 1)
-    dense: list[int] = getattr(config, "mlp_only_layers", None) or []
+    step: int = _own(config, "decoder_sparse_step", 1)
+    dense: list[int] = _own(config, "mlp_only_layers") or []
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in layers)
+
+
+def _own(config: PretrainedConfig, name: str, default: Any = None) -> Any:
+    """Return a field of the config's family. A config may have fields of others, which its model ignores."""
+    return getattr(config, name, default) if FAMILIES[config.model_type].knows(name) else default
 
 
 def check_family(kind: str) -> Family:
@@ -495,10 +524,10 @@ def shape_of(config: PretrainedConfig) -> Shape:
     c, family = config, FAMILIES[config.model_type]
     E, H, K, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, head_dim_of(c)
     # The field of Starcoder2 stands for all biases.
-    everywhere = getattr(c, "use_bias", False)
-    attention_bias = bool(getattr(c, "attention_bias", everywhere))
-    output_bias = bool(getattr(c, "attention_out_bias", attention_bias and family.output_biases))
-    mlp_bias = bool(getattr(c, "mlp_bias", everywhere))
+    everywhere = _own(c, "use_bias", False)
+    attention_bias = bool(_own(c, "attention_bias", everywhere))
+    output_bias = bool(_own(c, "attention_out_bias", attention_bias and family.output_biases))
+    mlp_bias = bool(_own(c, "mlp_bias", everywhere))
     sparse = sparse_layers(c)
     return Shape(
         L=c.num_hidden_layers,
@@ -575,7 +604,7 @@ def _number(config: PretrainedConfig, name: str | None) -> float | None:
 def _rotated(config: PretrainedConfig) -> int:
     """Return the rotated dimensions of a head, summed over the kinds of layers with tables of their own."""
     parameters = config.rope_parameters
-    kinds = [parameters[kind] for kind in set(getattr(config, "layer_types", None) or ()) & parameters.keys()]
+    kinds = [parameters[kind] for kind in set(_own(config, "layer_types") or ()) & parameters.keys()]
     parts = [kind.get("partial_rotary_factor", 1.0) for kind in kinds or [parameters]]
     tables = sum(int(head_dim_of(config) * part) for part in parts)
     return tables // 2 if FAMILIES[config.model_type].half_tables else tables
@@ -585,7 +614,7 @@ def keep_layers(config: PretrainedConfig, layers: int) -> None:
     """Cut a config to its first ``layers`` layers."""
     config.num_hidden_layers = min(config.num_hidden_layers, layers)
     for name in PER_LAYER:
-        if getattr(config, name, None):
+        if _own(config, name):
             setattr(config, name, getattr(config, name)[: config.num_hidden_layers])
 
 
@@ -770,6 +799,13 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
     check_modules(model)
+    # The forward of Cohere reads the attribute that the model has made of the field.
+    name = family.logits_multiplier
+    if name is not None and getattr(model, name) != getattr(config, name):
+        raise ModelError(
+            f"{name}={getattr(model, name)} of the model, and {getattr(config, name)} of its config: set the "
+            "config before the model is made"
+        )
     return Decoder(
         model=model,
         shape=shape_of(config),
@@ -815,7 +851,7 @@ def kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:
     Layers of one kind whose parameters have the same shapes differ in the values of their weights alone.
     """
     config = model.config
-    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    types = _own(config, "layer_types") or [None] * config.num_hidden_layers
     layers = decoder_of(model).layers
     return [(layer.window, layer.rotation, kind) for layer, kind in zip(layers, types, strict=True)]
 

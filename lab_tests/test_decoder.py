@@ -26,6 +26,7 @@ from lab.bench.reference import build, config
 from lab.commands.cli import main
 from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, shape_of, windows_of
 from lab.errors import ModelError
+from lab.step.one_rank import one_rank
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -204,3 +205,76 @@ def test_windows_that_cannot_be_are_refused(changed, said):
         setattr(config, name, value)
     with pytest.raises(ModelError, match=said):
         check_config(config)
+
+
+def test_a_field_of_another_family_changes_nothing():
+    """transformers keeps such a field in the config, and its model does not read it."""
+    others = {
+        "no_rope_layers": [0, 1], "layer_types": ["sliding_attention", "full_attention"],
+        "decoder_sparse_step": 2, "mlp_only_layers": [1], "attention_bias": True, "attention_out_bias": True,
+        "mlp_bias": True, "use_bias": True,
+    }  # fmt: skip
+    for kind, family in FAMILIES.items():
+        made = config(kind, layers=2, **({"sliding_window": 3} if family.windows else {}))
+        before = shape_of(made)
+        for name, value in others.items():
+            if not family.knows(name):
+                setattr(made, name, value)
+        assert shape_of(made) == before, kind
+
+
+def test_windows_and_rotations_are_those_that_transformers_computes():
+    """Streamed layers compute their windows and positions themselves, and not by the model's forward."""
+    ids = torch.arange(13)[None] * 5 % 31
+    for kind, changed in (
+        ("llama", {"no_rope_layers": [0, 1]}),
+        ("phi3", {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
+    ):
+        made = config(kind, layers=2, vocab_size=31, **changed)
+        expected = build(made)(input_ids=ids, labels=ids, use_cache=False).loss
+        model = build(made)
+        recipe = lab.Recipe(head_chunk=4, checkpoint=True, offload="inputs", stream=5)
+        with one_rank(recipe, 1, "gloo") as mesh:
+            lab.apply_recipe(model, recipe, mesh=mesh)
+            found = lab.loss(model, lab.shard_batch({"input_ids": ids, "labels": ids}, recipe, mesh=mesh))
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "said"),
+    [
+        ("granite", "attention_multiplier", -1.0, "it scales the scores of attention; give a number above 0"),
+        ("granite", "attention_multiplier", 0.0, "it scales the scores of attention"),
+        ("gemma3_text", "query_pre_attn_scalar", 0, "it scales the scores of attention"),
+        ("gemma3_text", "query_pre_attn_scalar", -4, "it scales the scores of attention"),
+        ("gemma3_text", "final_logit_softcapping", float("nan"), "it caps the logits"),
+        ("cohere", "logit_scale", float("inf"), "it scales the logits"),
+        ("granite", "residual_multiplier", float("nan"), "give a finite number"),
+        ("granite", "embedding_multiplier", float("inf"), "give a finite number"),
+        ("gpt_oss", "sliding_window", None, "transformers' class needs a number of keys"),
+    ],
+)
+def test_a_number_that_no_model_was_trained_with_is_refused(kind, name, value, said):
+    made = config(kind)
+    if name == "sliding_window":
+        made.layer_types = ["full_attention"] * made.num_hidden_layers
+    setattr(made, name, value)
+    with pytest.raises(ModelError, match=f"^{name}={value}.*{said}"):
+        check_config(made)
+
+
+def test_layers_of_other_sizes_are_refused():
+    made = LlamaConfig(num_hidden_layers=2, per_layer_config={"1": {"intermediate_size": 40}})
+    with pytest.raises(
+        ModelError, match="^per_layer_config: the lab computes models whose layers have the same"
+    ):
+        check_config(made)
+
+
+def test_a_scale_that_was_changed_on_the_model_is_refused():
+    model = build(config("cohere"))
+    model.logit_scale = 1.3
+    with pytest.raises(
+        ModelError, match=r"^logit_scale=1\.3 of the model, and .* of its config: set the config"
+    ):
+        decoder_of(model)
