@@ -234,10 +234,10 @@ def test_windows_and_rotations_are_those_that_transformers_computes():
         expected = build(made)(input_ids=ids, labels=ids, use_cache=False).loss
         model = build(made)
         recipe = lab.Recipe(head_chunk=4, checkpoint=True, offload="inputs", stream=5)
-        with one_rank(recipe, 1, "gloo") as mesh:
+        with one_rank(recipe, 1, "loopback") as mesh:
             lab.apply_recipe(model, recipe, mesh=mesh)
-            found = lab.loss(model, lab.shard_batch({"input_ids": ids, "labels": ids}, recipe, mesh=mesh))
-        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-5, atol=0)
+            found = lab.loss(model, lab.shard_batch(ids, recipe, mesh))
+        torch.testing.assert_close(found.detach().float(), expected.detach(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,7 @@ def test_a_number_that_no_model_was_trained_with_is_refused(kind, name, value, s
 
 def test_layers_of_other_sizes_are_refused():
     made = LlamaConfig(num_hidden_layers=2, per_layer_config={"1": {"intermediate_size": 40}})
-    with pytest.raises(
-        ModelError, match="^per_layer_config: the lab computes models whose layers have the same"
-    ):
+    with pytest.raises(ModelError, match=r"^per_layer_config: the lab computes models"):
         check_config(made)
 
 

@@ -97,11 +97,13 @@ def stub_of(path: Path) -> str:
         raise NotebookError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # nbformat raises errors of many kinds
         raise NotebookError(f"{path} is no notebook: {str(error).partition(chr(10))[0][:200]}") from None
-    sources = [cell.source for cell in cells if "stub" in cell.metadata.get("tags", [])]
+    sources = [
+        cell.source for cell in cells if "stub" in cell.metadata.get("tags", []) and cell.cell_type == "code"
+    ]
     if len(sources) != 1:
         raise NotebookError(
-            f"{path}: {len(sources)} cells are tagged 'stub', and one must be; `lab open --folder OTHER` "
-            "makes a new copy to compare with"
+            f"{path}: {len(sources)} cells of code are tagged 'stub', and one must be; `lab open --folder "
+            "OTHER` makes a new copy to compare with"
         )
     return without_magic(sources[0])
 
@@ -156,7 +158,8 @@ def check(notebook: str, source: str, *, seconds: float = SECONDS) -> Iterator[A
 def _send(process: subprocess.Popen[bytes], source: str) -> None:
     """Send the cell. The input stays open: the process ends when it is closed."""
     assert process.stdin is not None
-    process.stdin.write((source + END).encode())
+    # A lone surrogate, which JSON can have, is no character of UTF-8.
+    process.stdin.write((source + END).encode(errors="replace"))
     process.stdin.flush()
 
 

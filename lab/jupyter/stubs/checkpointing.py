@@ -50,6 +50,20 @@ def check_parameter_gradients(checkpointed: Any) -> None:
         _compare(name, found[name], expected)
 
 
+def check_added(checkpointed: Any) -> None:
+    """A second backward adds to the gradients of the first."""
+    layer, x = _inputs()
+    for _ in range(2):
+        out = checkpointed.apply(layer, x)
+        out.backward(torch.ones_like(out))
+    once, y = _inputs()
+    once(y).sum().backward()
+    for name, parameter in layer.named_parameters():
+        expected = once.get_parameter(name).grad
+        if parameter.grad is None or expected is None or not torch.allclose(parameter.grad, 2 * expected):
+            raise Wrong(f"after two backwards the gradient of {name} is not the sum of both")
+
+
 def check_kept(checkpointed: Any) -> None:
     """Between forward and backward only x is kept."""
     layer, x = _inputs()
@@ -96,5 +110,12 @@ def _compare(name: str, found: Tensor | None, expected: Tensor | None) -> None:
 
 STUB = Stub(
     "Checkpointed",
-    (check_output, check_input_gradient, check_parameter_gradients, check_kept, check_recomputed),
+    (
+        check_output,
+        check_input_gradient,
+        check_parameter_gradients,
+        check_added,
+        check_kept,
+        check_recomputed,
+    ),
 )

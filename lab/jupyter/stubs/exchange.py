@@ -25,6 +25,8 @@ def check_shape(exchange: Exchange) -> None:
             f"x is [{TOKENS}, {HEADS}, 3] on each of {RANKS} ranks, and the result is {list(found.shape)}; "
             f"it must be {list(expected.shape)}"
         )
+    if found.dtype != expected.dtype:
+        raise Wrong(f"x is {expected.dtype}, and the result is {found.dtype}")
 
 
 def check_places(exchange: Exchange) -> None:
@@ -33,6 +35,8 @@ def check_places(exchange: Exchange) -> None:
     differs = (found != expected).any(-1).nonzero()
     if len(differs):
         token, head = differs[0].tolist()
+        if not bool(found.isfinite().all()):
+            raise Wrong(f"rank {dist.get_rank()}: the result has numbers that are not finite")
         (want_token, want_head), (got_token, got_head) = (
             [round(number) for number in x[token, head, :2].tolist()] for x in (expected, found)
         )
@@ -48,7 +52,7 @@ def check_traffic(exchange: Exchange) -> None:
         _exchanged(exchange)
     received = sum(len(one.received) for one in seen.all)
     if len(seen.all) != 1:
-        raise Wrong(f"it made {len(seen.all)} calls of dist.all_to_all_single; one is enough")
+        raise Wrong(f"it called dist.all_to_all_single {len(seen.all)} times; call it once")
     if received != _here().nbytes:
         raise Wrong(f"a rank received {received} bytes; x has {_here().nbytes}, and as many suffice")
 
@@ -73,9 +77,12 @@ def _named(tokens: range, heads: range) -> Tensor:
 
 
 def _exchanged(exchange: Exchange) -> Tensor:
-    found = exchange(_here(), RANKS)
+    here = _here()
+    found = exchange(here, RANKS)
     if not isinstance(found, Tensor):
         raise Wrong(f"it returned {type(found).__name__}, and must return a tensor")
+    if not torch.equal(here, _here()):
+        raise Wrong("it has changed x, which belongs to its caller")
     return found
 
 

@@ -76,7 +76,7 @@ def _pair(answer: object) -> tuple[int, int]:
     match answer:
         case (int() as query, int() as key):
             return query, key
-    raise Wrong(f"it returned {answer!r}, and must return two numbers: a query head and a key/value head")
+    raise Wrong(f"it returned {answer!r}, and must return two ints: a query head and a key/value head")
 
 
 def _named(shape: tuple[int, int, int]) -> str:

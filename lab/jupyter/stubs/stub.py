@@ -53,7 +53,7 @@ class Stub:
             raise Wrong(f"{self.name} is not written yet") from None
         except SyntaxError as error:
             raise Wrong(f"line {error.lineno} of the cell is not valid Python: {error.msg}") from None
-        except Exception as error:
+        except (Exception, GeneratorExit) as error:
             raise Wrong(_describe(error)) from None
 
 
@@ -62,9 +62,9 @@ def title(check: Callable[[Any], None]) -> str:
     return (check.__doc__ or "").strip().partition("\n")[0].removesuffix(".")
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Return the error in one line, with the last line of the reader's cell that it passed through."""
-    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+    what = traceback.format_exception_only(error)[0].partition("\n")[0]
     if "does not require grad" in what:
         what += "; a second forward needs torch.enable_grad(), and an x that requires a gradient"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]

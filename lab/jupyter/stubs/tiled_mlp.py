@@ -31,6 +31,13 @@ class MLP(nn.Module):
         return out
 
 
+def check_output(tiled: Any) -> None:
+    """The output is the MLP's."""
+    mlp, x = _inputs()
+    if not torch.allclose(tiled.apply(mlp, TILE, x), mlp(x), rtol=1e-9):
+        raise Wrong("the output differs from mlp(x): forward was right as it was given")
+
+
 def check_input_gradient(tiled: Any) -> None:
     """The gradient of x is that of the MLP, also in the last tile, which is shorter."""
     found, expected = _gradients(tiled)["x"], _gradients(None)["x"]
@@ -53,6 +60,22 @@ def check_parameter_gradients(tiled: Any) -> None:
         if not torch.allclose(got, expected, rtol=1e-9):
             ratio = float(got.norm() / expected.norm())
             raise Wrong(f"the gradient of {name} is wrong; its norm is {ratio:.3g} times the right one")
+
+
+def check_added(tiled: Any) -> None:
+    """A second backward adds to the gradients of the first, and dy stays as it was."""
+    mlp, x = _inputs()
+    dy = torch.ones_like(x)
+    for _ in range(2):
+        tiled.apply(mlp, TILE, x).backward(dy)
+        if not bool((dy == 1).all()):
+            raise Wrong("backward has changed dy, which belongs to its caller")
+    once, y = _inputs()
+    once(y).sum().backward()
+    for name, parameter in mlp.named_parameters():
+        expected = once.get_parameter(name).grad
+        if parameter.grad is None or expected is None or not torch.allclose(parameter.grad, 2 * expected):
+            raise Wrong(f"after two backwards the gradient of {name} is not the sum of both")
 
 
 def check_recomputed(tiled: Any) -> None:
@@ -89,4 +112,14 @@ def _gradients(tiled: Any) -> dict[str, Any]:
     return {"x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
 
 
-STUB = Stub("TiledMLP", (check_input_gradient, check_parameter_gradients, check_recomputed, check_memory))
+STUB = Stub(
+    "TiledMLP",
+    (
+        check_output,
+        check_input_gradient,
+        check_parameter_gradients,
+        check_added,
+        check_recomputed,
+        check_memory,
+    ),
+)
