@@ -31,6 +31,9 @@ lab.show.timeline(run)
 
 BOXES = "[...document.querySelectorAll('.lab-holders-box')]"
 
+# What the cell prints, and not a line about the start of its ranks.
+STDOUT = "[data-mime-type='application/vnd.jupyter.stdout'] pre"
+
 
 def bytes_drawn(page: Page) -> int:
     return int(page.evaluate(f"{BOXES}.reduce((sum, box) => sum + Number(box.dataset.bytes), 0)"))
@@ -42,7 +45,7 @@ def test_a_click_opens_who_holds_the_bytes(tmp_path: Path) -> None:
         run_all_cells(page)
         canvas = page.locator(".jp-RenderedImage .lab-live canvas")
         canvas.wait_for(timeout=120_000)
-        peak, after, second = map(int, page.locator(".jp-OutputArea-output pre").inner_text().split())
+        peak, after, second = map(int, page.locator(STDOUT).inner_text().split())
 
         # Of no instant yet: a key begins at the peak. Then one row later, and back.
         canvas.focus()
