@@ -62,10 +62,12 @@ def make_copies(folder: Path, *, teacher: bool = False) -> Copies:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source, target)
                 continue
-            version = _version(source)
+            notebook = nbformat.read(source, as_version=4)
+            version = _version(notebook)
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                nbformat.write(_copied(source, version, teacher), target)
+                notebook.metadata["lab"] = NotebookNode(notebook=source.stem, version=version)
+                nbformat.write(notebook if teacher else for_participants(notebook), target)
                 made.append(source.stem)
             elif version_of_copy(target) != version:
                 outdated.append(source.stem)
@@ -109,13 +111,6 @@ def _files() -> Iterator[Path]:
     yield from sorted((FOLDER / "images").iterdir())
 
 
-def _version(source: Path) -> str:
+def _version(notebook: NotebookNode) -> str:
     """A digest of what a participant's copy contains. The outputs of the original do not change it."""
-    cells = nbformat.read(source, as_version=4).cells
-    return hashlib.sha256("\0".join(cell.source for cell in cells).encode()).hexdigest()[:16]
-
-
-def _copied(source: Path, version: str, teacher: bool) -> NotebookNode:
-    notebook = nbformat.read(source, as_version=4)
-    notebook.metadata["lab"] = NotebookNode(notebook=source.stem, version=version)
-    return notebook if teacher else for_participants(notebook)
+    return hashlib.sha256("\0".join(cell.source for cell in notebook.cells).encode()).hexdigest()[:16]

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lab.jupyter.stubs.small_mlp import SmallMLP, check_sums, gradients
 from lab.jupyter.stubs.stub import Stub, Wrong
 from lab.memory.meter import Meter
 
 TOKENS, HIDDEN, INNER = 6, 5, 11
-
-
-class Layer(nn.Module):
-    """A small layer that keeps much more than its input, and counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
-        self.forwards = 0
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, E] -> [s, E]."""
-        self.forwards += 1
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
 
 
 def check_output(checkpointed: Any) -> None:
@@ -53,15 +38,7 @@ def check_parameter_gradients(checkpointed: Any) -> None:
 def check_added(checkpointed: Any) -> None:
     """A second backward adds to the gradients of the first."""
     layer, x = _inputs()
-    for _ in range(2):
-        out = checkpointed.apply(layer, x)
-        out.backward(torch.ones_like(out))
-    once, y = _inputs()
-    once(y).sum().backward()
-    for name, parameter in layer.named_parameters():
-        expected = once.get_parameter(name).grad
-        if parameter.grad is None or expected is None or not torch.allclose(parameter.grad, 2 * expected):
-            raise Wrong(f"after two backwards the gradient of {name} is not the sum of both")
+    check_sums(partial(checkpointed.apply, layer), layer, x)
 
 
 def check_kept(checkpointed: Any) -> None:
@@ -87,16 +64,14 @@ def check_recomputed(checkpointed: Any) -> None:
         raise Wrong(f"the layer ran {forward} times in forward and {layer.forwards} times in backward")
 
 
-def _inputs() -> tuple[Layer, nn.Parameter]:
-    layer = Layer()
+def _inputs() -> tuple[SmallMLP, nn.Parameter]:
+    layer = SmallMLP(HIDDEN, INNER)
     return layer, nn.Parameter(torch.randn(TOKENS, HIDDEN, dtype=torch.float64))
 
 
 def _gradients(checkpointed: Any) -> dict[str, Tensor | None]:
     layer, x = _inputs()
-    out = layer(x) if checkpointed is None else checkpointed.apply(layer, x)
-    out.backward(torch.linspace(1, 2, out.numel(), dtype=out.dtype).view_as(out))
-    return {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    return gradients(layer if checkpointed is None else partial(checkpointed.apply, layer), layer, x)
 
 
 def _compare(name: str, found: Tensor | None, expected: Tensor | None) -> None:

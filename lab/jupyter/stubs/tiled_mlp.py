@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lab.jupyter.stubs.small_mlp import SmallMLP, check_sums, gradients
 from lab.jupyter.stubs.stub import Stub, Wrong
 from lab.memory.measurement import measure
 
 TOKENS, TILE, HIDDEN, INNER = 62, 5, 6, 64
 """The tile does not divide the tokens, and the inner width is large, so that a tile's tensors can be seen."""
-
-
-class MLP(nn.Module):
-    """A small MLP that counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
-        self.forwards = 0
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, t, E] -> [b, t, E]."""
-        self.forwards += 1
-        out: Tensor = self.down(torch.nn.functional.silu(self.up(x)))
-        return out
 
 
 def check_output(tiled: Any) -> None:
@@ -66,16 +51,11 @@ def check_added(tiled: Any) -> None:
     """A second backward adds to the gradients of the first, and dy stays as it was."""
     mlp, x = _inputs()
     dy = torch.ones_like(x)
-    for _ in range(2):
-        tiled.apply(mlp, TILE, x).backward(dy)
-        if not bool((dy == 1).all()):
-            raise Wrong("backward has changed dy, which belongs to its caller")
-    once, y = _inputs()
-    once(y).sum().backward()
-    for name, parameter in mlp.named_parameters():
-        expected = once.get_parameter(name).grad
-        if parameter.grad is None or expected is None or not torch.allclose(parameter.grad, 2 * expected):
-            raise Wrong(f"after two backwards the gradient of {name} is not the sum of both")
+    tiled.apply(mlp, TILE, x).backward(dy)
+    if not bool((dy == 1).all()):
+        raise Wrong("backward has changed dy, which belongs to its caller")
+    mlp, x = _inputs()
+    check_sums(partial(tiled.apply, mlp, TILE), mlp, x)
 
 
 def check_recomputed(tiled: Any) -> None:
@@ -101,15 +81,14 @@ def check_memory(tiled: Any) -> None:
         )
 
 
-def _inputs() -> tuple[MLP, nn.Parameter]:
-    return MLP(), nn.Parameter(torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64))
+def _inputs() -> tuple[SmallMLP, nn.Parameter]:
+    mlp = SmallMLP(HIDDEN, INNER)
+    return mlp, nn.Parameter(torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64))
 
 
 def _gradients(tiled: Any) -> dict[str, Any]:
     mlp, x = _inputs()
-    out = mlp(x) if tiled is None else tiled.apply(mlp, TILE, x)
-    out.backward(torch.linspace(1, 2, out.numel(), dtype=out.dtype).view_as(out))
-    return {"x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
+    return gradients(mlp if tiled is None else partial(tiled.apply, mlp, TILE), mlp, x)
 
 
 STUB = Stub(
