@@ -65,6 +65,7 @@ def jupyterlab_arguments(root: Path, first: str, ip: str = "127.0.0.1") -> list[
         "--ServerApp.port_retries=0",
         # The address alone is printed, and not the lines of the server's extensions.
         "--ServerApp.log_level=ERROR",
+        "--LabApp.log_level=ERROR",
         f"--LabApp.default_url=/lab/tree/{first}",
         # Without these settings, the first start covers the notebook with a question about news.
         f"--LabApp.app_settings_dir={Path(__file__).parent / 'settings'}",
