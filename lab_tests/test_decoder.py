@@ -37,7 +37,9 @@ def test_every_field_that_the_installed_transformers_declares_is_in_a_group(kind
 
 def test_a_field_in_no_group_is_refused_unless_it_is_at_its_default(monkeypatch):
     fields = decoder.config_fields
-    monkeypatch.setattr(decoder, "config_fields", lambda kind: [*fields(kind), ("logit_twist", 0.0)])
+    monkeypatch.setattr(
+        "lab.decoder.config.config_fields", lambda kind: [*fields(kind), ("logit_twist", 0.0)]
+    )
     check_config(LlamaConfig())
     with pytest.raises(
         ModelError, match=r"logit_twist=0\.5 in the config of a Llama model: .*logit_twist=0\.0"
@@ -269,10 +271,36 @@ def test_layers_of_other_sizes_are_refused():
         check_config(made)
 
 
-def test_a_scale_that_was_changed_on_the_model_is_refused():
-    model = build(config("cohere"))
-    model.logit_scale = 1.3
+@pytest.mark.parametrize(
+    ("kind", "module", "name", "value", "given"),
+    [
+        ("cohere", "", "logit_scale", 1.3, r"0\.\d+"),
+        ("cohere", "model.layers.1.self_attn", "use_qk_norm", False, "True"),
+        ("smollm3", "model.layers.0.self_attn", "use_rope", 1, "0"),
+        ("gemma3_text", "model.layers.1.self_attn", "is_sliding", False, "True"),
+        ("granite", "model.layers.1", "residual_multiplier", 0.5, r"0\.\d+"),
+        ("mixtral", "model.layers.1.mlp", "jitter_noise", 0.1, r"0\.0"),
+        ("qwen3_moe", "model.layers.0.mlp.gate", "norm_topk_prob", False, "True"),
+        ("gpt_oss", "model.layers.0.mlp.experts", "has_bias", False, "True"),
+        ("gpt_oss", "model.layers.0.mlp.experts", "limit", 1.0, r"\d+\.\d+"),
+    ],
+)
+def test_an_attribute_that_was_changed_on_the_model_is_refused(kind, module, name, value, given):
+    model = build(config(kind))
+    decoder_of(model)
+    setattr(model.get_submodule(module), name, value)
     with pytest.raises(
-        ModelError, match=r"^logit_scale=1\.3 of the model, and .* of its config: set the config"
+        ModelError,
+        match=f"{module or 'the model'} has {name}={value}, and its config gives it {given}: set the config",
     ):
         decoder_of(model)
+
+
+def test_attributes_that_change_nothing_or_are_read_from_the_model_may_be_changed():
+    model = build(config("llama"))
+    # As a trainer does that was given a tokenizer with a padding token of its own.
+    model.config.pad_token_id = model.config.vocab_size + 3
+    model.config.use_cache = False
+    model.model.layers[0].self_attn.scaling = 0.9
+    model.resize_token_embeddings(71)
+    assert decoder_of(model).shape.V == 71

@@ -48,7 +48,9 @@ CASES: list[dict[str, Any]] = [
     *({**GOOD, "rope_parameters": rope} for rope in ropes()),
     *({**GOOD, "rope_parameters": rope} for rope in (None, 3, "yarn", [])),
     *({**GOOD, "rms_norm_eps": value} for value in ("a", None, [], -1, float("nan"))),
-    *({**GOOD, "hidden_act": value} for value in ("", "none", None, 3, [])),
+    *({**GOOD, "hidden_act": value} for value in ("", "none", None, 3, [], "prelu")),
+    *({**GOOD, "quantization_config": value} for value in ("fp8", 3, [1], {"quant_method": 3})),
+    *({**GOOD, "text_config": value} for value in ("llama", 3, [], {}, GOOD)),
     *({**GOOD, "tie_word_embeddings": value} for value in ("yes", None, 2)),
     *({**GOOD, "max_position_embeddings": value} for value in (0, -1, "a", None, 10**30)),
     *({**GOOD, "model_type": value} for value in ("", None, 3, [], "own", "gpt2", "../llama")),
@@ -91,8 +93,15 @@ def test_an_odd_config_is_refused_in_one_line_or_planned(number: int, tmp_path: 
         (json.dumps({**GOOD, "rope_parameters": {**THREE, "low_freq_factor": 4.0}}), "no angle can"),
         (json.dumps({**GOOD, "head_dim": 1}), "head_dim=1: rotary positions turn pairs"),
         (json.dumps({**GOOD, "head_dim": 2**31}), "head_dim=2147483648: the lab takes sizes up to 16777216"),
+        (json.dumps({**GOOD, "num_hidden_layers": 5000}), "num_hidden_layers=5000: the lab takes up to 4096"),
+        (json.dumps({**GOOD, "hidden_act": "prelu"}), "hidden_act='prelu': this activation has parameters"),
+        (json.dumps({**GOOD, "quantization_config": "fp8"}), "with quantized weights ('fp8')"),
+        (
+            json.dumps({**GOOD, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.6}}),
+            "partial_rotary_factor=0.6 in the config of a Llama model",
+        ),
     ],
-    ids=range(12),
+    ids=range(16),
 )  # fmt: skip
 def test_a_broken_config_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from lab import decoder
-from lab.decoder import FAMILIES, SIZES, check_config, check_family, decoder_of
+from lab.decoder import FAMILIES, SIZES, check_config, check_family, check_not_quantized, decoder_of
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
@@ -284,6 +284,8 @@ def _read(folder: Path) -> PretrainedConfig:
     fields: dict[str, Any] = document if isinstance(document, dict) else {}
     kind = fields.get("model_type")
     _check_no_code(path, fields)
+    # Before transformers reads them, which fails where it is not a dict.
+    check_not_quantized(fields.get("quantization_config"))
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
