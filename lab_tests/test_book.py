@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from lab.commands.cli import main
 from lab.jupyter.book import build, sources
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER
 
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in sorted(FOLDER.glob("*.ipynb"))}
 

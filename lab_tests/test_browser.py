@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator
 
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER
 from lab.show import palette
 from lab_tests.support.browser import (
     CHROMIUM,

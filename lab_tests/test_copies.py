@@ -11,7 +11,7 @@ from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter import serving
 from lab.jupyter.copies import for_participants, make_copies
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 

@@ -13,7 +13,8 @@ from lab import models
 from lab.bench.notebooks import FACT, changed_facts
 from lab.commands.cli import main
 from lab.errors import NotebookError
-from lab.jupyter.executing import FOLDER, execute, execute_one, find_notebooks, parse_parameters
+from lab.jupyter.executing import execute, execute_one, find_notebooks, parse_parameters
+from lab.jupyter.notebook_files import FOLDER
 from lab.show.sources import source
 
 NAMES = [notebook.name for notebook in find_notebooks([])]

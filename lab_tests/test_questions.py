@@ -6,7 +6,7 @@ import pytest
 
 from lab import show
 from lab.errors import NotebookError
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER
 from lab.show.questions import read
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -70,3 +70,17 @@ def test_a_notebook_without_questions_names_those_that_have_some():
         NotebookError, match=r"no questions for '00'; these notebooks have some: 00_memory_wall, 01"
     ):
         show.questions("00")
+
+
+def test_a_match_says_what_was_chosen_and_what_is_right() -> None:
+    which = show.match("which hook", "ABC", ["kept", "fp32 copy", "list"])
+    assert which._repr_mimebundle_()["text/plain"] == "Your prediction: which hook"
+    which.choose("A", "list")
+    which.choose("C", "fp32 copy")
+    assert which.compare({"A": "list", "B": "fp32 copy", "C": "kept"}).data.splitlines() == [
+        "which hook: 1 of 3 right",
+        "",
+        "- A: right, it is **list**",
+        "- B: nothing was chosen, and it is **fp32 copy**",
+        "- C: you chose *fp32 copy*, and it is **kept**",
+    ]

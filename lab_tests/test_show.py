@@ -356,8 +356,15 @@ def test_one_watcher_follows_several_runs(monkeypatch: pytest.MonkeyPatch) -> No
     page, watch = Page(monkeypatch, {"cellId": "a"}), lab.show.live()
     follow(watch, finished_run(1))
     first = len(page.sent)
-    follow(watch, finished_run(2))
-    assert len({where["display_id"] for _, where in page.shown}) == 2
+    follow(watch, finished_run(2, peak=PEAK // 2 + MiB))
+    follow(watch, finished_run(1, peak=PEAK + MiB))
+    # No axis is lower than the peaks of the runs before: the pictures can be compared.
+    widgets = [thing for thing, _ in page.shown if isinstance(thing, live_widget.TimelineWidget)]
+    assert [widget.look["highest"] for widget in widgets] == [0, PEAK, PEAK]
+    pictures = [thing for thing, _ in page.shown if not isinstance(thing, live_widget.TimelineWidget)]
+    tops = [picture.figure.axes[0].get_ylim()[1] for picture in pictures]
+    assert tops == [1.12 * PEAK, 1.12 * PEAK, 1.12 * (PEAK + MiB)]
+    assert len({where["display_id"] for _, where in page.shown}) == 3
     assert page.sent[first][0]["known"] == 0
     assert page.sent[first][0]["names"]
 

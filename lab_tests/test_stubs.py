@@ -12,10 +12,10 @@ from cluster.ranks import Cluster
 from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter.copies import make_copies
-from lab.jupyter.executing import FOLDER
-from lab.jupyter.stubs import process
+from lab.jupyter.notebook_files import FOLDER
+from lab.jupyter.stubs import head_schedule, process
 from lab.jupyter.stubs.check import STUBS, check, find_copy, find_stub, solution_of, stub_of, without_magic
-from lab.jupyter.stubs.stub import title
+from lab.jupyter.stubs.stub import Wrong, title
 
 EXCHANGE, HEADS = (without_magic(solution_of(name)) for name in ("02_ulysses", "06_untied_ulysses"))
 
@@ -239,6 +239,28 @@ def test_what_cannot_be_checked_is_refused_in_a_line(tmp_path, monkeypatch):
     nbformat.write(copy, path)
     with pytest.raises(NotebookError, match="0 cells of code are tagged 'stub', and one must be"):
         stub_of(path)
-    path.write_text("{")
-    with pytest.raises(NotebookError, match=r"02_ulysses\.ipynb is no notebook: "):
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", r"no notebook: it is not JSON \(Expecting property name"),
+        ("[" * 100_000, r"no notebook: it is not JSON \(maximum recursion"),
+        ("[]", "no notebook: its JSON has no 'nbformat'"),
+        ('{"cells": []}', "no notebook: its JSON has no 'nbformat'"),
+        ('{"nbformat": 3, "nbformat_minor": 0, "worksheets": []}', "of format 3: the lab reads format 4, to"),
+        ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}', "no notebook of format 4: "),
+        ('{"nbformat": 4, "nbformat_minor": 5, "cells": []}', "of format 4: 'metadata' is a required"),
+    ],
+    ids=range(7),
+)
+def test_a_file_that_is_no_notebook_is_refused_by_what_is_wrong(tmp_path, text, said):
+    path = tmp_path / "02_ulysses.ipynb"
+    path.write_text(text)
+    with pytest.raises(NotebookError, match=rf"02_ulysses\.ipynb is .*{said}"):
         stub_of(path)
+
+
+def test_a_command_of_ipython_in_a_stub_is_named():
+    with pytest.raises(Wrong, match=r"^line 3 of the cell is a command of IPython, not Python: write it in"):
+        head_schedule.STUB.check(0, "def f():\n    x = 3\n    %time x\n")

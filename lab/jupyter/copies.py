@@ -15,7 +15,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from lab.errors import NotebookError
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER, read_notebook
 
 PARTICIPANT, TEACHER = Path("my_notebooks"), Path("teacher_notebooks")
 """Where the copies of a participant and of a teacher go, in the working folder."""
@@ -62,7 +62,7 @@ def make_copies(folder: Path, *, teacher: bool = False) -> Copies:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source, target)
                 continue
-            notebook = nbformat.read(source, as_version=4)
+            notebook = read_notebook(source)
             version = _version(notebook)
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,8 @@ def make_copies(folder: Path, *, teacher: bool = False) -> Copies:
 def version_of_copy(path: Path) -> str | None:
     """Return the version of the notebook that this file is a copy of; None if the file does not say."""
     try:
-        version: str | None = nbformat.read(path, as_version=4).metadata.get("lab", {}).get("version")
-    except Exception:  # nbformat raises errors of many kinds; the file is a reader's own
+        version: str | None = read_notebook(path).metadata.get("lab", {}).get("version")
+    except NotebookError:
         return None
     return version
 

@@ -19,9 +19,8 @@ from rich.markup import escape
 from traitlets.config import Config
 
 from lab.errors import NotebookError
+from lab.jupyter.notebook_files import FOLDER, first_line, read_notebook
 from lab.units import abbreviate
-
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 @dataclass(frozen=True)
@@ -191,20 +190,14 @@ def _find_other(name: str, known: dict[str, Path]) -> Path:
 
 
 def _read(path: Path) -> Notebook:
-    try:
-        cells = nbformat.read(path, as_version=4).cells
-    except (OSError, UnicodeError) as error:
-        raise NotebookError(f"{path.name} cannot be read: {error}") from error
-    except Exception as error:  # nbformat raises errors of many kinds
-        raise NotebookError(f"{path.name} is no notebook of format 4: {_first_line(error)}") from error
-    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
     if not tagged:
         raise NotebookError(f"{path.name} has no cell tagged 'parameters'")
     defaults = {}
     try:
         statements = ast.parse(tagged[0].source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise NotebookError(f"{path.name}: its parameters are no Python: {_first_line(error)}") from error
+        raise NotebookError(f"{path.name}: its parameters are no Python: {first_line(error)}") from error
     for statement in statements:
         try:
             [target], value = statement.targets, statement.value
@@ -230,11 +223,6 @@ def _as_type_of(default: Any, text: str, where: str) -> Any:
             f"{where} = {text!r} is not {_type_name(default)}: give a value like {default!r}, its default"
         )
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its beginning."""
-    return abbreviate(str(error).strip().partition("\n")[0], 200) or type(error).__name__
 
 
 def _type_name(value: Any) -> str:

@@ -6,7 +6,7 @@ from lab.show.context_table import context_table
 from lab.show.exchange_grid import exchange
 from lab.show.exploring import explore
 from lab.show.figures import timeline
-from lab.show.guesses import guess
+from lab.show.guesses import guess, match
 from lab.show.head_schedule import schedule
 from lab.show.lanes import lanes
 from lab.show.live.timeline import live
@@ -29,6 +29,7 @@ __all__ = [
     "lanes",
     "layer",
     "live",
+    "match",
     "memory_vs_speed",
     "profile",
     "questions",

@@ -75,7 +75,11 @@ TimelineSource: TypeAlias = Timeline | HasTimeline | HasTimelines | Mapping[str,
 
 
 def timeline(
-    measured: TimelineSource, *, planned: Timeline | HasTimeline | None = None, over: Over = "seconds"
+    measured: TimelineSource,
+    *,
+    planned: Timeline | HasTimeline | None = None,
+    over: Over = "seconds",
+    highest: int = 0,
 ) -> TimelinePicture:
     """Draw the memory of each rank over time, stacked by category, with its peak marked and described.
 
@@ -87,6 +91,7 @@ def timeline(
         planned: A plan, whose bytes are drawn as a line. Each phase of the line is as long as the measured
             phase.
         over: The horizontal axis: seconds, or operators one by one. The seconds of a plan mean nothing.
+        highest: The axis of bytes reaches at least so high, as in another picture that this is compared with.
 
     Raises:
         LabError: There is nothing to draw, or only the plan or only the measured bytes have a workspace.
@@ -119,7 +124,7 @@ def timeline(
             _write_title(axes, name, one.peak, 152 // columns)
             for lane_axes, lane in zip(below, lanes, strict=True):
                 draw_lane(lane_axes, panel, lane)
-        _align_axes(grid.tolist(), timelines, lanes, over, plan)
+        _align_axes(grid.tolist(), timelines, lanes, over, max(highest, plan.device_peak if plan else 0))
         marks = _legend(lanes, plan)
         draw_header(figure, title, list(marks.values()), list(marks))
     recorded = Recorded(
@@ -128,6 +133,7 @@ def timeline(
         job=getattr(measured, "job", None),
         over=over,
         planned=plan,
+        highest=highest,
         ranks=not isinstance(measured, Mapping),
     )
     return TimelinePicture(figure, _text(title, by_name, plan), recorded)
@@ -202,10 +208,10 @@ def _align_axes(
     timelines: Sequence[Timeline],
     lanes: Sequence[Lane],
     over: Over,
-    plan: Timeline | None,
+    least: int,
 ) -> None:
     """Give all panels the same axes, and write numbers at the left and at the bottom only."""
-    tops = [max([t.device_peak for t in timelines] + ([plan.device_peak] if plan else []))]
+    tops = [max(least, *(t.device_peak for t in timelines))]
     tops.extend(_highest(timelines, lane) for lane in lanes)
     end = max(float(row_positions(t, over)[-1]) for t in timelines)
     for number, row in enumerate(grid):

@@ -1,7 +1,8 @@
-"""A field for the reader's guess, and its comparison with the measured number."""
+"""Fields for the reader's guesses, of a number or of which is which, and their comparison with what is so."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
@@ -67,6 +68,52 @@ class Guess:
         return {**bundle, "text/plain": f"Your prediction: {self.what}, in {self.unit}"}
 
 
+class Matches:
+    """A field for each of some letters, in which the reader chooses one of some names."""
+
+    def __init__(self, what: str, letters: Iterable[str], names: Iterable[str]) -> None:
+        self.what = what
+        choices = [("choose …", None), *((name, name) for name in names)]
+        self._fields = {
+            letter: ipywidgets.Dropdown(
+                options=choices,
+                description=letter,
+                layout={"width": "16em"},
+                style={"description_width": "2em"},
+            )
+            for letter in letters
+        }
+        label = ipywidgets.HTML(f"<b>{escape(what)}</b>")
+        self._box = ipywidgets.Box(
+            [label, *self._fields.values()],
+            layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 1em"},
+        )
+
+    def choose(self, letter: str, name: str) -> None:
+        """Choose a name for a letter, as the reader does in its field."""
+        self._fields[letter].value = name
+
+    def compare(self, right: Mapping[str, str]) -> Markdown:
+        """Return what was chosen for each letter, and what is right.
+
+        Args:
+            right: The right name of each letter.
+        """
+        lines, hits = [], 0
+        for letter, field in self._fields.items():
+            name = right[letter]
+            if field.value == name:
+                said, hits = "right,", hits + 1
+            else:
+                said = "nothing was chosen, and" if field.value is None else f"you chose *{field.value}*, and"
+            lines.append(f"- {letter}: {said} it is **{name}**")
+        return _markdown("\n".join([f"{self.what}: {hits} of {len(lines)} right", "", *lines]))
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        bundle: dict[str, Any] = self._box._repr_mimebundle_(**kwargs)
+        return {**bundle, "text/plain": f"Your prediction: {self.what}"}
+
+
 def _markdown(text: str) -> Markdown:
     return Markdown(text)  # type: ignore[no-untyped-call]
 
@@ -82,3 +129,16 @@ def guess(what: str, *, unit: str) -> Guess:
         unit: The unit of the number.
     """
     return Guess(what, unit)
+
+
+def match(what: str, letters: Iterable[str], names: Iterable[str]) -> Matches:
+    """Ask the reader which letter stands for which name: ``which = match("which hook", "ABC", hooks)``.
+
+    A notebook displays a field for each letter. ``which.compare({"A": ..., "B": ...})`` says what is right.
+
+    Args:
+        what: The label of the fields.
+        letters: The letters.
+        names: The names to choose among.
+    """
+    return Matches(what, letters, names)

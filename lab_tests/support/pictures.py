@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 
 from playwright.sync_api import Locator, Page
 
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER
 from lab_tests.support.browser import jupyter_page, one_cell_notebook, run_all_cells
 
 LIVE = """import lab

@@ -14,9 +14,9 @@ PEAK = 700 * MiB
 
 
 def timeline_builder(
-    rank: int = 0, *, steps: int = 2, rows: int = 60, host: int = 0, disk: int = 0
+    rank: int = 0, *, steps: int = 2, rows: int = 60, host: int = 0, disk: int = 0, peak: int = PEAK
 ) -> TimelineBuilder:
-    """A timeline of ``rows`` rows a phase whose peak is in the last step's backward, in ``layers.3``."""
+    """A timeline of ``rows`` rows a phase whose ``peak`` is in the last step's backward, in ``layers.3``."""
     builder = TimelineBuilder()
     seconds = 0.01 * (rank + 1)
     for step in range(steps):
@@ -25,7 +25,7 @@ def timeline_builder(
                 top = phase == "backward" and step == steps - 1 and row == 7
                 held = [40 * MiB, 30 * MiB, 20 * MiB, level * MiB, 0, 0, 0, (rank + row) % 5 * MiB]
                 if top:
-                    held[3] += PEAK - sum(held)
+                    held[3] += peak - sum(held)
                 seconds += 0.013
                 module = "layers.3" if top else f"layers.{row % 3}"
                 builder.add(

@@ -17,7 +17,7 @@ from nbformat import NotebookNode
 from sphinx.pycode import ModuleAnalyzer
 
 from lab.errors import NotebookError
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER, read_notebook
 
 ROOT = FOLDER.parent
 TEXTS = {
@@ -53,7 +53,7 @@ def write_sources(folder: Path) -> None:
         text = with_links(chart_as_list((ROOT / source).read_text(encoding="utf-8")), source, pages)
         (folder / page).write_text(text, encoding="utf-8")
     for path in notebooks:
-        notebook = _prepared(_read(path))
+        notebook = _prepared(read_notebook(path))
         for cell in notebook.cells:
             if cell.cell_type == "markdown":
                 cell.source = with_links(cell.source, f"notebooks/{path.name}", pages)
@@ -64,14 +64,6 @@ def write_sources(folder: Path) -> None:
         first.write(_contents("Notebooks", [f"notebooks/{path.stem}" for path in notebooks]))
         first.write(_contents("The lab", [Path(page).stem for page in list(TEXTS.values())[1:]]))
         first.write(_contents("Python", PACKAGES))
-
-
-def _read(path: Path) -> NotebookNode:
-    try:
-        notebook: NotebookNode = nbformat.read(path, as_version=4)
-    except (ValueError, OSError) as error:
-        raise NotebookError(f"{path} is not a notebook: {' '.join(str(error).split())[:200]}") from None
-    return notebook
 
 
 def _prepared(notebook: NotebookNode) -> NotebookNode:

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import nbformat
 import psutil
 
 from cluster.processes import end, family
 from cluster.watchdog import is_alive
 from lab.errors import NotebookError
 from lab.jupyter.copies import PARTICIPANT
-from lab.jupyter.executing import FOLDER
+from lab.jupyter.notebook_files import FOLDER, read_notebook
 from lab.jupyter.stubs import END
 
 STUBS = {
@@ -91,14 +90,10 @@ def stub_of(path: Path) -> str:
     Raises:
         NotebookError: The file is no notebook, or not exactly one of its cells has the tag.
     """
-    try:
-        cells = nbformat.read(path, as_version=4).cells
-    except OSError as error:
-        raise NotebookError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # nbformat raises errors of many kinds
-        raise NotebookError(f"{path} is no notebook: {str(error).partition(chr(10))[0][:200]}") from None
     sources = [
-        cell.source for cell in cells if "stub" in cell.metadata.get("tags", []) and cell.cell_type == "code"
+        cell.source
+        for cell in read_notebook(path).cells
+        if "stub" in cell.metadata.get("tags", []) and cell.cell_type == "code"
     ]
     if len(sources) != 1:
         raise NotebookError(
@@ -116,7 +111,7 @@ def without_magic(source: str) -> str:
 
 def solution_of(notebook: str) -> str:
     """Return the lab's own solution of a stub."""
-    cells = nbformat.read(FOLDER / f"{notebook}.ipynb", as_version=4).cells
+    cells = read_notebook(FOLDER / f"{notebook}.ipynb").cells
     [place] = [i for i, cell in enumerate(cells) if "stub" in cell.metadata.get("tags", [])]
     return str(cells[place + 1].source)
 

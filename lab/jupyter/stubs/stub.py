@@ -52,7 +52,7 @@ class Stub:
         except NotImplementedError:
             raise Wrong(f"{self.name} is not written yet") from None
         except SyntaxError as error:
-            raise Wrong(f"line {error.lineno} of the cell is not valid Python: {error.msg}") from None
+            raise Wrong(_describe_syntax(error, source.splitlines())) from None
         except (Exception, GeneratorExit) as error:
             raise Wrong(_describe(error)) from None
 
@@ -60,6 +60,14 @@ class Stub:
 def title(check: Callable[[Any], None]) -> str:
     """Return what a check checks: the first line of its docstring, without the full stop."""
     return (check.__doc__ or "").strip().partition("\n")[0].removesuffix(".")
+
+
+def _describe_syntax(error: SyntaxError, lines: list[str]) -> str:
+    """Return what is no Python in a cell of these lines, in one line."""
+    number = error.lineno or 0
+    if lines[number - 1 : number] and lines[number - 1].lstrip().startswith(("%", "!")):
+        return f"line {number} of the cell is a command of IPython, not Python: write it in another cell"
+    return f"line {number} of the cell is not valid Python: {error.msg}"
 
 
 def _describe(error: BaseException) -> str:

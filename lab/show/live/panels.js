@@ -3,8 +3,9 @@ const STRIP = 18; // the height of the names of the phases, above the highest pe
 const LANE_GAP = 8;
 const LANES = ["host", "disk"]; // the memories below the device's, where there is something in them
 
-// The places of the panels of the shown ranks, and the ends of their axes, which hidden ranks count for too.
-function arrange(store, width, height, hidden) {
+// The places of the panels of the shown ranks, and the ends of their axes, which hidden ranks count for too. The
+// axis of bytes reaches at least `highest`.
+function arrange(store, width, height, hidden, highest) {
   const visible = store.ranks.map((rank, number) => ({ rank, number })).filter(({ number }) => !hidden.has(number));
   const count = visible.length;
   const most = store.stacked ? 1 : Math.floor(width / 190);
@@ -32,7 +33,7 @@ function arrange(store, width, height, hidden) {
   }));
   const last = largest(store, (row) => row.seconds) || 1;
   // While ranks run the axis ends at a round number, so that it changes seldom.
-  const scale = { seconds: store.recorded ? last : roundUp(last), over: store.over, bytes: highestPeak(store) || 1, lanes };
+  const scale = { seconds: store.recorded ? last : roundUp(last), over: store.over, bytes: Math.max(highestPeak(store), highest) || 1, lanes };
   return { panels, scale };
 }
 

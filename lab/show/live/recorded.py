@@ -34,6 +34,7 @@ class Recorded:
         job: The job that they are of; None where it is not known, and no knob is named then.
         over: The horizontal axis.
         planned: The timeline of a plan to draw over them; None for no plan.
+        highest: The axis of bytes reaches at least so high.
         ranks: Whether the timelines are those of the ranks of one job, whose bytes can be added up.
     """
 
@@ -42,6 +43,7 @@ class Recorded:
     job: Job | None
     over: Over = "seconds"
     planned: Timeline | None = None
+    highest: int = 0
     ranks: bool = False
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:

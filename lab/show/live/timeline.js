@@ -145,7 +145,7 @@ class View {
     this.offerRanks();
     const { store } = this;
     const pen = penOn(this.copy, width, height, ratio, getComputedStyle(this.root));
-    const { panels, scale } = arrange(store, width, height, this.hidden);
+    const { panels, scale } = arrange(store, width, height, this.hidden, this.look.highest);
     Object.assign(this, { panels, scale, ratio, stale: false });
     for (const panel of panels) drawPanel(pen, panel, scale, this.look, store.names, ratio);
     this.status.textContent = statusText(store, this.look);

@@ -28,7 +28,8 @@ class LiveTimeline:
 
     Its Stop button ends the run and keeps what was measured. After the run a click on an instant shows who
     holds the bytes then. Without a browser, as in papermill or a script, it shows only the picture at the
-    end. It can watch several runs one after the other.
+    end. It can watch several runs one after the other: the axis of each reaches at least as high as the peaks
+    of those before.
 
     Args:
         height: The height of the canvas in pixels, for all ranks together.
@@ -37,6 +38,7 @@ class LiveTimeline:
 
     def __init__(self, height: int, display: Display | None = None) -> None:
         self._height, self._display = height, display
+        self._highest = 0
         self._view: _View | None = None
         self._stop: Callable[[], None] = _do_nothing
 
@@ -56,10 +58,12 @@ class LiveTimeline:
 
     def _open(self, waiting: str) -> None:
         if self._view is None and (self._display or is_in_browser()):
-            self._view = _View(self._height, self._stop, self._display or CellOutput(), waiting)
+            shown = self._display or CellOutput()
+            self._view = _View(self._height, self._stop, shown, waiting, self._highest)
 
     def _finish(self, run: HasTimelines) -> None:
-        drawn = timeline(run)
+        drawn = timeline(run, highest=self._highest)
+        self._highest = max(self._highest, *(one.device_peak for one in run.timelines))
         picture = Picture(drawn.figure, drawn.text)
         if self._view is None:
             (self._display or CellOutput()).show(picture)
@@ -79,8 +83,10 @@ class LiveTimeline:
 class _View:
     """A widget on a page, and the names that were sent to its script."""
 
-    def __init__(self, height: int, stop: Callable[[], None], display: Display, waiting: str) -> None:
-        self.widget = TimelineWidget(height, waiting=waiting)
+    def __init__(
+        self, height: int, stop: Callable[[], None], display: Display, waiting: str, highest: int
+    ) -> None:
+        self.widget = TimelineWidget(height, waiting=waiting, highest=highest)
         # With subshells (JupyterLab 4.4, ipykernel 7) a message from the page arrives while the cell runs;
         # otherwise the reader interrupts the kernel.
         self.widget.on_msg(lambda _widget, content, _buffers: stop() if content.get("stop") else None)

@@ -38,7 +38,9 @@ class TimelineWidget(anywidget.AnyWidget):
     _css = join_files("page.css", "live/timeline.css", "live/holders.css")
     look = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, height: int, *, waiting: str = "", picture: Picture | None = None) -> None:
+    def __init__(
+        self, height: int, *, waiting: str = "", picture: Picture | None = None, highest: int = 0
+    ) -> None:
         super().__init__(
             look={
                 "categories": [[name, COLOURS[name]] for name in CATEGORIES],
@@ -46,6 +48,7 @@ class TimelineWidget(anywidget.AnyWidget):
                 "disk": COLOURS["disk"],
                 "tints": PHASE_TINTS,
                 "height": height,
+                "highest": highest,
                 "waiting": waiting,
             }
         )
@@ -96,7 +99,7 @@ class CellOutput:
 
 def display_recorded(recorded: Recorded, picture: Picture, height: int) -> None:
     """Display timelines that have ended in the running cell, and leave their picture in the notebook."""
-    widget, output = TimelineWidget(height, picture=picture), CellOutput()
+    widget, output = TimelineWidget(height, picture=picture, highest=recorded.highest), CellOutput()
 
     def begin(content: dict[str, Any]) -> None:
         # The page has loaded the script, which waits for the rows.

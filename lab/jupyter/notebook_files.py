@@ -1,0 +1,50 @@
+"""Notebook files: where the lab's are, and how one is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from lab.errors import NotebookError
+from lab.units import abbreviate
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+"""The folder of the lab's own notebooks."""
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read a notebook of format 4.
+
+    Raises:
+        NotebookError: The file cannot be read, or is no such notebook.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        document: Any = json.loads(text)
+    except OSError as error:
+        raise NotebookError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise NotebookError(f"{path} is no notebook: it is not JSON ({first_line(error)})") from error
+    version = document.get("nbformat") if isinstance(document, dict) else None
+    if version is None:
+        raise NotebookError(f"{path} is no notebook: its JSON has no 'nbformat'")
+    if version != 4:
+        raise NotebookError(
+            f"{path} is a notebook of format {abbreviate(repr(version))}: the lab reads format 4, to which "
+            "JupyterLab converts it: open it there and save it"
+        )
+    try:
+        nbformat.validate(document)
+        notebook: NotebookNode = nbformat.v4.reads(text)
+    except Exception as error:  # nbformat raises errors of many kinds
+        raise NotebookError(f"{path} is no notebook of format 4: {first_line(error)}") from error
+    return notebook
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its beginning."""
+    return abbreviate(str(error).strip().partition("\n")[0], 200) or type(error).__name__
