@@ -17,7 +17,7 @@ from lab.recipe.ladder import RECIPE_NAMES
 from lab.show.context_table import context_table
 from lab.units import Ki
 
-SMALL = (Rental(2, "rtx4090", "3GiB", 2, "little"), Rental(2, "rtx5090", "64GiB", 2, "more"))
+SMALL = (Rental(2, "rtx4090", "3GiB", 2, "little"), Rental(2, "rtx5090", "4GiB", 2, "more"))
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,9 @@ class Sizes:
 
     def of(self, layer: int) -> Sizes:
         """Return the sizes as those of a layer."""
-        return replace(self, **vars(self.layers[layer]))
+        own = self.layers[layer]
+        # There are at most two kinds of layers. A copy for each of many calls would take most of the time.
+        return self if own.sparse == self.sparse else replace(self, **vars(own))
 
     def trained_shards(self, first: int) -> int:
         """Return the trained weights of the layers from ``first`` on, on the rank that has the most."""
