@@ -13,7 +13,8 @@ from lab import models
 from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
-from lab.techniques.rope import apply_rope, check_rope, inverse_frequencies, rotary_tables, rotate_
+from lab.techniques.frequencies import check_rope, inverse_frequencies
+from lab.techniques.rope import apply_rope, rotary_tables, rotate_
 
 FAR = 5 * 2**20
 KINDS = {

@@ -14,7 +14,7 @@ from lab.errors import LabError, ModelError
 from lab.models.presets import PRESETS
 from lab.models.small_copies import small_copy
 from lab.recipe.recipe import Recipe
-from lab.techniques.rope import check_rope
+from lab.techniques.frequencies import check_rope
 from lab.techniques.ulysses_degrees import degrees
 from lab_tests.support.models import small_config
 
