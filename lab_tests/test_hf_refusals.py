@@ -415,6 +415,7 @@ def test_a_batch_that_is_right() -> None:
     assert part["input_ids"].tolist() == [[4, 5, 6, 0], [11, 12, 13, 0]]
     assert part["shifted_labels"].tolist() == [[5, 6, -100, -100], [-100] * 4]
     assert part["position_ids"].tolist() == [[4, 5, 6, 7]]
+    assert part["padding"] == 1
 
 
 @pytest.mark.parametrize("name", BATCHES)

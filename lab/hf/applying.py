@@ -26,7 +26,7 @@ from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe, apply_techniques, check_inputs
 from lab.techniques.exchange import sum_over_ranks
 from lab.techniques.loss import IGNORED
-from lab.techniques.rope import rotary_forward
+from lab.techniques.rope import check_lengths
 from lab.techniques.sharding import OPTIMIZER_BEFORE, reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
@@ -81,13 +81,7 @@ class LongContextModel:
             sequence=self.sequence,
             everyone=everyone,
         )
-        rotary = rotary_forward(self.inner)
-        if rotary.type_by_length is not None:
-            # Groups of ranks have rows of their own. All ranks check the same lengths, so all raise an error.
-            lengths = [0] * self.mesh.size()
-            dist.all_gather_object(lengths, inputs["input_ids"].shape[1], group=everyone)
-            for tokens in lengths:
-                rotary.check_length(tokens)
+        check_lengths(self.inner, inputs["input_ids"].shape[1], everyone)
         return part
 
     def count(self, parts: Iterable[Mapping[str, Any]]) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.decoder import Patch, Rotation, decoder_of
@@ -154,6 +155,31 @@ def rotary_forward(model: nn.Module) -> RotaryForward:
     inner: Any = model.model
     forward: RotaryForward = inner.rotary_emb.forward
     return forward
+
+
+def check_lengths(model: nn.Module, tokens: int, group: dist.ProcessGroup) -> None:
+    """Check the lengths of the rows of all ranks, which call this together; see ``RotaryForward``.
+
+    Ranks that share no sequence may have rows of different lengths. All ranks check the same lengths, so that
+    all of them raise the error.
+
+    Costs: one exchange of a number, if frequencies depend on the length of a row.
+
+    Args:
+        model: A model to which ``apply_rope`` was applied.
+        tokens: S, the tokens of this rank's rows, without the padding that the lab adds.
+        group: All ranks.
+
+    Raises:
+        RecipeError: See ``RotaryForward.check_length``.
+    """
+    rotary = rotary_forward(model)
+    if rotary.type_by_length is None:
+        return
+    lengths = [tokens] * dist.get_world_size(group)
+    dist.all_gather_object(lengths, tokens, group=group)
+    for length in lengths:
+        rotary.check_length(length)
 
 
 def _check_frequencies(rotary: Any, layer_type: str | None, frequencies: Frequencies) -> None:
