@@ -513,6 +513,17 @@ def test_an_accelerator_that_is_right() -> None:
     refused("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda: lab.hf.parallelism(SHARED, 5))
 
 
+def test_rows_of_several_lengths_with_dynamic_frequencies() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    made = model(rope_parameters=dynamic, max_position_embeddings=6)
+    applied = lab.hf.apply(made, OWN, Accelerator(cpu=True))
+    words = "rows of 8 tokens and rows of 7 with rope_type='dynamic' ... pad or cut all rows to one length"
+    # The second micro-batch of an update is refused before the forward of the first.
+    applied.shard({"input_ids": IDS, "labels": IDS})
+    ids = torch.arange(8)[None]
+    refused(words, lambda: applied.shard({"input_ids": ids, "labels": ids}))
+
+
 def test_adapters_with_accelerates_fsdp() -> None:
     found = Accelerator(cpu=True)
     found.state.fsdp_plugin = plugin()

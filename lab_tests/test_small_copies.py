@@ -131,8 +131,8 @@ def test_the_model_itself_is_left_alone_and_a_directory_will_do(tmp_path):
 REFUSED = {
     "stablelm is not a family": StableLmConfig(),
     "attention_dropout=0.1": odd(attention_dropout=0.1),
-    "rope_type='dynamic'": odd(
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=99
+    "factor=0.0": odd(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 0.0}, max_position_embeddings=99
     ),
 }  # fmt: skip
 
