@@ -73,8 +73,8 @@ class RotaryForward(Patch):
     Attributes:
         frequencies: The frequencies of each type of layers, as ``check_rope`` returns them.
         tokens: S in the present call of the model; None if its caller does not say.
-        length: The one length of rows of ``max_position_embeddings`` tokens or more, with dynamic NTK
-            scaling; None before the first such row.
+        least: Rows of so many tokens or more must have one length; None if rows of all lengths may differ.
+        length: The one length; None before the first such row.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class RotaryForward(Patch):
         super().__init__(self._tables, replaced)
         self.frequencies = frequencies
         self.tokens: int | None = None
+        limits = [one.limit for one in frequencies.values() if one.rope_type == "dynamic"]
+        self.least: int | None = limits[0] if limits else None
         self.length: int | None = None
         self._rotation: Rotation = rotation
         self._ranks, self._multiple = ulysses * ring, token_multiple(ulysses, ring)
@@ -114,18 +116,17 @@ class RotaryForward(Patch):
         Raises:
             RecipeError: They do.
         """
-        for one in self.frequencies.values():
-            if one.rope_type != "dynamic" or one.limit is None or tokens < one.limit:
-                continue
-            if self.length is None:
-                self.length = tokens
-            if tokens != self.length:
-                raise RecipeError(
-                    f"rows of {tokens} tokens and rows of {self.length} with rope_type='dynamic': in "
-                    f"transformers, a row of max_position_embeddings={one.limit} tokens or more has the "
-                    "frequencies of the longest row before it; pad or cut all rows to one length, or to "
-                    f"fewer than {one.limit} tokens; for another length, build the model again"
-                )
+        if self.least is None or tokens < self.least:
+            return
+        if self.length is None:
+            self.length = tokens
+        if tokens != self.length:
+            raise RecipeError(
+                f"rows of {tokens} tokens and rows of {self.length} with rope_type='dynamic': in "
+                f"transformers, a row of max_position_embeddings={self.least} tokens or more has the "
+                "frequencies of the longest row before it; pad or cut all rows to one length, or to fewer "
+                f"than {self.least} tokens; for another length, build the model again"
+            )
 
     def _tables(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
@@ -163,7 +164,7 @@ def check_lengths(model: nn.Module, tokens: int, group: dist.ProcessGroup) -> No
     Ranks that share no sequence may have rows of different lengths. All ranks check the same lengths, so that
     all of them raise the error.
 
-    Costs: one exchange of a number, if frequencies depend on the length of a row.
+    Costs: one exchange of a number, if there are lengths that are refused.
 
     Args:
         model: A model to which ``apply_rope`` was applied.
@@ -174,7 +175,7 @@ def check_lengths(model: nn.Module, tokens: int, group: dist.ProcessGroup) -> No
         RecipeError: See ``RotaryForward.check_length``.
     """
     rotary = rotary_forward(model)
-    if rotary.type_by_length is None:
+    if rotary.least is None:
         return
     lengths = [tokens] * dist.get_world_size(group)
     dist.all_gather_object(lengths, tokens, group=group)
