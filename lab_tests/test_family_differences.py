@@ -296,6 +296,14 @@ def test_the_doctor_reads_a_directory(tmp_path):
     assert "one projection for q, k and v" in said
 
 
+def test_dynamic_frequencies_need_rows_of_one_length():
+    said = {"dynamic": "; rows of 4,096 tokens or more must have one length", "linear": ""}
+    for kind, more in said.items():
+        parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        found = cost(config("llama", rope_parameters=parameters), f"rotary frequencies of the type {kind}")
+        assert found == f"no bytes: they are computed once, in fp64{more}"
+
+
 def written(folder, **fields):
     config("llama").save_pretrained(folder)
     path = folder / "config.json"
