@@ -200,8 +200,8 @@ def _dynamic_frequencies(plain: list[float], p: Mapping[str, Any], max_positions
     """Return the frequencies of dynamic NTK scaling (arXiv 2309.00071, section 3.3).
 
     Sequences that are longer than those of the training have a larger base, which grows with their length S.
-    It divides the highest frequency by 1, and the lowest by ``factor`` * S / ``max_positions`` - ``factor``
-    + 1, where the paper has S / ``max_positions``.
+    The highest frequency stays, and the lowest is divided by 1 + ``factor`` * (S / ``max_positions`` - 1),
+    where the paper has S / ``max_positions``.
     """
     factor, rotated = p["factor"], 2 * len(plain)
     if type(max_positions) is not int or max_positions < 1 or not factor > 0:

@@ -99,14 +99,14 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
                 f"padding={padding}: rows are padded to a multiple of {multiple} tokens; give the padding of "
                 "lab.shard_batch, which calls of lab.loss do"
             )
-        # One rank alone adds no padding.
-        known = padding is not None or multiple == 1
+        if padding is None and multiple == 1:
+            padding = 0
         positions = _positions(input_ids, position_ids, documents, ulysses, ring, index)
         keywords: dict[str, Any] = {} if shifted_labels is None else {"labels": shifted_labels}
         in_rows = None if documents is None else Documents(documents)
         if in_rows is not None:
             keywords["lab_documents"] = in_rows
-        with rotary.rows_of(tokens - (padding or 0) if known else None):
+        with rotary.rows_of(None if padding is None else tokens - padding):
             output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **keywords)
         if in_rows is not None and in_rows.uses != attentions:
             raise RecipeError(
