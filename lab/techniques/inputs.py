@@ -99,8 +99,6 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
                 f"padding={padding}: rows are padded to a multiple of {multiple} tokens; give the padding of "
                 "lab.shard_batch, which calls of lab.loss do"
             )
-        if padding is None and multiple == 1:
-            padding = 0
         positions = _positions(input_ids, position_ids, documents, ulysses, ring, index)
         keywords: dict[str, Any] = {} if shifted_labels is None else {"labels": shifted_labels}
         in_rows = None if documents is None else Documents(documents)
