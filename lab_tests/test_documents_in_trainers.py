@@ -147,7 +147,7 @@ def test_a_part_of_several_documents() -> None:
 
 def test_one_document_is_a_plain_part() -> None:
     more = {"position_ids": torch.arange(8)[None], "cu_seq_lens_q": None, "seq_idx": None, "max_length_k": 8}
-    assert part_of(**more).keys() == {"input_ids", "shifted_labels", "position_ids"}
+    assert part_of(**more).keys() == {"input_ids", "shifted_labels", "position_ids", "padding"}
 
 
 @pytest.mark.parametrize(

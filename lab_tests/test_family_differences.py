@@ -296,6 +296,14 @@ def test_the_doctor_reads_a_directory(tmp_path):
     assert "one projection for q, k and v" in said
 
 
+def test_dynamic_frequencies_need_rows_of_one_length():
+    said = {"dynamic": "; rows of 4,096 tokens or more must have one length", "linear": ""}
+    for kind, more in said.items():
+        parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        found = cost(config("llama", rope_parameters=parameters), f"rotary frequencies of the type {kind}")
+        assert found == f"no bytes: they are computed once, in fp64{more}"
+
+
 def written(folder, **fields):
     config("llama").save_pretrained(folder)
     path = folder / "config.json"
@@ -312,8 +320,8 @@ def written(folder, **fields):
          r".*is the config of gemma3, of which gemma3_text is the text model: .* give a directory"),
         ({"hidden_size": 0}, r".*hidden_size=0: it takes a whole number, 1 or more"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 in the config of a Llama model"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-         r"rope_type='dynamic' is not one of default"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 0.0}},
+         r"rope_parameters with which no angle can be computed .*factor=0.0"),
     ],
 )  # fmt: skip
 def test_the_doctor_refuses_in_one_line(tmp_path, fields, said):

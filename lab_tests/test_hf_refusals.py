@@ -415,6 +415,7 @@ def test_a_batch_that_is_right() -> None:
     assert part["input_ids"].tolist() == [[4, 5, 6, 0], [11, 12, 13, 0]]
     assert part["shifted_labels"].tolist() == [[5, 6, -100, -100], [-100] * 4]
     assert part["position_ids"].tolist() == [[4, 5, 6, 7]]
+    assert part["padding"] == 1
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -510,6 +511,17 @@ def test_an_accelerator_that_is_right() -> None:
     check_parallelism(OWN, accelerator(fsdp_plugin=plugin()))
     assert lab.hf.parallelism(OWN, 6) is None
     refused("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda: lab.hf.parallelism(SHARED, 5))
+
+
+def test_rows_of_several_lengths_with_dynamic_frequencies() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    made = model(rope_parameters=dynamic, max_position_embeddings=6)
+    applied = lab.hf.apply(made, OWN, Accelerator(cpu=True))
+    words = "rows of 8 tokens and rows of 7 with rope_type='dynamic' ... pad or cut all rows to one length"
+    # The second micro-batch of an update is refused before the forward of the first.
+    applied.shard({"input_ids": IDS, "labels": IDS})
+    ids = torch.arange(8)[None]
+    refused(words, lambda: applied.shard({"input_ids": ids, "labels": ids}))
 
 
 def test_adapters_with_accelerates_fsdp() -> None:

@@ -116,8 +116,13 @@ gpt_oss = partial(
     intermediate_size=20,
 )  # fmt: skip
 OFFLOAD = Recipe(fsdp=True, ulysses=2, checkpoint=True, offload="inputs")
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
 CASES = {
-    "tokens that do not divide": (odd(num_hidden_layers=3), replace(UPIPE, head_chunk=4), 499, 1),
+    "tokens that do not divide, frequencies of their number": (
+        odd(num_hidden_layers=3, rope_parameters=DYNAMIC, max_position_embeddings=256),
+        replace(UPIPE, head_chunk=4), 499, 1,
+    ),
     "rows over data parallel ranks": (odd(), replace(UPIPE, head_chunk=12), 500, 2),
     "tile of 5": (odd(), Recipe(ulysses=2, mlp_tile=5, norm_tile=8, loss_tile=5), 40, 1),
     "tile of 8": (odd(), Recipe(fsdp=True, ulysses=2, mlp_tile=8, norm_tile=5, loss_tile=8), 40, 3),

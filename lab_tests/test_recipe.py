@@ -158,8 +158,8 @@ def llama(**changed):
         ),
         (llama(attention_dropout=0.1), {}, 1, "attention_dropout=0.1 .*only with attention_dropout=0.0"),
         (
-            llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), {}, 1,
-            "dynamic.*default, linear, llama3, yarn",
+            llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 0.0}), {}, 1,
+            "factor=0.0 and max_position_embeddings=2048 are not above 0",
         ),
     ],
 )  # fmt: skip

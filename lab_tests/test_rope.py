@@ -13,7 +13,8 @@ from lab import models
 from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
-from lab.techniques.rope import apply_rope, check_rope, inverse_frequencies, rotary_tables, rotate_
+from lab.techniques.frequencies import check_rope, inverse_frequencies
+from lab.techniques.rope import apply_rope, rotary_tables, rotate_
 
 FAR = 5 * 2**20
 KINDS = {
@@ -113,16 +114,25 @@ def test_a_rank_knows_the_length_of_the_whole_sequence():
 
 
 def test_padding_never_decides_on_the_frequencies_of_longrope():
-    """With three ranks, a row of 512 tokens is padded to 513."""
-    model = rotary(KINDS["longrope"])
-    with pytest.raises(RecipeError, match=r"^ulysses=3, ring=1 .* multiple of 3 tokens, .*=512; choose degr"):
-        apply_rope(model, ulysses=3)
-    assert "forward" not in vars(model.model.rotary_emb)
+    """With three ranks, rows of 511 and of 512 tokens are padded to 513."""
+    model, x = rotary(KINDS["longrope"]), torch.zeros(1)
+    apply_rope(model, ulysses=3)
+    embed = model.model.rotary_emb
+    short, long = (embed(x, position_ids=torch.arange(n)[None])[0][:, :100] for n in (170, 172))
+    part = torch.arange(171)[None]
+    for tokens, right in ((512, short), (513, long)):
+        with embed.forward.rows_of(tokens):
+            assert torch.equal(embed(x, position_ids=part)[0][:, :100], right)
+        # What the block says does not count after it.
+        with pytest.raises(RecipeError, match=r"^rows of 511 to 513 tokens, .*='longrope': .* padding; call"):
+            embed(x, position_ids=part)
+    assert not torch.equal(short, long)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [16, 44])
+@pytest.mark.parametrize("tokens", [18, 44])
 def test_longrope_under_upipe_and_in_streamed_layers(tokens, ranks4):
+    """18 tokens, which have the frequencies of short rows, are padded to 20."""
     for knobs in ({"head_chunk": 8}, {"head_chunk": 8, "checkpoint": True, "offload": "inputs", "stream": 5}):
         for found in ranks4.apply(longrope_error, Recipe(fsdp=True, ulysses=4, **knobs), tokens):
             assert found < 1e-5
@@ -130,7 +140,7 @@ def test_longrope_under_upipe_and_in_streamed_layers(tokens, ranks4):
 
 def longrope_error(recipe, tokens):
     """The largest relative error of a gradient, against transformers' own tables of fp32."""
-    parameters = {**KINDS["longrope"], "original_max_position_embeddings": 16}
+    parameters = {**KINDS["longrope"], "original_max_position_embeddings": 18}
     for name in ("short_factor", "long_factor"):
         parameters[name] = parameters[name][:5]
     made = [
@@ -184,7 +194,7 @@ def test_other_models_keep_their_own_rotations():
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "dynamic"),
+        ({"rope_type": "ntk", "rope_theta": 1e4}, "'ntk' is not one of default, linear, .*, dynamic$"),
         ({**KINDS["longrope"], "long_factor": [1.0] * 31}, "no angle can be computed .ValueError: zip"),
         ({**KINDS["longrope"], "long_factor": [-1.0] * 32}, "a frequency is not above 0, or not finite"),
         (

@@ -14,7 +14,7 @@ from lab.errors import LabError, ModelError
 from lab.models.presets import PRESETS
 from lab.models.small_copies import small_copy
 from lab.recipe.recipe import Recipe
-from lab.techniques.rope import check_rope
+from lab.techniques.frequencies import check_rope
 from lab.techniques.ulysses_degrees import degrees
 from lab_tests.support.models import small_config
 
@@ -131,8 +131,8 @@ def test_the_model_itself_is_left_alone_and_a_directory_will_do(tmp_path):
 REFUSED = {
     "stablelm is not a family": StableLmConfig(),
     "attention_dropout=0.1": odd(attention_dropout=0.1),
-    "rope_type='dynamic'": odd(
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=99
+    "factor=0.0": odd(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 0.0}, max_position_embeddings=99
     ),
 }  # fmt: skip
 

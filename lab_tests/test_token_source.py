@@ -66,8 +66,8 @@ def test_a_rank_reads_its_own_part_and_makes_the_batch_of_the_whole(rows, length
             assert torch.equal(mine.labels, whole.labels)
             assert torch.equal(mine.position_ids, whole.position_ids)
             assert mine.input_ids.dtype == mine.labels.dtype == torch.int64
-            assert (mine.label_count, mine.ulysses, mine.ring) == (
-                whole.label_count, whole.ulysses, whole.ring,
+            assert (mine.label_count, mine.ulysses, mine.ring, mine.padding) == (
+                whole.label_count, whole.ulysses, whole.ring, whole.padding,
             )  # fmt: skip
             # Its tokens, and the one that follows each.
             assert len(read) <= 2 * mine.input_ids.numel()

@@ -35,6 +35,9 @@ ROWS, TOKENS = 3, 22
 DOCUMENTS = [[5, 13, 4], [22], [2, 20]]
 """The lengths of the documents of each row."""
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+"""The rotary parameters of dynamic NTK scaling."""
+
 RECIPES = {
     "plain": Recipe(),
     "everything": Recipe(
@@ -562,9 +565,10 @@ CASES = (
     InputCase("config: quantization_config", model_as_it_is(partial(plain, quantization_config={"bits": 4}))),
     InputCase(
         "config: rope_type=dynamic",
-        model_as_it_is(
-            partial(plain, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-        ),
+        model_as_it_is(partial(plain, rope_parameters=DYNAMIC, max_position_embeddings=TOKENS - 5)),
+    ),
+    InputCase(
+        "config: rope_type=dynamic with short rows", model_as_it_is(partial(plain, rope_parameters=DYNAMIC))
     ),
     InputCase("config: a key that no class declares", model_as_it_is(partial(plain, written_by="somebody"))),
     InputCase("batch: padding at the right", batch_with_mask(RIGHT_MASK)),

@@ -186,7 +186,10 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
 
 
 def exact_rotary(model: nn.Module) -> nn.Module:
-    """Let the rotary embedding (of the default type) compute in fp64, without code of the lab."""
+    """Let the rotary embedding compute in fp64, without code of the lab.
+
+    The rope type is the default, or dynamic NTK scaling in a model that has computed no longer row before.
+    """
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
     head_dim, of_all = rotary.config.head_dim, rotary.config.rope_parameters
     kind = rotary.config.model_type
@@ -195,7 +198,11 @@ def exact_rotary(model: nn.Module) -> nn.Module:
         parameters = of_all if layer_type is None else of_all[layer_type]
         dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        half = position_ids.double()[..., None] * torch.exp(-powers * math.log(parameters["rope_theta"]))
+        base, length = parameters["rope_theta"], int(position_ids.max()) + 1
+        if parameters["rope_type"] == "dynamic":
+            ratio = max(length / rotary.config.max_position_embeddings, 1)
+            base *= (1 + parameters["factor"] * (ratio - 1)) ** (dim / (dim - 2))
+        half = position_ids.double()[..., None] * torch.exp(-powers * math.log(base))
         if kind.startswith("cohere"):
             angles = half.repeat_interleave(2, -1)
         else:

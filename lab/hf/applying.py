@@ -26,6 +26,7 @@ from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe, apply_techniques, check_inputs
 from lab.techniques.exchange import sum_over_ranks
 from lab.techniques.loss import IGNORED
+from lab.techniques.rope import check_lengths
 from lab.techniques.sharding import OPTIMIZER_BEFORE, reshape_mesh
 
 Sharding = Literal["lab", "accelerate"]
@@ -64,17 +65,24 @@ class LongContextModel:
         return self.recipe.ulysses * self.recipe.ring
 
     def shard(self, inputs: Any) -> dict[str, Any]:
-        """Return this rank's part of a batch; see ``shard_rows``."""
-        recipe = self.recipe
-        return shard_rows(
+        """Return this rank's part of a batch; see ``shard_rows``.
+
+        Raises:
+            LabError: See ``shard_rows``.
+            RecipeError: The rows of a rank have a length that ``RotaryForward`` refuses.
+        """
+        recipe, everyone = self.recipe, self.mesh.get_group()
+        part = shard_rows(
             inputs,
             ulysses=recipe.ulysses,
             ring=recipe.ring,
             index=self.mesh.get_local_rank() % self.shared,
             vocab_size=self.inner.config.vocab_size,
             sequence=self.sequence,
-            everyone=self.mesh.get_group(),
+            everyone=everyone,
         )
+        check_lengths(self.inner, inputs["input_ids"].shape[1], everyone)
+        return part
 
     def count(self, parts: Iterable[Mapping[str, Any]]) -> int:
         """Return the number of labels on all ranks; every rank calls this.

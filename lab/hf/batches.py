@@ -57,8 +57,8 @@ def shard_rows(
     Returns:
         ``input_ids`` and ``shifted_labels`` [b, s] and ``position_ids`` [1, s], with s = S/(C*R). Rows are
         first padded, so that ``token_multiple`` divides S. The label at place i is the token that follows
-        place i. If a row has several documents, also their lengths, ``documents``, and ``position_ids`` are
-        [b, s] if the rows have different ones.
+        place i. ``padding`` is the number of tokens that were added to a row. If a row has several documents,
+        also their lengths, ``documents``, and ``position_ids`` are [b, s] if the rows have different ones.
 
     Raises:
         RecipeError: No ``input_ids`` or no ``labels``, or other shapes than [b, S]; several documents in a
@@ -81,6 +81,7 @@ def shard_rows(
         "input_ids": pad(input_ids, (0, padding))[:, positions],
         "shifted_labels": shifted[:, positions],
         "position_ids": positions[None],
+        "padding": padding,
     }
     if documents is None:
         return part

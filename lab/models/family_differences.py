@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from lab.decoder import FAMILIES
 from lab.models.load import ModelLike, config_of, shape_of
 from lab.shape import Shape
+from lab.techniques.frequencies import check_rope
 from lab.techniques.loss_blocks import BLOCKS
-from lab.techniques.rope import check_rope
 from lab.techniques.ulysses_degrees import degrees
 from lab.techniques.window_pieces import SINK_PIECE
 from lab.units import Ki, Mi, format_bytes, format_tokens, parse_tokens
@@ -226,14 +226,14 @@ def _clips(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
 def _rotation(config: PretrainedConfig, shape: Shape) -> Iterator[Difference]:
     family, tables = FAMILIES[config.model_type], check_rope(config)
     rotated = sorted({2 * len(of_type.inverse) for of_type in tables.values()})
-    parameters: Any = config.rope_parameters
-    kinds = [parameters if kind is None else parameters[kind] for kind in tables]
-    scaled = sorted({kind.get("rope_type", "default") for kind in kinds} - {"default"})
+    scaled = sorted({of_type.rope_type for of_type in tables.values()} - {"default"})
     if scaled:
+        least = config.max_position_embeddings
+        same = f"; rows of {least:,} tokens or more must have one length" if "dynamic" in scaled else ""
         yield Difference(
             f"rotary frequencies of the type {' and '.join(scaled)}",
             "exact positions",
-            "no bytes: they are computed once, in fp64",
+            f"no bytes: they are computed once, in fp64{same}",
         )
     if len(tables) > 1:
         yield Difference(

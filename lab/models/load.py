@@ -37,7 +37,7 @@ from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
-from lab.techniques.rope import check_rope
+from lab.techniques.frequencies import check_rope
 from lab.torch_private import detect_fake_mode
 from lab.units import abbreviate, check_counts
 

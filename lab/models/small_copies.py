@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lab.decoder import FAMILIES, head_dim_of, keep_layers
 from lab.errors import ModelError
 from lab.models import ModelLike, config_of
-from lab.techniques.rope import check_rope
+from lab.techniques.frequencies import check_rope
 from lab.units import check_counts
 
 BYTES = 256

@@ -34,7 +34,8 @@ class Batch:
     rows have different ones; None if each row is one document.
     ``label_count`` counts the labels of all ranks together; ``group`` is all ranks; ``ulysses`` and ``ring``
     are the degrees that the sequence is sharded by; ``highest_token`` is the largest of the global batch, or
-    of the vocabulary that its tokens were checked against.
+    of the vocabulary that its tokens were checked against. ``padding`` counts the tokens that were added to
+    each row, so that it can be sharded.
     """
 
     input_ids: Tensor
@@ -45,6 +46,7 @@ class Batch:
     ulysses: int
     ring: int
     highest_token: int
+    padding: int
     documents: Lengths | None = None
 
 
@@ -131,7 +133,7 @@ def shard_batch(
 
     mine, positions = _part(rows, tokens, recipe, mesh)
     positions = positions.to(input_ids.device)
-    padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
+    padding = _padding(tokens, recipe)
     position_ids = positions[None]
     if lengths is not None:
         longer = last_longer(lengths, padding)
@@ -149,6 +151,7 @@ def shard_batch(
         ulysses=recipe.ulysses,
         ring=recipe.ring,
         highest_token=highest,
+        padding=padding,
         documents=lengths,
     )
 
@@ -218,6 +221,7 @@ def read_batch(
         ulysses=recipe.ulysses,
         ring=recipe.ring,
         highest_token=source.vocab_size - 1,
+        padding=_padding(length, recipe),
     )
 
 
@@ -230,6 +234,11 @@ def _part(rows: int, tokens: int, recipe: Recipe, mesh: DeviceMesh) -> tuple[ran
     """
     of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
     each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
-    padding = -tokens % token_multiple(recipe.ulysses, recipe.ring)
-    positions = local_positions(tokens + padding, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence)
+    padded = tokens + _padding(tokens, recipe)
+    positions = local_positions(padded, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence)
     return range(of_data * each, (of_data + 1) * each), positions
+
+
+def _padding(tokens: int, recipe: Recipe) -> int:
+    """Return how many tokens are added to a row of ``tokens`` tokens, so that it can be sharded."""
+    return -tokens % token_multiple(recipe.ulysses, recipe.ring)

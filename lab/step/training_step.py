@@ -75,6 +75,7 @@ def loss(model: nn.Module, batch: Batch, *, label_count: int | None = None) -> T
         position_ids=batch.position_ids,
         shifted_labels=batch.labels,
         documents=batch.documents,
+        padding=batch.padding,
     ).loss
     return sum_over_ranks(local, batch.group) / (batch.label_count if label_count is None else label_count)
 

@@ -13,8 +13,8 @@ from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
 from lab.techniques.attention.documents import Documents, document_positions
 from lab.techniques.document_lengths import Lengths, check_documents, several_or_none
-from lab.techniques.ring import local_positions
-from lab.techniques.rope import check_rope
+from lab.techniques.ring import local_positions, token_multiple
+from lab.techniques.rope import rotary_forward
 from lab.torch_private import FakeTensor, version
 
 NEUTRAL: dict[str, object] = {
@@ -35,6 +35,8 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
     - ``documents`` are the lengths of the documents of this rank's rows, also from ``lab.shard_batch``; None
       if each row is one. The positions then begin at 0 in each document. No technique sees them between
       calls: they reach each attention as a keyword, see ``Documents``.
+    - ``padding`` is how many tokens ``lab.shard_batch`` added at the end of each row. It may be left out if
+      C = R = 1, or if the frequencies of rotary positions do not depend on the length of a row.
     - ``attention_mask`` [b, s] may mark padding at the end of rows. The model does not use the mask:
       attention is causal, so padding cannot affect the tokens before it.
     - ``shifted_labels`` [b, s] come from ``lab.loss``. The label at place i is the token that follows it. The
@@ -55,15 +57,14 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
     Raises:
         RecipeError: In forward: ``labels``; padding before the end of a row, or any padding if C*R > 1;
             positions that skip, belong to another rank, or restart without ``documents``; documents with a
-            ring, with LongRoPE, or which the layers do not pass on; ``inputs_embeds``, caches, requests for
-            hidden states or attentions, and every other keyword whose value is not in ``NEUTRAL``; autocast;
-            modules that changed. In backward: a parameter changed after forward, by an optimizer or by
-            loading a state.
+            ring, with LongRoPE or dynamic NTK scaling, or which the layers do not pass on; rows of a length
+            that ``RotaryForward`` refuses; ``inputs_embeds``, caches, requests for hidden states or
+            attentions, and every other keyword whose value is not in ``NEUTRAL``; autocast; modules that
+            changed. In backward: a parameter changed after forward, by an optimizer or by loading a state.
     """
     plain = model.forward
     attentions = sum("lab_window" in vars(module) for module in model.modules())
-    config: Any = model.config
-    by_length = any(of_type.limit is not None for of_type in check_rope(config).values())
+    rotary, multiple = rotary_forward(model), token_multiple(ulysses, ring)
     before, parameters = _module_records(model), dict(model.named_parameters())
     _count_updates_of_fused_optimizers()
 
@@ -74,6 +75,7 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         *,
         shifted_labels: Tensor | None = None,
         documents: Lengths | None = None,
+        padding: int | None = None,
         **kwargs: Any,
     ) -> Any:
         _check_keywords(kwargs)
@@ -83,21 +85,27 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         _check_unchanged(model, before)
         if attention_mask is not None:
             _check_mask(attention_mask, input_ids, whole=ulysses * ring == 1)
+        tokens = input_ids.shape[1] * ulysses * ring
         if documents is not None:
-            whole = check_documents(documents, len(input_ids), input_ids.shape[1] * ulysses * ring)
-            documents = several_or_none(whole, ring)
-            if documents is not None and by_length:
+            documents = several_or_none(check_documents(documents, len(input_ids), tokens), ring)
+            if documents is not None and rotary.type_by_length is not None:
                 raise RecipeError(
-                    "several documents in a row with rope_type='longrope': whether a document has the "
-                    "frequencies of its own length or of the longest one is not defined; give one document "
-                    "a row"
+                    f"several documents in a row with rope_type={rotary.type_by_length!r}: whether a "
+                    "document has the frequencies of its own length or of the longest one is not defined; "
+                    "give one document a row"
                 )
+        if padding is not None and padding not in range(multiple):
+            raise RecipeError(
+                f"padding={padding}: rows are padded to a multiple of {multiple} tokens; give the padding of "
+                "lab.shard_batch, which calls of lab.loss do"
+            )
         positions = _positions(input_ids, position_ids, documents, ulysses, ring, index)
         keywords: dict[str, Any] = {} if shifted_labels is None else {"labels": shifted_labels}
         in_rows = None if documents is None else Documents(documents)
         if in_rows is not None:
             keywords["lab_documents"] = in_rows
-        output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **keywords)
+        with rotary.rows_of(None if padding is None else tokens - padding):
+            output = plain(input_ids=input_ids, position_ids=positions, use_cache=False, **keywords)
         if in_rows is not None and in_rows.uses != attentions:
             raise RecipeError(
                 f"documents reached {in_rows.uses} of {attentions} attentions of a model whose layers do not "

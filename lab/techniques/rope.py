@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from lab.decoder import Patch, Rotation, decoder_of, head_dim_of
+from lab.decoder import Patch, Rotation, decoder_of
 from lab.errors import RecipeError
+from lab.techniques.frequencies import Frequencies, check_rope
 from lab.techniques.ring import token_multiple
 from lab.torch_private import FakeTensor
-
-
-class Frequencies(NamedTuple):
-    """The angles of a config's rotary settings.
-
-    Attributes:
-        inverse: The R/2 inverse frequencies, in radians per position.
-        factor: Multiplies the cosines and sines.
-        limit: The most tokens of a sequence with these frequencies; None if there is no limit.
-        beyond: The inverse frequencies of longer sequences.
-    """
-
-    inverse: list[float]
-    factor: float = 1.0
-    limit: int | None = None
-    beyond: list[float] | None = None
-
-    def of(self, tokens: int) -> list[float]:
-        """Return the inverse frequencies of a sequence of so many tokens."""
-        if self.limit is None or self.beyond is None or tokens <= self.limit:
-            return self.inverse
-        return self.beyond
-
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-"""The values of ``rope_type`` in a config for which this file computes frequencies."""
 
 
 def apply_rope(model: nn.Module, *, ulysses: int = 1, ring: int = 1) -> None:
@@ -48,8 +24,10 @@ def apply_rope(model: nn.Module, *, ulysses: int = 1, ring: int = 1) -> None:
     The embedding takes x (for its dtype) and ``position_ids`` [b, s] or [1, s], and returns cosines and sines
     [b, s, R] or [1, s, R] in the dtype of x; R/2 in place of R in a family with ``half_tables``. It takes the
     type of a layer too, if the layers of each type have frequencies of their own. The frequencies of LongRoPE
-    depend on the length of the whole sequence, which is sharded by the degrees ``ulysses`` and ``ring``. At
-    position 5,242,880, angles are up to 5e6 radians. Computed in fp32, they have cosines with errors up to
+    and of dynamic NTK scaling depend on the length of the whole sequence, which is sharded by the degrees
+    ``ulysses`` and ``ring``; see ``RotaryForward``.
+
+    At position 5,242,880, angles are up to 5e6 radians. Computed in fp32, they have cosines with errors up to
     0.256 (published). The module's own buffer of inverse frequencies is fp32 and causes errors of 0.217 even
     if the angles are fp64, so it is not used.
 
@@ -68,207 +46,176 @@ def apply_rope(model: nn.Module, *, ulysses: int = 1, ring: int = 1) -> None:
     Raises:
         ModelError: See ``decoder_of``.
         RecipeError: The rope type is not one of ``ROPE_TYPES``; the module's frequencies are not those of its
-            config; or the rows are padded to a length that may have other frequencies than theirs.
+            config; or it has computed those of a long sequence, of dynamic NTK scaling, before.
     """
-    decoder, ranks = decoder_of(model), ulysses * ring
+    decoder = decoder_of(model)
     rotary: Any = decoder.rotary
     # All layers that rotate do it alike.
     rotations: list[Rotation] = [*(one.rotation for one in decoder.layers if one.rotation != "none"), "none"]
     frequencies = check_rope(rotary.config)
     for layer_type, of_type in frequencies.items():
         _check_frequencies(rotary, layer_type, of_type)
-        multiple = token_multiple(ulysses, ring)
-        if of_type.limit is not None and of_type.limit % multiple:
+    rotary.forward = RotaryForward(
+        rotary.forward, frequencies, rotation=rotations[0], ulysses=ulysses, ring=ring
+    )
+
+
+class RotaryForward(Patch):
+    """The forward of a rotary embedding; see ``apply_rope``.
+
+    Frequencies may depend on S, the tokens of a row. A rank has the positions of its own tokens alone, and
+    these may include padding that the lab added. So the caller of the model says S, by ``rows_of``.
+
+    transformers gives a row with dynamic NTK scaling the frequencies of the longest row since the last one of
+    fewer than ``max_position_embeddings`` tokens. So rows of that many tokens or more must have one length,
+    and then their frequencies do not depend on the rows before them.
+
+    Attributes:
+        frequencies: The frequencies of each type of layers, as ``check_rope`` returns them.
+        tokens: S in the present call of the model; None if its caller does not say.
+        least: Rows of so many tokens or more must have one length; None if rows of all lengths may differ.
+        length: The one length; None before the first such row.
+    """
+
+    def __init__(
+        self,
+        replaced: Callable[..., Any],
+        frequencies: dict[str | None, Frequencies],
+        *,
+        rotation: Rotation,
+        ulysses: int,
+        ring: int,
+    ) -> None:
+        super().__init__(self._tables, replaced)
+        self.frequencies = frequencies
+        self.tokens: int | None = None
+        limits = [one.limit for one in frequencies.values() if one.rope_type == "dynamic"]
+        self.least: int | None = limits[0] if limits else None
+        self.length: int | None = None
+        self._rotation: Rotation = rotation
+        self._ranks, self._multiple = ulysses * ring, token_multiple(ulysses, ring)
+
+    @property
+    def type_by_length(self) -> str | None:
+        """The rope type whose frequencies depend on S; None if those of no layer do."""
+        types = (one.rope_type for one in self.frequencies.values() if one.limit is not None)
+        return next(types, None)
+
+    @contextmanager
+    def rows_of(self, tokens: int | None) -> Iterator[None]:
+        """Say S for the calls of the model in this block."""
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = None
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse rows of ``tokens`` tokens if transformers' frequencies would depend on the rows before them.
+
+        Raises:
+            RecipeError: They do.
+        """
+        if self.least is None or tokens < self.least:
+            return
+        if self.length is None:
+            self.length = tokens
+        if tokens != self.length:
             raise RecipeError(
-                f"ulysses={ulysses}, ring={ring} with rope_type='longrope': rows are padded to a multiple of "
-                f"{multiple} tokens, which may be on the other side of "
-                f"original_max_position_embeddings={of_type.limit}; choose degrees whose multiple divides it"
+                f"rows of {tokens} tokens and rows of {self.length} with rope_type='dynamic': in "
+                f"transformers, a row of max_position_embeddings={self.least} tokens or more has the "
+                "frequencies of the longest row before it; pad or cut all rows to one length, or to fewer "
+                f"than {self.least} tokens; for another length, build the model again"
             )
 
-    def tables(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        of_type = frequencies[layer_type]
-        inverse = of_type.of(position_ids.shape[-1] * ranks)
+    def _tables(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        of_type, padded = self.frequencies[layer_type], position_ids.shape[-1] * self._ranks
+        tokens = self.tokens
+        if tokens is None:
+            tokens, least = padded, padded - self._multiple + 1
+            if of_type.of(least) != of_type.of(padded):
+                raise RecipeError(
+                    f"rows of {least} to {padded} tokens, depending on how many are padding, with "
+                    f"rope_type={of_type.rope_type!r}: the frequencies depend on the number without padding; "
+                    "call lab.loss(model, lab.shard_batch(...)), or give the batch's padding"
+                )
+        self.check_length(tokens)
         return rotary_tables(
-            x, position_ids, frequencies=inverse, factor=of_type.factor, rotation=rotations[0]
+            x,
+            position_ids,
+            frequencies=of_type.of(tokens),
+            factor=of_type.factor,
+            rotation=self._rotation,
         )
 
-    rotary.forward = Patch(tables, rotary.forward)
+
+def rotary_forward(model: nn.Module) -> RotaryForward:
+    """Return the forward of the rotary embedding of a model to which ``apply_rope`` was applied."""
+    inner: Any = model.model
+    forward: RotaryForward = inner.rotary_emb.forward
+    return forward
+
+
+def check_lengths(model: nn.Module, tokens: int, group: dist.ProcessGroup) -> None:
+    """Check the lengths of the rows of all ranks, which call this together; see ``RotaryForward``.
+
+    Ranks that share no sequence may have rows of different lengths. All ranks check the same lengths, so that
+    all of them raise the error.
+
+    Costs: one exchange of a number, if there are lengths that are refused.
+
+    Args:
+        model: A model to which ``apply_rope`` was applied.
+        tokens: S, the tokens of this rank's rows, without the padding that the lab adds.
+        group: All ranks.
+
+    Raises:
+        RecipeError: See ``RotaryForward.check_length``.
+    """
+    rotary = rotary_forward(model)
+    if rotary.least is None:
+        return
+    lengths = [tokens] * dist.get_world_size(group)
+    dist.all_gather_object(lengths, tokens, group=group)
+    for length in lengths:
+        rotary.check_length(length)
 
 
 def _check_frequencies(rotary: Any, layer_type: str | None, frequencies: Frequencies) -> None:
     """Refuse a rotary embedding whose frequencies are not those of its config.
 
     Raises:
-        RecipeError: The config or the module was changed after the module was made.
+        RecipeError: The config or the module was changed after the module was made; or the module has
+            computed the frequencies of a long sequence, of dynamic NTK scaling.
     """
     prefix = "" if layer_type is None else f"{layer_type}_"
+    same_limit = True
+    if frequencies.rope_type == "dynamic":
+        same_limit = rotary.original_max_seq_len == frequencies.limit
+        longest = int(getattr(rotary, f"{prefix}max_seq_len_cached", rotary.max_seq_len_cached))
+        if same_limit and longest != frequencies.limit:
+            raise RecipeError(
+                f"a model with rope_type='dynamic' that has computed a row of {longest} tokens, where "
+                f"max_position_embeddings={frequencies.limit}: in transformers, the rows after it would have "
+                "its frequencies; build the model again, and apply the recipe before any forward"
+            )
     # transformers writes those of the last sequence into inv_freq.
     own: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
-    if own.is_meta or isinstance(own, FakeTensor):
-        return
-    expected = torch.tensor(frequencies.inverse, dtype=own.dtype, device=own.device)
-    same = own.shape == expected.shape and torch.allclose(
-        own, expected, rtol=1e-2 if own.itemsize < 4 else 1e-4
-    )
-    scaling: float = getattr(rotary, f"{prefix}attention_scaling")
-    if not same or not math.isclose(scaling, frequencies.factor, rel_tol=1e-6):
+    same = own.is_meta or isinstance(own, FakeTensor)
+    if not same:
+        expected = torch.tensor(frequencies.inverse, dtype=own.dtype, device=own.device)
+        same = own.shape == expected.shape and torch.allclose(
+            own, expected, rtol=1e-2 if own.itemsize < 4 else 1e-4
+        )
+        scaling: float = getattr(rotary, f"{prefix}attention_scaling")
+        same = same and math.isclose(scaling, frequencies.factor, rel_tol=1e-6)
+    if not (same and same_limit):
         raise RecipeError(
             "the rotary embedding has other frequencies than config.rope_parameters gives: set the config "
             "before the model is made"
         )
-
-
-def check_rope(config: PretrainedConfig) -> dict[str | None, Frequencies]:
-    """Check the rotary settings of a config, and return its ``inverse_frequencies``.
-
-    Returns:
-        They are by the type of the layer, if ``rope_parameters`` has parameters for each type in
-        ``layer_types``. Otherwise they are those of all layers, under None.
-
-    Raises:
-        RecipeError: See ``inverse_frequencies``; or a type of layers has no parameters.
-    """
-    parameters, types = config.rope_parameters, sorted(set(getattr(config, "layer_types", None) or ()))
-    by_type: dict[str | None, Any] = {None: parameters}
-    # transformers has parameters by the type of the layer in families that rotate the types differently.
-    if isinstance(parameters, Mapping) and any(isinstance(p, Mapping) for p in parameters.values()):
-        missing = [kind for kind in types if not isinstance(parameters.get(kind), Mapping)]
-        if missing or not types:
-            raise RecipeError(
-                f"rope_parameters for {', '.join(map(str, parameters))}, and none for layers of the type "
-                f"{', '.join(missing) or 'of this model'}: give those that the model was trained with"
-            )
-        by_type = {kind: parameters[kind] for kind in types}
-    return {
-        kind: inverse_frequencies(of_type, head_dim_of(config), max_positions=config.max_position_embeddings)
-        for kind, of_type in by_type.items()
-    }
-
-
-def inverse_frequencies(
-    parameters: Mapping[str, Any], head_dim: int, *, max_positions: int | None = None
-) -> Frequencies:
-    """Compute the inverse frequencies of a config's rotary settings.
-
-    Args:
-        parameters: ``config.rope_parameters``.
-        head_dim: D.
-        max_positions: ``config.max_position_embeddings``. YaRN and LongRoPE compute their factor from it, if
-            the parameters have none.
-
-    Returns:
-        The frequencies, of D times ``partial_rotary_factor`` dimensions. They are Python floats, which are
-        fp64 and belong to no device and to no fake mode.
-
-    Raises:
-        RecipeError: The rope type is not one of ``ROPE_TYPES``; or a parameter is missing or unusable.
-    """
-    rope_type = parameters.get("rope_type", "default")
-    try:
-        found = _frequencies(rope_type, parameters, head_dim, max_positions)
-        # A negative base has complex powers, and comparing them raises TypeError.
-        if not all(0 < number < math.inf for number in (found.factor, *found.inverse, *(found.beyond or ()))):
-            raise ValueError("a frequency is not above 0, or not finite")
-        return found
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, RecipeError):
-            raise
-        raise RecipeError(
-            f"rope_parameters with which no angle can be computed ({type(error).__name__}: {error}): "
-            f"{dict(parameters)}; give those that the model was trained with"
-        ) from error
-
-
-def _frequencies(
-    rope_type: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None
-) -> Frequencies:
-    if rope_type not in ROPE_TYPES or "rope_theta" not in parameters:
-        raise RecipeError(f"rope_type={rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
-    part = parameters.get("partial_rotary_factor", 1.0)
-    rotated = int(head_dim * part)
-    if not 0 < part <= 1 or rotated % 2 or not rotated:
-        raise RecipeError(
-            f"partial_rotary_factor={part} of a head_dim of {head_dim}: an even number of dimensions, from 2 "
-            "to all, can be rotated"
-        )
-    if part != 1 and rope_type == "yarn":
-        raise RecipeError(f"rope_type='yarn' with partial_rotary_factor={part}: only 1.0 is supported")
-    plain = [parameters["rope_theta"] ** (-2 * i / rotated) for i in range(rotated // 2)]
-    if rope_type == "linear":
-        return Frequencies([f / parameters["factor"] for f in plain])
-    if rope_type == "llama3":
-        return Frequencies([_llama3_frequency(f, parameters) for f in plain])
-    if rope_type == "yarn":
-        return _yarn_frequencies(plain, parameters, head_dim, max_positions)
-    if rope_type == "longrope":
-        return _longrope_frequencies(plain, parameters, max_positions)
-    return Frequencies(plain)
-
-
-def _llama3_frequency(frequency: float, p: Mapping[str, Any]) -> float:
-    """Return the frequency of Llama 3: low ones are divided by ``factor``, high ones do not change.
-
-    A frequency between the two limits becomes a weighted mean of both.
-    """
-    turns = p["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    weight = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
-    weight = min(max(weight, 0.0), 1.0)
-    return float(frequency * (weight + (1 - weight) / p["factor"]))
-
-
-def _yarn_frequencies(
-    plain: list[float], p: Mapping[str, Any], head_dim: int, max_positions: int | None
-) -> Frequencies:
-    """Return YaRN's frequencies (section 3.2) and its factor of cosines and sines (section 3.4).
-
-    The first pairs of dimensions keep their frequencies, those of the last pairs are divided by ``factor``,
-    and the part that is divided grows linearly in between.
-    """
-    trained_tokens = p["original_max_position_embeddings"]
-    factor = p.get("factor") or (max_positions or trained_tokens) / trained_tokens
-
-    def pair(turns: float) -> float:
-        """Return the index, a real number, of the pair with so many turns in the context of the training."""
-        return head_dim * math.log(trained_tokens / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
-
-    first, last = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
-    if p.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    if first == last:
-        last += 0.001
-    frequencies = []
-    for i, frequency in enumerate(plain):
-        weight = min(max((i - first) / (last - first), 0.0), 1.0)
-        frequencies.append(frequency * ((1 - weight) + weight / factor))
-
-    def temperature(weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    scaling = p.get("attention_factor")
-    if scaling is None:
-        mscale, mscale_all = p.get("mscale"), p.get("mscale_all_dim")
-        scaling = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature()
-    return Frequencies(frequencies, float(scaling))
-
-
-def _longrope_frequencies(plain: list[float], p: Mapping[str, Any], max_positions: int | None) -> Frequencies:
-    """Return the frequencies of LongRoPE (arXiv 2402.13753), section 3.
-
-    Each frequency is divided by a number of its own. Sequences of more tokens than the model was trained with
-    at first have other numbers. The factor of cosines and sines is the same for both.
-    """
-    limit = p["original_max_position_embeddings"]
-    factor, scaling = p.get("factor"), p.get("attention_factor")
-    if factor is None:
-        factor = (max_positions or limit) / limit
-    if scaling is None:
-        scaling = math.sqrt(1 + math.log(factor) / math.log(limit)) if factor > 1 else 1.0
-    short, long = (
-        [frequency / divisor for frequency, divisor in zip(plain, p[name], strict=True)]
-        for name in ("short_factor", "long_factor")
-    )
-    return Frequencies(short, float(scaling), int(limit), long)
 
 
 @torch.no_grad()
