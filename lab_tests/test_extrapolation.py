@@ -111,7 +111,7 @@ def test_segments_are_those_walked_in_full(walks, name):
 MIXED = {
     "plain": (16, {}, [3, 10]),
     "upipe": (14, {"head_chunk": 12, "mlp_tile": 45, "norm_tile": 45, "loss_tile": 45}, [3, 8]),
-    "streamed": (23, {"head_chunk": 24, "stream": 45, "loss_tile": 60, "segment": 2}, [6, 11]),
+    "streamed": (23, {"head_chunk": 24, "stream": 60, "loss_tile": 60, "segment": 2}, [6, 11]),
 }
 """A recipe, its knobs, the layers of the model, and those of the two walks."""
 
