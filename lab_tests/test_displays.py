@@ -160,7 +160,7 @@ def test_the_texts(results, plan):
         f"at the peak   {peak}",
         "host peak     59.0 MiB per rank",
     ]
-    job = "model · upipe · 4 ranks · 320 tokens"
+    job = "2-layer llama · upipe · 4 ranks · 320 tokens"
     for text in (
         f"Plan of {job}\nrecipe        {plan.recipe.summary}\ndevice peak   ",
         f"at the peak   {plan.peak}\nhost peak     ",
@@ -187,7 +187,7 @@ def test_of_many_recipes_that_fit_the_text_has_few_and_a_notebook_folds_the_othe
     down = [replace(plan, start=started(plan, (20 - n) * MiB)) for n in range(10)]
     fits = Fits((*down, replace(down[3])))
     lines = repr(fits).splitlines()
-    assert lines[0].startswith("11 recipes fit model · 4 ranks · 320 tokens. ")
+    assert lines[0].startswith("11 recipes fit 2-layer llama · 4 ranks · 320 tokens. ")
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "3", "4", "5", "6", "7", "..."]
     assert lines[-1].endswith("3 more")
     front, every = display_of(fits).html.split("<details>")

@@ -9,6 +9,8 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from transformers import PretrainedConfig
+
 from lab import models
 from lab.errors import LabError
 from lab.models.lora import Lora, check_takes_adapters, parse_lora
@@ -91,7 +93,10 @@ class Job:
 
     @property
     def _model(self) -> str:
-        name = Path(self.model).name if isinstance(self.model, str | Path) else "model"
+        if isinstance(self.model, PretrainedConfig):
+            name = f"{self.model.num_hidden_layers}-layer {self.model.model_type}"
+        else:
+            name = Path(self.model).name if isinstance(self.model, str | Path) else "model"
         return name if self.lora is None else f"{name} with LoRA {self.lora}"
 
     @property
