@@ -235,7 +235,8 @@ def _nothing_fits(plan: Plan) -> str:
     assert given is not None
     most = max(plan.peak.by_category.items(), key=lambda item: item[1])
     needed = f"{format_bytes(plan.needed(plan.limit))} of {memory_name(plan.limit)} needed"
+    other = " or the recipe 'long'" if plan.recipe.optimizer == "device" else ""
     return (
         f"not even {format_tokens(plan.tokens)} tokens fit: {needed}, {format_bytes(given)} given; {most[0]} "
-        f"hold {format_bytes(most[1])}; more ranks or fsdp need less"
+        f"{format_bytes(most[1])}; more ranks{other} need less"
     )
