@@ -11,7 +11,7 @@ from lab_tests.support.models import small_config
 
 pytestmark = pytest.mark.slow
 
-TOKENS, LAYERS, HIDDEN = 2048, 3, 64
+TOKENS, LAYERS, HIDDEN = 1024, 3, 64
 LOCAL = TOKENS // 4
 
 
