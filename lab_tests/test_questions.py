@@ -2,6 +2,7 @@
 
 import re
 
+import nbformat
 import pytest
 
 from lab import show
@@ -84,3 +85,16 @@ def test_a_match_says_what_was_chosen_and_what_is_right() -> None:
         "- B: nothing was chosen, and it is **fp32 copy**",
         "- C: you chose *fp32 copy*, and it is **kept**",
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_most_people_miss_is_not_in_the_notebook(name):
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    calls = re.findall(r'missed=lab\.show\.missed\("(\w+)"(?:, (\d))?\)', "\n".join(c.source for c in cells))
+    assert [(of, int(number or 1)) for of, number in calls] == [(name, n + 1) for n in range(len(calls))]
+    for _, number in calls:
+        said = show.missed(name, int(number or 1))
+        assert said.endswith(".")
+        assert not any(said in cell.source for cell in cells)
+    with pytest.raises(NotebookError, match=rf"^no prediction {len(calls) + 1} in {name}, which has"):
+        show.missed(name, len(calls) + 1)

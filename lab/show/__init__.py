@@ -14,7 +14,7 @@ from lab.show.memory_vs_speed import memory_vs_speed
 from lab.show.one_layer.player import layer
 from lab.show.picture import Picture
 from lab.show.profiles import profile
-from lab.show.questions import questions
+from lab.show.questions import missed, questions
 from lab.show.sources import source
 from lab.show.tuner.widget import tuner
 
@@ -31,6 +31,7 @@ __all__ = [
     "live",
     "match",
     "memory_vs_speed",
+    "missed",
     "profile",
     "questions",
     "schedule",

@@ -1,4 +1,6 @@
-"""The questions at the end of each notebook. Each choice opens to say whether it is right, and why.
+"""The questions at the end of each notebook, and what most people miss in its predictions.
+
+Each choice of a question opens to say whether it is right, and why.
 
 The choices are HTML that needs no kernel, so they also work in a stored notebook and in the book.
 """
@@ -9,6 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from IPython.display import HTML
 
@@ -44,14 +47,36 @@ def read(notebook: str) -> list[Question]:
     Raises:
         NotebookError: The notebook has no questions.
     """
+    asked = _read(notebook)["question"]
+    return [Question(one["text"], tuple(Choice(**choice) for choice in one["choice"])) for one in asked]
+
+
+def missed(notebook: str, number: int = 1) -> str:
+    """Return what most people miss in a prediction of a notebook, as a sentence.
+
+    The sentence is not in the notebook, where it would be read before the prediction is made.
+
+    Args:
+        notebook: The name of the notebook.
+        number: The number of the prediction in the notebook, from 1.
+
+    Raises:
+        NotebookError: The notebook has no questions, or no such prediction.
+    """
+    said: list[str] = _read(notebook).get("missed", [])
+    if not 1 <= number <= len(said):
+        raise NotebookError(f"no prediction {number} in {notebook}, which has {len(said)}")
+    return said[number - 1]
+
+
+def _read(notebook: str) -> dict[str, Any]:
     folder = files(__package__)
     file = folder / f"{notebook}.toml"
     if not file.is_file():
         names = sorted(one.name for one in folder.iterdir() if one.name.endswith(".toml"))
         known = ", ".join(name.removesuffix(".toml") for name in names)
         raise NotebookError(f"no questions for {notebook!r}; these notebooks have some: {known}")
-    asked = tomllib.loads(file.read_text(encoding="utf-8"))["question"]
-    return [Question(one["text"], tuple(Choice(**choice) for choice in one["choice"])) for one in asked]
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def questions(notebook: str) -> HTML:
