@@ -93,10 +93,11 @@ def hide_progress(watch: Callable[..., object] | None) -> None:
     """Write no line, where somebody watches who is told what goes on.
 
     Args:
-        watch: The function that is told; None where nobody watches.
+        watch: The function that is told; None where nobody watches. If it has an attribute ``visible`` that
+            is False, it shows nothing before the end, and the line is written.
     """
     if _line is not None and watch is not None:
-        _line.hidden = True
+        _line.hidden = getattr(watch, "visible", True)
 
 
 def notebook_shell() -> Any:

@@ -74,8 +74,8 @@ def test_the_picture_is_as_high_as_the_memory_that_is_memory_ranges():
     apart = [exchange(0, 4096, 1024), exchange(8192, 12288, 1024)]
     picture = lab.show.buffer_reuse({"apart": apart, "again": again}, title="Here")
     assert picture.text == (
-        "Here: apart receives 2.00 KiB in 2 all-to-alls and touches 4.00 KiB; "
-        "again receives 3.00 KiB in 3 all-to-alls and touches 2.00 KiB."
+        "Here: apart receives 2.00 KiB in 2 all-to-alls and reads or writes 4.00 KiB; "
+        "again receives 3.00 KiB in 3 all-to-alls and reads or writes 2.00 KiB."
     )
     for axes, heights in zip(
         picture.figure.axes, ([0, 1024, 2048, 3072], [0, 1024, 1024, 0, 0, 1024]), strict=True

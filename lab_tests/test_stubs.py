@@ -76,6 +76,7 @@ WRONG = [
         "05", "        dx = torch", "        ctx.mlp.zero_grad()\n        dx = torch",
         "after two backwards the gradient of up.weight is not the sum of both",
     ),
+    ("05", "            x = x.detach().requires_grad_()\n", "", "a tile of x has no gradient, because a"),
     ("05", "return None, None, dx", "dy.zero_()\n        return None, None, dx", "has changed dy"),
     ("05", "ctx.mlp, ctx.tile = mlp, tile", "ctx.mlp, ctx.tile, x = mlp, tile, 2 * x", "output differs"),
     ("06", "return", "raise GeneratorExit\n    return", "line 6 of the cell, `raise GeneratorExit`"),

@@ -47,12 +47,13 @@ def buffer_reuse(exchanges: Mapping[str, Sequence[Exchange]], *, title: str = ""
             axes.set_xlabel("all-to-all, in order")
             simplify_axes(axes)
         byte_axis(grid[0][0].yaxis, top)
+        grid[0][0].set_ylabel(f"{grid[0][0].get_ylabel()}, gaps left out")
         for axes in grid[0][1:]:
             axes.tick_params(labelleft=False)
         marks = {"sent from": Patch(color=SENT), "received in": Patch(color=RECEIVED)}
         draw_header(figure, title, list(marks.values()), list(marks))
     text = "; ".join(
-        f"{name} receives {format_bytes(moved[name])} in {len(panel)} all-to-alls and touches "
+        f"{name} receives {format_bytes(moved[name])} in {len(panel)} all-to-alls and reads or writes "
         f"{format_bytes(total[name])}"
         for name, panel in exchanges.items()
     )

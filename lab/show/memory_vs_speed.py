@@ -38,8 +38,8 @@ def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = ""
         memory.invert_yaxis()
         byte_axis(memory.xaxis, max(sizes))
         speed.set_xlabel("tokens a second")
-        memory.set_title("takes", loc="left")
-        speed.set_title("gives", loc="left")
+        memory.set_title("peak", loc="left")
+        speed.set_title("throughput", loc="left")
         draw_header(figure, title)
     # The text leaves out the speed, because the text of a stored picture must be the same on every machine.
     text = ", ".join(f"{name} {format_bytes(size)}" for name, size in zip(points, sizes, strict=True))

@@ -42,6 +42,11 @@ class LiveTimeline:
         self._view: _View | None = None
         self._stop: Callable[[], None] = _do_nothing
 
+    @property
+    def visible(self) -> bool:
+        """Whether it draws while a run goes on; without a browser it shows the picture at the end."""
+        return self._display is not None or is_in_browser()
+
     def __call__(self, message: Started | Progress | HasTimelines | Ended) -> None:
         """Draw a message of a rank; at the end, given the run or another result, leave its picture."""
         if isinstance(message, Started):
@@ -57,7 +62,7 @@ class LiveTimeline:
                 self._view.draw(message)
 
     def _open(self, waiting: str) -> None:
-        if self._view is None and (self._display or is_in_browser()):
+        if self._view is None and self.visible:
             shown = self._display or CellOutput()
             self._view = _View(self._height, self._stop, shown, waiting, self._highest)
 
