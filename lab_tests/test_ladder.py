@@ -57,7 +57,8 @@ def held_by_buffers() -> int:
 
 def test_a_run_brings_back_what_happened_and_watch_sees_it_happen(ranks4):
     seen = []
-    run = lab.run("tiny", "offload", tokens=512, steps=2, cluster=ranks4, watch=seen.append)
+    run = lab.run("tiny", "offload", tokens=512, steps=2, cluster=ranks4, watch=seen.append, norm_tile=48)
+    assert run.job.recipe.norm_tile == 48
     assert len(run.losses) == len(run.seconds) == 2
     assert run.losses[1] < run.losses[0]
     assert run.title == "tiny · offload · 4 ranks · 512 tokens"

@@ -53,6 +53,7 @@ def run(
     device_memory: int | str | None = None,
     host_dir: str | Path | None = None,
     watch: Watch | None = None,
+    **knobs: Any,
 ) -> Run:
     """Train ``steps`` steps of ``rows`` rows of ``tokens`` tokens on all ranks of a cluster.
 
@@ -65,7 +66,8 @@ def run(
     of memory where it holds more bytes, as on a device of that size. On GPUs a collective may take three
     times the longest layer of the plan where that is more than the cluster's ``timeout``; it is printed then.
 
-    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``.
+    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. ``knobs``
+    are set on a ladder's recipe by hand, as there.
 
     With ``host_dir`` the long tensors of streamed layers lie in a file of each rank in this folder, in place
     of host memory: the file has no name, and is as large as the plan says before the first step. Copies
@@ -95,6 +97,7 @@ def run(
         accumulate=accumulate,
         lora=lora,
         shape=shape,
+        **knobs,
     )
     read_source(job, settings, shape.V)
     folder = planned_folder(job, check_host_dir(job, host_dir))
