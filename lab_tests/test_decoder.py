@@ -1,8 +1,13 @@
 """Families of models are accepted by name, with every field of their configs; others are refused."""
 
+import copy
+import math
+from functools import partial
+
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -25,8 +30,9 @@ from lab import decoder, models
 from lab.bench.reference import build, config
 from lab.commands.cli import main
 from lab.decoder import FAMILIES, check_config, config_fields, decoder_of, shape_of, windows_of
-from lab.errors import ModelError
+from lab.errors import ModelError, RecipeError
 from lab.step.one_rank import one_rank
+from lab.techniques.rope import apply_rope
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -294,6 +300,89 @@ def test_an_attribute_that_was_changed_on_the_model_is_refused(kind, module, nam
         match=f"{module or 'the model'} has {name}={value}, and its config gives it {given}: set the config",
     ):
         decoder_of(model)
+
+
+def own_config(kind, module, **changed):
+    model = build(config(kind))
+    owner = model.get_submodule(module)
+    owner.config = copy.deepcopy(owner.config)
+    vars(owner.config).update(changed)
+    return model
+
+
+def changed(kind, module, name, value):
+    model = build(config(kind))
+    setattr(model.get_submodule(module), name, value)
+    return model
+
+
+def without_activation(kind):
+    model = build(config(kind))
+    mlp = model.model.layers[1].mlp
+    del mlp.act_fn
+    mlp.act_fn = lambda x: x.softmax(1)
+    return model
+
+
+def of_fewer_layers(kind):
+    model = build(config(kind))
+    model.config.num_hidden_layers = 1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(own_config, "mistral", "model", sliding_window=4), "^model has a config of its own, which"),
+        (
+            partial(own_config, "olmo", "model.layers.1.self_attn", clip_qkv=0.3),
+            r"^model\.layers\.1\.self_attn has a config of its own",
+        ),
+        (
+            partial(changed, "llama", "model.layers.1.mlp", "act_fn", nn.Softmax(1)),
+            r"^model\.layers\.1\.mlp\.act_fn is a Softmax, and the model's config gives it a SiLU",
+        ),
+        (
+            partial(without_activation, "llama"),
+            r"^model\.layers\.1\.mlp\.act_fn is no module, and the model's",
+        ),
+        (
+            partial(changed, "olmo2", "model.layers.0.self_attn", "q_norm", nn.Identity()),
+            r"self_attn\.q_norm is a Identity, and the model's config gives it a Olmo2RMSNorm",
+        ),
+        (
+            partial(changed, "llama", "model.layers.0.self_attn", "k_norm", nn.Identity()),
+            r"^model\.layers\.0\.self_attn has other modules than the config gives it \(k_norm\)",
+        ),
+        (
+            partial(changed, "llama", "model.layers.0.self_attn", "scaling", -0.7),
+            r"^model\.layers\.0\.self_attn has scaling=-0\.7: it multiplies the scores",
+        ),
+        (
+            partial(changed, "llama", "model.embed_tokens", "scale_grad_by_freq", True),
+            r"^model\.embed_tokens has scale_grad_by_freq=True, sparse=False: a rank would count",
+        ),
+        (partial(of_fewer_layers, "llama"), "^a model of 2 layers, and num_hidden_layers=1 in its config"),
+    ],
+)
+def test_a_module_that_is_not_as_the_config_says_is_refused(make, said):
+    with pytest.raises(ModelError, match=said):
+        decoder_of(make())
+
+
+def test_rotary_frequencies_that_were_changed_in_place_are_refused():
+    model = build(config("llama"))
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(RecipeError, match=r"^the rotary embedding has other frequencies than config"):
+        apply_rope(model)
+
+
+def test_fields_that_json_cannot_hold_are_no_obstacle():
+    limitless = config("olmo")
+    limitless.clip_qkv = math.inf
+    model = build(limitless)
+    model.config.note = object()
+    assert decoder_of(model).layers[0].clip == math.inf
 
 
 def test_attributes_that_change_nothing_or_are_read_from_the_model_may_be_changed():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -112,13 +110,12 @@ def check_modules(model: PreTrainedModel) -> None:
     """Refuse modules that the techniques are not tested with.
 
     Raises:
-        ModelError: A module's class is not one of the family, of torch or of LoRA; an attribute of a module
-            was changed after the model was made; other code than the lab replaced a ``forward``; there is
-            dropout, or a variant of LoRA; a module or parameter has two places and is not a tied embedding;
-            or a weight changes each time that it is used.
+        ModelError: A module's class is not one of the family, of torch or of LoRA; other code than the lab
+            replaced a ``forward``; there is dropout, or a variant of LoRA; a module or parameter has two
+            places and is not a tied embedding; a weight changes each time that it is used; or the gradients
+            of an embedding are sparse or depend on how often a token is in the batch.
     """
     _check_shared(model)
-    _check_attributes(model)
     for name, module in model.named_modules():
         if ".parametrizations" in name or isinstance(module, nn.Linear):
             for buffer, _ in module.named_buffers(recurse=False):
@@ -147,6 +144,11 @@ def check_modules(model: PreTrainedModel) -> None:
                 f"{name} has p={module.p}: dropout is not supported, because a layer that is recomputed in "
                 "backward would draw another mask; set p to 0 (lora_dropout=0 for an adapter)"
             )
+        if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.sparse):
+            raise ModelError(
+                f"{name} has scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}: a rank "
+                "would count its own tokens alone, and sparse gradients are not supported; set both to False"
+            )
         for attribute, value in facts_of(module).items():
             if "dropout" in attribute and isinstance(value, float) and value > 0:
                 raise ModelError(
@@ -159,49 +161,6 @@ def check_modules(model: PreTrainedModel) -> None:
                 f"{name} has a variant of LoRA ({type(variant).__name__}): only plain LoRA is supported; "
                 "make the adapter without options such as use_dora"
             )
-
-
-_HONORED = {
-    "attention_scaling", "eps", "gradient_checkpointing", "max_seq_len_cached", "original_max_seq_len",
-    "padding_idx", "router_aux_loss_coef", "scaling", "variance_epsilon", "vocab_size",
-}  # fmt: skip
-"""Attributes of modules that may differ from the config: the techniques read them from the module, another
-check covers them, or they change nothing in training."""
-
-
-def _check_attributes(model: PreTrainedModel) -> None:
-    """Refuse a module whose attributes are not those that the model's config gives it.
-
-    The techniques read most of them from the config, and the module's own forward reads them from the module.
-
-    Raises:
-        ModelError: An attribute was changed after the model was made.
-    """
-    made = _attributes(class_of(model), model.config.to_json_string(use_diff=False))
-    for name, module in model.named_modules():
-        facts = facts_of(module)
-        for attribute, expected in made.get(name, {}).items():
-            if facts.get(attribute) != expected:
-                raise ModelError(
-                    f"{name or 'the model'} has {attribute}={facts.get(attribute)}, and its config gives it "
-                    f"{expected}: set the config before the model is made"
-                )
-
-
-@lru_cache(maxsize=8)
-def _attributes(kind: type[PreTrainedModel], config: str) -> dict[str, dict[str, object]]:
-    """Return the attributes that this config gives to each module of its family, by the module's name."""
-    values: dict[str, Any] = json.loads(config)
-    config_class: Any = kind.config_class
-    # A tokenizer may have set a padding token after the model was made, which is outside the vocabulary.
-    values["pad_token_id"] = None
-    with torch.device("meta"):
-        new = kind(config_class.from_dict(values))
-    return {
-        name: {attribute: value for attribute, value in facts_of(module).items() if attribute not in _HONORED}
-        for name, module in new.named_modules()
-        if type(module).__module__ == kind.__module__
-    }
 
 
 def _check_shared(model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from lab.decoder.attributes import check_attributes
 from lab.decoder.config import (
     check_config,
     clip_of,
@@ -172,8 +173,8 @@ def decoder_of(model: nn.Module) -> Decoder:
     """Return the parts of a transformers model of one of ``FAMILIES``, with or without techniques.
 
     Raises:
-        ModelError: See ``check_config`` and ``check_modules``; or the model is not its family's causal
-            language model.
+        ModelError: See ``check_config``, ``check_modules`` and ``check_attributes``; or the model is not its
+            family's causal language model.
     """
     if type(model).__module__.startswith("peft."):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -194,6 +195,7 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"a {type(model).__name__}: of the {family.name} family the lab takes {expected.__name__}"
         )
     check_modules(model)
+    check_attributes(model)
     return Decoder(
         model=model,
         shape=shape_of(config),
