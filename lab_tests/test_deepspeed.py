@@ -47,9 +47,11 @@ APPLY = {"deepspeed": apply_deepspeed_ulysses, "ours": apply_ulysses}
 pytestmark = [pytest.mark.usefixtures("_fresh_ranks_after_deepspeed"), pytest.mark.timeout(600)]
 
 
-def decoder(family="llama", dtype=torch.float64):
+def decoder(family="llama", dtype=torch.float64, **changed):
     kind, further = FAMILIES[family]
-    config = small_config(kind, vocab_size=VOCAB, intermediate_size=88, use_cache=False, **further)
+    config = small_config(
+        kind, vocab_size=VOCAB, intermediate_size=88, use_cache=False, **(further | changed)
+    )
     return small_decoder(config, dtype)
 
 
@@ -122,8 +124,7 @@ def refusals():
     said = {}
     with FakeTensorMode():
         fake = decoder()
-    heads = decoder("qwen2")
-    heads.config.num_attention_heads, heads.config.num_key_value_heads = 6, 6
+    heads = decoder("qwen2", num_attention_heads=6, num_key_value_heads=6)
     for name, model in {"fake": fake, "heads": heads}.items():
         try:
             apply_deepspeed_ulysses(model, group=dist.group.WORLD)

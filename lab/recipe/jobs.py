@@ -9,8 +9,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from transformers import PretrainedConfig
-
 from lab import models
 from lab.errors import LabError
 from lab.models.lora import Lora, check_takes_adapters, parse_lora
@@ -93,10 +91,12 @@ class Job:
 
     @property
     def _model(self) -> str:
-        if isinstance(self.model, PretrainedConfig):
-            name = f"{self.model.num_hidden_layers}-layer {self.model.model_type}"
+        if isinstance(self.model, str | Path):
+            name = Path(self.model).name
         else:
-            name = Path(self.model).name if isinstance(self.model, str | Path) else "model"
+            # A config; its class is not imported, because saved answers are read without transformers.
+            family = getattr(self.model, "model_type", None)
+            name = f"{getattr(self.model, 'num_hidden_layers', '')}-layer {family}" if family else "model"
         return name if self.lora is None else f"{name} with LoRA {self.lora}"
 
     @property
