@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lab.decoder.modules import class_of, facts_of
+from lab.decoder.modules import ACTIVATIONS, class_of, facts_of
 from lab.errors import ModelError
 
 _HONORED = {
@@ -22,7 +22,6 @@ _HONORED = {
 """Attributes of modules that may differ from the config: the techniques read them from the module, another
 check covers them, or they change nothing in training."""
 
-_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _HEAD_NORMS = (".q_norm", ".k_norm")
 _ATTENTION = ".self_attn"
 
@@ -78,7 +77,7 @@ def check_attributes(model: PreTrainedModel) -> None:
 
 
 def _check_module(name: str, module: nn.Module | None, new: _Module) -> None:
-    fixed = new.kind.__module__ in _ACTIVATIONS or name.endswith((*_HEAD_NORMS, _ATTENTION))
+    fixed = new.kind.__module__ in ACTIVATIONS or name.endswith((*_HEAD_NORMS, _ATTENTION))
     kind = None if module is None else class_of(module)
     if kind is not new.kind or module is None:
         if fixed:
@@ -126,5 +125,5 @@ def _modules(given: _Given) -> dict[str, _Module]:
             frozenset(child for child, _ in module.named_children()),
         )
         for name, module in new.named_modules()
-        if type(module).__module__ in (given.kind.__module__, *_ACTIVATIONS)
+        if type(module).__module__ in (given.kind.__module__, *ACTIVATIONS)
     }

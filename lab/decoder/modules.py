@@ -82,6 +82,8 @@ _PLAIN = (
     nn.Dropout, nn.Embedding, nn.Identity, nn.LayerNorm, nn.Linear, nn.ModuleDict, nn.ModuleList,
     nn.ParameterDict,
 )  # fmt: skip
+ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+"""The files whose classes are activations."""
 _ADAPTERS = {
     "peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding",
     "peft.utils.other.ModulesToSaveWrapper",
@@ -193,7 +195,7 @@ def _belongs(kind: type, model_type: str) -> bool:
     package = CONFIG_MAPPING[model_type].__module__.rpartition(".")[0]
     return (
         kind in _PLAIN
-        or where in ("torch.nn.modules.activation", "transformers.activations")
+        or where in ACTIVATIONS
         or where.startswith(f"{package}.")
         or f"{where}.{kind.__name__}" in _ADAPTERS
     )

@@ -16,7 +16,7 @@ from lab.techniques.attention.documents import document_positions, documents_of
 from lab.techniques.document_lengths import Lengths, last_longer, several_or_none
 from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
-from lab.techniques.ring import local_positions, token_multiple
+from lab.techniques.ring import local_positions, row_padding
 
 INPUTS = ("input_ids", "labels", "attention_mask", "position_ids")
 """The keys that a batch may have."""
@@ -71,7 +71,7 @@ def shard_rows(
     input_ids, labels = inputs["input_ids"], inputs["labels"]
     check_same_batch(torch.stack([input_ids, labels]), None, sequence, documents=documents)
     tokens = input_ids.shape[1]
-    padding = -tokens % token_multiple(ulysses, ring)
+    padding = row_padding(tokens, ulysses, ring)
     positions = local_positions(tokens + padding, ulysses=ulysses, ring=ring, index=index).to(
         input_ids.device
     )

@@ -20,7 +20,7 @@ from lab.techniques.attention.documents import document_positions, documents_of
 from lab.techniques.document_lengths import Lengths, check_documents, last_longer, several_or_none
 from lab.techniques.inputs import boolean_mask, check_right_padding
 from lab.techniques.loss import IGNORED
-from lab.techniques.ring import local_positions, token_multiple
+from lab.techniques.ring import local_positions, row_padding
 from lab.torch_private import FakeTensor
 
 
@@ -133,7 +133,7 @@ def shard_batch(
 
     mine, positions = _part(rows, tokens, recipe, mesh)
     positions = positions.to(input_ids.device)
-    padding = _padding(tokens, recipe)
+    padding = row_padding(tokens, recipe.ulysses, recipe.ring)
     position_ids = positions[None]
     if lengths is not None:
         longer = last_longer(lengths, padding)
@@ -221,7 +221,7 @@ def read_batch(
         ulysses=recipe.ulysses,
         ring=recipe.ring,
         highest_token=source.vocab_size - 1,
-        padding=_padding(length, recipe),
+        padding=row_padding(length, recipe.ulysses, recipe.ring),
     )
 
 
@@ -234,11 +234,6 @@ def _part(rows: int, tokens: int, recipe: Recipe, mesh: DeviceMesh) -> tuple[ran
     """
     of_data, of_sequence = divmod(mesh.get_local_rank(), recipe.ulysses * recipe.ring)
     each = -(-rows * recipe.ulysses * recipe.ring // mesh.size())
-    padded = tokens + _padding(tokens, recipe)
+    padded = tokens + row_padding(tokens, recipe.ulysses, recipe.ring)
     positions = local_positions(padded, ulysses=recipe.ulysses, ring=recipe.ring, index=of_sequence)
     return range(of_data * each, (of_data + 1) * each), positions
-
-
-def _padding(tokens: int, recipe: Recipe) -> int:
-    """Return how many tokens are added to a row of ``tokens`` tokens, so that it can be sharded."""
-    return -tokens % token_multiple(recipe.ulysses, recipe.ring)

@@ -83,6 +83,11 @@ def token_multiple(ulysses: int, ring: int) -> int:
     return lcm(2 * ring, ulysses * ring) if ring > 1 else ulysses
 
 
+def row_padding(tokens: int, ulysses: int, ring: int) -> int:
+    """Return how many tokens are added to a row of ``tokens`` tokens, so that it can be sharded."""
+    return -tokens % token_multiple(ulysses, ring)
+
+
 def local_positions(
     tokens: int, *, ulysses: int, ring: int, index: int, device: torch.device | str = "cpu"
 ) -> Tensor:
