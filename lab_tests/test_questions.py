@@ -92,8 +92,9 @@ def test_what_most_people_miss_is_not_in_the_notebook(name):
     cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
     calls = re.findall(r'missed=lab\.show\.missed\("(\w+)"(?:, (\d))?\)', "\n".join(c.source for c in cells))
     assert [(of, int(number or 1)) for of, number in calls] == [(name, n + 1) for n in range(len(calls))]
-    for _, number in calls:
-        said = show.missed(name, int(number or 1))
+    sentences = {show.missed(name, int(number or 1)) for _, number in calls}
+    assert len(sentences) == len(calls)
+    for said in sentences:
         assert said.endswith(".")
         assert not any(said in cell.source for cell in cells)
     with pytest.raises(NotebookError, match=rf"^no prediction {len(calls) + 1} in {name}, which has"):
