@@ -100,8 +100,12 @@ def test_an_odd_config_is_refused_in_one_line_or_planned(number: int, tmp_path: 
             json.dumps({**GOOD, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.6}}),
             "partial_rotary_factor=0.6 in the config of a Llama model",
         ),
+        (json.dumps({**GOOD, "hidden_act": "SILU"}), "no activation of transformers (did you mean 'silu'?)"),
+        (json.dumps({**GOOD, "pad_token_id": GOOD["vocab_size"]}), "give a token of the vocabulary, or None"),
+        (json.dumps({**GOOD, "gradient_checkpointing": True}), "checkpoint=True; take the field out"),
+        (json.dumps({**GOOD, "text_config": {"hidden_size": 32}}), "which a llama model does not read"),
     ],
-    ids=range(16),
+    ids=range(20),
 )  # fmt: skip
 def test_a_broken_config_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))

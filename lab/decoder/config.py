@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from math import inf, isfinite
 from textwrap import shorten
 from typing import Any
@@ -135,9 +136,13 @@ def check_not_quantized(quantization: object) -> None:
 
 
 def _check_activation(config: PretrainedConfig) -> None:
-    """Refuse an activation with parameters, which no technique computes."""
+    """Refuse an activation that transformers does not know, or with parameters, which no technique computes."""
     for name in ("hidden_act", "hidden_activation"):
         value = getattr(config, name, None)
+        if isinstance(value, str) and value not in ACT2FN:
+            close = get_close_matches(value.lower(), ACT2FN, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ModelError(f"{name}={value!r} is no activation of transformers{hint}: give the model's own")
         if isinstance(value, str) and value in ACT2FN and list(ACT2FN[value].parameters()):
             raise ModelError(
                 f"{name}={value!r}: this activation has parameters of its own, which the lab does not train; "

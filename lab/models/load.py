@@ -59,8 +59,7 @@ def config_of(model: ModelLike) -> PretrainedConfig:
             transformers model.
     """
     if isinstance(model, PretrainedConfig):
-        check_config(model)
-        return model
+        return _checked(model)
     folder = _folder(model)
     if folder is not None:
         return _read(folder)
@@ -291,6 +290,11 @@ def _read(folder: Path) -> PretrainedConfig:
             f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
         )
     text = fields.get("text_config")
+    if text is not None and kind in FAMILIES:
+        raise ModelError(
+            f"{path} has text_config, which a {kind} model does not read: take it out, or give the directory "
+            "of the text model, with text_config as its config.json"
+        )
     of_text = text.get("model_type") if isinstance(text, dict) else None
     if kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
         raise ModelError(
@@ -310,7 +314,26 @@ def _read(folder: Path) -> PretrainedConfig:
     with _as_model_error(f"{path} is not a config that transformers can read"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     assert isinstance(config, PretrainedConfig)
+    return _checked(config)
+
+
+def _checked(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config with which a new model can be made, and which the lab computes right.
+
+    Raises:
+        ModelError: It is not one.
+    """
     check_config(config)
+    if getattr(config, "gradient_checkpointing", False):
+        raise ModelError(
+            "gradient_checkpointing in the config: a recipe has its own, checkpoint=True; take the field out"
+        )
+    padding, tokens = config.pad_token_id, config.vocab_size
+    # A negative index counts from the end of the embedding.
+    if padding is not None and not -tokens <= padding < tokens:
+        raise ModelError(
+            f"pad_token_id={padding} and vocab_size={tokens}: give a token of the vocabulary, or None"
+        )
     return config
 
 

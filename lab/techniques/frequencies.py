@@ -135,8 +135,11 @@ def _llama3_frequency(frequency: float, p: Mapping[str, Any]) -> float:
 
     A frequency between the two limits becomes a weighted mean of both.
     """
+    low, high = p["low_freq_factor"], p["high_freq_factor"]
+    if not low < high:
+        raise ValueError(f"high_freq_factor={high} is not above low_freq_factor={low}")
     turns = p["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    weight = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    weight = (turns - low) / (high - low)
     weight = min(max(weight, 0.0), 1.0)
     return float(frequency * (weight + (1 - weight) / p["factor"]))
 
@@ -150,7 +153,9 @@ def _yarn_frequencies(
     and the part that is divided grows linearly in between.
     """
     trained_tokens = p["original_max_position_embeddings"]
-    factor = p.get("factor") or (max_positions or trained_tokens) / trained_tokens
+    factor = p.get("factor")
+    if factor is None:
+        factor = (max_positions or trained_tokens) / trained_tokens
 
     def pair(turns: float) -> float:
         """Return the index, a real number, of the pair with so many turns in the context of the training."""
