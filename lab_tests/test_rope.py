@@ -197,7 +197,10 @@ def test_other_models_keep_their_own_rotations():
         ({"rope_type": "ntk", "rope_theta": 1e4}, "'ntk' is not one of default, linear, .*, dynamic$"),
         ({**KINDS["longrope"], "long_factor": [1.0] * 31}, "no angle can be computed .ValueError: zip"),
         ({**KINDS["longrope"], "long_factor": [-1.0] * 32}, "a frequency is not above 0, or not finite"),
-        ({**KINDS["llama3"], "low_freq_factor": 4.0}, "high_freq_factor=4.0 is not above low_freq_factor=4.0"),
+        (
+            {**KINDS["llama3"], "low_freq_factor": 4.0},
+            "high_freq_factor=4.0 is not above low_freq_factor=4.0",
+        ),
         ({**KINDS["yarn"], "factor": 0.0}, "no angle can be computed .ZeroDivisionError"),
         (
             {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},

@@ -250,10 +250,11 @@ def test_what_cannot_be_checked_is_refused_in_a_line(tmp_path, monkeypatch):
         ("[]", "no notebook: its JSON has no 'nbformat'"),
         ('{"cells": []}', "no notebook: its JSON has no 'nbformat'"),
         ('{"nbformat": 3, "nbformat_minor": 0, "worksheets": []}', "of format 3: the lab reads format 4, to"),
-        ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}', "no notebook of format 4: "),
+        ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}', "'cells' must be a list of obj"),
+        ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [1]}', "'cells' must be a list of o"),
         ('{"nbformat": 4, "nbformat_minor": 5, "cells": []}', "of format 4: 'metadata' is a required"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_file_that_is_no_notebook_is_refused_by_what_is_wrong(tmp_path, text, said):
     path = tmp_path / "02_ulysses.ipynb"

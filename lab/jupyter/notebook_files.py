@@ -37,6 +37,9 @@ def read_notebook(path: Path) -> NotebookNode:
             f"{path} is a notebook of format {abbreviate(repr(version))}: the lab reads format 4, to which "
             "JupyterLab converts it: open it there and save it"
         )
+    cells = document.get("cells")
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise NotebookError(f"{path} is no notebook of format 4: 'cells' must be a list of objects")
     try:
         nbformat.validate(document)
         notebook: NotebookNode = nbformat.v4.reads(text)
