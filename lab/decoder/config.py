@@ -136,7 +136,7 @@ def check_not_quantized(quantization: object) -> None:
 
 
 def _check_activation(config: PretrainedConfig) -> None:
-    """Refuse an activation that transformers does not know, or with parameters, which no technique computes."""
+    """Refuse an activation that transformers does not know, or whose parameters no technique computes."""
     for name in ("hidden_act", "hidden_activation"):
         value = getattr(config, name, None)
         if isinstance(value, str) and value not in ACT2FN:

@@ -84,7 +84,7 @@ def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
     title = f"H={heads}, K={kv_heads}, C={ranks}, U={head_chunk}: {count}"
     with styled_figure(0.95 + 0.36 * rows + (0 if side_by_side else 0.5)) as figure:
         grid = figure.subplots(*((1, 2) if side_by_side else (2, 1)), squeeze=False).flatten()
-        names = "gathered: each query head with its own keys", _verdict(wrong, heads)
+        names = "the schedule: each query head with its own keys", _verdict(wrong, heads)
         for axes, table, name in zip(grid, tables, names, strict=True):
             _draw(axes, plan, table, WIDTH * (0.46 if side_by_side else 0.95))
             axes.set_title(name, loc="left", pad=16)
