@@ -199,4 +199,4 @@ def test_the_command():
     assert "add up to the row's tokens" in said.output
     said = CliRunner().invoke(main, [*sizes, "1K,1K", "--quick"])
     assert said.exit_code == 2
-    assert "--quick answers from the closed form, which has one document a row" in said.output
+    assert "--quick answers by the closed form, which has one document per row" in said.output

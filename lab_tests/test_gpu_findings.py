@@ -145,7 +145,7 @@ def test_the_ranks_of_a_host_share_what_can_be_pinned(monkeypatch, tmp_path):
     assert local_ranks() == 8
     share = HostCopier()._limit
     assert share == pinnable(ranks=8) == int(0.8 * 2304 * GiB) // 8
-    # 5M tokens of Llama3-8B take 1.21 TiB a node.
+    # 5M tokens of Llama3-8B take 1.21 TiB per node.
     assert 8 * share > 1.21 * 1024 * GiB
     # What this process has pinned before is part of its share.
     machine(monkeypatch, tmp_path, available=800 * GiB)

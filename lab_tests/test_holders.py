@@ -183,7 +183,7 @@ def test_named_questions(planned: plan.Plan) -> None:
     assert timeline.highest(phase="forward").device == forward.device_peak
     in_mlp = [timeline.modules[m].startswith("model.layers.1.mlp") for m in timeline.module]
     assert timeline.highest(module="model.layers.1.mlp").device == timeline.rows(in_mlp).device_peak
-    # A checkpointed layer keeps its output, the input of the next: 320 tokens a rank.
+    # A checkpointed layer keeps its output, the input of the next: 320 tokens per rank.
     kept = timeline.kept("model.layers.1")
     assert [(h.shape, h.bytes) for h in kept if h.category == "activations"] == [
         ((1, 320, config_of("tiny").hidden_size), 320 * config_of("tiny").hidden_size * FP32)

@@ -31,7 +31,7 @@ def test_the_figures_are_the_papers():
     trl = {(row.what, row.ranks, row.tokens): (row.value, row.unit) for row in rows(method="trl")}
     assert trl == {
         ("step", 8, Mi): (380, "s"),
-        ("memory", 8, Mi): (56.2, "GB a GPU"),
+        ("memory", 8, Mi): (56.2, "GB per GPU"),
         ("step", 16, 2 * Mi): (696, "s"),
     }
 

@@ -24,8 +24,8 @@ def test_a_plan_says_what_it_found(plans):
     text = plan_text(made)
     assert text.startswith("tiny · offload · 4 ranks · 1K tokens\nfsdp ulysses=4 checkpoint offload=inputs\n")
     for part in (
-        "768.0 KiB a rank",
-        "3.00 MiB a node",
+        "768.0 KiB per rank",
+        "3.00 MiB per node",
         made.peak.op.removeprefix("aten."),
         "verdict       fits",
         f"MFU           {made.mfu:.1%} (estimate): of the peak of 4 GPUs in dense bf16",

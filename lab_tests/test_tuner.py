@@ -116,7 +116,7 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
         (1.2, "1GiB", "fits", "fits: "),
         (1.05, "1GiB", "close", "just fits: "),
         (0.99, "1GiB", "device", "does not fit: "),
-        (1.2, "1MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB a node"),
+        (1.2, "1MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB per node"),
     ],
 )
 def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:

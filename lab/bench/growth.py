@@ -24,12 +24,12 @@ def measure_growth(tokens: int, doublings: int, steps: int, say: Say) -> list[Ro
     """Measure steps of ``tiny`` on CPU ranks, under the meter.
 
     First each rung of the ladder runs on two ranks, with a context that is doubled ``doublings`` times from
-    ``tokens``. Then the top rung runs on 1, 2 and 4 ranks: with as many tokens a rank as the longest context
-    has on two ranks, and with that context in all. Last, ``upipe`` and ``streamed`` run on two ranks with
-    four times the longest context. The seconds are medians of ``steps`` after a first step.
+    ``tokens``. Then the top rung runs on 1, 2 and 4 ranks: with as many tokens per rank as the longest
+    context has on two ranks, and with that context in all. Last, ``upipe`` and ``streamed`` run on two ranks
+    with four times the longest context. The seconds are medians of ``steps`` after a first step.
 
     Returns:
-        A row for each measurement. "x" is the ratio to the row before. "bytes a token" is the growth of the
+        A row for each measurement. "x" is the ratio to the row before. "bytes per token" is the growth of the
         peak of a rank over the growth of the whole context; "by formula" is the same in closed form.
     """
     contexts = [tokens << i for i in range(doublings + 1)]
@@ -78,16 +78,16 @@ def _measure(setting: Setting, cluster: Cluster, steps: int) -> Point:
 
 
 def compare_points(over: str, points: Sequence[Point]) -> Iterator[Row]:
-    """Yield a row for each point, compared with the one before; bytes a token only on equally many ranks."""
+    """Yield a row for each point, compared with the one before; bytes per token for equal ranks."""
     for before, point in zip((None, *points), points, strict=False):
         row: dict[str, str | float | None] = {
             "over": over, **point.setting._asdict(), "seconds": point.seconds, "seconds, x": None,
-            "peak, MiB": point.peak / MiB, "peak, x": None, "bytes a token": None, "by formula": None,
+            "peak, MiB": point.peak / MiB, "peak, x": None, "bytes per token": None, "by formula": None,
         }  # fmt: skip
         if before is not None:
             more = point.setting.tokens - before.setting.tokens
             row |= {"seconds, x": point.seconds / before.seconds, "peak, x": point.peak / before.peak}
             if more and point.setting.ranks == before.setting.ranks:
-                row["bytes a token"] = (point.peak - before.peak) / more
+                row["bytes per token"] = (point.peak - before.peak) / more
                 row["by formula"] = (point.formula - before.formula) / more
         yield row

@@ -107,7 +107,7 @@ def _copies() -> str:
     if device is None:
         return rates
     # With S tokens, P ranks and E hidden values: a rank's input of a layer is 2*S*E/P bytes, and its causal
-    # attention 2*S*S*E/P operations, so both take the same time at S = operations a second / bytes a second.
+    # attention 2*S*S*E/P operations, so both take the same time where S is the ratio of their rates.
     tokens = int(HARDWARE[device].attention_forward.value / to_host)
     return (
         f"{rates}: a layer's attention hides the offload of its input from {format_tokens(tokens)} tokens on"
@@ -115,7 +115,7 @@ def _copies() -> str:
 
 
 def copy_rates() -> tuple[float, float]:
-    """Return the bytes a second of copies from pinned memory to the current device, and back."""
+    """Return the bytes per second of copies from pinned memory to the current device, and back."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     return (
@@ -125,7 +125,7 @@ def copy_rates() -> tuple[float, float]:
 
 
 def rate(copy: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Return the highest bytes a second of REPEATS calls of ``copy``, each of COPY_BYTES, after a first."""
+    """Return the highest bytes per second of REPEATS calls of ``copy``, each of COPY_BYTES, after a first."""
     seconds = []
     for _ in range(REPEATS + 1):
         synchronize()

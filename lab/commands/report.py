@@ -41,9 +41,10 @@ def plan_text(plan: Plan) -> str:
         plan.recipe.summary,
         "",
         *_weights_line(plan.shape),
-        f"device peak   {format_bytes(plan.device_peak)} a rank"
+        f"device peak   {format_bytes(plan.device_peak)} per rank"
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
-        f"host peak     {format_bytes(plan.host_peak)} a rank, {format_bytes(plan.host_peak_per_node)} a node"
+        f"host peak     {format_bytes(plan.host_peak)} per rank, "
+        f"{format_bytes(plan.host_peak_per_node)} per node"
         f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
         *_disk_lines(plan),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
@@ -59,7 +60,7 @@ def plan_text(plan: Plan) -> str:
         f"a rank        {costs.flops:.3g} operations, {format_bytes(costs.link_bytes)} over links "
         f"({format_seconds(costs.link_seconds)} of waiting), {format_bytes(costs.host_bytes)} to and from "
         "the host",
-        f"a step        {format_seconds(plan.step_seconds)} on {plan.device}, {tokens:.4g} tokens a second "
+        f"a step        {format_seconds(plan.step_seconds)} on {plan.device}, {tokens:.4g} tokens per second "
         "and rank (estimate)",
         f"MFU           {plan.mfu:.1%} (estimate): of the peak of {plan.ranks} GPUs in dense bf16, by "
         f"{plan.model_flops:.3g} operations of the model (attention's causal half; nothing twice)",
@@ -78,7 +79,7 @@ def _weights_line(shape: Shape) -> list[str]:
 
 def _disk_lines(plan: Plan) -> list[str]:
     """Return what a disk holds, and how long it is busy; nothing without a disk."""
-    label = f"disk peak     {format_bytes(plan.disk_peak)} a rank, "
+    label = f"disk peak     {format_bytes(plan.disk_peak)} per rank, "
     busy = f" a node, busy for {format_seconds(plan.costs.disk_seconds)} of a step"
     return [] if plan.machine.disk is None else [f"{label}{_of_disk(plan)}{busy}"]
 
@@ -100,7 +101,7 @@ def _idle_ranks_note(plan: Plan) -> list[str]:
     rows = plan.job.rows
     if groups <= rows:
         return []
-    # A ring takes one document a row.
+    # A ring takes one document per row.
     ring = "" if plan.job.documents else f"--set ring={plan.recipe.ring * groups // rows}, or "
     return [
         f"note          {groups} groups of ranks share {rows} row(s): some repeat the work of others; "
@@ -111,7 +112,7 @@ def _idle_ranks_note(plan: Plan) -> list[str]:
 def quick_text(plan: QuickPlan) -> str:
     """The closed form's answer: the two peaks, and what is held at the device peak."""
     estimate = plan.estimate
-    on_disk = f"{format_bytes(estimate.disk_peak)} a rank, {format_bytes(plan.disk_peak_per_node)}"
+    on_disk = f"{format_bytes(estimate.disk_peak)} per rank, {format_bytes(plan.disk_peak_per_node)}"
     verdict = {None: "no memory was given", True: "it fits", False: "it does not fit"}[plan.fits]
     return "\n".join(
         (
@@ -119,12 +120,12 @@ def quick_text(plan: QuickPlan) -> str:
             plan.job.recipe.summary,
             "",
             *_weights_line(plan.shape),
-            f"device peak   {format_bytes(plan.device_peak)} a rank"
+            f"device peak   {format_bytes(plan.device_peak)} per rank"
             f"{format_share(plan.device_peak, plan.machine.device_memory)}",
-            f"host peak     {format_bytes(estimate.host_peak)} a rank, "
-            f"{format_bytes(plan.host_peak_per_node)} a node"
+            f"host peak     {format_bytes(estimate.host_peak)} per rank, "
+            f"{format_bytes(plan.host_peak_per_node)} per node"
             f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
-            *([f"disk peak     {on_disk} a node"] if plan.machine.disk else []),
+            *([f"disk peak     {on_disk} per node"] if plan.machine.disk else []),
             f"at the peak   {estimate.moment}",
             *(
                 f"  {category:<26}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
@@ -321,11 +322,11 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     if not whole:
         lines += [
             f"extrapolated  to {rehearsal.of_layers} layers by the ratio of their plan to these layers':",
-            f"              {format_bytes(rehearsal.whole_device_peak)} a device, "
-            f"{format_seconds(rehearsal.whole_seconds)} a step",
+            f"              {format_bytes(rehearsal.whole_device_peak)} per device, "
+            f"{format_seconds(rehearsal.whole_seconds)} per step",
         ]
     lines += [
-        f"tokens        {rehearsal.tokens_per_second:.4g} a second and rank if links were free, "
+        f"tokens        {rehearsal.tokens_per_second:.4g} per second and rank if links were free, "
         f"{rehearsal.tokens_per_second_with_links:.4g} with their time added"
     ]
     return "\n".join(lines)
@@ -340,7 +341,7 @@ def run_text(run: Run, plan: Plan) -> str:
     """Return the text of `lab run`: losses and seconds by step, and measured and planned peaks."""
     planned = planned_peak(run, plan)
     steps = enumerate(zip(run.losses, run.seconds, strict=True), 1)
-    on_disk = f"disk peak     {format_bytes(run.disk_peak)} a rank, planned {format_bytes(plan.disk_peak)}"
+    on_disk = f"disk peak     {format_bytes(run.disk_peak)} per rank, planned {format_bytes(plan.disk_peak)}"
     disk = [on_disk] if run.disk_peak else []
     return "\n".join(
         [
@@ -348,8 +349,8 @@ def run_text(run: Run, plan: Plan) -> str:
             plan.recipe.summary,
             "",
             *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
-            f"device peak   {format_bytes(run.device_peak)} a rank, planned {format_bytes(planned)}",
-            f"host peak     {format_bytes(run.host_peak)} a rank, planned {format_bytes(plan.host_peak)}",
+            f"device peak   {format_bytes(run.device_peak)} per rank, planned {format_bytes(planned)}",
+            f"host peak     {format_bytes(run.host_peak)} per rank, planned {format_bytes(plan.host_peak)}",
             *disk,
             f"planned       {planned / run.device_peak:.4f} of the measured device peak",
         ]

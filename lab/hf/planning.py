@@ -90,7 +90,7 @@ def fit(
     """
     if flattens(trainer):
         raise RecipeError(
-            "fit of a trainer whose collator makes one row of a batch: it knows one document a row; ask "
+            "fit of a trainer whose collator makes one row of a batch: it knows one document per row; ask "
             "lab.hf.plan(trainer, documents=...) for one recipe"
         )
     step = _plan_arguments(trainer, ranks, tokens)

@@ -99,7 +99,7 @@ def fit(
     With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. A step
     has ``accumulate`` micro-batches of ``rows`` rows.
 
-    With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node.
+    With ``disk``, the long tensors of streamed layers are on a disk of these bytes per node.
 
     With ``tokens_total``, the tokens of the whole training, such as "10B" (decimal: 10^10), ``Fits.bills``
     has the steps, days, node hours and GPU hours that each recipe takes. With ``price``, the money for one

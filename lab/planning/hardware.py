@@ -102,7 +102,7 @@ _H100 = Hardware(
     memory_share=Figure(2.90 / 3.35, "1", f"{_AZURE}, ND_H100_v5, HBM bandwidth, copy: 2.90 TB/s"),
     link=Figure(450e9, "B/s", "datasheet: NVIDIA H100 SXM, NVLink 900 GB/s, both directions together"),
     link_share=Figure(370 / 450, "1", "NVIDIA/nccl-tests issue 212, a maintainer: 370 GB/s of busbw"),
-    network=Figure(50e9, "B/s", "datasheet: NVIDIA DGX H100, one 400 Gb/s NDR InfiniBand adapter a GPU"),
+    network=Figure(50e9, "B/s", "datasheet: NVIDIA DGX H100, one 400 Gb/s NDR InfiniBand adapter per GPU"),
     network_share=Figure(48.5 / 50, "1", "NVIDIA/nccl-tests issue 267, a maintainer: 48 to 49 GB/s a NIC"),
     host_link=Figure(64e9, "B/s", "datasheet: NVIDIA H100 SXM, PCIe Gen5 128 GB/s, both directions together"),
     host_link_share=Figure(51 / 64, "1", f"{_AZURE}, ND_H100_v5, nvbandwidth: 51 GB/s to the device"),
@@ -154,7 +154,7 @@ _A100 = Hardware(
     link=Figure(300e9, "B/s", "datasheet: NVIDIA A100 80GB SXM, NVLink 600 GB/s, both directions together"),
     # No NVLink SHARP on this generation: an all-reduce tells what the wire carries.
     link_share=Figure(231.58 / 300, "1", f"{_AZURE}, ND_A100_v4, NCCL all-reduce, 8 GB: 231.58 of busbw"),
-    network=Figure(25e9, "B/s", "datasheet: NVIDIA DGX A100, one 200 Gb/s HDR InfiniBand adapter a GPU"),
+    network=Figure(25e9, "B/s", "datasheet: NVIDIA DGX A100, one 200 Gb/s HDR InfiniBand adapter per GPU"),
     network_share=_from("assumed from NDR", _H100.network_share),
     host_link=Figure(32e9, "B/s", "datasheet: NVIDIA A100 80GB SXM, PCIe Gen4 64 GB/s, both directions"),
     host_link_share=Figure(26.28 / 32, "1", f"{_AZURE}, ND_A100_v4, nvbandwidth, to the device: 26.28 GB/s"),
@@ -171,20 +171,20 @@ _B200 = Hardware(
     name="NVIDIA B200 SXM 180GB",
     memory=Figure(182642 * MiB, "B", "torch device properties of a B200, total_memory=182642MB"),
     matmul=Figure(
-        2250e12, "FLOP/s", "datasheet: NVIDIA HGX B200, 4.5 PFLOP/s a GPU with sparsity, half when dense"
+        2250e12, "FLOP/s", "datasheet: NVIDIA HGX B200, 4.5 PFLOP/s per GPU with sparsity, half when dense"
     ),
     matmul_share=Figure(1745 / 2250, "1", f"{_MATMULS}: 1745 of 2250"),
     attention_forward=Figure(1418.1e12, "FLOP/s", _FLASH_4),
     attention_backward=Figure(1208.6e12, "FLOP/s", _FLASH_4),
     memory_rate=Figure(8.0e12, "B/s", "datasheet: NVIDIA DGX B200, 64 TB/s for eight GPUs"),
     memory_share=_from("assumed from the H200", _H200.memory_share),
-    link=Figure(900e9, "B/s", "datasheet: NVIDIA DGX B200, NVLink 1.8 TB/s a GPU, both directions together"),
+    link=Figure(900e9, "B/s", "datasheet: NVIDIA DGX B200, NVLink 1.8 TB/s per GPU, both ways together"),
     link_share=Figure(
         682.2 / 900,
         "1",
         f"{_ENGINEERING}, network, SHARP: all-reduce of 8 GiB on 8 x B200 without it, 682.2 of busbw",
     ),
-    network=Figure(50e9, "B/s", "datasheet: NVIDIA DGX B200, one 400 Gb/s adapter a GPU"),
+    network=Figure(50e9, "B/s", "datasheet: NVIDIA DGX B200, one 400 Gb/s adapter per GPU"),
     network_share=_from("assumed from NDR on Hopper", _H100.network_share),
     host_link=Figure(64e9, "B/s", "datasheet: NVIDIA HGX B200, PCIe Gen5 128 GB/s, both directions together"),
     host_link_share=_from("assumed from the H200, PCIe Gen5 too", _H200.host_link_share),
@@ -198,7 +198,7 @@ _B300 = _based_on(
     matmul=Figure(2250e12, "FLOP/s", "datasheet: NVIDIA DGX B300, bf16 as the B200's"),
     matmul_share=Figure(1769 / 2250, "1", f"{_MATMULS}: 1769 of 2250"),
     memory_rate=Figure(8.0e12, "B/s", f"{_ENGINEERING}, compute/accelerator, table of memory: 8.00 TB/s"),
-    network=Figure(100e9, "B/s", "datasheet: NVIDIA DGX B300, one 800 Gb/s adapter a GPU"),
+    network=Figure(100e9, "B/s", "datasheet: NVIDIA DGX B300, one 800 Gb/s adapter per GPU"),
 )
 
 _GB200 = _based_on(
@@ -207,7 +207,7 @@ _GB200 = _based_on(
     name="NVIDIA GB200 186GB",
     memory=Figure(184.31 * GiB, "B", f"{_CAPACITY} on an NVIDIA GB200: 184.31 GiB"),
     matmul=Figure(
-        2500e12, "FLOP/s", "datasheet: NVIDIA GB200 NVL72, 5 PFLOP/s a GPU with sparsity, half when dense"
+        2500e12, "FLOP/s", "datasheet: NVIDIA GB200 NVL72, 5 PFLOP/s per GPU with sparsity, half when dense"
     ),
     matmul_share=Figure(1822 / 2500, "1", f"{_MATMULS}: 1822 of 2500"),
     host_link=Figure(
@@ -270,7 +270,7 @@ _RTX4090 = Hardware(
     memory_share=_from("assumed from the A100", _A100.memory_share),
     link=Figure(32e9, "B/s", "NVIDIA Ada GPU architecture whitepaper: RTX 4090, PCIe Gen4 x16; no NVLink"),
     link_share=_from("assumed as the RTX 5090, PCIe too", _RTX5090_NCCL),
-    network=Figure(1.25e9, "B/s", "assumed: 10 Gb/s Ethernet a GPU, as on the mainboard of a workstation"),
+    network=Figure(1.25e9, "B/s", "assumed: 10 Gb/s Ethernet per GPU, as on the mainboard of a workstation"),
     network_share=_from("assumed from NDR", _H100.network_share),
     host_link=Figure(32e9, "B/s", "NVIDIA Ada GPU architecture whitepaper: RTX 4090, PCIe Gen4 x16"),
     host_link_share=_from("assumed from the A100, PCIe Gen4 too", _A100.host_link_share),

@@ -107,7 +107,7 @@ def max_context(
     within the resolution, the ladder's is taken, or else that of the largest Ulysses degree. Knobs by hand
     hold: with ``ulysses``, ``ring``, ``head_chunk`` or ``ulysses_backend`` among them nothing is compared.
 
-    With ``disk``, the long tensors of streamed layers are on a disk of these bytes a node. If the attention
+    With ``disk``, the long tensors of streamed layers are on a disk of these bytes per node. If the attention
     of the longest context fits there too, the answer has ``offload="attention"``, unless ``offload`` is among
     the knobs by hand: it runs one attention forward of a layer and not two.
 

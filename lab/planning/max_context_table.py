@@ -66,7 +66,7 @@ class Rental:
     def description(self) -> str:
         """The memory as text, with what is assumed."""
         device_memory = format_bytes(hardware(self.device).memory.value)
-        return f"{device_memory} a GPU, {self.host_memory} a host: {self.assumption}"
+        return f"{device_memory} per GPU, {self.host_memory} per host: {self.assumption}"
 
 
 RENTALS = (

@@ -113,7 +113,7 @@ class Plan:
     def summary(self) -> str:
         """One line with its tokens, its device peak, and whether it fits."""
         return (
-            f"{round_tokens(self.tokens)} tokens, {format_bytes(self.device_peak)} a device: {self.verdict}"
+            f"{round_tokens(self.tokens)} tokens, {format_bytes(self.device_peak)} per device: {self.verdict}"
         )
 
     @property
@@ -423,7 +423,7 @@ def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
     """What is to be known before this job runs on a GPU."""
     if job.recipe.optimizer == "host":
         rate = HOST_MEMORY.value * HOST_MEMORY_SHARE.value / 1e9
-        yield f"clipping and Adam on the host are estimated at {rate:.0f} GB/s a node, which is assumed"
+        yield f"clipping and Adam on the host are estimated at {rate:.0f} GB/s per node, which is assumed"
     recipe, shape = job.recipe, decoder.shape_of(model.config)
     dtype = attention_dtype(recipe, model.dtype)
     if not runs_flash(dtype, shape.D):

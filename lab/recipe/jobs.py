@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Documents = str | Sequence[int | str] | None
-"""How documents are asked for: lengths, or a text such as "1M,512K,512K"; None for one document a row."""
+"""How documents are asked for: lengths, or a text such as "1M,512K,512K"; None for one document per row."""
 
 MAX_RANKS = 65536
 """The most ranks of a job. A plan makes the groups of all ranks: of a million it would take minutes."""

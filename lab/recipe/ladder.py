@@ -42,9 +42,9 @@ def ladder(
 
     ulysses and ring are those of ``sequence_degrees``, head_chunk the Ulysses degree, each tile the smaller
     of 16384 and a quarter of the local tokens s, attention_tile that of 256K and a quarter of the tokens. All
-    but ``tiny`` compute in bf16 from fp32 parameters: 16 bytes a parameter of state on every rung. ``knobs``
-    set by hand hold on every rung that has the technique, and what derives from them follows; on the rung
-    ``streamed``, MLPs have no tile of their own. ``shape`` is the model's, for a caller that has it.
+    but ``tiny`` compute in bf16 from fp32 parameters: 16 bytes of state per parameter on every rung.
+    ``knobs`` set by hand hold on every rung that has the technique, and what derives from them follows; on
+    the rung ``streamed``, MLPs have no tile of their own. ``shape`` is the model's, for a caller that has it.
 
     Raises:
         LabError: ranks or tokens that are no count.

@@ -81,7 +81,7 @@ class Recipe:
             knob.check(getattr(self, knob.name))
         if self.optimizer == "host" and not self.fsdp:
             raise RecipeError(
-                "optimizer='host' without fsdp: every rank would keep all 16 bytes a parameter on the host, "
+                "optimizer='host' without fsdp: every rank would keep 16 bytes per parameter on the host, "
                 "and not its shard; set fsdp=True with it, or optimizer='device'"
             )
         if self.offload != "none" and not self.checkpoint:

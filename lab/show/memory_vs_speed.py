@@ -16,10 +16,10 @@ PLAIN, PICKED = SERIES_COLOURS[2], SERIES_COLOURS[3]
 
 
 def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = "", title: str = "") -> Picture:
-    """Draw a row for each name, with one bar of bytes and one of tokens a second.
+    """Draw a row for each name, with one bar of bytes and one of tokens per second.
 
     Args:
-        points: (bytes, tokens a second) by name.
+        points: (bytes, tokens per second) by name.
         picked: The name whose row is drawn in magenta; the others are grey.
         title: A title above the picture.
 
@@ -37,7 +37,7 @@ def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = ""
         memory.set_yticks(range(len(points)), list(points))
         memory.invert_yaxis()
         byte_axis(memory.xaxis, max(sizes))
-        speed.set_xlabel("tokens a second")
+        speed.set_xlabel("tokens per second")
         memory.set_title("peak", loc="left")
         speed.set_title("throughput", loc="left")
         draw_header(figure, title)

@@ -92,7 +92,7 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
                 raise RecipeError(
                     f"several documents in a row with rope_type={rotary.type_by_length!r}: whether a "
                     "document has the frequencies of its own length or of the longest one is not defined; "
-                    "give one document a row"
+                    "give one document per row"
                 )
         if padding is not None and padding not in range(multiple):
             raise RecipeError(
@@ -109,7 +109,7 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         if in_rows is not None and in_rows.uses != attentions:
             raise RecipeError(
                 f"documents reached {in_rows.uses} of {attentions} attentions of a model whose layers do not "
-                "pass keywords on: give one document a row"
+                "pass keywords on: give one document per row"
             )
         _refuse_updates_before_backward(output, parameters)
         return output

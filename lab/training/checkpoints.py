@@ -1,6 +1,6 @@
 """Checkpoints: written while training goes on, seen only when whole; read on any number of ranks; exported.
 
-A save copies this rank's shard of the parameters and of Adam's state into host memory, 12 bytes a parameter
+A save copies this rank's shard of the parameters and of Adam's state into host memory, 12 bytes per parameter
 in fp32, divided by the ranks under FSDP. That copy is all that training waits for; the disk is written from
 it by a thread, and it is freed when the thread ends. With one save in flight at a time.
 """

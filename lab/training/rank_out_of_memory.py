@@ -39,7 +39,7 @@ class RankOutOfMemory(LabError):
 
 
 def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
-    """The first rung of the ladder whose step holds at most ``limit`` bytes a device, and its plan.
+    """The first rung of the ladder whose step holds at most ``limit`` bytes per device, and its plan.
 
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
@@ -77,7 +77,7 @@ MARGIN = 1.05
 def _remedy(rung: str | None, planned: Plan | None) -> str:
     if rung is None or planned is None:
         return "lab fit says which recipe fits a memory"
-    peak = f"planned at {format_bytes(planned.device_peak)} a rank"
+    peak = f"planned at {format_bytes(planned.device_peak)} per rank"
     if planned.fits:
         return f"the cheapest rung that fits: {rung!r}, {peak}"
     return f"no rung fits that, the leanest is {rung!r}, {peak}: more ranks, or fewer tokens, need less"

@@ -56,7 +56,7 @@ class Progress:
 class Run:
     """What a run brings back.
 
-    ``losses`` and ``seconds`` have one entry a step (the loss is the global mean, the time rank 0's);
+    ``losses`` and ``seconds`` have one entry per step (the loss is the global mean, the time rank 0's);
     ``timelines`` one a rank: the bytes that crossed the dispatcher. ``allocated`` are the most bytes that
     CUDA's allocator held on each rank, kernels' workspaces among them; it is empty on CPU, and where the run
     is not ``complete``. A run that was stopped or failed is not: it has what was measured.

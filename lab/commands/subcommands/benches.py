@@ -215,7 +215,7 @@ def tiling_vs_deepspeed(as_json: bool) -> None:
 @click.option(
     "--machine", type=click.Choice(["cuda", "cpu"]), help="cpu runs the same list with tiny. [cuda]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a row.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per row.")
 @one_line_errors
 def gpu(minutes: float, out: Path, machine: str | None, as_json: bool) -> None:
     """Measure a list of figures on a GPU, one line of JSON each; skip those that are in the folder."""

@@ -156,7 +156,7 @@ def plan(
             raise LabError("--quick answers from the closed form, which has no tensors to list or to write")
         documents = settings.pop("documents")
         if quick and documents is not None:
-            raise LabError("--quick answers from the closed form, which has one document a row: leave it out")
+            raise LabError("--quick answers by the closed form, which has one document per row: leave it out")
         if animation is not None:
             from lab.show.one_layer.gif import check_animation
 

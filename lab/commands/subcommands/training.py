@@ -153,7 +153,7 @@ def run(
 @click.option("--start-timeout", type=number, default=60.0, help="Seconds for the ranks to start. [60]")
 @click.option("--timeout", type=number, help="Seconds for a collective. [gloo 60; NCCL 600 or 3 layers]")
 @HOST_DIR
-@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON a step.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON per step.")
 @one_line_errors
 def train(
     ranks: int | None,
@@ -241,8 +241,8 @@ def _line(step: StepRecord) -> str:
     left = f"{format_seconds(step.seconds_left)} left" if step.step < step.steps else "done"
     return (
         f"step {step.step:>{len(str(step.steps))}}/{step.steps}   loss {step.loss:.4f}   {validation}"
-        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} a rank   "
-        f"peak {format_bytes(step.device_peak)} a rank   {left}"
+        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second_and_rank:,.0f} per rank   "
+        f"peak {format_bytes(step.device_peak)} per rank   {left}"
     )
 
 

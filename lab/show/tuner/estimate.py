@@ -128,7 +128,7 @@ def _verdict_text(state: State, verdict: Verdict, device: int, host: int, moment
     if verdict == "device":
         return f"does not fit: {of_device}, in {moment}"
     if verdict == "host":
-        return f"does not fit the host: {format_bytes(host)} of {format_bytes(state.host_memory)} a node"
+        return f"does not fit the host: {format_bytes(host)} of {format_bytes(state.host_memory)} per node"
     return (
         f"fits: {of_device}" if verdict == "fits" else f"just fits: {of_device}; Plan computes the exact peak"
     )

@@ -178,7 +178,7 @@ class Tuner:
         )
         with self._lock:
             self.planned, self._planned_step = result, state.step
-        return f"planned in {result.planning_seconds:.1f} s: {format_bytes(result.device_peak)} a rank"
+        return f"planned in {result.planning_seconds:.1f} s: {format_bytes(result.device_peak)} per rank"
 
     def _run(self, state: State) -> str:
         small = scale_down(state, self._cluster.ranks if self._cluster else min(state.ranks, RANKS))
@@ -194,7 +194,7 @@ class Tuner:
         result = estimate_state(small.state)
         device = result.device if isinstance(result, StateEstimate) else None
         expected = f", {format_bytes(device)} by the closed form" if device is not None else ""
-        return f"{scaled} · measured {format_bytes(self.ran.device_peak)} a rank{expected}"
+        return f"{scaled} · measured {format_bytes(self.ran.device_peak)} per rank{expected}"
 
     def _train(self, small: ScaledState, cluster: Cluster) -> Run:
         from lab.training.run import run
