@@ -45,10 +45,13 @@ def test_a_refused_value_is_explained_and_the_picture_stays():
     assert found.refusal == ""
     before = found._image.value
     found.sliders["head_chunk"].index = 0
-    assert found.refusal == ("head_chunk=12: it does not divide the 32 query heads; these work: 4, 8, 16, 32")
+    said = "head_chunk=12: it does not divide the 32 query heads; these work: 4, 8, 16, 32"
+    assert found.refusal == f"{said}<br>(The picture is that of the last values that worked.)"
     assert found._image.value == before
+    assert "lab-stale" in found._image._dom_classes
     found.sliders["head_chunk"].index = 1
     assert found.refusal == ""
+    assert "lab-stale" not in found._image._dom_classes
 
 
 def test_another_error_is_not_hidden():

@@ -110,7 +110,7 @@ def _tokens(text: str | None) -> int | None:
 
 # ---- the recipes of this lab -------------------------------------------------------------------------------
 
-_NO_OPTIMIZER_OFFLOAD = "published with optimizer offload, which this lab does not have"
+_NO_OPTIMIZER_OFFLOAD = "published with optimizer offload, which this row does not use"
 
 _EXCHANGE_NOT_STATED = "a sanity check: the guide does not state how keys and values travel; here in a ring"
 

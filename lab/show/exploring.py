@@ -12,6 +12,9 @@ import ipywidgets
 from lab.errors import LabError
 from lab.show.picture import Picture
 
+_STALE = "lab-stale"
+"""The class of a picture that is not of the current values."""
+
 
 class Explorer:
     """Sliders, and the picture for their values, or the error if there is no picture for them."""
@@ -55,7 +58,7 @@ class Explorer:
 
     @property
     def refusal(self) -> str:
-        """The error for the current values; empty if there is a picture for them."""
+        """The error for the current values, as HTML; empty if there is a picture for them."""
         return str(self._refusal.value)
 
     def _draw_again(self, _: Any) -> None:
@@ -63,7 +66,10 @@ class Explorer:
             self._picture, refusal = self._draw(self.values), ""
         except LabError as error:
             # The last picture stays, so that the reader sees which values still worked.
-            refusal = escape(str(error))
+            refusal = f"{escape(str(error))}<br>(The picture is that of the last values that worked.)"
+            self._image.add_class(_STALE)
+        else:
+            self._image.remove_class(_STALE)
         self._refusal.value = refusal
         self._show()
 
@@ -72,7 +78,12 @@ class Explorer:
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # A stored notebook without a kernel shows the last picture.
-        box = ipywidgets.VBox([ipywidgets.HBox([*self.sliders.values()]), self._refusal, self._image])
+        # In a narrow window, the sliders are in several rows.
+        sliders = ipywidgets.Box(
+            [*self.sliders.values()], layout={"display": "flex", "flex_flow": "row wrap"}
+        )
+        style = ipywidgets.HTML(f"<style>.{_STALE} {{opacity: 0.25}}</style>", layout={"display": "none"})
+        box = ipywidgets.VBox([style, sliders, self._refusal, self._image])
         bundle: dict[str, Any] = box._repr_mimebundle_(**kwargs)
         return {
             **bundle,

@@ -37,18 +37,19 @@ class Guess:
     def value(self, number: float) -> None:
         self._field.value = f"{number:g}"
 
-    def compare(self, measured: float, *, missed: str = "") -> Markdown:
-        """Return the guess, the measured number, and their ratio.
+    def compare(self, number: float, *, how: str = "measured", missed: str = "") -> Markdown:
+        """Return the guess, the right number, and their ratio.
 
         Args:
-            measured: The measured number, in ``unit``.
+            number: The right number, in ``unit``.
+            how: Where it is from: "measured", "planned" or "computed".
             missed: What most people miss, as a sentence.
         """
-        result = f"measured **{measured:.4g} {self.unit}**"
+        result = f"{how} **{number:.4g} {self.unit}**"
         if self.value is None:
             line = f"{self.what}: {result} (no prediction was made)"
         else:
-            ratio = self.value / measured
+            ratio = self.value / number
             line = f"{self.what}: predicted {self.value:.4g} {self.unit}, {result}, ratio {ratio:.2f}"
         return _markdown(f"{line}\n\n*What most people miss:* {missed}" if missed else line)
 
@@ -65,7 +66,7 @@ class Guess:
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         # A stored notebook without a kernel shows this text in place of the field.
         bundle: dict[str, Any] = self._box._repr_mimebundle_(**kwargs)
-        return {**bundle, "text/plain": f"Your prediction: {self.what}, in {self.unit}"}
+        return {**bundle, "text/plain": f"Your prediction: {self.what} [{self.unit}]"}
 
 
 class Matches:
