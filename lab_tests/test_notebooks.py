@@ -61,6 +61,7 @@ SMALL = {
         "further_ulysses": "8",
         "tiny_tokens": "1024",
         "tiny_layers": "3",
+        "layer_tokens": "1024",
         "yours": "{model}",
         "your_tokens": "64K",
         "your_ranks": "8",
