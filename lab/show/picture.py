@@ -99,7 +99,7 @@ def styled_figure(height: float) -> Iterator[Figure]:
 def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names: Sequence[str] = ()) -> None:
     """Write the title at the upper left, and the legend at the upper right, or below the title if it is long.
 
-    Without a title, the legend is at the left.
+    Without a title, the legend is at the left. A legend that is wider than the figure has two rows.
     """
     beside = title and _fit_in_a_line(figure, title, names)
     if title and not (marks and not beside):
@@ -115,7 +115,7 @@ def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names:
             title_fontsize=_TITLE_SIZE,
             alignment="left",
             loc="outside upper right" if beside else "outside upper left",
-            ncols=len(marks),
+            ncols=len(marks) if _fit_in_a_line(figure, "", names) else -(-len(marks) // 2),
             fontsize=_LEGEND_SIZE,
             handlelength=1,
             handletextpad=0.4,
