@@ -60,7 +60,6 @@ SMALL = {
         "further_ranks": "8",
         "further_ulysses": "8",
         "tiny_tokens": "512",
-        "layer_tokens": "1024",
         "yours": "{model}",
         "your_tokens": "64K",
         "your_ranks": "8",
