@@ -141,7 +141,7 @@ def quick_text(plan: QuickPlan) -> str:
 def ladder_text(plans: Mapping[str, Plan]) -> str:
     """Return the text of `lab ladder`, with a bar for each rung. A bar that is cut ends with »."""
     first, longest = next(iter(plans.values())), _longest_bar(plans)
-    table = Table("rung", "device peak a rank", "", "host a rank", "at the peak", box=SIMPLE_HEAD)
+    table = Table("rung", "device peak per rank", "", "host per rank", "at the peak", box=SIMPLE_HEAD)
     table.columns[1].justify = table.columns[3].justify = "right"
     for name, plan in plans.items():
         bar = _bar(min(plan.device_peak, longest), longest) + ("»" if plan.device_peak > longest else "")

@@ -208,7 +208,8 @@ class View {
     this.readout.hidden = false;
     const fits = this.canvas.clientWidth - x > this.readout.offsetWidth + 24;
     const top = this.canvas.offsetTop + Math.min(y, this.look.height - this.readout.offsetHeight);
-    this.readout.style.left = `${fits ? x + 14 : x - this.readout.offsetWidth - 14}px`;
+    // In a narrow window it fits on neither side, and begins at the left edge.
+    this.readout.style.left = `${fits ? x + 14 : Math.max(0, x - this.readout.offsetWidth - 14)}px`;
     this.readout.style.top = `${Math.max(0, top)}px`;
   }
 }
