@@ -77,6 +77,7 @@ WRONG = [
         "after two backwards the gradient of up.weight is not the sum of both",
     ),
     ("05", "            x = x.detach().requires_grad_()\n", "", "a tile of x has no gradient, because a"),
+    ("03", "return None, x.grad", "dy.zero_()\n        return None, x.grad", "has changed dy"),
     ("05", "return None, None, dx", "dy.zero_()\n        return None, None, dx", "has changed dy"),
     ("05", "ctx.mlp, ctx.tile = mlp, tile", "ctx.mlp, ctx.tile, x = mlp, tile, 2 * x", "output differs"),
     ("06", "return", "raise GeneratorExit\n    return", "line 6 of the cell, `raise GeneratorExit`"),
@@ -87,6 +88,24 @@ WRONG = [
     ("06", "def stage_heads", "def def", "line 1 of the cell is not valid Python"),
 ]  # fmt: skip
 """The notebook, what is replaced in its solution, by what, and what the reader is told."""
+
+WRONG_IN_A_ROW = [
+    ("03", [("ctx.layer", "Checkpointed.layer")], "of layer 0 of 3 is wrong: what forward keeps"),
+    ("05", [("ctx.mlp", "TiledMLP.mlp")], "of layer 0 of 3 is wrong: what forward keeps"),
+    ("03", [(".detach().requires_grad_()", ""), ("None, x.grad", "None, None")], "must run on a detached x"),
+    (
+        "05",
+        [
+            ("for x, dy, place in zip(*parts, strict=True)", "for a in range(0, 62, ctx.tile)"),
+            ("x = x.detach().requires_grad_()", "b = a + ctx.tile"),
+            ("ctx.mlp(x).backward(dy)", "ctx.mlp(ctx.saved_tensors[0][:, a:b]).backward(dy[:, a:b])"),
+            ("            place.copy_(x.grad)\n", ""),
+            ("None, None, dx", "None, None, None"),
+        ],
+        "must run on a detached x",
+    ),
+]  # fmt: skip
+"""As ``WRONG``, with several changes, each wherever its text is: right for one call, and not in a row."""
 
 WRONG_ON_RANKS = [
     ("received.view(C * s, H // C, D)", "received", r"the result is \[4, 5, 6, 3\]; it must be \[20, 6, 3\]"),
@@ -100,9 +119,9 @@ WRONG_ON_RANKS = [
     ),
     (
         "    dist.all_to_all_single(received, sent)\n", "    dist.all_to_all_single(received, sent)\n" * 2,
-        r"it called dist\.all_to_all_single 2 times; call it once",
+        r"it called dist\.all_to_all_single 2 times: call it once, and no other collective",
     ),
-    ("received.view(C * s, H // C, D)", "received.view(C * s, H // C, D).double()", "is torch.float64"),
+    ("received.view(C * s, H // C, D)", "received.view(C * s, H // C, D).float()", "is torch.float32"),
     ("    return received", "    x.zero_()\n    return received", "it has changed x"),
     ("received.view(C * s, H // C, D)", "received.view(C * s, H // C, D) * float('nan')", "not finite"),
     ("    s, H", "    if dist.get_rank() == 1:\n        x[99]\n    s, H", r"`x\[99\]`, raised IndexError"),
@@ -132,6 +151,18 @@ def test_the_solution_is_right_and_an_unwritten_stub_says_so(number):
     assert right == [(title(one), None) for one in stub.checks]
     *_, unwritten = process.report(stub, stub_of(FOLDER / f"{find_stub(number)}.ipynb"), int)
     assert unwritten[1] == f"{stub.name} is not written yet"
+
+
+@pytest.mark.parametrize(("number", "changes", "said"), WRONG_IN_A_ROW)
+def test_code_that_is_right_for_one_call_alone_is_wrong_in_a_row(number, changes, said):
+    code = solution_of(find_stub(number))
+    for old, new in changes:
+        assert old in code
+        code = code.replace(old, new)
+    *before, (where, wrong) = process.report(stub_named(number), code, int)
+    assert [one for _, one in before] == [None] * 4
+    assert where.startswith("Three ")
+    assert re.search(said, wrong), wrong
 
 
 @pytest.mark.parametrize(("number", "old", "new", "said"), WRONG)
@@ -207,6 +238,10 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
         ("import os; os._exit(7)", 60, "The cell returns", "it ended its process, with exit code 7"),
         (
             "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True)", 60,
+            "The cell leaves nothing running", "it left sleep running, now ended",
+        ),
+        (
+            "import subprocess; subprocess.run('setsid sleep 4321 & true', shell=True)", 60,
             "The cell leaves nothing running", "it left sleep running, now ended",
         ),
     ],

@@ -170,6 +170,8 @@ def _answers(
         *lines, rest = (rest + received).split(b"\n")
         for line in map(json.loads, lines):
             if line is None:
+                # A process that detached itself a moment ago is an orphan, which the check's process adopts.
+                seen |= family([process.pid])
                 left = [one for one in seen if one.pid != process.pid and is_alive(one)]
                 if left:
                     names = ", ".join(sorted({one.name() for one in left}))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lab.jupyter.stubs.small_mlp import SmallMLP, check_sums, gradients
+from lab.jupyter.stubs.small_mlp import SmallMLP, check_in_a_row, check_sums, gradients
 from lab.jupyter.stubs.stub import Stub, Wrong
 from lab.memory.meter import Meter
 
@@ -36,9 +36,14 @@ def check_parameter_gradients(checkpointed: Any) -> None:
 
 
 def check_added(checkpointed: Any) -> None:
-    """A second backward adds to the gradients of the first."""
+    """A second backward adds to the gradients of the first, and dy stays as it was."""
     layer, x = _inputs()
     check_sums(partial(checkpointed.apply, layer), layer, x)
+
+
+def check_row(checkpointed: Any) -> None:
+    """Three layers in a row have the right gradients."""
+    check_in_a_row(lambda layer: partial(checkpointed.apply, layer), _inputs()[1], INNER)
 
 
 def check_kept(checkpointed: Any) -> None:
@@ -90,6 +95,7 @@ STUB = Stub(
         check_input_gradient,
         check_parameter_gradients,
         check_added,
+        check_row,
         check_kept,
         check_recomputed,
     ),

@@ -52,7 +52,10 @@ def check_traffic(exchange: Exchange) -> None:
         _exchanged(exchange)
     received = sum(len(one.received) for one in seen.all)
     if len(seen.all) != 1:
-        raise Wrong(f"it called dist.all_to_all_single {len(seen.all)} times; call it once")
+        raise Wrong(
+            f"it called dist.all_to_all_single {len(seen.all)} times: call it once, and no other collective, "
+            "which this check does not count"
+        )
     if received != _here().nbytes:
         raise Wrong(f"a rank received {received} bytes; x has {_here().nbytes}, and as many suffice")
 
@@ -70,7 +73,7 @@ def _expected() -> Tensor:
 
 
 def _named(tokens: range, heads: range) -> Tensor:
-    named = torch.ones(len(tokens), len(heads), 3)
+    named = torch.ones(len(tokens), len(heads), 3, dtype=torch.float64)
     named[..., 0] = torch.tensor(tokens)[:, None]
     named[..., 1] = torch.tensor(heads)
     return named

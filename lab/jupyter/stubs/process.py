@@ -8,11 +8,12 @@ its input is closed: the one that started it can then see what the cell has left
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 
@@ -20,6 +21,9 @@ from cluster.errors import HANG, ClusterError, RankError
 from cluster.ranks import Cluster
 from lab.jupyter.stubs import END
 from lab.jupyter.stubs.stub import Stub, Wrong, title
+
+PR_SET_CHILD_SUBREAPER = 36
+"""The option of prctl(2) that makes a process the parent of its orphaned descendants."""
 
 COLLECTIVE_SECONDS = 5.0
 """Ranks that do not meet in a collective are found after this time. The checks' own take milliseconds."""
@@ -78,6 +82,7 @@ def _on_ranks(cluster: Cluster, stub: Stub, source: str, number: int) -> str | N
 
 def main(module: str, descriptor: str) -> None:
     """Run the checks of one stub, and wait until the input is closed."""
+    _adopt_orphans()
     source, _, _ = _read_until_end().partition(END)
     stub: Stub = import_module(module).STUB
     with os.fdopen(int(descriptor), "w", buffering=1) as answers:
@@ -87,6 +92,12 @@ def main(module: str, descriptor: str) -> None:
         sys.stdout.flush()
         print_line("null")
     sys.stdin.buffer.read()
+
+
+def _adopt_orphans() -> None:
+    """Stay an ancestor of whatever the cell starts, also where a process between them ends (on Linux)."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _read_until_end() -> str:
