@@ -84,6 +84,7 @@ def main(module: str, descriptor: str) -> None:
     """Run the checks of one stub, and wait until the input is closed."""
     _adopt_orphans()
     source, _, _ = _read_until_end().partition(END)
+    given = _without_input()
     stub: Stub = import_module(module).STUB
     with os.fdopen(int(descriptor), "w", buffering=1) as answers:
         print_line = partial(print, file=answers)
@@ -91,13 +92,24 @@ def main(module: str, descriptor: str) -> None:
             print_line(json.dumps(one))
         sys.stdout.flush()
         print_line("null")
-    sys.stdin.buffer.read()
+    os.read(given, 1)
 
 
 def _adopt_orphans() -> None:
     """Stay an ancestor of whatever the cell starts, also where a process between them ends (on Linux)."""
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _without_input() -> int:
+    """Leave the cell an input that is at its end; return a file descriptor of the one that was given.
+
+    A cell that asks for input gets an error, and does not wait for what nobody can type.
+    """
+    given, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return given
 
 
 def _read_until_end() -> str:
