@@ -235,7 +235,7 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
     ("code", "seconds", "title", "wrong"),
     [
         ("while True: pass", 8, "The cell returns", "it did not within 8 s, and was ended"),
-        ("input()", 60, "Every query head has its turn once", r"line 7 of the cell, `input\(\)`, raised EOFError"),
+        ("input()", 60, "Every query head has its turn once", r"`input\(\)`, raised EOFError"),
         ("import os; os._exit(7)", 60, "The cell returns", "it ended its process, with exit code 7"),
         (
             "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True)", 60,
@@ -251,7 +251,7 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
 def test_a_cell_that_hangs_dies_or_leaves_a_process_is_ended_and_said(code, seconds, title, wrong):
     *_, last = check("06_untied_ulysses", f"{HEADS}\n{code}\n", seconds=seconds)
     assert last.title == title
-    assert re.match(wrong, last.wrong), last.wrong
+    assert re.search(wrong, last.wrong), last.wrong
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "4321"]]
     assert not [
         one
