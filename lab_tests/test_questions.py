@@ -21,6 +21,7 @@ def test_a_guess_is_noted_and_compared():
     assert guess.value == 84.5
     assert guess._note.value == "noted: 84.5 MiB ✓"
     assert guess.compare(42.25).data == "peak: predicted 84.5 MiB, measured **42.25 MiB**, ratio 2.00"
+    assert guess.compare(0, how="planned").data == "peak: predicted 84.5 MiB, planned **0 MiB**"
     compared = guess.compare(42.25, missed="the gradients do not exist yet.").data
     assert compared.endswith("\n\n*What most people miss:* the gradients do not exist yet.")
 
@@ -31,6 +32,9 @@ def test_a_guess_that_is_no_number_is_said_and_not_kept():
     guess._field.value = "<b>much"
     assert guess.value is None
     assert guess._note.value == "'&lt;b&gt;much' is not a number: 84 or 84.5 would work"
+    for endless in ("nan", "1e400"):
+        guess._field.value = endless
+        assert (guess.value, guess._note.value[-31:]) == (None, "a number: 84 or 84.5 would work")
     guess._field.value = ""
     assert (guess.value, guess._note.value) == (None, "")
 

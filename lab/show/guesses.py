@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from html import escape
+from math import isfinite
 from typing import Any
 
 import ipywidgets
@@ -49,14 +50,16 @@ class Guess:
         if self.value is None:
             line = f"{self.what}: {result} (no prediction was made)"
         else:
-            ratio = self.value / number
-            line = f"{self.what}: predicted {self.value:.4g} {self.unit}, {result}, ratio {ratio:.2f}"
+            ratio = f", ratio {self.value / number:.2f}" if number else ""
+            line = f"{self.what}: predicted {self.value:.4g} {self.unit}, {result}{ratio}"
         return _markdown(f"{line}\n\n*What most people miss:* {missed}" if missed else line)
 
     def _read(self) -> None:
         text = self._field.value.strip().replace(",", ".")
         try:
             self._number = float(text) if text else None
+            if self._number is not None and not isfinite(self._number):
+                raise ValueError
         except ValueError:
             self._number = None
             self._note.value = f"{escape(text[:20])!r} is not a number: 84 or 84.5 would work"
