@@ -168,7 +168,7 @@ def test_the_texts(results, plan):
     ):
         assert text in repr(plan)
     unlimited = replace(plan, machine=replace(plan.machine, device_memory=None, host_memory=None))
-    assert unlimited.summary.endswith(" a device: no memory was given")
+    assert unlimited.summary.endswith(" per device: no memory was given")
     many = replace(plan.peak, op="aten._foreach_add_", shapes="1 2x3 4 5", module="", phase="optimizer")
     assert str(many) == "optimizer: _foreach_add_ 1 2x3 4 ..."
     rehearsal = repr(results["Rehearsal"])
