@@ -362,8 +362,12 @@ def test_a_config_without_key_value_heads_has_as_many_as_query_heads(tmp_path):
     assert models.config_of(tmp_path).num_key_value_heads == 6
 
 
-def test_a_model_transformers_cannot_make_is_refused_in_one_line():
-    said = refusal(lambda: models.build(LlamaConfig(**SIZES, hidden_act="none")))
+def test_a_model_transformers_cannot_make_is_refused_in_one_line(monkeypatch):
+    def fails(*_, **__):
+        raise KeyError("none")
+
+    monkeypatch.setattr("lab.models.load.AutoModelForCausalLM.from_config", fails)
+    said = refusal(lambda: models.build(LlamaConfig(**SIZES)))
     assert said.startswith("no llama model can be made from this config: KeyError: ")
 
 
