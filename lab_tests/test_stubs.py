@@ -235,7 +235,10 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
     ("code", "seconds", "title", "wrong"),
     [
         ("while True: pass", 8, "The cell returns", "it did not within 8 s, and was ended"),
-        ("input()", 60, "Every query head has its turn once", r"`input\(\)`, raised EOFError"),
+        (
+            "input()", 60, "Every query head has its turn once",
+            r"line 7 of the cell, `input\(\)`, raised EOFError: EOF when reading a line",
+        ),
         ("import os; os._exit(7)", 60, "The cell returns", "it ended its process, with exit code 7"),
         (
             "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True)", 60,
@@ -251,7 +254,7 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
 def test_a_cell_that_hangs_dies_or_leaves_a_process_is_ended_and_said(code, seconds, title, wrong):
     *_, last = check("06_untied_ulysses", f"{HEADS}\n{code}\n", seconds=seconds)
     assert last.title == title
-    assert re.search(wrong, last.wrong), last.wrong
+    assert re.fullmatch(wrong, last.wrong), last.wrong
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "4321"]]
     assert not [
         one
@@ -287,7 +290,7 @@ def test_what_cannot_be_checked_is_refused_in_a_line(tmp_path, monkeypatch):
         ("[]", "no notebook: its JSON has no 'nbformat'"),
         ('{"cells": []}', "no notebook: its JSON has no 'nbformat'"),
         ('{"nbformat": 3, "nbformat_minor": 0, "worksheets": []}', "of format 3: the lab reads format 4, to"),
-        ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}', "'cells' must be a list of obj"),
+        ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": 3}', "notebook of format 4: 'cells'"),
         ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [1]}', "'cells' must be a list of o"),
         ('{"nbformat": 4, "nbformat_minor": 5, "cells": []}', "of format 4: 'metadata' is a required"),
     ],

@@ -80,7 +80,7 @@ def _weights_line(shape: Shape) -> list[str]:
 def _disk_lines(plan: Plan) -> list[str]:
     """Return what a disk holds, and how long it is busy; nothing without a disk."""
     label = f"disk peak     {format_bytes(plan.disk_peak)} per rank, "
-    busy = f" a node, busy for {format_seconds(plan.costs.disk_seconds)} of a step"
+    busy = f" per node, busy for {format_seconds(plan.costs.disk_seconds)} of a step"
     return [] if plan.machine.disk is None else [f"{label}{_of_disk(plan)}{busy}"]
 
 
