@@ -501,6 +501,14 @@ def storage_info(file: str, at: int, length: int) -> Any:
 # ---- CUDA's allocator --------------------------------------------------------------------------------------
 
 
+def set_expandable_segments(expandable: bool) -> None:
+    """Let the segments of CUDA's allocator grow or not, before it has any.
+
+    An environment variable would be read when torch is imported, and a forked process imports nothing.
+    """
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+
+
 def start_memory_history(*, stacks: bool) -> None:
     """Record what the caching allocator of CUDA does from now on, with the Python stacks that asked for it.
 

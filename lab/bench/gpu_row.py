@@ -1,35 +1,90 @@
-"""The process of one item of ``lab bench gpu``: ``python -m lab.bench.gpu_row ITEM MACHINE``."""
+"""What the process of one item of ``lab bench gpu`` measures."""
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from lab.bench.gpu import Item
-from lab.bench.software import versions
-from lab.rehearsing.rehearse import DeviceType
+import torch
 
-RANKS = 8
+# Modules that a measurement would import. The server from which the processes are forked imports them once.
+import transformers.models.llama.modeling_llama  # noqa: F401
+from cluster.errors import ClusterError
+from lab import models
+from lab.bench.attention import kernel_of, measure_kernel
+from lab.bench.compiled import measure_compiled
+from lab.bench.copies import measure_copies
+from lab.bench.gpu_items import RANKS, Item
+from lab.bench.gradients import measure_gradients
+from lab.bench.hidden_copies import measure_hidden_copies
+from lab.bench.hollow import hollow_attention
+from lab.bench.software import versions
+from lab.errors import LabError
+from lab.models.small_copies import first_layers
+from lab.planning.plan import plan_job
+from lab.planning.plan_cache import folder
+from lab.recipe.jobs import Job, make_job, make_machine
+from lab.rehearsing.rehearse import DeviceType, machine_for, rehearse
+from lab.techniques.host_transfer import PINNED_MEMORY
+from lab.torch_private import set_expandable_segments
+from lab.units import GiB
+
+MEMORY_FIELDS = ("MemTotal", "MemFree", "MemAvailable", "Mlocked", "Unevictable")
+"""The fields of /proc/meminfo that a row has."""
 
 
 def figures(item: Item, where: DeviceType) -> dict[str, Any]:
-    """Return the figures of an item and the versions of the software.
+    """Return the figures of an item, the versions of the software, and the state of the host's memory.
 
     Any error becomes a row: "failed" is its first line, "error" its class, and "trace" the traceback.
     """
+    if where == "cuda":
+        set_expandable_segments(item.expandable)
     try:
         result = _MEASURES[item.kind](item, where)
     except Exception as error:
         message = str(error).partition("\n")[0] or type(error).__name__
         result = {"failed": message, "error": type(error).__name__, "trace": traceback.format_exc()[-2000:]}
-    return {"failed": None, **result, "versions": versions()}
+    return {"failed": None, **result, "host": _host_memory(), "versions": versions()}
+
+
+def find_machine(machine: str | None) -> dict[str, str]:
+    """Return where items run with this ``machine``, the device's name and torch's version; or the error."""
+    try:
+        where = machine_for(machine)
+        name = torch.cuda.get_device_name() if where == "cuda" else "CPU"
+        return {"where": where, "name": name, "torch": torch.__version__}
+    except (ClusterError, LabError) as error:
+        return {"error": str(error)}
+
+
+def make_plans(item: Item, where: DeviceType) -> None:
+    """Plan what a rehearsal of this item plans, so that its plans are in the cache."""
+    machine = make_machine(workspace=where == "cuda")
+    for job in _jobs(item):
+        plan_job(job, machine)
+
+
+def _jobs(item: Item) -> tuple[Job, Job]:
+    """Return the job of an item's whole model, and that of its layers."""
+    config = models.config_of(item.model)
+    job = make_job(
+        item.model,
+        item.recipe,
+        tokens=item.tokens,
+        ranks=RANKS,
+        rows=1,
+        lora=None,
+        shape=models.shape_of(config),
+        **dict(item.knobs),
+    )
+    return job, replace(job, model=first_layers(item.model, item.layers, config=config))
 
 
 def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
-    from lab.rehearsing.rehearse import rehearse
-
+    before = _saved_plans()
     result = rehearse(
         item.model,
         item.recipe,
@@ -44,14 +99,31 @@ def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "machine"} | {
         "recipe": item.recipe,
         "recipe_knobs": result["recipe"],
+        "plans made in the row": len(_saved_plans() - before),
     }
 
 
+def _saved_plans() -> set[Path]:
+    return set(folder("plans").glob("*.json.gz"))
+
+
+def _hollow(item: Item, where: DeviceType) -> dict[str, Any]:
+    with hollow_attention() as tokens:
+        row = _rehearse(item, where)
+    # Seconds and a loss of an attention that was not computed say nothing.
+    for name in ("seconds", "seconds_by_phase", "whole_seconds", "loss", "timed_steps"):
+        row.pop(name)
+    row = {name: value for name, value in row.items() if not name.startswith("tokens_per_second")}
+    return row | {
+        "attention": f"hollow: computed for {tokens} tokens, with the planned bytes of its workspace"
+    }
+
+
+def _hidden(item: Item, where: DeviceType) -> dict[str, Any]:
+    return measure_hidden_copies(_jobs(item)[1], where)
+
+
 def _attention(item: Item, where: DeviceType) -> dict[str, Any]:
-    import torch
-
-    from lab.bench.attention import kernel_of, measure_kernel
-
     knobs = dict(item.knobs)
     device = torch.device(where)
     kernel = kernel_of(knobs.pop("kernel"), device)
@@ -59,38 +131,26 @@ def _attention(item: Item, where: DeviceType) -> dict[str, Any]:
 
 
 def _copies(item: Item, where: DeviceType) -> dict[str, Any]:
-    from lab.bench.copies import measure_copies
-
     return measure_copies(where, **dict(item.knobs))
 
 
 def _gradients(item: Item, where: DeviceType) -> dict[str, Any]:
-    from lab.bench.gradients import measure_gradients
-
     return measure_gradients(item.model, item.tokens, item.layers, RANKS, where)
 
 
 def _compile(_item: Item, where: DeviceType) -> dict[str, Any]:
-    from lab.bench.compiled import measure_compiled
-
     rows = measure_compiled(lambda _: None, where)
     return {f"{row['tile of']} compiled / not": row["compiled / not"] for row in rows}
 
 
-def print_machine(machine: str | None) -> None:
-    """Print as JSON where items run with this ``machine``, and the name of the device; or the error."""
-    import torch
-
-    from cluster.errors import ClusterError
-    from lab.errors import LabError
-    from lab.rehearsing.rehearse import machine_for
-
-    try:
-        where = machine_for(machine)
-        answer = {"where": where, "name": torch.cuda.get_device_name() if where == "cuda" else "CPU"}
-    except (ClusterError, LabError) as error:
-        answer = {"error": str(error)}
-    print("\n" + json.dumps(answer), flush=True)
+def _host_memory() -> dict[str, float]:
+    """Return in GiB what the lab has pinned, what exceeded the limit, and fields of /proc/meminfo."""
+    sizes = {"pinned GiB": PINNED_MEMORY.nbytes / GiB, "pageable GiB": PINNED_MEMORY.pageable / GiB}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in MEMORY_FIELDS:
+            sizes[f"{name} GiB"] = int(value.split()[0]) * 1024 / GiB
+    return sizes
 
 
 _MEASURES = {
@@ -98,17 +158,7 @@ _MEASURES = {
     "compile": _compile,
     "copies": _copies,
     "gradients": _gradients,
+    "hidden": _hidden,
+    "hollow": _hollow,
     "rehearse": _rehearse,
 }
-
-
-def main() -> None:
-    """Measure the item in the arguments, which is JSON, and print its figures as one line of JSON."""
-    fields = json.loads(sys.argv[1])
-    item = Item(**fields | {"knobs": tuple((name, value) for name, value in fields["knobs"])})
-    where: DeviceType = "cuda" if sys.argv[2] == "cuda" else "cpu"
-    print("\n" + json.dumps(figures(item, where)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

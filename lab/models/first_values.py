@@ -37,7 +37,9 @@ def piece_elements(device_type: str) -> int:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> None:
+def fill(
+    model: PreTrainedModel, seed: int, *, adapters_alone: bool = False, device: torch.device | None = None
+) -> None:
     """Write the first values into every parameter, or into this rank's shard of it.
 
     The distribution is that of transformers' ``_init_weights``. Normal values, with the standard deviation
@@ -53,6 +55,8 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
         model: The model.
         seed: The seed.
         adapters_alone: Whether only the parameters of adapters are written.
+        device: Where the values are computed; None for the device of each parameter. A GPU is faster than the
+            host for parameters in host memory.
 
     Raises:
         ModelError: A parameter belongs to another kind of module.
@@ -68,7 +72,7 @@ def fill(model: PreTrainedModel, seed: int, *, adapters_alone: bool = False) -> 
             local.zero_()
         elif _is_normal(module, name):
             start = first_row * parameter.shape[1:].numel()
-            normal_(local, seed=seed, name=plain_name(name), start=start, std=std)
+            normal_(local, seed=seed, name=plain_name(name), start=start, std=std, device=device)
             padding = module.padding_idx if isinstance(module, nn.Embedding) else None
             if padding is not None and first_row <= padding < first_row + len(local):
                 local[padding - first_row].zero_()
@@ -102,7 +106,9 @@ def shard_of(parameter: Tensor) -> tuple[Tensor, int]:
     return parameter.to_local(), min(ranks.index(dist.get_rank()) * rows, len(parameter))
 
 
-def normal_(out: Tensor, *, seed: int, name: str, start: int, std: float) -> None:
+def normal_(
+    out: Tensor, *, seed: int, name: str, start: int, std: float, device: torch.device | None = None
+) -> None:
     """Fill ``out`` with normal numbers: the elements ``start``, ``start`` + 1, ... of a parameter.
 
     An element is the sum of 12 uniform whole numbers of 16 bits (Irwin-Hall), minus the mean of that sum, and
@@ -113,9 +119,10 @@ def normal_(out: Tensor, *, seed: int, name: str, start: int, std: float) -> Non
     (OOPSLA 2014).
     """
     key = _signed(int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little"))
-    for piece in out.view(-1).split(piece_elements(out.device.type)):
+    device = device or out.device
+    for piece in out.view(-1).split(piece_elements(device.type)):
         # The sum is exact in fp32. Only the product is rounded.
-        piece.copy_(_sums(key, start, len(piece), out.device).to(torch.float32).mul_(std / 2**16))
+        piece.copy_(_sums(key, start, len(piece), device).to(torch.float32).mul_(std / 2**16))
         start += len(piece)
 
 

@@ -109,12 +109,12 @@ class MetaModel:
         """
         allocate(self.model, device)
         if self.files is None:
-            fill(self.model, self.seed)
+            fill(self.model, self.seed, device=device)
             return
         with _as_model_error(f"the weights in {self.files.folder} cannot be loaded"):
             self.files.load(self.model)
         if self.lora is not None:
-            fill(self.model, self.seed, adapters_alone=True)
+            fill(self.model, self.seed, adapters_alone=True, device=device)
 
 
 def build_on_meta(

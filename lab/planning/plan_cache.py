@@ -45,10 +45,7 @@ def cached(
         decode: Makes the result of them; it raises ValueError, KeyError or TypeError if they are none.
     """
     text = json.dumps([facts, _versions()], sort_keys=True, default=str)
-    directory = folder(kind)
-    if directory is None:
-        return make()
-    path = directory / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
+    path = folder(kind) / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
     try:
         result = decode(json.loads(gzip.decompress(path.read_bytes())))
         path.touch()
@@ -58,12 +55,12 @@ def cached(
     return result
 
 
-def folder(kind: str) -> Path | None:
-    """Where files of a kind are kept, in the user's cache; None if the lab runs uninstalled."""
+def folder(kind: str) -> Path:
+    """Return where files of a kind are kept, in the user's cache."""
     try:
         from platformdirs import user_cache_path
-    except ModuleNotFoundError:
-        return None
+    except ModuleNotFoundError:  # The lab runs uninstalled.
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longcontext-lab" / kind
     return user_cache_path("longcontext-lab") / kind
 
 
@@ -105,4 +102,6 @@ def sources_hash() -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    return {"lab": sources_hash(), **{name: version(name) for name in ("torch", "transformers")}}
+    # The name of the build, +cpu or +cu130, is left out: a plan on fake tensors does not depend on it.
+    releases = {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
+    return {"lab": sources_hash(), **releases}

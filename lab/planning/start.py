@@ -30,8 +30,8 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     - The parameters are compared with those of the other ranks, where each rank holds them whole: without
       FSDP, and of a callable's model.
 
-    With the optimizer on the host, the device holds only the buffers and what is compared, and the host holds
-    the rest.
+    With the optimizer on the host, the device holds only the buffers, what is compared, and on CUDA the
+    scratch. The host holds the rest.
     """
 
     def held(p: nn.Parameter) -> int:
@@ -51,14 +51,18 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
         moments.append(("check_same_model", whole + buffers, 0, compared))
     if not from_callable:
         largest = -(-largest // job.ranks) if job.recipe.fsdp else largest
-        on_cuda = machine.workspace and job.recipe.optimizer == "device"
-        piece = piece_elements("cuda" if on_cuda else "cpu")
+        piece = piece_elements("cuda" if machine.workspace else "cpu")
         moments.append(("first values", parameters + buffers, 0, _SCRATCH * min(piece, largest)))
     host = 0
     if job.recipe.optimizer == "host":
+        # First values are computed on the device, which is the host itself where there is no GPU.
+        on_device = machine.workspace
         sharded = [moment for moment in moments if moment[0] != "check_same_model"]
-        host = max(sum(moment[1:]) for moment in sharded) - buffers
-        moments = [moment if moment not in sharded else (moment[0], buffers, 0, 0) for moment in moments]
+        host = max(sum(moment[1:-1] if on_device else moment[1:]) for moment in sharded) - buffers
+        moments = [
+            moment if moment not in sharded else (moment[0], buffers, 0, moment[-1] if on_device else 0)
+            for moment in moments
+        ]
     op, of_parameters, of_optimizer, temporary = max(moments, key=lambda moment: sum(moment[1:]))
     return Moment(
         seconds=0.0,

@@ -292,10 +292,12 @@ class PinnedMemory:
 
     Attributes:
         nbytes: The number of bytes that are pinned.
+        pageable: The number of bytes, over all calls, that a GPU copied to memory that was not pinned.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.pageable = 0
         self._free: Counter[int] = Counter()
 
     def to_host(self, x: Tensor, limit: int) -> list[Tensor]:
@@ -311,6 +313,8 @@ class PinnedMemory:
         pins = self._choose(piece_sizes(x.nbytes), limit)
         pieces: list[Tensor] = torch.ops.lab.to_host(x, pins)
         self._count(pieces, pins)
+        if x.is_cuda:
+            self.pageable += sum(piece.nbytes for piece, pin in zip(pieces, pins, strict=True) if not pin)
         return pieces
 
     def allocate(self, sizes: list[int], limit: int, device: torch.device) -> list[Tensor]:
@@ -324,6 +328,8 @@ class PinnedMemory:
         pins = self._choose(sizes, limit) if device.type == "cuda" else [False] * len(sizes)
         pieces: list[Tensor] = torch.ops.lab.empty_host(sizes, pins)
         self._count(pieces, pins)
+        if device.type == "cuda":
+            self.pageable += sum(size for size, pin in zip(sizes, pins, strict=True) if not pin)
         return pieces
 
     def _choose(self, sizes: list[int], limit: int) -> list[bool]:

@@ -227,6 +227,27 @@ def gpu(minutes: float, out: Path, machine: str | None, as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--machine", type=click.Choice(["cuda", "cpu"]), default="cuda", help="As for gpu. [cuda]")
+@one_line_errors
+def gpu_plans(machine: str) -> None:
+    """Make the plans of the rehearsals of ``lab bench gpu``, so that a GPU does not wait for them.
+
+    They are kept in the user's cache, which XDG_CACHE_HOME moves. They are found on another machine that has
+    the same lab and the same releases of torch and transformers.
+    """
+    from lab.bench.gpu_items import ITEMS
+    from lab.bench.gpu_row import make_plans
+
+    with status("gpu-plans") as say:
+        for item in ITEMS:
+            if item.recipe:
+                say(item.name)
+                make_plans(
+                    item if machine == "cuda" else item.small(), "cuda" if machine == "cuda" else "cpu"
+                )
+
+
+@bench.command()
 @click.argument("model")
 @click.option(
     "--ranks", type=click.IntRange(1), required=True, help="GPUs in all; this machine is one of them."

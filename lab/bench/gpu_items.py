@@ -1,0 +1,156 @@
+"""The items that ``lab bench gpu`` measures, in the order of what they settle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lab.units import Ki, Mi, format_tokens
+
+Kind = Literal["attention", "compile", "copies", "gradients", "hidden", "hollow", "rehearse"]
+
+RANKS = 8
+"""The ranks of which a rehearsal is one."""
+
+START_SECONDS = 6
+"""The seconds of a rehearsal before its steps: the start of CUDA, the plans from the cache, the model."""
+
+SMALL_SECONDS = 60.0
+"""The expected seconds of an item at the size of ``tiny``, on two busy cores."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to measure in a process of its own.
+
+    Attributes:
+        kind: What to measure. A "rehearse" item rehearses as one rank of 8; "hollow" does so with an attention
+            that computes a small part, for bytes alone; "hidden" profiles a step of such a rank for the share
+            of its copies that is hidden behind kernels. The others measure an attention kernel, copies,
+            torch.compile, or gradients.
+        seconds: The expected seconds of the process on an H100.
+        model: The model.
+        tokens: The context.
+        layers: How many of the first layers to take; None for all.
+        recipe: The recipe of a rank.
+        knobs: The fields set on the recipe; the kernel and the heads of an attention; the size of copies.
+        steps: The timed steps of a rehearsal, after one under the meter; with 0 that one is timed, and its
+            seconds include the pinning of host memory, the first call of each kernel, and the meter. For an
+            attention, its repeats.
+        expandable: Whether the segments of CUDA's allocator can grow.
+    """
+
+    kind: Kind
+    seconds: float
+    model: str = "llama3-8b"
+    tokens: int = 0
+    layers: int | None = None
+    recipe: str = ""
+    knobs: tuple[tuple[str, Any], ...] = ()
+    steps: int = 1
+    expandable: bool = True
+
+    @property
+    def name(self) -> str:
+        """A name that no other item has, also in the files of results."""
+        model = self.model if self.recipe or self.kind == "gradients" else ""
+        layers = f"layers={self.layers}" if self.layers else ""
+        tokens = format_tokens(self.tokens) if self.tokens else ""
+        knobs = (f"{name}={value}" for name, value in self.knobs)
+        segments = "" if self.expandable else "fixed-segments"
+        words = (self.kind, model, tokens, self.recipe, layers, *knobs, segments)
+        return " ".join(word for word in words if word)
+
+    def small(self) -> Item:
+        """Return the same item at a size for a CPU: with ``tiny``, and with torch's kernel."""
+        for_cpu = {"kernel": "torch", "gib": 1 / 64}
+        return replace(
+            self,
+            seconds=SMALL_SECONDS,
+            model="tiny",
+            tokens=max(256, self.tokens // (2 * Ki)),
+            layers=self.layers and min(self.layers, 2),
+            knobs=tuple((name, for_cpu.get(name, value)) for name, value in self.knobs),
+        )
+
+
+def _attention(seconds: float, kernel: str, heads: int, kv_heads: int, tokens: int, repeats: int) -> Item:
+    knobs = (("kernel", kernel), ("heads", heads), ("kv_heads", kv_heads))
+    return Item("attention", seconds, tokens=tokens, knobs=knobs, steps=repeats)
+
+
+def _rehearse(
+    seconds: float, tokens: int, layers: int | None, recipe: str, kind: Kind = "rehearse", **more: Any
+) -> Item:
+    settings = {name: more.pop(name) for name in ("model", "steps", "expandable") if name in more}
+    return Item(
+        kind,
+        seconds + START_SECONDS,
+        tokens=tokens,
+        layers=layers,
+        recipe=recipe,
+        knobs=tuple(more.items()),
+        **settings,
+    )
+
+
+FIRST = (
+    # Host memory and the rates of copies; the kernels; gradients equal to those of simpler recipes.
+    Item("copies", 15, knobs=(("gib", 4),)),
+    *(
+        _attention(seconds, kernel, 4, 1, tokens, 5)
+        for tokens, seconds in ((64 * Ki, 6), (256 * Ki, 10))
+        for kernel in ("cudnn", "torch")
+    ),
+    Item("gradients", 45, tokens=64 * Ki, layers=3),
+    # Planned over measured bytes of every named recipe.
+    *(_rehearse(2, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),
+    *(
+        _rehearse(3, 128 * Ki, 2, rung)
+        for rung in ("ulysses", "checkpoint", "offload", "tiling", "upipe", "streamed", "long", "fast")
+    ),
+    # The share of copies behind kernels. Of three layers, the inputs of two move.
+    *(_rehearse(5, 256 * Ki, 3, recipe, "hidden") for recipe in ("offload", "fast", "streamed")),
+    _rehearse(5, 256 * Ki, 3, "upipe", "hidden", overlap=True),
+    *(_rehearse(seconds, Mi, 2, recipe) for recipe, seconds in (("fast", 31), ("streamed", 39))),
+)
+"""The items of the first command on a GPU: at most 300 seconds."""
+
+SECOND = (
+    *(_rehearse(39, Mi, 2, rung) for rung in ("tiling", "upipe")),
+    _rehearse(235, 5 * Mi, 1, "upipe", steps=0),
+)
+"""The items of the second command: at most 350 seconds."""
+
+LATER = (
+    # Bytes at 5M tokens of every recipe that fits.
+    *(_rehearse(9, 5 * Mi, 2, rung, "hollow") for rung in ("tiling", "upipe", "fast", "streamed", "long")),
+    _rehearse(39, Mi, 2, "upipe", kernel="torch"),
+    _rehearse(39, Mi, 2, "upipe", overlap=True),
+    # Operations a second by kernel, and kernels past 2^31 elements. One call takes so long that it is not
+    # repeated.
+    *(_attention(20, kernel, 4, 1, Mi, 0) for kernel in ("cudnn", "torch")),
+    *(_attention(60, kernel, 1, 1, 5 * Mi, 0) for kernel in ("cudnn", "torch")),
+    *(_attention(45, kernel, 32, 8, 640 * Ki, 0) for kernel in ("cudnn", "torch")),
+    # An allocator whose segments cannot grow; a family with QK-norm; what compiling is worth.
+    *(
+        _rehearse(9, 2 * Mi, 1, rung, "hollow", expandable=False)
+        for rung in ("tiling", "upipe", "fast", "streamed")
+    ),
+    _rehearse(30, Mi, 2, "upipe", model="qwen3-8b", steps=0),
+    Item("compile", 60),
+    # All layers: is what two of them are extrapolated to right?
+    _rehearse(80, 256 * Ki, None, "upipe"),
+    _rehearse(70, 256 * Ki, None, "fast"),
+    _rehearse(110, 256 * Ki, None, "upipe", compile="tiles"),
+    _rehearse(210, 512 * Ki, None, "upipe"),
+    # 5M tokens at full width, as one rank of 8.
+    *(
+        _rehearse(seconds, 5 * Mi, 1, recipe, steps=0)
+        for recipe, seconds in (("fast", 195), ("tiling", 235), ("streamed", 245))
+    ),
+)
+"""The items that need more time."""
+
+ITEMS = (*FIRST, *SECOND, *LATER)
+"""All items. Their seconds were estimated before any of them ran."""

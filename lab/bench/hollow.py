@@ -1,0 +1,80 @@
+"""An attention that computes a small part, to measure the bytes of a long step in seconds.
+
+Its results are wrong, so nothing but the "hollow" items of ``lab bench gpu`` uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lab.planning.cuda_workspace import flash_backward_workspace
+from lab.techniques.attention.flash import Kernel
+from lab.techniques.attention.kernels import KERNELS
+
+TOKENS = 4096
+"""The first tokens, for which attention is computed. All other results are zeros."""
+
+
+@contextmanager
+def hollow_attention() -> Iterator[int]:
+    """Replace every kernel that a recipe can name by its hollow form, and yield ``TOKENS``.
+
+    The bytes that a kernel allocates inside itself in backward are those of the workspace model of torch's
+    kernel, so this measures all bytes of a step but those.
+    """
+    kernels = dict(KERNELS)
+    KERNELS.update({name: _hollow(kernel) for name, kernel in kernels.items()})
+    try:
+        yield TOKENS
+    finally:
+        KERNELS.update(kernels)
+
+
+def _hollow(kernel: Kernel) -> Kernel:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        first = kernel.forward(_first(q), _first(k), _first(v), causal=causal, scale=scale)
+        out, lse = (_extend(x, q.shape[2]) for x in first)
+        return out, lse
+
+    def backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first = kernel.backward(*map(_first, (grad_out, q, k, v, out, lse)), causal=causal, scale=scale)
+        tokens = (q.shape[2], k.shape[2], v.shape[2])
+        dq, dk, dv = (_extend(x, length) for x, length in zip(first, tokens, strict=True))
+        rows, heads, _, head_dim = q.shape
+        nbytes = flash_backward_workspace(rows, heads, k.shape[1], *tokens[:2], head_dim) if q.is_cuda else 0
+        # The allocator hands it out and takes it back, as it does the kernel's own.
+        torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+        return dq, dk, dv
+
+    return kernel._replace(forward=forward, backward=backward)
+
+
+def _first(x: Tensor) -> Tensor:
+    return x[:, :, :TOKENS]
+
+
+def _extend(first: Tensor, tokens: int) -> Tensor:
+    """Return ``first`` [b, h, n, ...] with zeros up to ``tokens``, in the same order of dimensions in memory."""
+    order = sorted(range(first.dim()), key=first.stride, reverse=True)
+    shape = [*first.shape]
+    shape[2] = tokens
+    flat = first.new_zeros([shape[dim] for dim in order])
+    whole = flat.permute([order.index(dim) for dim in range(first.dim())])
+    _first(whole).copy_(first)
+    return whole
