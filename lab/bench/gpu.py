@@ -106,7 +106,7 @@ def measure_gpu(
             seconds = time.monotonic() - start
             if figures is None and left < limit:
                 note(
-                    f"{item.name} ran for {seconds:.0f} s when the time was over: it was ended, and has no row"
+                    f"{item.name} ran for {seconds:.0f} s when the time was over: it was ended and has no row"
                 )
                 break
             if figures is None:

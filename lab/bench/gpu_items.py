@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lab.units import Ki, Mi, format_tokens
 
-Kind = Literal["attention", "compile", "copies", "gradients", "hidden", "hollow", "rehearse"]
+Kind = Literal["attention", "compile", "copies", "edges", "gradients", "hidden", "hollow", "rehearse"]
 
 RANKS = 8
 """The ranks of which a rehearsal is one."""
@@ -24,10 +24,10 @@ class Item:
     """Something to measure in a process of its own.
 
     Attributes:
-        kind: What to measure. A "rehearse" item rehearses as one rank of 8; "hollow" does so with an attention
-            that computes a small part, for bytes alone; "hidden" profiles a step of such a rank for the share
-            of its copies that is hidden behind kernels. The others measure an attention kernel, copies,
-            torch.compile, or gradients.
+        kind: What to measure. A "rehearse" item rehearses as one rank of 8. A "hollow" item does so with an
+            attention that computes a small part, for bytes alone. A "hidden" item profiles a step of such a
+            rank for the share of its copies that is hidden behind kernels. The others measure an attention
+            kernel, small calls of all kernels ("edges"), copies, torch.compile, or gradients.
         seconds: The expected seconds of the process on an H100.
         model: The model.
         tokens: The context.
@@ -102,6 +102,7 @@ FIRST = (
         for tokens, seconds in ((64 * Ki, 6), (256 * Ki, 10))
         for kernel in ("cudnn", "torch")
     ),
+    Item("edges", 25),
     Item("gradients", 45, tokens=64 * Ki, layers=3),
     # Planned over measured bytes of every named recipe.
     *(_rehearse(2, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),

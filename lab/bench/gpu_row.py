@@ -11,11 +11,13 @@ import torch
 
 # Modules that a measurement would import. The server from which the processes are forked imports them once.
 import transformers.models.llama.modeling_llama  # noqa: F401
+
 from cluster.errors import ClusterError
 from lab import models
 from lab.bench.attention import kernel_of, measure_kernel
 from lab.bench.compiled import measure_compiled
 from lab.bench.copies import measure_copies
+from lab.bench.edge_cases import measure_edges
 from lab.bench.gpu_items import RANKS, Item
 from lab.bench.gradients import measure_gradients
 from lab.bench.hidden_copies import measure_hidden_copies
@@ -134,6 +136,10 @@ def _copies(item: Item, where: DeviceType) -> dict[str, Any]:
     return measure_copies(where, **dict(item.knobs))
 
 
+def _edges(_item: Item, where: DeviceType) -> dict[str, Any]:
+    return measure_edges(where)
+
+
 def _gradients(item: Item, where: DeviceType) -> dict[str, Any]:
     return measure_gradients(item.model, item.tokens, item.layers, RANKS, where)
 
@@ -157,6 +163,7 @@ _MEASURES = {
     "attention": _attention,
     "compile": _compile,
     "copies": _copies,
+    "edges": _edges,
     "gradients": _gradients,
     "hidden": _hidden,
     "hollow": _hollow,

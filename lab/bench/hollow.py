@@ -70,7 +70,7 @@ def _first(x: Tensor) -> Tensor:
 
 
 def _extend(first: Tensor, tokens: int) -> Tensor:
-    """Return ``first`` [b, h, n, ...] with zeros up to ``tokens``, in the same order of dimensions in memory."""
+    """Return ``first`` [b, h, n, ...] with zeros up to ``tokens``, in the same order in memory."""
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     shape = [*first.shape]
     shape[2] = tokens
