@@ -504,9 +504,9 @@ def storage_info(file: str, at: int, length: int) -> Any:
 def set_expandable_segments(expandable: bool) -> None:
     """Let the segments of CUDA's allocator grow or not, before it has any.
 
-    An environment variable would be read when torch is imported, and a forked process imports nothing.
+    Torch reads PYTORCH_ALLOC_CONF at the allocator's first use in a process, and not again.
     """
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
 
 
 def start_memory_history(*, stacks: bool) -> None:
