@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
 from cluster.errors import RankError
@@ -216,6 +217,10 @@ def cudnn():
         assert logsumexp.shape == (*query.shape[:3], 1)
         assert {attn_bias, cum_seq_q, cum_seq_k} == {None}
         assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0.0)
+        # Torch keeps a graph by the strides of q, k and v alone, and it holds those of the other two.
+        long = [dim for dim, size in enumerate(query.shape) if size > 1]
+        strides = [[x.stride(dim) for dim in long] for x in (torch.empty_like(query), grad_out, out)]
+        assert strides[0] == strides[1] == strides[2]
         found = tuple(torch.empty_like(t) for t in (query, key, value))
         tensors = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
         into = tuple(t.transpose(1, 2) for t in found)
@@ -235,6 +240,39 @@ def cudnn():
         )
         library.impl(f"{name}_backward", lambda *given, scale=None: backward(*given, scale), "CPU")
         yield
+
+
+@pytest.mark.parametrize("which", ["grad_out", "out"])
+def test_the_graph_that_cudnn_keeps_gets_the_strides_that_it_was_built_for(cudnn, which):
+    q, k, v, grad_out = (torch.randn(2, 24, heads, 8).transpose(1, 2) for heads in (6, 2, 2, 6))
+    of_cudnn = KERNELS["cudnn"]
+    out, lse = of_cudnn.forward(q, k, v)
+    given = {"grad_out": grad_out, "out": out}
+    expected = of_cudnn.backward(grad_out, q, k, v, out, lse)
+    given[which] = given[which].contiguous()
+    found = of_cudnn.backward(given["grad_out"], q, k, v, given["out"], lse)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    # A row of one has any stride.
+    first = [x[:1] for x in (grad_out, q, k, v, out, lse)]
+    first[0] = first[0].as_strided(first[0].shape, (7, *first[0].stride()[1:]))
+    copies = []
+    with CountCopies(copies):
+        of_cudnn.backward(*first)
+    assert copies == []
+
+
+class CountCopies(TorchDispatchMode):
+    """Note the copies of whole tensors."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.copies.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
 
 
 PACKAGES = {

@@ -71,6 +71,8 @@ def _first(x: Tensor) -> Tensor:
 
 def _extend(first: Tensor, tokens: int) -> Tensor:
     """Return ``first`` [b, h, n, ...] with zeros up to ``tokens``, in the same order in memory."""
+    if tokens == first.shape[2]:
+        return first
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
     shape = [*first.shape]
     shape[2] = tokens

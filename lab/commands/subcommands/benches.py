@@ -240,7 +240,7 @@ def gpu_plans(machine: str) -> None:
 
     with status("gpu-plans") as say:
         for item in ITEMS:
-            if item.recipe:
+            if item.kind in ("hollow", "rehearse"):
                 say(item.name)
                 make_plans(
                     item if machine == "cuda" else item.small(), "cuda" if machine == "cuda" else "cpu"
