@@ -242,6 +242,37 @@ def cudnn():
         yield
 
 
+def test_auto_takes_torchs_kernel_for_short_calls_where_cudnn_would_build_graphs(cudnn, monkeypatch):
+    calls = []
+
+    def noted(name):
+        def forward(q, k, v, **settings):
+            calls.append((name, "forward", q.shape[2]))
+            return FLASH.forward(q, k, v, **settings)
+
+        def backward(*tensors, **settings):
+            calls.append((name, "backward", tensors[1].shape[2]))
+            return FLASH.backward(*tensors, **settings)
+
+        return Kernel(forward, backward)
+
+    for name in ("torch", "cudnn"):
+        monkeypatch.setitem(KERNELS, name, noted(name))
+    support = KernelSupport((9, 0), True, dict.fromkeys(MODULES, "no module"))
+    monkeypatch.setattr(kernels, "kernel_support", lambda _: support)
+    monkeypatch.setattr(kernels, "SHORT", 12)
+    device = torch.device("cpu")
+    q, k, v, dout = (torch.randn(1, 24, heads, 8).transpose(1, 2) for heads in (6, 2, 2, 6))
+    kernel = documents_kernel(kernel_for("auto", device, 128, torch.bfloat16), Documents(((5, 12, 7),)))
+    out, lse = kernel.forward(q, k, v)
+    kernel.backward(dout, q, k, v, out, lse)
+    expected = [("torch", 5), ("cudnn", 12), ("torch", 7)]
+    assert calls == [(name, way, n) for way in ("forward", "backward") for name, n in expected]
+    calls.clear()
+    kernel_for("cudnn", device, 128, torch.bfloat16).forward(q[:, :, :5], k[:, :, :5], v[:, :, :5])
+    assert calls == [("cudnn", "forward", 5)]
+
+
 @pytest.mark.parametrize("which", ["grad_out", "out"])
 def test_the_graph_that_cudnn_keeps_gets_the_strides_that_it_was_built_for(cudnn, which):
     q, k, v, grad_out = (torch.randn(2, 24, heads, 8).transpose(1, 2) for heads in (6, 2, 2, 6))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.gpu import ITEMS, Item
+from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.results import GAP, results_text
 from lab.bench.table import rows_text
 

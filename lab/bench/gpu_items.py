@@ -126,6 +126,8 @@ SECOND = (
 LATER = (
     # Bytes at 5M tokens of every recipe that fits.
     *(_rehearse(40, 5 * Mi, 2, rung, "hollow") for rung in ("tiling", "upipe", "fast", "streamed", "long")),
+    # A rank has eight tiles of 1M tokens, and two of 256K, of which the first and the last cannot be hidden.
+    _rehearse(50, Mi, 2, "streamed", "hidden"),
     _rehearse(70, Mi, 2, "upipe", kernel="torch"),
     _rehearse(39, Mi, 2, "upipe", overlap=True),
     # Operations a second by kernel, and kernels past 2^31 elements. One call takes so long that it is not

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
@@ -138,10 +138,50 @@ def choose_kernel(
 def kernel_for(name: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Kernel:
     """Return the kernel to use on ``device``, see ``choose_kernel``.
 
+    Where "auto" chooses cuDNN, calls of fewer than ``SHORT`` queries go to torch's kernel.
+
     Raises:
         RecipeError: See ``choose_kernel``.
     """
-    return KERNELS[choose_kernel(name, kernel_support(device), head_dim, dtype)]
+    chosen = choose_kernel(name, kernel_support(device), head_dim, dtype)
+    kernel = KERNELS[chosen]
+    return _by_length(KERNELS["torch"], kernel) if (name, chosen) == ("auto", "cudnn") else kernel
+
+
+SHORT = 16384
+"""The queries of a call from which "auto" takes cuDNN.
+
+cuDNN builds a graph for each new shape, and torch keeps it: for documents of ever new lengths that is time
+and memory at each step. On an H100 a graph took 0.11 s, and torch's kernel took 21 ms more than cuDNN for
+forward and backward of 64K tokens (``lab bench gpu``, "edges" and "attention"), so 1.3 ms for 16K: from here
+on, the layers and stages of one step make up for a graph.
+"""
+
+
+def _by_length(short: Kernel, long: Kernel) -> Kernel:
+    """Return a kernel that calls ``short`` for fewer than ``SHORT`` queries, and ``long`` for others."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        kernel = short if q.shape[2] < SHORT else long
+        return kernel.forward(q, k, v, causal=causal, scale=scale)
+
+    def backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = short if q.shape[2] < SHORT else long
+        return kernel.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+
+    return Kernel(forward, backward)
 
 
 KERNELS = {
