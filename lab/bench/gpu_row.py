@@ -113,9 +113,11 @@ def _hollow(item: Item, where: DeviceType) -> dict[str, Any]:
     with hollow_attention() as tokens:
         row = _rehearse(item, where)
     # Seconds and a loss of an attention that was not computed say nothing.
-    for name in ("seconds", "seconds_by_phase", "whole_seconds", "loss", "timed_steps"):
-        row.pop(name)
-    row = {name: value for name, value in row.items() if not name.startswith("tokens_per_second")}
+    row = {
+        name: value
+        for name, value in row.items()
+        if "second" not in name and name not in ("loss", "timed_steps")
+    }
     return row | {
         "attention": f"hollow: computed for {tokens} tokens, with the planned bytes of its workspace"
     }
