@@ -111,7 +111,8 @@ def test_on_cuda_flash_takes_half_precision_and_heads_of_256():
 
 def test_a_size_beyond_torchs_kernel_on_cuda_is_refused_before_it_runs(monkeypatch):
     """Of a tensor on a GPU, which is not here, the shape."""
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4, 2**22, 104))
+    shape = (1, 4, 2**22, 104)
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=shape, stride=lambda _: 1)
     with pytest.raises(RecipeError, match=r"^4 heads of 4194304 tokens .* 2147483648 .* smaller head_chunk"):
         flash_forward(q, q, q)
     called = []

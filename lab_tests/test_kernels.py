@@ -21,6 +21,7 @@ from lab.recipe.knobs import BY_NAME
 from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe
 from lab.techniques.attention import kernels
+from lab.techniques.attention.documents import Documents, documents_kernel
 from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward
 from lab.techniques.attention.kernel_calls import MODULES
 from lab.techniques.attention.kernels import (
@@ -32,7 +33,9 @@ from lab.techniques.attention.kernels import (
     kernel_support,
     missing_requirement,
 )
+from lab.techniques.attention.window import windowed_kernel
 from lab.techniques.ring import ring_kernel
+from lab_tests.support.reference import textbook_attention
 
 B, H, K, S, D = 2, 12, 3, 40, 10
 
@@ -43,6 +46,7 @@ B, H, K, S, D = 2, 12, 3, 40, 10
 def _attend(q, k, v, causal, scale):
     """[b, S, h, D], D a multiple of 8 and innermost -> the same, and LSE [b, h, S]."""
     assert all(t.shape[-1] % 8 == 0 and t.stride(-1) == 1 for t in (q, k, v))
+    assert 1 not in (q.shape[1], k.shape[1]), "cuDNN refuses a sequence of one token"
     out, lse = flash_forward(*(t.transpose(1, 2) for t in (q, k, v)), causal=causal, scale=scale)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -51,6 +55,7 @@ def _differentiate(dout, q, k, v, out, lse, causal, scale, into):
     """Reads the LSE as what it is in memory, as a kernel given a pointer; writes into what it gets."""
     assert lse.is_contiguous()
     assert all(t.shape[-1] % 8 == 0 and t.stride(-1) == 1 for t in (dout, q, k, v, out, *into))
+    assert 1 not in (q.shape[1], k.shape[1])
     turned = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     for target, found in zip(into, flash_backward(*turned, lse, causal=causal, scale=scale), strict=True):
         target.copy_(found.transpose(1, 2))
@@ -241,8 +246,10 @@ PACKAGES = {
 }
 
 
-@pytest.fixture(params=[*PACKAGES, "cudnn"])
+@pytest.fixture(params=[*PACKAGES, "cudnn", "torch"])
 def kernel(request, monkeypatch):
+    if request.param == "torch":
+        return KERNELS["torch"]
     if request.param == "cudnn":
         request.getfixturevalue("cudnn")
         return KERNELS["cudnn"]
@@ -273,6 +280,42 @@ def test_each_kernel_gives_what_torchs_does(kernel, causal, keys, dim):
     ):
         assert got.shape == wanted.shape
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("causal", "queries", "keys"), [(True, 1, 1), (False, 1, 1), (False, 1, 7), (False, 7, 1), (True, 7, 7)]
+)
+@pytest.mark.parametrize("dim", [2, 10])
+def test_arguments_that_libraries_refuse_or_misread_are_computed(kernel, causal, queries, keys, dim):
+    """Sequences of one token; and strides in which D is not innermost."""
+    make = torch.Generator().manual_seed(0)
+    shapes = ((H, queries), (K, keys), (K, keys))
+    q, k, v = (torch.randn(B, h, dim, n, generator=make, dtype=torch.float64).mT for h, n in shapes)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    right, right_lse = textbook_attention(*leaves, causal, 0.21)
+    grad = torch.randn(B, H, dim, 1, generator=make, dtype=torch.float64).expand(-1, -1, -1, queries).mT
+    right.backward(grad)
+    out, lse = kernel.forward(q, k, v, causal=causal, scale=0.21)
+    torch.testing.assert_close(out, right.detach())
+    torch.testing.assert_close(lse, right_lse.detach())
+    # The LSE of these keys; and that of more keys, where these have a share of 1/e of the softmax.
+    for more in (0, 1):
+        found = kernel.backward(grad, q, k, v, out.mT.contiguous().mT, lse + more, causal=causal, scale=0.21)
+        for got, leaf in zip(found, leaves, strict=True):
+            torch.testing.assert_close(got, leaf.grad * torch.e**-more)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_windows_and_documents_of_one_token_are_not_given_to_a_library(kernel, window):
+    make = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, h, 9, D, generator=make, dtype=torch.float64) for h in (H, K, K, H))
+    documents = Documents(((1, 7, 1),))
+    found, right = (documents_kernel(windowed_kernel(of, window), documents) for of in (kernel, FLASH))
+    results = right.forward(q, k, v)
+    torch.testing.assert_close(found.forward(q, k, v), results)
+    torch.testing.assert_close(
+        found.backward(grad, q, k, v, *results), right.backward(grad, q, k, v, *results)
+    )
 
 
 def test_a_ring_runs_the_kernel_it_is_given():

@@ -92,10 +92,21 @@ def test_results_in_other_dtypes(dtype):
 
 @pytest.mark.parametrize(
     ("tokens", "window", "piece", "calls"),
-    [(32, 8, 1000, 2), (32, 8, 16, 4), (32, 8, 1, 7), (35, 8, 1000, 4), (32, 1, 1000, 1), (8, 8, 1, 1)],
+    [
+        (32, 8, 1000, 2),
+        (32, 8, 16, 4),
+        (32, 8, 1, 7),
+        (35, 8, 1000, 4),
+        (8, 8, 1, 1),
+        (32, 1, 1000, 0),
+        (32, 2, 1000, 1),
+    ],
 )
 def test_blocks_are_computed_together(tokens, window, piece, calls):
-    """Two calls for each piece: of the blocks, and of what they see of those before, where there are any."""
+    """Two calls for each piece: of the blocks, and of what they see of those before, where there are any.
+
+    One token is not a call.
+    """
     q, k, v, dout = tensors(tokens, 1)
     kernel = windowed_kernel(FLASH, window, piece=piece)
     with Calls() as counted:

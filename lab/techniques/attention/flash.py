@@ -6,6 +6,7 @@ w bytes per element. The LSE (log-sum-exp) of a query is the logarithm of its so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,7 +36,76 @@ releases that have ``128ll``. No release of torch has been measured beyond the l
 """
 
 
-# ---- forward and backward ---------------------------------------------------------------------------------
+# ---- what all kernels share: their arguments --------------------------------------------------------------
+
+
+def forward_by(
+    library: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``flash_forward`` by ``library``, which takes q, k, v, causal and scale.
+
+    Matrix products compute one query or one key, because cuDNN refuses such sequences. The library computes
+    everything else. It gets tensors in which D is innermost, because kernels read D elements that follow each
+    other, whatever the strides are.
+
+    Raises:
+        ValueError: ``causal`` with S' != S.
+    """
+    scale = check_arguments(q, k, causal, scale)
+    if 1 in (q.shape[2], k.shape[2]):
+        return exact_forward(q, k, v, causal=causal, scale=scale)
+    q, k, v = _heads_innermost(q, k, v)
+    return library(q, k, v, causal, scale)
+
+
+def backward_by(
+    library: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``flash_backward`` by ``library``, which takes the tensors, causal and scale.
+
+    See ``forward_by``.
+
+    Raises:
+        ValueError: ``causal`` with S' != S.
+    """
+    scale = check_arguments(q, k, causal, scale)
+    if 1 in (q.shape[2], k.shape[2]):
+        return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+    return library(*_heads_innermost(grad_out, q, k, v, out), lse, causal, scale)
+
+
+def check_arguments(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
+    """Check the shapes that every kernel requires, and return the scale: 1/sqrt(D) if ``scale`` is None.
+
+    Raises:
+        ValueError: ``causal`` with S' != S.
+    """
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys as queries"
+        )
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _heads_innermost(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors [b, h, S, D] in which D is innermost: copies of those in which it is not."""
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+# ---- forward and backward by torch ------------------------------------------------------------------------
 
 
 def flash_forward(
@@ -48,7 +118,8 @@ def flash_forward(
     computes the other cases. If 8 does not divide D on CUDA, q, k and v are copied with padding.
 
     Args:
-        q: [b, h, S, D], of any strides in which D is innermost; the same holds for ``k`` and ``v``.
+        q: [b, h, S, D], of any strides; where D is not innermost, a copy is made. The same holds for ``k``
+            and ``v``.
         k: [b, h/G, S', D].
         v: [b, h/G, S', D].
         causal: A query attends only to keys that are not after it. S' must be S, because kernels disagree
@@ -70,7 +141,10 @@ def flash_forward(
         ValueError: ``causal`` with S' != S.
         RecipeError: See ``query_limit_refusal``.
     """
-    scale = check_arguments(q, k, causal, scale)
+    return forward_by(_torch_forward, q, k, v, causal, scale)
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if not _flash_takes(q):
         return exact_forward(q, k, v, causal=causal, scale=scale)
     if q.device.type != "cuda":
@@ -130,7 +204,12 @@ def flash_backward(
     Raises:
         ValueError: ``causal`` with S' != S.
     """
-    scale = check_arguments(q, k, causal, scale)
+    return backward_by(_torch_backward, grad_out, q, k, v, out, lse, causal, scale)
+
+
+def _torch_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     if not _flash_takes(q):
         return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     if q.device.type != "cuda":
@@ -141,19 +220,6 @@ def flash_backward(
         grad_out, q, k, v, out, lse.contiguous(), causal=causal, scale=scale
     )
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
-
-
-def check_arguments(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
-    """Check the shapes that every kernel requires, and return the scale: 1/sqrt(D) if ``scale`` is None.
-
-    Raises:
-        ValueError: ``causal`` with S' != S.
-    """
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"causal attention of {q.shape[2]} queries to {k.shape[2]} keys: give as many keys as queries"
-        )
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def query_limit_refusal(tokens: int, heads: int, head_dim: int) -> str | None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.techniques.attention.flash import Kernel, check_arguments, pad_head_dim
+from lab.techniques.attention.flash import Kernel, backward_by, forward_by, pad_head_dim
 from lab.torch_private import cudnn_attention, cudnn_attention_backward
 
 MODULES = {
@@ -24,7 +25,7 @@ MODULES = {
 """The module from which the kernels of a package are imported, by the kernel's name."""
 
 
-# ---- for all libraries: check the arguments and pad D ------------------------------------------------------
+# ---- for all libraries: pad D ------------------------------------------------------------------------------
 
 
 def _forward(
@@ -37,9 +38,12 @@ def _forward(
     library: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Compute ``flash_forward`` by the function ``library``, which takes q, k, v, causal and scale."""
-    scale, head_dim = check_arguments(q, k, causal, scale), q.shape[-1]
-    out, lse = library(*(pad_head_dim(t) for t in (q, k, v)), causal, scale)
-    return out[..., :head_dim], lse
+
+    def padded(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = library(*map(pad_head_dim, (q, k, v)), causal, scale)
+        return out[..., : q.shape[-1]], lse
+
+    return forward_by(padded, q, k, v, causal, scale)
 
 
 def _backward(
@@ -55,10 +59,14 @@ def _backward(
     library: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``flash_backward`` by the function ``library``, which takes the same arguments by position."""
-    scale, head_dim = check_arguments(q, k, causal, scale), q.shape[-1]
-    tensors = (pad_head_dim(t) for t in (grad_out, q, k, v, out))
-    dq, dk, dv = library(*tensors, lse.contiguous(), causal, scale)
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+    head_dim = q.shape[-1]
+
+    def padded(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, lse, causal, scale = given
+        dq, dk, dv = library(*map(pad_head_dim, tensors), lse.contiguous(), causal, scale)
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+    return backward_by(padded, grad_out, q, k, v, out, lse, causal, scale)
 
 
 # ---- cuDNN, in torch 2.9 and later: [b, h, S, D], fewer heads in k and v, LSE [b, h, S, 1] -----------------

@@ -29,7 +29,8 @@ def tiled_kernel(kernel: Kernel, tile: int) -> Kernel:
 
     Args:
         kernel: Computes forward, and the backward of each pair.
-        tile: t, at least 1. If it does not divide S or S', the last tile is shorter.
+        tile: t, at least 1. If it does not divide S or S', the last tile is shorter. Matrix products compute
+            the pairs of a last tile of one token; see ``exact_backward`` for what they hold.
 
     Saves:
         At the peak of backward, the kernel's dq, dk and dv of all tokens, and what the kernel allocates
