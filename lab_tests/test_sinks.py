@@ -6,6 +6,7 @@ are forgotten, not weighted, or another expert's, and their gradients summed ove
 """
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from lab.errors import ModelError
 from lab.memory.meter import Meter
 from lab.models.lora import Lora
 from lab.recipe.recipe import Recipe
+from lab.techniques import experts
 from lab.techniques.attention import sinks as module
 from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.attention.sinks import sink_gradients, sink_kernel
 from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.attention.window import windowed_kernel
-from lab.techniques.experts import grouped_product, grouped_sum
+from lab.techniques.experts import grouped_outer_product, grouped_product, grouped_sum
 from lab.techniques.upipe.projections import HeadProjections
 from lab.techniques.upipe.schedule import schedule
 
@@ -137,12 +139,32 @@ def test_each_row_has_the_bias_of_its_expert():
     rows, weights, biases = (
         torch.randn(size, dtype=torch.float64, generator=make) for size in ((7, 3), (3, 3, 5), (3, 5))
     )
-    ends, experts = torch.tensor([4, 4, 7], dtype=torch.int32), [0, 0, 0, 0, 2, 2, 2]
-    right = torch.stack([row @ weights[e] + biases[e] for row, e in zip(rows, experts, strict=True)])
+    ends, chosen = torch.tensor([4, 4, 7], dtype=torch.int32), [0, 0, 0, 0, 2, 2, 2]
+    right = torch.stack([row @ weights[e] + biases[e] for row, e in zip(rows, chosen, strict=True)])
     torch.testing.assert_close(grouped_product(rows, weights, ends, biases), right)
     torch.testing.assert_close(
         grouped_sum(right, ends), torch.stack((right[:4].sum(0), torch.zeros(5).double(), right[4:].sum(0)))
     )
+
+
+def test_an_expert_without_rows_has_no_gradient_whatever_the_kernel_writes(monkeypatch):
+    """A kernel of some GPUs leaves what was in memory where an expert has no rows."""
+
+    def grouped_mm(left, right, *, offs):
+        out = torch.full((len(offs), left.shape[0], right.shape[1]), torch.nan, dtype=left.dtype)
+        for expert, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+            if start < end:
+                out[expert] = left[:, start:end] @ right[start:end]
+        return out
+
+    make = torch.Generator().manual_seed(0)
+    grads, rows = (torch.randn(7, size, dtype=torch.float64, generator=make) for size in (8, 16))
+    ends = torch.tensor([0, 4, 4, 7, 7], dtype=torch.int32)
+    right = grouped_outer_product(grads, rows, ends), grouped_sum(grads, ends)
+    assert [bool(t.any()) for t in right[0]] == [False, True, False, True, False]
+    monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(experts, "grouped_mm", grouped_mm)
+    torch.testing.assert_close((grouped_outer_product(grads, rows, ends), grouped_sum(grads, ends)), right)
 
 
 # ---- what is refused, and what the settings mean -----------------------------------------------------------

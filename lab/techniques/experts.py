@@ -85,7 +85,7 @@ def grouped_outer_product(grads: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         [N, b, a].
     """
     if _has_kernel(grads, rows):
-        return grouped_mm(grads.t(), rows, offs=ends)
+        return _zero_without_rows(grouped_mm(grads.t(), rows, offs=ends), ends)
     out = rows.new_empty(ends.shape[0], grads.shape[1], rows.shape[1])
     start = 0
     for gradient, end in zip(out, ends.tolist(), strict=True):
@@ -105,7 +105,8 @@ def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(rows):
         # The product with ones is the sum, and the kernel sums in fp32. Eight ones make a row of 16 bytes,
         # which the kernel requires.
-        return grouped_mm(rows.t(), rows.new_ones(len(rows), 8), offs=ends)[..., 0].contiguous()
+        sums = grouped_mm(rows.t(), rows.new_ones(len(rows), 8), offs=ends)
+        return _zero_without_rows(sums[..., 0].contiguous(), ends)
     out = rows.new_empty(ends.shape[0], rows.shape[1])
     start = 0
     for total, end in zip(out, ends.tolist(), strict=True):
@@ -117,6 +118,15 @@ def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
 @grouped_sum.register_fake
 def _(rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], rows.shape[1])
+
+
+def _zero_without_rows(gradients: Tensor, ends: Tensor) -> Tensor:
+    """Set the gradients [N, ...] of experts without rows to zero, in place; see ``grouped_product``.
+
+    On Blackwell, torch's kernel leaves them undefined (pytorch/pytorch issue 172439).
+    """
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return gradients.masked_fill_(empty.view(-1, *(1,) * (gradients.dim() - 1)), 0)
 
 
 def _has_kernel(*operands: Tensor) -> bool:
