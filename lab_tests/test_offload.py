@@ -176,3 +176,22 @@ def test_names_and_refusal():
     with pytest.raises(RecipeError, match="checkpoint=True"):
         apply_offload(model)
     assert list(checkpoint_and_offload(model, pinned=0).state_dict()) == before
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_host_waits_for_copies_of_memory_that_is_not_pinned(monkeypatch, pinned):
+    """Only between a GPU and pinned memory does a copy run while the host goes on."""
+    waits, copy = [], torch.Tensor.copy_
+
+    def noted(to, source, non_blocking=False):
+        waits.append(not non_blocking)
+        return copy(to, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
+    x = torch.randn(5, 7)
+    pieces = torch.ops.lab.to_host(x, [False] * len(piece_sizes(x.nbytes)))
+    torch.ops.lab.write_host(x, pieces, 0)
+    torch.ops.lab.from_host(pieces, torch.empty(5, 7))
+    torch.ops.lab.to_host_whole(x, False)
+    assert waits == [not pinned] * 4

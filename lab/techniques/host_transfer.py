@@ -41,7 +41,7 @@ def to_host(x: Tensor, pins: Sequence[bool]) -> list[Tensor]:
     for size, pin in zip(piece_sizes(x.nbytes), pins, strict=True):
         piece = torch.empty(size, dtype=torch.uint8, pin_memory=pin and x.is_cuda)
         part, flat = flat[:size], flat[size:]
-        piece[: part.numel()].copy_(part, non_blocking=True)
+        _copy(piece[: part.numel()], part)
         pieces.append(piece)
     return pieces
 
@@ -81,7 +81,7 @@ def write_host(x: Tensor, pieces: Sequence[Tensor], offset: int) -> None:
     """
     flat = _flat(x)
     for part, piece in _overlaps(flat, pieces, offset):
-        piece.copy_(part, non_blocking=True)
+        _copy(piece, part)
 
 
 @write_host.register_fake
@@ -103,7 +103,8 @@ def to_host_whole(x: Tensor, pin: bool) -> Tensor:
         A contiguous tensor on the host, of the shape and dtype of ``x``.
     """
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=pin and x.is_cuda)
-    return host.copy_(x, non_blocking=True)
+    _copy(host, x)
+    return host
 
 
 @to_host_whole.register_fake
@@ -115,7 +116,7 @@ def _(x: Tensor, pin: bool) -> Tensor:  # noqa: ARG001
 def from_host(pieces: Sequence[Tensor], out: Tensor, offset: int = 0) -> None:
     """Copy the pieces of a tensor, as ``to_host`` or ``write_host`` filled them, into ``out``.
 
-    To CUDA, the copies run in the current stream, and the host does not wait for them.
+    To CUDA, the copies run in the current stream. The host waits for a copy from a piece that is not pinned.
 
     Args:
         pieces: Flat uint8 tensors on the host, which follow each other.
@@ -123,7 +124,7 @@ def from_host(pieces: Sequence[Tensor], out: Tensor, offset: int = 0) -> None:
         offset: The first byte in the pieces that is read.
     """
     for part, piece in _overlaps(_flat(out), pieces, offset):
-        part.copy_(piece, non_blocking=True)
+        _copy(part, piece)
 
 
 @from_host.register_fake
@@ -139,6 +140,14 @@ def _overlaps(flat: Tensor, pieces: Sequence[Tensor], offset: int) -> Iterator[t
         if begin < end:
             yield flat[begin:end], piece[begin - first : end - first]
         first += piece.numel()
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    """Copy between device and host. The host waits, unless the memory on the host is pinned.
+
+    CUDA does not promise that a copy of other memory has ended when the call returns.
+    """
+    to.copy_(source, non_blocking=to.is_pinned() or source.is_pinned())
 
 
 def _packed_strides(x: Tensor) -> list[int]:
