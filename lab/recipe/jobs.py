@@ -37,8 +37,8 @@ Documents = str | Sequence[int | str] | None
 MAX_RANKS = 65536
 """The most ranks of a job. A plan makes the groups of all ranks: of a million it would take minutes."""
 
-MAX_TOKENS, MAX_STEP = 2**31, 2**40
-"""The most tokens of a row, and of a step: torch counts elements, and pairs of tokens, in 64 bits."""
+MAX_TOKENS, MAX_STEP = 2**30, 2**40
+"""The most tokens of a row, and of a step. The elements of a tensor are then a number of 64 bits."""
 
 
 @dataclass(frozen=True)
