@@ -265,6 +265,11 @@ def test_the_products_of_experts_take_the_time_of_one_matrix(counter, dtype):
     assert found == [(2 * SQUARE**3, pytest.approx(found[0][1], rel=1e-9))] * 4
 
 
+def test_upipe_runs_the_projections_of_q_k_and_v_again():
+    again = 2 * S * (E * H * D + 2 * E * K * D)
+    assert planned_costs(1, head_chunk=H).flops - planned_costs(1).flops == L * again
+
+
 def _cases():
     """Each dense product of torch as it may be called, with its operations."""
     n, k, m, b = 6, 5, 7, 3
