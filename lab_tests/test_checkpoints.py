@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import pickle
@@ -171,12 +172,35 @@ def link(step):
     path.symlink_to(outside)
 
 
-def edit(**fields):
+def edit(*, hashed=True, **fields):
+    """Change fields of the manifest; ``hashed`` changes its hash too, as somebody can who means to."""
+
     def edited(step):
         path = step / "manifest.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        document = json.loads(path.read_text()) | fields
+        if hashed:
+            del document["sha256"]
+            document["sha256"] = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps(document))
 
     return edited
+
+
+def edit_config(**fields):
+    def edited(step):
+        config = json.loads((step / "manifest.json").read_text())["config"]
+        assert all(config[name] != value for name, value in fields.items())
+        edit(config=config | fields, hashed=False)(step)
+
+    return edited
+
+
+def swap(step):
+    """Swap two tensors of one shape in the index, and change the checksum of the index."""
+    index = json.loads((step / "tensors.json").read_text())
+    names = [f"model.model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    index[names[0]], index[names[1]] = index[names[1]], index[names[0]]
+    rewrite(step, "tensors.json", json.dumps(index).encode(), hashed=False)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +217,17 @@ def edit(**fields):
         (edit(step=3), r"its manifest\.json has step=3"),
         (edit(rows_per_step="3"), r"its manifest\.json has rows_per_step='3'"),
         (edit(config={"model_type": "own"}), r"its manifest\.json has model_type='own'"),
+        (edit(learning_rate=0.5, hashed=False), r"its manifest\.json was edited: its sha256 is not"),
+        (edit(sha256=None, hashed=False), r"its manifest\.json was edited"),
+        (edit_config(rope_parameters={"rope_theta": 9e4, "rope_type": "default"}), r"its manifest\.json was"),
+        (edit_config(rms_norm_eps=0.1), r"its manifest\.json was edited"),
+        (edit_config(hidden_act="gelu"), r"its manifest\.json was edited"),
+        (swap, r"its manifest\.json was edited"),
     ],
     ids=[
         "cut short", "a file missing", "manifest cut short", "one bit", "a link", "another file", "no files",
-        "no file", "step", "rows", "model type",
+        "no file", "step", "rows", "model type", "learning rate", "no hash", "rope", "norm", "activation",
+        "swapped",
     ],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(train, tmp_path, damage, said):
@@ -225,11 +256,11 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-def rewrite(step, name, data):
+def rewrite(step, name, data, *, hashed=True):
     """Write a file anew, and its checksum: whoever changes a file can change that, too."""
     (step / name).write_bytes(data)
     described = json.loads((step / "manifest.json").read_text())["files"]
-    edit(files=described | {name: [len(data), zlib.crc32(data)]})(step)
+    edit(files=described | {name: [len(data), zlib.crc32(data)]}, hashed=hashed)(step)
 
 
 def test_a_checkpoint_runs_no_code(train, tmp_path):

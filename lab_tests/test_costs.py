@@ -1,5 +1,7 @@
 """The costs of a step: exact numbers of operations and bytes, each against a formula."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -261,6 +263,73 @@ def test_the_products_of_experts_take_the_time_of_one_matrix(counter, dtype):
         run()
         found.append((counter.total.flops - before.flops, counter.now() - before.device_seconds))
     assert found == [(2 * SQUARE**3, pytest.approx(found[0][1], rel=1e-9))] * 4
+
+
+def test_upipe_runs_the_projections_of_q_k_and_v_again():
+    again = 2 * S * (E * H * D + 2 * E * K * D)
+    assert planned_costs(1, head_chunk=H).flops - planned_costs(1).flops == L * again
+
+
+def _cases():
+    """Each dense product of torch as it may be called, with its operations."""
+    n, k, m, b = 6, 5, 7, 3
+    x, w, out, row, column = (torch.empty(size) for size in ((n, k), (k, m), (n, m), k, n))
+    xs, ws, outs = (torch.empty(b, *t.shape) for t in (x, w, out))
+    whole, of_row = 2 * n * k * m, 2 * n * k
+    yield from (("mm", of, whole) for of in (lambda: x @ w, lambda: torch.mm(x, w, out=out)))
+    yield from (("bmm", of, b * whole) for of in (lambda: xs @ ws, lambda: torch.bmm(xs, ws, out=outs)))
+    yield "addmm", lambda: torch.addmm(out, x, w), whole
+    yield "addmm", lambda: torch.addmm(out, x, w, beta=2, alpha=3, out=out), whole
+    yield "addmm_", lambda: out.addmm_(x, w), whole
+    yield "baddbmm", lambda: torch.baddbmm(outs, xs, ws), b * whole
+    yield "baddbmm_", lambda: outs.baddbmm_(xs, ws), b * whole
+    yield "addbmm", lambda: torch.addbmm(out, xs, ws), b * whole
+    yield "addbmm_", lambda: out.addbmm_(xs, ws), b * whole
+    yield "_addmm_activation", lambda: torch._addmm_activation(out[0], x, w), whole
+    yield "mv", lambda: x @ row, of_row
+    yield "addmv", lambda: torch.addmv(column, x, row), of_row
+    yield "addmv_", lambda: column.addmv_(x, row), of_row
+    yield "addr", lambda: torch.addr(x, column, row), of_row
+    yield "addr_", lambda: x.addr_(column, row), of_row
+    yield "dot", lambda: row @ row, 2 * k
+    yield "vdot", lambda: torch.vdot(row, row), 2 * k
+    eight = torch.empty(16, 8, dtype=torch.bfloat16)
+    grouped = torch.nn.functional.grouped_mm
+    ends = torch.tensor([9, 16], dtype=torch.int32)
+    yield "_grouped_mm", lambda: grouped(eight, torch.empty(2, 8, 8).bfloat16(), offs=ends), 2 * 16 * 8 * 8
+
+
+def test_every_dense_product_of_torch_is_counted(counter):
+    for name, run, flops in _cases():
+        before = counter.total.flops
+        run()
+        assert counter.total.flops - before == flops, name
+
+
+NO_DENSE_PRODUCT = {
+    "sparse": r"_?(cslt_)?sparse_.*|hspmm|sspaddmm",
+    "of integers, or with scales": r"_int_mm|_scaled_.*|_weight_int.*|_dyn_quant_.*|_mixed_dtypes_linear",
+    "of another library or device": r"mkldnn_.*|_foreach_mm",
+    "of nested tensors": r"linear_backward|matmul_backward",
+    "of three factors, or between pixels": r"_trilinear|.*upsample_.*|_compute_linear_combination",
+}
+"""Products that no step of the lab runs, by the reason."""
+
+
+def test_the_products_of_torch_are_known():
+    """Those that are made of others, as ``matmul`` is, are not seen by a counter."""
+    named = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    made = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    names, composite = (
+        {name.removeprefix("aten::").partition(".")[0] for name in of} for of in (named, made)
+    )
+    products = {
+        name
+        for name in names - composite
+        if re.search(r"(mm|mv|dot|addr|matmul\w*|linear\w*|_mm_\w+|mm_activation)_?$", name)
+        and not re.fullmatch("|".join(NO_DENSE_PRODUCT.values()), name)
+    }
+    assert products == {name for name, *_ in _cases()}
 
 
 def test_flops_of_experts_are_those_of_the_experts_of_a_token():

@@ -1,8 +1,14 @@
 """Text becomes batches of tokens."""
 
+import json
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import AutoConfig
 
 import lab
 from lab.commands.cli import main
@@ -52,6 +58,31 @@ def test_a_text_that_cannot_be_used(tmp_path, content, message):
         data.read_text(path)
 
 
+def test_what_is_no_file_of_text_is_refused(tmp_path, monkeypatch):
+    """A pipe, a device, what Linux shows under /proc, a name that is too long, and a file beyond memory."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(DataError, match=r"no text at .*: give a text file or a folder"):
+            data.read_text(path)
+    for path in ("/proc/self/environ", "/proc/self/attr"):
+        with pytest.raises(DataError, match="holds no text"):
+            data.read_text(path)
+    for path in ("x" * 5000, "/proc/self/mem"):
+        with pytest.raises(DataError, match=r"cannot be read \(File name too long\): give|holds no text"):
+            data.read_text(path)
+    (tmp_path / "a.txt").write_text("text")
+    for error, reason in (
+        (MemoryError(), "it is larger than memory"),
+        (OSError(5, "I/O error"), "I/O error"),
+    ):
+        monkeypatch.setattr(Path, "read_text", Mock(side_effect=error))
+        for path in (tmp_path, tmp_path / "a.txt"):
+            with pytest.raises(
+                DataError, match=rf"cannot be read \({reason}\): give a text file or a folder"
+            ):
+                data.read_text(path)
+
+
 def test_an_empty_folder(tmp_path):
     with pytest.raises(DataError, match="holds no text: give a text file or a folder"):
         data.read_text(tmp_path)
@@ -70,7 +101,11 @@ def test_a_text_without_a_token():
         data.batch(torch.tensor([], dtype=torch.int64), rows=1, length=4, step=0)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
+@pytest.mark.parametrize("family", [None, "gemma3_text", "qwen3", "llama"])
+def test_a_folder_without_a_tokenizer(tmp_path, family):
+    """Of a config alone, transformers may make a tokenizer that knows special tokens and no others."""
+    if family is not None:
+        AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"no tokenizer in .*: give a directory that holds one"):
         data.encode("text", tokenizer=tmp_path)
 
@@ -88,6 +123,23 @@ def test_a_tokenizer_from_a_directory(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
     assert data.encode("long long context x", tokenizer=tmp_path).tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_code_of_a_tokenizer_is_not_run_and_nothing_is_asked(tmp_path, monkeypatch, known):
+    """Whether or not transformers has a tokenizer of the same class."""
+    AutoConfig.for_model("llama").save_pretrained(tmp_path)
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\nclass LlamaTokenizer: pass"
+    (tmp_path / "own.py").write_text(code)
+    name = "LlamaTokenizer" if known else "Own"
+    settings = {"tokenizer_class": name, "auto_map": {"AutoTokenizer": [f"own.{name}", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", Mock(return_value="y"))
+    said = "no tokenizer in" if known else r"is code of its own .* lab\.step\.write_tokens$"
+    with pytest.raises(DataError, match=said):
+        data.encode("text", tokenizer=tmp_path)
+    assert not (tmp_path / "ran").exists()
+    input.assert_not_called()
 
 
 @pytest.mark.parametrize("path", ["", 5, []])

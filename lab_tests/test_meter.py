@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from lab import models
 from lab.memory.categories import CATEGORIES
 from lab.memory.meter import Meter
 from lab.memory.resizes import report_resizes
+from lab.recipe.recipe import Recipe
+from lab.step.one_rank import one_rank
 from lab_tests.support.memory_events import peak_of_events
 from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
@@ -181,6 +184,29 @@ def test_growth_is_handed_out_once_and_in_order():
     seconds = [s for rows in grown for s in rows.seconds.tolist()]
     assert seconds == meter.timeline().seconds.tolist()
     assert len(grown) > 5
+
+
+class UsesAWeight(nn.Module):
+    """Multiplies by a weight of a module that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 40, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.head.weight.T
+
+
+def test_a_gathered_parameter_has_its_name_where_its_module_is_not_entered() -> None:
+    model, meter = UsesAWeight(), Meter()
+    with one_rank(Recipe(fsdp=True), 4, "loopback") as mesh:
+        fully_shard(model, mesh=mesh)
+        with meter.measure(model), meter.phase("forward"):
+            model(torch.randn(3, 8))
+    storages = meter.timeline().storages
+    whole = storages.select(storages.size == 40 * 8 * FP32)
+    names = [whole.kinds[kind].name for kind in whole.kind]
+    assert (names, [CATEGORIES[category] for category in whole.category]) == (["head.weight"], ["parameters"])
 
 
 def test_hooks_are_gone_after_a_step_that_fails():

@@ -11,6 +11,8 @@ from lab.commands.cli import main
 
 HUGE = "9" * 400
 BEYOND = str(2**63)
+PRODUCT = str(2**63 - 1)
+"""A count by itself, and no longer one when it is multiplied."""
 MANY = 1_000_000
 ARABIC, FULL_WIDTH = "\u0661\u0662", "\uff11\uff12"
 SIZES = [
@@ -56,7 +58,9 @@ COMMANDS = [
     *with_value("cluster show slurm --set", "nodes", ["two", "", "0", "-1", "\u00b2"]),
     *with_value(PLAN, "--tokens", SIZES),
     *with_value(PLAN, "--ranks", [*COUNTS, str(MANY)]),
-    *with_value(PLAN, "--rows", COUNTS),
+    *with_value(PLAN, "--rows", [*COUNTS, PRODUCT, str(2**39)]),
+    *with_value(PLAN, "--tokens", [PRODUCT, str(2**30 + 1), f"{2**20}M"]),
+    *with_value("plan tiny --ranks 1 --rows 8", "--tokens", ["1024M", "512M"]),
     *with_value(PLAN, "--ranks-per-node", COUNTS),
     *with_value(PLAN, "--device-memory", BYTES),
     *with_value(PLAN, "--host-memory", BYTES),
@@ -86,7 +90,11 @@ COMMANDS = [
     *with_value(RUN, "--steps", COUNTS),
     *with_value(RUN, "--device-memory", ["nan", "0"]),
     *with_value(RUN, "--seed", [HUGE, BEYOND, "-1", "1.5"]),
-    *with_value(RUN, "--text", ["/nowhere", "empty", LONG]),
+    *with_value(RUN, "--tokens", [str(2**40)]),
+    *(f"{words} --accumulate {PRODUCT}" for words in (RUN, TRAIN)),
+    f"fit tiny --ranks 4 --tokens {2**40} --device-memory 1GiB",
+    *with_value(REHEARSE, "--rows", [PRODUCT]),
+    *with_value(RUN, "--text", ["/nowhere", "empty", LONG, "a" * 5000, "/proc/self/attr", "/dev/null"]),
     *with_value(RUN, "--tokenizer", ["/nowhere", "folder", "broken_tokenizer"]),
     *with_value(RUN, "--profile", ["", "nowhere"]),
     "run 00_memory_wall --ranks 2 --tokens 64",

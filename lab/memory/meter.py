@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lab.memory.categories import DISK, HOST, OTHER
 from lab.memory.holders import NO_OPERATOR
@@ -419,8 +420,17 @@ class Meter(Observer):
                 pass
             self._paths.leave()
 
+        def name_used(module: nn.Module, *_: Any) -> None:
+            # Of a module that is not entered, a technique has used the gathered parameters by now.
+            named = module.named_parameters(path)
+            used = ((name, p) for name, p in named if _key(local_part(p)) in self._live)
+            self._mark(((self._first_names.get(name, name), p) for name, p in used), PARAMETERS)
+
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
+        if isinstance(module, FSDPModule):
+            # Before FSDP frees them.
+            yield module.register_forward_hook(name_used, prepend=True)
 
     def _follow_nodes(self, name: str, args: tuple[Any, ...]) -> None:
         """Note which autograd node runs, if one does, and the operator that it runs."""

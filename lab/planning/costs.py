@@ -26,9 +26,19 @@ from lab.torch_private import process_group_of, storage_id
 BACKWARD_FLOPS = 2.5
 """Of flash attention's backward, in forwards: five matrix products to two (arXiv 2307.08691)."""
 
-MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm")
-GROUPED = ("lab.grouped_product", "lab.grouped_outer_product")
-"""The products of experts. Each row of the first operand is multiplied by one matrix, or by one other row."""
+PRODUCTS = {
+    "aten.mm": 0, "aten.bmm": 0, "aten.mv": 0, "aten.dot": 0, "aten.vdot": 0, "aten._grouped_mm": 0,
+    "aten.addmm": 1, "aten.baddbmm": 1, "aten.addbmm": 1, "aten.addmv": 1, "aten.addr": 1,
+    "aten._addmm_activation": 1, "lab.grouped_product": 0, "lab.grouped_outer_product": 0,
+}  # fmt: skip
+"""The operators that are products of dense matrices or vectors, and which argument is the first factor.
+
+The second factor follows it. An operator in place has the name with ``_`` at its end. In a grouped product,
+each row of the first factor is multiplied by one matrix, or by one other row.
+"""
+
+OF_A_VECTOR = ("aten.mv", "aten.addmv", "aten.dot", "aten.vdot")
+"""The products whose second factor is one vector, by which each row of the first is multiplied."""
 
 ALL_TO_ALL, ARRIVAL = "c10d.alltoall_base_", "lab.arrival"
 NOTHING = (
@@ -183,9 +193,10 @@ class CostCounter(Observer):
             ranks = min(dist.get_world_size(), self.ranks_per_node) if dist.is_initialized() else 1
             return Costs(device_seconds=touched * ranks / _reached(HOST_MEMORY, HOST_MEMORY_SHARE))
         seconds = touched / _reached(hardware.memory_rate, hardware.memory_share)
-        if name in MATMULS or name in GROUPED:
-            left, right = args[:2] if name in GROUPED else args[-2:]
-            flops = 2 * left.numel() * right.shape[-1]
+        product = name if name in PRODUCTS else name.removesuffix("_")
+        if product in PRODUCTS:
+            left, right = args[PRODUCTS[product] :][:2]
+            flops = 2 * left.numel() * (1 if product in OF_A_VECTOR else right.shape[-1])
             # Tensor cores take fp32 as tf32, at half the rate of bf16.
             rate_here = _reached(hardware.matmul, hardware.matmul_share) * 2 / max(left.itemsize, 2)
             return Costs(flops, device_seconds=max(flops / rate_here, seconds))

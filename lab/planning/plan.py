@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cluster.progress import progress, say
 from lab import decoder, models
+from lab.errors import LabError
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.models.lora import Lora
@@ -38,6 +40,7 @@ from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
 from lab.step.one_rank import ring_ranks
 from lab.torch_private import PlanningMode
 from lab.units import (
+    LARGEST,
     format_bytes,
     format_lines,
     format_seconds,
@@ -353,9 +356,10 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     """Plan a job whose recipe has been checked.
 
     Raises:
-        LabError: a model that cannot be made; no such device.
+        LabError: a model that cannot be made; no such device; more tokens of a rank than can be planned.
     """
     began = time.perf_counter()
+    _check_pairs(job)
     skeleton = fake_model(job.model, job.lora)
     ring_rank, (timeline, costs) = _fullest(job, machine, skeleton)
     if machine.disk is not None:
@@ -373,6 +377,22 @@ def plan_job(job: Job, machine: Machine) -> Plan:
         notes=tuple(_notes(job, skeleton)) if machine.workspace else (),
         planning_seconds=time.perf_counter() - began,
     )
+
+
+def _check_pairs(job: Job) -> None:
+    """Refuse a step of which a rank has so many pairs of tokens that torch cannot count their bytes.
+
+    transformers sums over the positions of each row. Of fake tensors, torch sums by a matrix of pairs, which
+    takes no memory.
+    """
+    ranks = job.recipe.ulysses * job.recipe.ring
+    rows, tokens = -(-job.rows * ranks // job.ranks), -(-job.tokens // ranks)
+    if rows * tokens**2 * torch.int64.itemsize > LARGEST:
+        most = math.isqrt(LARGEST // torch.int64.itemsize // rows) * ranks
+        raise LabError(
+            f"tokens={job.tokens}, rows={job.rows}: a rank has {rows} rows of {tokens} tokens, whose pairs "
+            f"are too many for a plan; up to {most} tokens work with these rows and ranks"
+        )
 
 
 @progress("planning the ladder")

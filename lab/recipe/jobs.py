@@ -37,6 +37,9 @@ Documents = str | Sequence[int | str] | None
 MAX_RANKS = 65536
 """The most ranks of a job. A plan makes the groups of all ranks: of a million it would take minutes."""
 
+MAX_TOKENS, MAX_STEP = 2**30, 2**40
+"""The most tokens of a row, and of a step. The elements of a tensor are then a number of 64 bits."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -144,6 +147,11 @@ def make_job(
     check_counts({"ranks": ranks, "rows": rows, "accumulate": accumulate})
     if ranks > MAX_RANKS:
         raise LabError(f"ranks={ranks}: the lab plans and runs up to {MAX_RANKS} ranks")
+    if length > MAX_TOKENS or length * rows * accumulate > MAX_STEP:
+        raise LabError(
+            f"a step of tokens={length}, rows={rows}, accumulate={accumulate}: the lab plans and runs rows "
+            f"of up to {MAX_TOKENS} tokens, and steps of up to {MAX_STEP} tokens in all"
+        )
     adapters = parse_lora(lora)
     check_takes_adapters(model, adapters)
     shape = shape or models.shape_of(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.errors import DataError
-from lab.units import parse_path
+from lab.units import abbreviate, parse_path
 
 
 def read_text(path: str | Path | None = None) -> str:
@@ -19,26 +19,33 @@ def read_text(path: str | Path | None = None) -> str:
     Without a path: the top-level modules of the Python standard library, some 5 MB that are on every
     machine this runs on.
 
+    A file of no bytes is not opened: those that Linux shows under ``/proc`` may never end.
+
     Raises:
-        DataError: the path is empty, is missing, holds nothing, or is not text.
+        DataError: the path is empty, is missing, holds nothing, cannot be read, or is not text.
     """
     if path is None:
         return _standard_library()
     if not isinstance(path, str | Path) or not str(path):
         raise DataError(f"text={path!r}: give the path of a text file or of a folder of text files")
     root = parse_path(path, DataError)
-    if not root.exists():
-        raise DataError(f"no text at {str(path)!r}: give a text file or a folder of text files")
-    if root.is_file():
-        text = _decoded(root)
-        if text is None:
-            raise DataError(
-                f"{str(path)!r} is not text: give a file in UTF-8, or a folder of such files; the name of a "
-                "file of tokens ends with .uint16.bin or .uint32.bin"
-            )
-    else:
-        files = sorted(f for f in root.rglob("*") if f.is_file())
-        text = "".join(t for f in files if (t := _decoded(f)) is not None)
+    try:
+        if not (root.is_file() or root.is_dir()):
+            raise DataError(f"no text at {str(path)!r}: give a text file or a folder of text files")
+        files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file())
+        texts = [_decoded(file) for file in files]
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or "it is larger than memory"
+        raise DataError(
+            f"{abbreviate(repr(str(path)))} cannot be read ({reason}): give a text file or a folder of text "
+            "files"
+        ) from error
+    if texts == [None] and root.is_file():
+        raise DataError(
+            f"{str(path)!r} is not text: give a file in UTF-8, or a folder of such files; the name of a "
+            "file of tokens ends with .uint16.bin or .uint32.bin"
+        )
+    text = "".join(text for text in texts if text is not None)
     if not text.strip():
         raise DataError(f"{str(path)!r} holds no text: give a text file or a folder of text files")
     return text
@@ -56,9 +63,21 @@ def encode(text: str, *, tokenizer: str | Path | None = None, vocab_size: int = 
         from transformers import AutoTokenizer
 
         try:
-            tokenize = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
+            # The setting must be given: by default, transformers asks, and runs the code of a folder on "y".
+            tokenize = AutoTokenizer.from_pretrained(
+                str(tokenizer), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # a file that is not as expected ends in errors of many classes
-            raise DataError(f"no tokenizer in {str(tokenizer)!r}: give a directory that holds one") from error
+            if "trust_remote_code" in str(error):
+                raise DataError(
+                    f"the tokenizer in {str(tokenizer)!r} is code of its own (auto_map), which the lab does "
+                    "not run: give a tokenizer of transformers, or encode the text yourself and write a file "
+                    "of tokens with lab.step.write_tokens"
+                ) from error
+            raise _no_tokenizer(tokenizer) from error
+        # Without the files of a tokenizer, some classes of transformers make one of special tokens alone.
+        if not {*tokenize.get_vocab().values()} - {*tokenize.all_special_ids}:
+            raise _no_tokenizer(tokenizer)
         tokens = torch.tensor(tokenize(text)["input_ids"])
     if len(tokens) and int(tokens.max()) >= vocab_size:
         raise DataError(
@@ -66,6 +85,10 @@ def encode(text: str, *, tokenizer: str | Path | None = None, vocab_size: int = 
             "take the tokenizer that belongs to the model"
         )
     return tokens
+
+
+def _no_tokenizer(directory: str | Path) -> DataError:
+    return DataError(f"no tokenizer in {str(directory)!r}: give a directory that holds one")
 
 
 def batch(tokens: Tensor, *, rows: int, length: int, step: int) -> Tensor:
@@ -100,6 +123,8 @@ def _standard_library() -> str:
 
 
 def _decoded(file: Path) -> str | None:
+    if not file.stat().st_size:
+        return ""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

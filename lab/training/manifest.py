@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from lab.errors import CheckpointError
 from lab.units import MiB, abbreviate
 
 FILE = "manifest.json"
+HASH = "sha256"
+"""The field of the file that has the hash of all others."""
 PART = ".part"
 _STEP = re.compile(r"step-([0-9]{8,18})")
 
@@ -56,10 +59,11 @@ class Manifest:
     files: dict[str, list[int]] | None = None
 
     def complete(self, folder: Path) -> None:
-        """Note the files of ``folder``, and write this manifest into it."""
+        """Note the files of ``folder``, and write this manifest into it, with a hash of all that it says."""
         files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
+        document = asdict(replace(self, files=files))
         with (folder / FILE).open("w", encoding="utf-8") as file:
-            json.dump(asdict(replace(self, files=files)), file, indent=1)
+            json.dump(document | {HASH: _hash(document)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
 
@@ -208,8 +212,10 @@ def _read(checkpoint: Path) -> tuple[Manifest | None, str]:
 def _manifest(path: Path) -> tuple[Manifest | None, str]:
     """The manifest in a file whose fields are of their kinds, else what is wrong with it."""
     try:
-        manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        noted = document.pop(HASH, None)
+        manifest, changed = Manifest(**document), noted != _hash(document)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None, f"its {FILE} is missing or unreadable"
     for field, kind in _KINDS.items():
         value = getattr(manifest, field)
@@ -223,6 +229,8 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
     family = manifest.config.get("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         return None, f"its {FILE} has model_type={abbreviate(repr(family))}"
+    if changed:
+        return None, f"its {FILE} was edited: its {HASH} is not the hash of its other fields"
     return manifest, ""
 
 
@@ -238,6 +246,11 @@ def _damage(manifest: Manifest, checkpoint: Path, found: dict[str, Path]) -> str
         if _checksum(file) != checksum:
             return f"{name} has other bytes than were written"
     return f"{abbreviate(repr(min(found)))} is not in its {FILE}" if found else ""
+
+
+def _hash(document: dict[str, Any]) -> str:
+    """Return the SHA-256 of the values of a document, whatever their order and the spaces between them."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> int:
