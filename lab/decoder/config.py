@@ -37,6 +37,12 @@ def check_config(config: PretrainedConfig) -> Family:
     """
     kind = config.model_type
     # A class outside transformers may use the name of a family.
+    text = getattr(getattr(config, "text_config", None), "model_type", None)
+    if kind not in FAMILIES and text in FAMILIES:
+        raise ModelError(
+            f"{kind} holds a text model of {FAMILIES[text].name} and other parts, which the lab does not "
+            "compute: give the text model alone, whose config is text_config"
+        )
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
     check_not_quantized(quantization_in(getattr(config, "quantization_config", None)))

@@ -45,7 +45,7 @@ from lab.models.first_values import fill
 from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS
 from lab.models.quantized import quantization_of
-from lab.models.unread import WRAPPERS
+from lab.models.unread import WRAPPERS, wrapper_of
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
 from lab.techniques.frequencies import check_rope
@@ -172,7 +172,7 @@ def build_on_meta(
     files = None
     if folder is not None and own and weights:
         with _as_model_error(f"the weights in {folder} cannot be loaded"):
-            files = WeightFiles(folder)
+            files = WeightFiles(folder, wrapper_of(folder))
             if (folder / "generation_config.json").is_file():
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
         skeleton.eval()
