@@ -242,12 +242,18 @@ def _check_value(family: Family, name: str, value: object, works: tuple[object, 
     """Refuse a value that is not among ``works``; of a list with a value for each layer, any such value."""
     if value in works:
         return
-    for one in value if isinstance(value, list) else [value]:
+    for one in value if isinstance(value, list) else []:
         if one not in works:
             raise ModelError(
-                f"{name}={shorten(repr(one), 60)} in the config of a {family.name} model: the lab computes "
-                f"it right only with {name}={works[0]!r}; set it, if the model was trained with that value"
+                f"{name} has {shorten(repr(one), 60)} in the config of a {family.name} model: the lab "
+                f"computes it right only with {' and '.join(map(repr, works))}; set each value to one of "
+                "them, if the model was trained so"
             )
+    if not isinstance(value, list):
+        raise ModelError(
+            f"{name}={shorten(repr(value), 60)} in the config of a {family.name} model: the lab computes it "
+            f"right only with {name}={works[0]!r}; set it, if the model was trained with that value"
+        )
 
 
 def shape_of(config: PretrainedConfig) -> Shape:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -304,7 +303,9 @@ def _read(folder: Path) -> PretrainedConfig:
         _check_no_code(path, one)
     if fields is document and fields.get("text_config") is not None:
         raise ModelError(f"{path} has text_config, which a {kind} model does not read: take it out")
-    config_class: Any = CONFIG_MAPPING[fields["model_type"]]
+    # As transformers' AutoConfig reads it.
+    alternates = fields is document and kind == "mistral" and "layer_types" in fields
+    config_class: Any = CONFIG_MAPPING["ministral" if alternates else fields["model_type"]]
     sizes = {}
     for name in (*SIZES, *family.counts):
         own = config_class.attribute_map.get(name, name)
@@ -324,7 +325,7 @@ def _read(folder: Path) -> PretrainedConfig:
         raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
     with _as_model_error(f"{path} is not a config that transformers can read"):
         if fields is document:
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            config = config_class.from_json_file(str(path))
         else:
             config = config_class(**{name: value for name, value in fields.items() if name != "model_type"})
     assert isinstance(config, PretrainedConfig)
