@@ -4,16 +4,17 @@ Each was seen red: refused, or with another loss.
 """
 
 import json
+import pathlib
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
-    LlavaConfig,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
 )
@@ -172,16 +173,19 @@ def test_a_wrapper_is_refused_as_its_text_model(tmp_path, text, said):
     assert said in str(caught.value)
 
 
-def test_the_text_model_of_another_wrapper_can_be_planned(tmp_path):
+@pytest.mark.parametrize("kind", ["llava", "a wrapper of somebody"])
+def test_the_text_model_of_another_wrapper_can_be_planned(tmp_path, kind):
     """The line says how, and this does it."""
     own, text = tmp_path / "own", tmp_path / "text"
-    LlavaConfig(text_config={**SIZES, "model_type": "llama"}).save_pretrained(own)
-    with pytest.raises(ModelError, match=r"^\S+ is the config of llava, .* write its config by ") as caught:
+    own.mkdir()
+    document = {"model_type": kind, "text_config": {**SIZES, "model_type": "llama"}}
+    (own / "config.json").write_text(json.dumps(document))
+    with pytest.raises(
+        ModelError, match=rf"^\S+ is the config of '{kind}', .* write its config by "
+    ) as caught:
         models.config_of(own)
     line = str(caught.value).partition(" write its config by ")[2].partition(", and give DIR")[0]
-    import transformers
-
-    exec(line, {"transformers": transformers, "DIR": text})
+    exec(line, {"transformers": transformers, "json": json, "pathlib": pathlib, "DIR": text})
     shape = lab.plan(text, "fsdp", tokens=64, ranks=2).shape
     assert (shape.V, shape.D) == (67, 10)
 

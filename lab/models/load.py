@@ -371,11 +371,12 @@ def _family(path: Path, document: dict[str, Any], kind: object) -> Family:
     """
     text = document.get("text_config")
     of_text = text.get("model_type") if isinstance(text, dict) else None
-    if kind in CONFIG_MAPPING and kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
+    if kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
         raise ModelError(
-            f"{path} is the config of {kind}, whose files the lab does not read, and of which {of_text} is "
-            "the text model: to plan that, write its config by transformers.AutoConfig.from_pretrained("
-            f"{str(path.parent)!r}).text_config.save_pretrained(DIR), and give DIR"
+            f"{path} is the config of {abbreviate(repr(kind))}, whose files the lab does not read, and of "
+            f"which {of_text} is the text model: to plan that, write its config by transformers.AutoConfig."
+            f"for_model(**json.loads(pathlib.Path({str(path)!r}).read_text())['text_config'])"
+            ".save_pretrained(DIR), and give DIR"
         )
     return check_family(kind if isinstance(kind, str) else repr(kind))
 
