@@ -46,8 +46,8 @@ def check_config(config: PretrainedConfig) -> Family:
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
     check_not_quantized(quantization_in(getattr(config, "quantization_config", None)))
-    for name, works in UNDECLARED.items():
-        _check_value(family, name, getattr(config, name, None), works)
+    for name, values in UNDECLARED.items():
+        _check_value(family, name, getattr(config, name, None), values)
     if config.is_heterogeneous:
         # Before any size is read: transformers raises an error for those that differ.
         raise ModelError(
@@ -79,9 +79,11 @@ def check_config(config: PretrainedConfig) -> Family:
     _check_activation(config)
     _check_partial_rotation(config, family)
     for name in filter(family.knows, PER_LAYER):
-        values, layers = getattr(config, name, None), config.num_hidden_layers
-        if values is not None and len(values) != layers:
-            raise ModelError(f"{name} has {len(values)} values for {layers} layers: give one for each layer")
+        of_layers, layers = getattr(config, name, None), config.num_hidden_layers
+        if of_layers is not None and len(of_layers) != layers:
+            raise ModelError(
+                f"{name} has {len(of_layers)} values for {layers} layers: give one for each layer"
+            )
     for scale in (family.logits_divisor, family.logits_multiplier):
         if scale is not None and not (getattr(config, scale) and isfinite(getattr(config, scale))):
             raise ModelError(

@@ -232,8 +232,9 @@ class WeightFiles:
                     used.add(found)
                     place = place._replace(parameter=names[0])
                     files.setdefault(self._files[found], []).append((found, place))
-        left = [name for name in self._files if name not in used]
-        left = [name for name in left if unread_reason(name, self._wrapper) is None]
+        left = [
+            name for name in self._files if name not in used and unread_reason(name, self._wrapper) is None
+        ]
         if missing:
             raise ModelError(
                 f"the weights in {self.folder} lack {_first(missing)}: give the config that belongs to them"
@@ -243,11 +244,12 @@ class WeightFiles:
                 f"the weights in {self.folder} hold {_first(left)}, for which a {model.config.model_type} "
                 "model with this config has no place: give the config that belongs to them"
             )
-        other = [name for name in used if self._dtypes[name] not in _DTYPES]
-        if other:
+        no_weights = [name for name in used if self._dtypes[name] not in _DTYPES]
+        if no_weights:
             raise ModelError(
-                f"the weights in {self.folder} hold {_first(other)} as {self._dtypes[min(other)]}: the lab "
-                f"trains weights of {', '.join(_DTYPES[:-1])} and {_DTYPES[-1]}; save them in one of these"
+                f"the weights in {self.folder} hold {_first(no_weights)} as {self._dtypes[min(no_weights)]}: "
+                f"the lab trains weights of {', '.join(_DTYPES[:-1])} and {_DTYPES[-1]}; save them in one of "
+                "these"
             )
         return files
 
