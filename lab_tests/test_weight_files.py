@@ -164,6 +164,28 @@ def test_a_tensor_without_a_place_is_refused(folder, name):
     assert refusal(folder).endswith(f", for which {BELONGS}")
 
 
+# PEFT asks a model for what transformers is about to call otherwise.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_beside_the_weights_are_refused_and_read_where_they_are_merged(folder, tmp_path):
+    """transformers adds such adapters to the model."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(models.build(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        adapted.get_parameter("base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight").fill_(
+            0.5
+        )
+    adapted.save_pretrained(folder)
+    assert "DIR has adapters of PEFT (adapter_config.json), which the lab does not read: merge" in refusal(
+        folder
+    )
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    built = models.build(tmp_path / "merged")
+    for name, parameter in built.named_parameters():
+        assert torch.equal(parameter, merged.get_parameter(name)), name
+
+
 def test_harmless_tensors_are_left_out(folder):
     """Checkpoints of 2023 have them: transformers reads the frequencies from the config, too."""
     add(folder, **{f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(5) for n in range(2)})

@@ -130,7 +130,8 @@ class WeightFiles:
             ``lab.models.unread``.
 
     Raises:
-        ModelError: See ``files_of``; or two files hold a tensor of one name, or none holds one of the index.
+        ModelError: See ``files_of``; or there are adapters of PEFT, or a tensor of the index is in no file,
+            or one is in two files.
         OSError, SafetensorError: A file cannot be read.
     """
 
@@ -138,6 +139,12 @@ class WeightFiles:
         self.folder = folder
         self._wrapper = wrapper
         self._dtypes: dict[str, str] = {}
+        if (folder / "adapter_config.json").is_file():
+            # transformers adds them to the model.
+            raise ModelError(
+                f"{folder} has adapters of PEFT (adapter_config.json), which the lab does not read: merge "
+                "them into the weights by merge_and_unload(), and give a directory with these alone"
+            )
         files = files_of(folder)
         self._files = {name: path for path, names in files.items() for name in names}
         for path in files:
