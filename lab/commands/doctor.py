@@ -25,6 +25,7 @@ from lab.bench.table import table_text
 from lab.commands.gpu_findings import gpu_findings
 from lab.decoder import FAMILIES
 from lab.errors import LabError
+from lab.models.unread import left_out, wrapper_of
 from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
 from lab.techniques.deepspeed import warm_operator
 from lab.units import format_bytes, format_seconds
@@ -83,7 +84,8 @@ def model_report(model: models.ModelLike) -> str:
         LabError: See ``lab.models.differences``. The message says why the model is refused.
     """
     found, shape = models.differences(model), models.shape_of(model)
-    family = FAMILIES[models.config_of(model).model_type].name
+    family, wrapper = FAMILIES[models.config_of(model).model_type].name, wrapper_of(model)
+    family += f" ({left_out(wrapper)})" if wrapper else ""
     many = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "no difference"
     title = f"{family}, {shape.L} layers, {shape.weights:,} weights, {many} from Llama"
     if not found:

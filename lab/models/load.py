@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -29,12 +28,23 @@ from transformers import (
 )
 
 from lab import decoder
-from lab.decoder import FAMILIES, SIZES, check_config, check_family, check_not_quantized, decoder_of
+from lab.decoder import (
+    FAMILIES,
+    SIZES,
+    Family,
+    check_config,
+    check_family,
+    check_largest,
+    check_not_quantized,
+    decoder_of,
+)
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
 from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS
+from lab.models.quantized import quantization_of
+from lab.models.unread import WRAPPERS, wrapper_of
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
 from lab.techniques.frequencies import check_rope
@@ -48,6 +58,9 @@ returns a model."""
 _OPTIONAL = ("num_key_value_heads", "decoder_sparse_step")
 """The counts that a config may leave out. Without the first, there are as many key/value heads as query
 heads; without the second, all layers have experts."""
+
+MOST_LABELS = 2**12
+"""The most labels of a config, of which transformers makes two tables. A language model has none."""
 
 
 def config_of(model: ModelLike) -> PretrainedConfig:
@@ -158,7 +171,7 @@ def build_on_meta(
     files = None
     if folder is not None and own and weights:
         with _as_model_error(f"the weights in {folder} cannot be loaded"):
-            files = WeightFiles(folder)
+            files = WeightFiles(folder, wrapper_of(folder))
             if (folder / "generation_config.json").is_file():
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
         skeleton.eval()
@@ -271,50 +284,101 @@ def shape_of(model: ModelLike) -> Shape:
 
 
 def _read(folder: Path) -> PretrainedConfig:
-    """Return the config in ``folder``; a size that is left out is refused.
+    """Return the config in ``folder``, of a wrapper that of its text model; a size left out is refused.
 
-    transformers would take the default of its config class, which is the size of another model.
+    transformers would take the default of its config class, which is the size of another model. A wrapper is
+    published with these sizes left out, so there the default is the size.
+    """
+    path, document = folder / "config.json", _document(folder)
+    kind = document.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelError(
+            f"{path} has model_type={abbreviate(repr(kind))}: give the name of its family, such as llama"
+        )
+    fields = document if kind not in WRAPPERS else _text_fields(path, document)
+    # A reason that nothing mends comes first.
+    family = _family(path, document, fields["model_type"])
+    check_not_quantized(quantization_of(document, folder))
+    for one in (document, fields):
+        _check_no_code(path, one)
+    if fields is document and fields.get("text_config") is not None:
+        raise ModelError(f"{path} has text_config, which a {kind} model does not read: take it out")
+    # As transformers' AutoConfig reads it.
+    alternates = fields is document and kind == "mistral" and "layer_types" in fields
+    config_class: Any = CONFIG_MAPPING["ministral" if alternates else fields["model_type"]]
+    sizes = {}
+    for name in (*SIZES, *family.counts):
+        own = config_class.attribute_map.get(name, name)
+        value = fields.get(own, fields.get(name))
+        if value is not None:
+            check_counts({f"{path}: {name}": value}, ModelError)
+            sizes[name] = value
+        elif fields is not document:
+            continue
+        elif (hasattr(config_class, own) or hasattr(config_class, name)) and name not in _OPTIONAL:
+            written = name if hasattr(config_class, name) else own
+            raise ModelError(f"{path} has no {written}: add the model's own")
+    # transformers makes lists of these lengths.
+    check_largest(sizes)
+    labels = fields.get("num_labels")
+    if type(labels) is int and labels > MOST_LABELS:
+        raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
+    with _as_model_error(f"{path} is not a config that transformers can read"):
+        if fields is document:
+            config = config_class.from_json_file(str(path))
+        else:
+            config = config_class(**{name: value for name, value in fields.items() if name != "model_type"})
+    assert isinstance(config, PretrainedConfig)
+    return _checked(config)
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """Return the fields in the config.json of a folder; none if it holds no table.
+
+    Raises:
+        ModelError: It cannot be read.
     """
     path = folder / "config.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
-    fields: dict[str, Any] = document if isinstance(document, dict) else {}
-    kind = fields.get("model_type")
-    _check_no_code(path, fields)
-    # Before transformers reads them, which fails where it is not a dict.
-    check_not_quantized(fields.get("quantization_config"))
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
-        )
-    text = fields.get("text_config")
-    if text is not None and kind in FAMILIES:
-        raise ModelError(
-            f"{path} has text_config, which a {kind} model does not read: take it out, or give the directory "
-            "of the text model, with text_config as its config.json"
-        )
+    return document if isinstance(document, dict) else {}
+
+
+def _text_fields(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model of a wrapper, with those that the wrapper has for all of its parts.
+
+    Raises:
+        ModelError: It has no text model.
+    """
+    kind, text = document["model_type"], document.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"{path} has no text_config, in which {WRAPPERS[kind]} has its text model: add it")
+    config_class: Any = CONFIG_MAPPING[kind]
+    usual = config_class.sub_configs_defaults["text_config"].model_type
+    whole = {
+        name: document[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in document
+    }
+    return {"model_type": usual, **text, **whole}
+
+
+def _family(path: Path, document: dict[str, Any], kind: object) -> Family:
+    """Return the family of a config.
+
+    Raises:
+        ModelError: It is not supported.
+    """
+    text = document.get("text_config")
     of_text = text.get("model_type") if isinstance(text, dict) else None
     if kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
         raise ModelError(
-            f"{path} is the config of {kind}, of which {of_text} is the text model: the lab trains the text "
-            "model alone; give a directory that holds it, with text_config as its config.json"
+            f"{path} is the config of {abbreviate(repr(kind))}, whose files the lab does not read, and of "
+            f"which {of_text} is the text model: to plan that, write its config by transformers.AutoConfig."
+            f"for_model(**json.loads(pathlib.Path({str(path)!r}).read_text())['text_config'])"
+            ".save_pretrained(DIR), and give DIR"
         )
-    counts = (*SIZES, *check_family(kind).counts)
-    family: Any = CONFIG_MAPPING[kind]
-    for name in counts:
-        own = family.attribute_map.get(name, name)
-        value = fields.get(own, fields.get(name))
-        if value is not None:
-            check_counts({f"{path}: {name}": value}, ModelError)
-        elif (hasattr(family, own) or hasattr(family, name)) and name not in _OPTIONAL:
-            written = name if hasattr(family, name) else own
-            raise ModelError(f"{path} has no {written}: add the model's own")
-    with _as_model_error(f"{path} is not a config that transformers can read"):
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    assert isinstance(config, PretrainedConfig)
-    return _checked(config)
+    return check_family(kind if isinstance(kind, str) else repr(kind))
 
 
 def _checked(config: PretrainedConfig) -> PretrainedConfig:
@@ -343,16 +407,13 @@ def _check_no_code(path: Path, fields: dict[str, Any]) -> None:
     Raises:
         ModelError: The config has ``auto_map``.
     """
-    own, kind = fields.get("auto_map"), fields.get("model_type")
+    own = fields.get("auto_map")
     if not own:
         return
-    works = "give a model whose class is one of transformers'"
-    if isinstance(kind, str) and kind in FAMILIES:
-        works = f"take auto_map out, if transformers' own class of {kind} computes the same"
     classes = abbreviate(", ".join(own) if isinstance(own, dict) else repr(own))
     raise ModelError(
         f"{path} has auto_map ({classes}), which names code in the model's own files: the lab never executes "
-        f"it; {works}"
+        f"it; take auto_map out, if transformers' own class of {fields['model_type']} computes the same"
     )
 
 
