@@ -13,6 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 
 from lab.errors import CheckpointError, RecipeError
+from lab.hf.accelerate_settings import refuse_launched_parallelism
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
 from lab.hf.planning import empty_copies_of, flattens
 from lab.hf.saving import (
@@ -82,6 +83,7 @@ class LongContext(Base):
         lr_scheduler: Any
 
     _applied: LongContextModel | None = None
+    _counts = True  # Whether the batch that was evaluated last has a label.
     _make_empty_copy: Callable[[], PreTrainedModel] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -146,6 +148,7 @@ class LongContext(Base):
                 f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, "
                 f"tp_size={given.tp_size} together with a recipe, which makes its own: leave it out"
             )
+        refuse_launched_parallelism()
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
         config = self.args.accelerator_config
         # A stream would be read by the first process alone, which gives each rank other rows.
@@ -354,6 +357,8 @@ class LongContext(Base):
         """Return the losses of all rows. Of the ranks that share a sequence, the losses of one are taken."""
         gathered: Tensor = self.accelerator.gather(losses)
         once = gathered.view(-1, len(losses))[:: self.applied.shared].flatten()
+        if not self._counts:
+            return once[:0]
         state = self.accelerator.gradient_state
         # Accelerate fills the last batch with rows of the first; ``remainder`` rows are its own.
         return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
@@ -361,10 +366,12 @@ class LongContext(Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
-        """Return the mean loss over the labels of this batch on all ranks."""
+        """Return the mean loss over the labels of this batch on all ranks; without any, it does not count."""
         part = self._part(inputs, self._own_rows(inputs))
+        labels = self.applied.count([part])
+        self._counts = labels > 0
         with torch.no_grad():
-            return self.applied.loss(model, part, self.applied.count([part])), None, None
+            return self.applied.loss(model, part, labels), None, None
 
     # ---- saving and resuming -----------------------------------------------------------------------------
 
