@@ -727,7 +727,7 @@ def test_a_model_without_ddp() -> None:
     """Nobody would combine the gradients of its replicas."""
     applied = replace(lab.hf.apply(model(), Recipe(), Accelerator(cpu=True)), sharding="accelerate")
     part = applied.shard(BATCH)
-    words = "a model without DDP ... accelerator.prepare, and what it returns to loss"
+    words = "a model without DDP ... accelerator.prepare, and use what it returns"
     refused(words, lambda: applied.loss(applied.inner, part, 12))
     with torch.no_grad():
         applied.loss(applied.inner, part, 12)

@@ -80,7 +80,7 @@ def command_line(folder: Path, out: Path, *, batch: int, more: tuple[str, ...] =
 
 
 PROMPT_ALONE = 1
-"""The row of ``write_inputs`` without a label, as is a row whose prompt is longer than the limit."""
+"""The row of ``write_inputs`` of which nothing is predicted: its one label is that of the first token."""
 
 
 def write_inputs(folder: Path) -> None:
@@ -94,7 +94,7 @@ def write_inputs(folder: Path) -> None:
     generator, lines = torch.Generator().manual_seed(3), []
     for row, length in enumerate((13, 17, 9, 20)):
         ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
-        labels = [-100] * length if row == PROMPT_ALONE else ids
+        labels = [ids[0], *[-100] * (length - 1)] if row == PROMPT_ALONE else ids
         lines.append(json.dumps({"input_ids": ids, "labels": labels}))
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text("\n".join(lines))
@@ -119,7 +119,7 @@ LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropo
 def test_trls_script(more: tuple[str, ...], inputs: Path, ranks4: Cluster, tmp_path: Path) -> None:
     """Its losses, its evaluation and the files that it writes are those of the script itself.
 
-    One of the four rows has no label. Its update has a loss of 0.
+    One of the four rows has nothing to predict. Its update has a loss of 0.
     """
     with fresh_process(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")

@@ -30,6 +30,7 @@ from lab.techniques.exchange import sum_over_ranks
 from lab.techniques.loss import IGNORED
 from lab.techniques.rope import check_lengths
 from lab.techniques.sharding import OPTIMIZER_BEFORE, reshape_mesh
+from lab.torch_private import runs_inside_ddp
 
 Sharding = Literal["lab", "accelerate"]
 """The library that combines the gradients of the ranks: the lab sums them, and accelerate averages them by
@@ -130,7 +131,8 @@ class LongContextModel:
                 micro-batch than the last one that was counted.
         """
         self._check_schedulers()
-        self._check_wrapped([model])
+        # The wrapper of torch.compile may be around DDP.
+        self._check_wrapped(any(isinstance(one, DistributedDataParallel) for one in model.modules()))
         self._check_accumulation(labels)
         own = (self.inner if self.sharding == "lab" else model)(**part).loss
         return self._mean(own, labels, self.accelerator.gradient_accumulation_steps)
@@ -164,7 +166,7 @@ class LongContextModel:
             if all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
                 return checked(*args, **kwargs)
             self._check_schedulers()
-            self._check_wrapped(self.accelerator._models)
+            self._check_wrapped(runs_inside_ddp())
             kwargs |= zip(("input_ids", "attention_mask", "position_ids"), args, strict=False)
             part = self.shard({name: kwargs.pop(name) for name in BATCH_KEYS if name in kwargs})
             own = checked(**part, **kwargs).loss
@@ -174,16 +176,12 @@ class LongContextModel:
         patch.sequence = self.recipe.ulysses, self.recipe.ring
         self.inner.forward = patch
 
-    def _check_wrapped(self, models: Iterable[nn.Module]) -> None:
+    def _check_wrapped(self, wrapped: bool) -> None:
         """Refuse to train a model that DDP does not wrap, where DDP combines gradients."""
-        if self.sharding == "lab" or not torch.is_grad_enabled():
-            return
-        # The wrapper of torch.compile may be around DDP.
-        modules = (module for model in models for module in model.modules())
-        if not any(isinstance(module, DistributedDataParallel) for module in modules):
+        if self.sharding == "accelerate" and torch.is_grad_enabled() and not wrapped:
             raise RecipeError(
                 f"a model without DDP, which combines the gradients of {self.mesh.size()} replicas: give the "
-                "model to accelerator.prepare, and what it returns to loss"
+                "model to accelerator.prepare, and use what it returns"
             )
 
     def _check_accumulation(self, labels: float) -> None:
