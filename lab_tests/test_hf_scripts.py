@@ -117,7 +117,7 @@ LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropo
 
 @pytest.mark.parametrize("more", [(), LORA], ids=["all parameters", "lora"])
 def test_trls_script(more: tuple[str, ...], inputs: Path, ranks4: Cluster, tmp_path: Path) -> None:
-    """Its losses, its evaluation and the files that it writes are those of the script itself.
+    """Its losses, its gradient norms and the files that it writes are those of the script itself.
 
     One of the four rows has nothing to predict. Its update has a loss of 0.
     """
@@ -131,6 +131,9 @@ def test_trls_script(more: tuple[str, ...], inputs: Path, ranks4: Cluster, tmp_p
     assert losses["ours"] == pytest.approx(losses["plain"], rel=1e-5)
     norms = logged(tmp_path / "plain", "grad_norm")
     assert logged(tmp_path / "ours", "grad_norm") == pytest.approx(norms, rel=1e-4)
+    # A row with nothing to predict does not count here. TRL counts it as a row with a loss of 0.
+    [evaluated], [with_zero] = (logged(tmp_path / out, "eval_loss") for out in ("ours", "plain"))
+    assert evaluated == pytest.approx(with_zero * 4 / 3, rel=1e-5)
     name = "adapter_model.safetensors" if more else "model.safetensors"
     written, plain = (load_file(tmp_path / out / name) for out in ("ours", "plain"))
     torch.testing.assert_close(written, plain, rtol=1e-3, atol=1e-5)

@@ -84,6 +84,7 @@ class LongContext(Base):
 
     _applied: LongContextModel | None = None
     _counts = True  # Whether the batch that was evaluated last has a label.
+    _resumes = False  # Whether a training resumes, and has not read a batch yet.
     _make_empty_copy: Callable[[], PreTrainedModel] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -228,6 +229,7 @@ class LongContext(Base):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
+        self._resumes = bool(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,8 +252,15 @@ class LongContext(Base):
         """Return this rank's parts of an update's micro-batches, and the number of labels on all ranks."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         if not samples:
+            if self._resumes:
+                raise RecipeError(
+                    "a stream that ends before the batches that the checkpoint has trained: the order of its "
+                    "rows in a later epoch cannot be resumed; give a dataset with a length, or set "
+                    "ignore_data_skip=True to begin at its first row"
+                )
             # A stream ends, and the next epoch begins.
             return samples, count
+        self._resumes = False
         if count is None:
             raise RecipeError("batches without labels: give a collator for language modeling")
         # Only the last batch that was read may be the last one of the dataset.
