@@ -484,7 +484,7 @@ def completed_work() -> dist.Work:
 
 def runs_inside_ddp() -> bool:
     """Return whether a forward of DDP is running."""
-    return DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 # ---- distributed checkpoints -------------------------------------------------------------------------------

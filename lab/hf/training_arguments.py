@@ -56,9 +56,10 @@ def arguments(
             an object of one, or ``knobs`` are not fields of a recipe with their values; settings with an
             object.
     """
-    is_class = isinstance(given, type) and issubclass(given, TrainingArguments)
-    if not is_class and not isinstance(given, TrainingArguments):
-        text = given.__name__ if isinstance(given, type) else f"an object of type {type(given).__name__}"
+    is_class = isinstance(given, type)
+    kind = given if isinstance(given, type) else type(given)
+    if not issubclass(kind, TrainingArguments):
+        text = kind.__name__ if is_class else f"an object of type {kind.__name__}"
         raise RecipeError(
             f"arguments of {text}: give the class TrainingArguments, or SFTConfig for SFTTrainer, and the "
             "settings by name, or an object of such a class"
@@ -96,7 +97,7 @@ def arguments(
         )
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None, launched)
-    if is_class:
+    if isinstance(given, type):
         defaults = {
             "activation_checkpointing": False,
             "prediction_loss_only": True,
@@ -141,7 +142,7 @@ _CHECKPOINTING = (
     "checkpoint=True"
 )
 
-_KWARGS = (
+_KWARGS: tuple[tuple[object, ...], str] = (
     (None, {}, {"use_reentrant": False}),
     "a recipe recomputes layers in its own way; leave it out, and use one with offload='inputs' to offload",
 )
