@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg
 from torch.utils import _python_dispatch
 
@@ -479,6 +480,11 @@ def completed_work() -> dist.Work:
     future.set_result(None)
     work: dist.Work = _c10d_bindings._create_work_from_future(future)
     return work
+
+
+def runs_inside_ddp() -> bool:
+    """Return whether a forward of DDP is running."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 # ---- distributed checkpoints -------------------------------------------------------------------------------

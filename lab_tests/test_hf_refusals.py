@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
@@ -26,7 +26,8 @@ from trl import DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 import lab
 import lab.hf
 from lab.errors import LabError
-from lab.hf.applying import check_parallelism, mesh_of_all
+from lab.hf.accelerate_settings import check_parallelism
+from lab.hf.applying import mesh_of_all
 from lab.hf.batches import shard_rows
 from lab.hf.ranks import fresh_process
 from lab.hf.training_arguments import check_arguments
@@ -95,6 +96,18 @@ SETTINGS = {
         {"gradient_checkpointing": True},
         "gradient_checkpointing=True with a recipe ... recomputed twice ... recipe with checkpoint=True",
     ),
+    "the other name of gradient checkpointing": (
+        {"gradient_checkpointing": False, "activation_checkpointing": True},
+        "activation_checkpointing=True with a recipe ... recomputed twice ... recipe with checkpoint=True",
+    ),
+    "offload by gradient checkpointing": (
+        {"gradient_checkpointing_kwargs": {"offload": True}},
+        "gradient_checkpointing_kwargs={'offload': True} with ... leave it out ... offload='inputs'",
+    ),
+    "reentrant checkpointing": (
+        {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+        "activation_checkpointing_kwargs={'use_reentrant': True} with a recipe ... leave it out",
+    ),
     "fp16": ({"fp16": True}, "fp16=True with a recipe: ... loss scale ... use bf16=True"),
     "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 ... set it to 0"),
     "neftune": ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 ... leave it out"),
@@ -116,10 +129,10 @@ SETTINGS = {
     "a batch size that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size=True ... hf.fit"),
     "logits": ({"prediction_loss_only": False}, "prediction_loss_only=False ... set it to True"),
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True ... set it to False"),
-    "no tokens": ({"tokens": None}, "recipe='tiling' without tokens ... give tokens, such as 128K"),
+    "no tokens": ({"tokens": None}, "recipe='tiling' without tokens ... give tokens, such as tokens='128K'"),
     "two dtypes": (
         {"bf16": True, "knobs": {"compute_dtype": None}},
-        "bf16=True with compute_dtype=None in the recipe ... leave bf16 out",
+        "bf16=True with compute_dtype=None in the recipe ... set compute_dtype='bfloat16' ... or bf16=False",
     ),
     "knobs without values": ({"knobs": ["a"]}, "knobs=['a']: give fields of a recipe ... {'head_chunk': 16}"),
     "knobs of a command line": ({"knobs": "fsdp=True"}, "knobs='fsdp=True': give ... {'head_chunk': 16}"),
@@ -146,9 +159,6 @@ def test_settings_of_sfttrainer(name: str, tmp_path: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "arguments": (
-        lambda folder: plain_arguments(TrainingArguments, folder), "arguments of an object of type TrainingA"
-    ),
     "a trainer": (
         lambda folder: Trainer(model(), plain_arguments(TrainingArguments, folder)),
         "arguments of an object of type Trainer",
@@ -161,8 +171,122 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_no_class_of_arguments(name: str, tmp_path: Path) -> None:
     make, words = KINDS[name]
-    ends = "give the class TrainingArguments, or SFTConfig for SFTTrainer, and the settings by name"
+    ends = "give the class TrainingArguments, or SFTConfig for SFTTrainer, and the settings by name, or an "
     refused(f"{words} ... {ends}", lambda: arguments(tmp_path, make(tmp_path)))
+
+
+# ---- arguments that a script has parsed ------------------------------------------------------------------
+
+
+# TRL's default is named by what transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_parsed_arguments_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their defaults are bf16=True and gradient_checkpointing=True. What changes is said in one line."""
+    given = plain_arguments(SFTConfig, tmp_path, max_length=TOKENS, learning_rate=3e-4)
+    made = lab.hf.arguments(given, recipe="tiling")
+    assert check_arguments(made).knobs == {"compute_dtype": "bfloat16"}
+    assert check_arguments(made).tokens == TOKENS
+    assert (made.bf16, made.mixed_precision, made.gradient_checkpointing) == (False, "no", False)
+    different = {name for name in vars(given) if vars(given)[name] != vars(made)[name]}
+    assert different == {
+        "bf16", "mixed_precision", "gradient_checkpointing", "activation_checkpointing",
+        "prediction_loss_only",
+    }  # fmt: skip
+    [said] = [record.getMessage() for record in caplog.records if record.name.startswith("lab.")]
+    for name in different:
+        assert f"{name}={vars(given)[name]!r} is now {vars(made)[name]!r} (" in said
+    assert (given.bf16, given.gradient_checkpointing) == (True, True)
+
+
+def test_parsed_arguments_of_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The recipe's own dtype holds: nobody can see whether bf16=False was set."""
+    given = plain_arguments(TrainingArguments, tmp_path, prediction_loss_only=True)
+    for recipe in "tiling", Recipe(compute_dtype="bfloat16"):
+        made = lab.hf.arguments(given, recipe=recipe, tokens=TOKENS)
+        knobs = {"compute_dtype": None} if recipe == "tiling" else {}
+        assert check_arguments(made).knobs == knobs
+    assert not [record for record in caplog.records if record.name.startswith("lab.")]
+
+
+PARSED = {
+    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1 ... set it to 0"),
+    "offload": (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}, {},
+        "gradient_checkpointing_kwargs={'offload': True} ... leave it out ... offload='inputs'",
+    ),
+    "no tokens": ({}, {"tokens": None}, "recipe='tiling' without tokens ... give tokens"),
+    "settings": ({}, {"seed": 3}, "seed together with arguments that are made: set them in the arguments"),
+    "two dtypes": (
+        {"bf16": True}, {"recipe": Recipe()},
+        "bf16=True with compute_dtype=None ... set compute_dtype='bfloat16' in the recipe, or bf16=False",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_parsed_arguments_that_are_refused(name: str, tmp_path: Path) -> None:
+    settings, more, words = PARSED[name]
+    given = plain_arguments(TrainingArguments, tmp_path, **settings)
+    with_recipe = {"recipe": "tiling", "tokens": TOKENS, **more}
+    refused(words, lambda: lab.hf.arguments(given, **with_recipe))
+
+
+# ---- what accelerate launch puts into the environment ----------------------------------------------------
+
+
+def test_bf16_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what bf16=True is, for a class, for an object, and for a model that is given by hand."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    made = [
+        lab.hf.arguments(
+            SFTConfig, recipe="tiling", max_length=TOKENS, output_dir=str(tmp_path), use_cpu=True
+        ),
+        arguments(tmp_path),
+        lab.hf.arguments(plain_arguments(TrainingArguments, tmp_path), recipe="tiling", tokens=TOKENS),
+    ]
+    for args in made:
+        assert check_arguments(args).knobs == {"compute_dtype": "bfloat16"}
+        assert args.mixed_precision == "no"
+    LongTrainer(model(), made[-1], train_dataset=rows()).train(None)
+    with fresh_process():
+        found = Accelerator(cpu=True)
+        assert found.mixed_precision == "bf16"
+        assert lab.hf.apply(model(), "tiling", found, tokens=TOKENS).recipe.compute_dtype == "bfloat16"
+
+
+LAUNCHED: dict[str, tuple[dict[str, str], Callable[[Path], object], str]] = {
+    "fp16": (
+        {"ACCELERATE_MIXED_PRECISION": "fp16"}, arguments,
+        "mixed_precision='fp16' with a recipe ... use bf16; ACCELERATE_MIXED_PRECISION=fp16 is in the "
+        "environment: accelerate launch sets it by mixed_precision, or the flag --mixed_precision",
+    ),
+    "two dtypes": (
+        {"ACCELERATE_MIXED_PRECISION": "bf16"}, lambda folder: arguments(folder, recipe=Recipe()),
+        "mixed_precision='bf16' with compute_dtype=None ... or mixed_precision='no'; ACCELERATE_MIXED",
+    ),
+    "no bf16": (
+        {"ACCELERATE_MIXED_PRECISION": "bf16"}, lambda folder: arguments(folder, bf16=False),
+        "bf16=False with mixed_precision='bf16': leave one of them out; ACCELERATE_MIXED_PRECISION=bf16 is",
+    ),
+    "a parallelism": (
+        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+        lambda folder: LongTrainer(model(), arguments(folder)),
+        "a parallelism_config with a recipe, which makes its own: leave it out; ACCELERATE_USE_PARALLELISM",
+    ),
+    "fsdp": (
+        {"ACCELERATE_USE_FSDP": "true"},
+        lambda _: check_parallelism(Recipe(), accelerator(fsdp_plugin=plugin())),
+        "leave accelerate's FSDP out; ACCELERATE_USE_FSDP=true is ... sets it by distributed_type, or the",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_settings_of_accelerate_launch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, action, words = LAUNCHED[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    refused(words, lambda: action(tmp_path))
 
 
 def test_a_setting_that_was_changed_after_the_arguments_were_made(tmp_path: Path) -> None:
@@ -424,10 +548,15 @@ def test_batches(name: str) -> None:
     refused(words, lambda: part_of({**BATCH, **changed}))
 
 
-def test_a_batch_with_nothing_to_predict(tmp_path: Path) -> None:
-    data = [{**row, "labels": [-100] * TOKENS} for row in rows()]
-    trainer = LongTrainer(model(), arguments(tmp_path), train_dataset=data)
-    refused("every label is ignored ... give labels, or drop such rows", trainer.train)
+def test_labels_that_a_collator_has_shifted() -> None:
+    """They count, and ``labels`` do not. The last of a row may be the token that follows the row."""
+    shifted = LABELS.roll(-1, 1)
+    shifted[:, -1] = torch.tensor([50, -100])
+    part = part_of({**BATCH, "labels": torch.zeros_like(IDS), "shift_labels": shifted})
+    assert part["shifted_labels"].tolist() == [[5, 6, 50, -100], [-100] * 4]
+    assert part["input_ids"].tolist() == part_of(BATCH)["input_ids"].tolist()
+    shifted[1, -1] = 50
+    refused("labels on padding", lambda: part_of({**BATCH, "shift_labels": shifted}))
 
 
 # ---- accelerate ------------------------------------------------------------------------------------------
@@ -470,7 +599,20 @@ ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
     "autocast": (
         OWN,
         lambda: accelerator(mixed_precision="bf16"),
-        "mixed_precision='bf16' ... compute_dtype='bfloat16' in the recipe",
+        "mixed_precision='bf16' ... compute_dtype='bfloat16' in the recipe, or set mixed_precision='no'",
+    ),
+    "fp8": (
+        Recipe(compute_dtype="bfloat16"), lambda: accelerator(mixed_precision="fp8"), "='fp8' ... use bf16"
+    ),
+    "context parallelism of accelerate": (
+        SHARED,
+        lambda: accelerator(parallelism_config=ParallelismConfig(cp_size=2)),
+        "cp_size=2 ... ulysses=2, ring=1: 2 ranks share a sequence; give lab.hf.parallelism(recipe, ranks)",
+    ),
+    "compile": (
+        OWN,
+        lambda: accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor")),
+        "dynamo_backend='INDUCTOR' with a recipe ... compile='tiles' in the recipe",
     ),
     "fsdp and none": (
         Recipe(),
@@ -509,8 +651,19 @@ def test_accelerators(name: str) -> None:
 def test_an_accelerator_that_is_right() -> None:
     check_parallelism(SHARED, accelerator(parallelism_config=lab.hf.parallelism(SHARED, 6)))
     check_parallelism(OWN, accelerator(fsdp_plugin=plugin()))
+    check_parallelism(Recipe(compute_dtype="bfloat16"), accelerator(mixed_precision="bf16"))
     assert lab.hf.parallelism(OWN, 6) is None
     refused("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda: lab.hf.parallelism(SHARED, 5))
+
+
+def test_the_name_of_a_recipe() -> None:
+    made, found = model(), Accelerator(cpu=True)
+    for of in made, made.config:
+        assert lab.hf.parallelism("upipe", 2, model=of).cp_size == 2
+    refused("recipe='upipe' without a model ... give model, such", lambda: lab.hf.parallelism("upipe", 2))
+    refused("recipe='upipe' without tokens ... tokens='128K'", lambda: lab.hf.apply(made, "upipe", found))
+    applied = lab.hf.apply(made, "upipe", found, tokens="4K")
+    assert applied.recipe == lab.ladder(made.config, 1, 4096, compute_dtype=None)["upipe"]
 
 
 def test_rows_of_several_lengths_with_dynamic_frequencies() -> None:
@@ -574,7 +727,7 @@ def test_a_model_without_ddp() -> None:
     """Nobody would combine the gradients of its replicas."""
     applied = replace(lab.hf.apply(model(), Recipe(), Accelerator(cpu=True)), sharding="accelerate")
     part = applied.shard(BATCH)
-    words = "a model without DDP ... accelerator.prepare, and what it returns to loss"
+    words = "a model without DDP ... accelerator.prepare, and use what it returns"
     refused(words, lambda: applied.loss(applied.inner, part, 12))
     with torch.no_grad():
         applied.loss(applied.inner, part, 12)

@@ -85,6 +85,7 @@ def on_ranks(folder: Path) -> dict[str, dict[str, Any]]:
         trainer = long_trainer(case, folder / name)
         unbroken[name] = trained(trainer)
         trainer.save_model(str(folder / name / "saved"))
+        trainer.model.save_pretrained(str(folder / name / "by the model"))
         resumed[name] = trained(long_trainer(case, folder / name), str(folder / name / f"checkpoint-{SAVED}"))
     for name, case in BEST_FIRST.items():
         trainer = long_trainer(case, folder / "best" / name)
@@ -183,19 +184,21 @@ def test_the_steps_after_a_resume_are_those_of_the_unbroken_training(
 def test_a_model_is_saved_as_a_plain_checkpoint(
     name: str, folder: Path, on_four: list[dict[str, dict[str, Any]]]
 ) -> None:
-    loaded = LlamaForCausalLM.from_pretrained(folder / name / "saved")
-    assert loaded.config.architectures == ["LlamaForCausalLM"]
-    check_equal(loaded.state_dict(), on_four[0]["unbroken"][name].weights)
+    for saved in "saved", "by the model":
+        loaded = LlamaForCausalLM.from_pretrained(folder / name / saved)
+        assert loaded.config.architectures == ["LlamaForCausalLM"]
+        check_equal(loaded.state_dict(), on_four[0]["unbroken"][name].weights)
 
 
 def test_adapters_are_saved_as_peft_saves_them(
     folder: Path, on_four: list[dict[str, dict[str, Any]]]
 ) -> None:
-    files = {path.name for path in (folder / "adapters" / "saved").glob("*.safetensors")}
-    assert files == {"adapter_model.safetensors"}
-    base = model(CASES["full"])
-    loaded = PeftModel.from_pretrained(base, folder / "adapters" / "saved")
-    check_equal(loaded.state_dict(), on_four[0]["unbroken"]["adapters"].weights)
+    for saved in "saved", "by the model":
+        files = {path.name for path in (folder / "adapters" / saved).glob("*.safetensors")}
+        assert files == {"adapter_model.safetensors"}
+        base = model(CASES["full"])
+        loaded = PeftModel.from_pretrained(base, folder / "adapters" / saved)
+        check_equal(loaded.state_dict(), on_four[0]["unbroken"]["adapters"].weights)
 
 
 @pytest.mark.parametrize("name", BEST_FIRST)

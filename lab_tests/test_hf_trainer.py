@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lab.errors import ModelError, RecipeError
 from lab.hf.ranks import fresh_process
 from lab_tests.support.small_trainings import (
     LONGEST,
+    ROWS,
     Case,
     LongTrainer,
     Outcome,
@@ -105,11 +107,64 @@ def test_arguments_are_used_again(tmp_path: Path) -> None:
         assert outcome(first).losses == [log["loss"] for log in trained_logs(again)]
 
 
+def rows_without_labels() -> list[dict[str, list[int]]]:
+    """Rows of which the first two alone have labels."""
+    return [
+        row if number < 2 else {**row, "labels": [-100] * len(row["labels"])}
+        for number, row in enumerate(rows())
+    ]
+
+
+UNLABELLED = {
+    "one sequence": Case(rows=1, steps=24, settings={"per_device_eval_batch_size": 1}),
+    "ddp": Case(
+        "tiling", knobs={"fsdp": False, "ulysses": 1, "ring": 1}, rows=1, plain_rows=4, steps=6,
+        settings={"per_device_eval_batch_size": 1},
+    ),
+}  # fmt: skip
+"""An epoch of each, so that there are updates with and without labels."""
+
+
+def given_rows_without_labels(trainer: Any) -> Any:
+    trainer.train_dataset, trainer.eval_dataset = rows_without_labels(), rows_without_labels()[:7]
+    return trainer
+
+
+def without_labels(folder: Path) -> dict[str, Outcome]:
+    """Runs on ranks."""
+    return {
+        name: outcome(given_rows_without_labels(long_trainer(case, folder / name)))
+        for name, case in UNLABELLED.items()
+    }
+
+
+@pytest.mark.slow
+def test_rows_without_labels_count_nothing(ranks4: Cluster, tmp_path: Path) -> None:
+    found = launch(ranks4, 4, without_labels, tmp_path)
+    for name, case in UNLABELLED.items():
+        with fresh_process():
+            trainer = plain_trainer(case, tmp_path)
+            trainer.args.per_device_eval_batch_size = case.plain_rows or 1
+            plain = outcome(given_rows_without_labels(trainer))
+        assert 0.0 in plain.losses
+        assert any(plain.losses)
+        for rank in found:
+            assert [loss == 0 for loss in rank[name].losses] == [loss == 0 for loss in plain.losses]
+            assert_same(rank[name], plain)
+
+
 class Stream(IterableDataset[Any]):
-    """Rows without a length."""
+    """Rows without a length.
+
+    Args:
+        length: How many rows there are.
+    """
+
+    def __init__(self, length: int = ROWS) -> None:
+        self.length = length
 
     def __iter__(self) -> Iterator[Any]:
-        yield from rows()
+        yield from rows()[: self.length]
 
 
 TOKENS_SEEN = {"include_num_input_tokens_seen": "non_padding"}
@@ -139,6 +194,24 @@ def test_a_stream_and_its_tokens(ranks4: Cluster, tmp_path: Path) -> None:
     for rank in found:
         assert [seen for _, seen in rank] == [seen for _, seen in right]
         assert [loss for loss, _ in rank] == pytest.approx([loss for loss, _ in right], rel=1e-6)
+
+
+def test_a_stream_that_is_resumed_in_a_later_pass_is_refused(tmp_path: Path) -> None:
+    """Trainer would skip all of its rows, and begin at its first row again."""
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    with fresh_process():
+        trainer = long_trainer(Case(rows=1, steps=7, settings=settings), tmp_path)
+        trainer.train_dataset = Stream(5)
+        trainer.train()
+        for step, refused in ((3, False), (6, True)):
+            again = long_trainer(Case(rows=1, steps=7, settings={"save_strategy": "no"}), tmp_path)
+            again.train_dataset = Stream(5)
+            with (
+                pytest.raises(RecipeError, match=r"^a stream that ends before .* set ignore_data_skip=True")
+                if refused
+                else nullcontext()
+            ):
+                again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
 
 
 def evaluated_before(folder: Path) -> dict[str, Outcome]:

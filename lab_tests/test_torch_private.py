@@ -582,6 +582,20 @@ def test_a_group_in_python_is_found_by_its_name(mesh: DeviceMesh) -> None:
     assert gathered.tolist() == [0, 1, 2] * RANKS
 
 
+def test_a_forward_inside_ddp(mesh: DeviceMesh) -> None:
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            noted.append(torch_private.runs_inside_ddp())
+            return super().forward(x)
+
+    noted: list[bool] = []
+    module = Noting(2, 3)
+    module(torch.ones(1, 2))
+    nn.parallel.DistributedDataParallel(module, process_group=mesh.get_group())(torch.ones(1, 2))
+    module(torch.ones(1, 2))
+    assert noted == [False, True, False]
+
+
 # ---- distributed checkpoints -------------------------------------------------------------------------------
 
 

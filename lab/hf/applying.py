@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -13,21 +13,24 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lab.decoder import check_materialized
+from lab.decoder import Patch, check_materialized
 from lab.errors import RecipeError
-from lab.hf.batches import shard_rows
-from lab.hf.saving import whole_state
+from lab.hf.accelerate_settings import check_parallelism
+from lab.hf.batches import BATCH_KEYS, shard_rows
+from lab.hf.choice import RecipeChoice
+from lab.hf.saving import save_by_all_ranks, whole_state
 from lab.recipe.recipe import Recipe
 from lab.step.compose import apply_recipe, apply_techniques, check_inputs
 from lab.techniques.exchange import sum_over_ranks
 from lab.techniques.loss import IGNORED
 from lab.techniques.rope import check_lengths
 from lab.techniques.sharding import OPTIMIZER_BEFORE, reshape_mesh
+from lab.torch_private import runs_inside_ddp
 
 Sharding = Literal["lab", "accelerate"]
 """The library that combines the gradients of the ranks: the lab sums them, and accelerate averages them by
@@ -90,10 +93,15 @@ class LongContextModel:
         Args:
             parts: What ``shard`` returned for each micro-batch of an update.
         """
-        own = [int((part["shifted_labels"] != IGNORED).sum()) for part in parts]
-        total = torch.tensor(sum(own), device=self.accelerator.device)
+        own = [_labels_in(part) for part in parts]
+        total = self._sum_of(sum(own))
+        self.outstanding[total] = len(own)
+        return total
+
+    def _sum_of(self, labels: int) -> int:
+        """Return the sum over all ranks of a number of labels."""
+        total = torch.tensor(labels, device=self.accelerator.device)
         dist.all_reduce(total, group=self.mesh.get_group())
-        self.outstanding[int(total)] = len(own)
         return int(total)
 
     def loss(self, model: nn.Module, part: Mapping[str, Any], labels: float) -> Tensor:
@@ -110,45 +118,70 @@ class LongContextModel:
         gradients. ``accelerator.accumulate`` is right only if the loop has not read the last batch of the
         loader before: from then on it takes each micro-batch for the last of an update.
 
+        Without any label the loss is 0, and so is every gradient.
+
         Args:
             model: The model as accelerate returned it.
             part: What ``shard`` returned.
             labels: The number of labels on all ranks, in all micro-batches of an update; see ``count``.
 
         Raises:
-            RecipeError: ``labels`` is 0; a scheduler that accelerate steps once for each rank; a model to
-                train that DDP does not wrap, where DDP combines gradients; ``accelerator.accumulate`` ends an
-                update at another micro-batch than the last one that was counted.
+            RecipeError: A scheduler that accelerate steps once for each rank; a model to train that DDP does
+                not wrap, where DDP combines gradients; ``accelerator.accumulate`` ends an update at another
+                micro-batch than the last one that was counted.
         """
-        if not labels > 0:
-            raise RecipeError(
-                "a batch in which every label is ignored: there is no token to predict; give labels, or "
-                "drop such rows"
-            )
         self._check_schedulers()
-        if self.sharding == "accelerate" and torch.is_grad_enabled():
-            self._check_wrapped(model)
+        # The wrapper of torch.compile may be around DDP.
+        self._check_wrapped(any(isinstance(one, DistributedDataParallel) for one in model.modules()))
         self._check_accumulation(labels)
-        if self.sharding == "accelerate" and getattr(self.inner.forward, "sequence", None) is None:
-            # The checks record the modules as accelerate has changed them, so ``apply`` does not add them.
-            check_inputs(self.inner, self.recipe, self.mesh)
         own = (self.inner if self.sharding == "lab" else model)(**part).loss
+        return self._mean(own, labels, self.accelerator.gradient_accumulation_steps)
+
+    def _mean(self, own: Tensor, labels: float, factor: int) -> Tensor:
+        """Return the sum of the ranks' sums over ``labels``, and multiply its gradient by ``factor``."""
         total = sum_over_ranks(own, self.mesh.get_group())
-        factor = self.accelerator.gradient_accumulation_steps
         if self.sharding == "accelerate":
             factor *= self.mesh.size()
         if factor > 1:
             # The value stays that of the sum; the gradient is multiplied by the factor.
             total = total + (factor - 1) * (total - total.detach())
-        return total / labels
+        return total / max(labels, 1)
 
-    def _check_wrapped(self, model: nn.Module) -> None:
-        """Refuse to train a model that DDP does not wrap."""
-        # The wrapper of torch.compile may be around DDP.
-        if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    def accept_whole_batches(self) -> None:
+        """Let ``model(**batch).loss`` be the mean over the labels of all ranks, as in a loop of Accelerate.
+
+        A batch with ``labels`` or ``shift_labels`` is a whole one, of which this rank takes its part. There
+        are no logits. A part, which ``loss`` gives, has ``shifted_labels``.
+        """
+        checked: Callable[..., Any] = self.inner.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal checked
+            if getattr(checked, "sequence", None) is None:
+                # The checks record the modules as accelerate has changed them, so ``apply`` does not add
+                # them where DDP combines gradients.
+                self.inner.forward = checked
+                check_inputs(self.inner, self.recipe, self.mesh)
+                checked, self.inner.forward = self.inner.forward, patch
+            if all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
+                return checked(*args, **kwargs)
+            self._check_schedulers()
+            self._check_wrapped(runs_inside_ddp())
+            kwargs |= zip(("input_ids", "attention_mask", "position_ids"), args, strict=False)
+            part = self.shard({name: kwargs.pop(name) for name in BATCH_KEYS if name in kwargs})
+            own = checked(**part, **kwargs).loss
+            return CausalLMOutputWithPast(loss=self._mean(own, self._sum_of(_labels_in(part)), 1))
+
+        patch = Patch(torch.compiler.disable(forward), checked)
+        patch.sequence = self.recipe.ulysses, self.recipe.ring
+        self.inner.forward = patch
+
+    def _check_wrapped(self, wrapped: bool) -> None:
+        """Refuse to train a model that DDP does not wrap, where DDP combines gradients."""
+        if self.sharding == "accelerate" and torch.is_grad_enabled() and not wrapped:
             raise RecipeError(
                 f"a model without DDP, which combines the gradients of {self.mesh.size()} replicas: give the "
-                "model to accelerator.prepare, and what it returns to loss"
+                "model to accelerator.prepare, and use what it returns"
             )
 
     def _check_accumulation(self, labels: float) -> None:
@@ -184,6 +217,10 @@ class LongContextModel:
                 )
 
 
+def _labels_in(part: Mapping[str, Any]) -> int:
+    return int((part["shifted_labels"] != IGNORED).sum())
+
+
 def inner_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside PEFT's model, or the model itself."""
     inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, assignment]
@@ -211,8 +248,13 @@ def _end_groups_at_exit() -> None:
     atexit.register(end)
 
 
-def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongContextModel:
+def apply(
+    model: nn.Module, recipe: str | Recipe, accelerator: Accelerator, *, tokens: int | str | None = None
+) -> LongContextModel:
     """Apply a recipe to a model before accelerate prepares it; every rank calls this.
+
+    From then on, ``model(**batch).loss`` of a whole batch is the mean over the labels of all ranks. A loop
+    whose updates have several micro-batches calls ``shard``, ``count`` and ``loss`` of what this returns.
 
     The lab shards or replicates the parameters, also if accelerate has an FSDP plugin: accelerate would make
     the head an FSDP unit of its own, but the tiles of the loss need the head whole. Only replicas that
@@ -220,13 +262,15 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
 
     Args:
         model: A transformers model, or PEFT's model around one.
-        recipe: The recipe.
+        recipe: The recipe, or the name of one. A named recipe computes in bf16 if the accelerator's
+            ``mixed_precision`` is bf16, and in the parameters' own dtype if it is not set.
         accelerator: The accelerator that will prepare the model.
+        tokens: The number of tokens in the longest row, from which the tiles of a named recipe derive.
 
     Raises:
-        LabError: See ``lab.apply_recipe`` and ``check_parallelism``; parameters outside the transformers
-            model, such as those of prompt tuning; PEFT's model with accelerate's FSDP; an optimizer of the
-            model that was prepared before.
+        LabError: A name without ``tokens``; see ``lab.apply_recipe`` and ``check_parallelism``; parameters
+            outside the transformers model, such as those of prompt tuning; PEFT's model with accelerate's
+            FSDP; an optimizer of the model that was prepared before.
     """
     inner, mesh = inner_model(model), mesh_of_all(accelerator)
     if not set(model.parameters()) <= set(inner.parameters()):
@@ -235,6 +279,9 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
             "supported; use LoRA"
         )
     check_materialized(inner)
+    if isinstance(recipe, str):
+        dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else None
+        recipe = RecipeChoice.of(recipe, tokens, {"compute_dtype": dtype}).resolve(inner.config, mesh.size())
     check_parallelism(recipe, accelerator)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and inner is not model:
@@ -253,7 +300,9 @@ def apply(model: nn.Module, recipe: Recipe, accelerator: Accelerator) -> LongCon
             _refuse_optimizers(inner, accelerator)
         apply_recipe(inner, recipe, mesh)
         _leave_as_it_is(model, accelerator)
-    return LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), sharding, accelerator)
+    applied = LongContextModel(inner, recipe, mesh, _sequence_group(recipe, mesh), sharding, accelerator)
+    applied.accept_whole_batches()
+    return applied
 
 
 def combined_by_ddp(recipe: Recipe, ranks: int) -> bool:
@@ -304,6 +353,8 @@ def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
     Accelerate returns a model that has this attribute, and with FSDP also one that is sharded.
     """
     model._is_accelerate_prepared = True  # type: ignore[assignment]
+    if _is_sharded(model):
+        save_by_all_ranks(model)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         # The policy would look for classes of layers by their names, which FSDP has changed.
@@ -342,59 +393,6 @@ def _refuse_optimizers(model: nn.Module, accelerator: Accelerator) -> None:
     for optimizer in accelerator._optimizers:
         if any(not parameters.isdisjoint(group["params"]) for group in optimizer.param_groups):
             raise RecipeError(OPTIMIZER_BEFORE)
-
-
-def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
-    """Refuse a recipe that accelerate's configuration contradicts.
-
-    Raises:
-        RecipeError: The first contradiction.
-    """
-    shared = recipe.ulysses * recipe.ring
-    config = accelerator.parallelism_config
-    sizes = {} if config is None else {"tp_size": config.tp_size, "sp_size": config.sp_size}
-    for name, size in sizes.items():
-        if size > 1:
-            raise RecipeError(
-                f"{name}={size} in the parallelism_config together with a recipe: its ulysses and ring shard "
-                "sequences, and its fsdp the parameters; leave it out"
-            )
-    cp_size = 1 if config is None else config.cp_size
-    if cp_size != shared:
-        raise RecipeError(
-            f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, ring={recipe.ring}: "
-            f"{shared} ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
-        )
-    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        raise RecipeError(
-            "DeepSpeed's engine with a recipe: both would shard the model; use fsdp=True in the recipe"
-        )
-    if accelerator.mixed_precision != "no":
-        raise RecipeError(
-            f"mixed_precision={accelerator.mixed_precision!r} with a recipe: autocast would run around the "
-            "techniques; use compute_dtype='bfloat16' in the recipe"
-        )
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None:
-        return
-    if not recipe.fsdp:
-        raise RecipeError(
-            "accelerate's FSDP together with a recipe of fsdp=False: they contradict each other; set "
-            "fsdp=True in the recipe, or leave accelerate's FSDP out"
-        )
-    if plugin.fsdp_version != 2:
-        raise RecipeError("FSDP version 1 with a recipe: its flat parameters hide the weights; use version 2")
-    refused = {
-        "activation_checkpointing": bool(plugin.activation_checkpointing),
-        "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "reshard_after_forward": not plugin.reshard_after_forward,
-    }
-    for name, is_set in refused.items():
-        if is_set:
-            raise RecipeError(
-                f"{name}={getattr(plugin, name)} of accelerate's FSDP together with a recipe, which has "
-                "checkpoint and optimizer for this: leave it out"
-            )
 
 
 def _sequence_group(recipe: Recipe, mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -26,6 +26,12 @@ LISTED = f"{', '.join(INPUTS[:-1])} and {INPUTS[-1]}"
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keys by which the collators of transformers and TRL also say where the documents of a row begin."""
 
+SHIFTED = "shift_labels"
+"""The key of labels that a collator has shifted. As in transformers, they count, and ``labels`` do not."""
+
+BATCH_KEYS = (*INPUTS, SHIFTED, *PACKED)
+"""Every key of a batch."""
+
 
 def shard_rows(
     inputs: Mapping[str, Any],
@@ -45,7 +51,8 @@ def shard_rows(
         inputs: What a collator of transformers or TRL makes: ``input_ids`` and ``labels`` [b, S], with -100
             where nothing is predicted, and perhaps ``attention_mask`` [b, S] with padding at the end of rows
             and ``position_ids`` that count from 0 in each document of a row. The label at place i is the
-            token at place i. The keys of ``PACKED`` must say the same as ``position_ids``.
+            token at place i. With ``shift_labels`` [b, S], the label at place i is the one that follows it,
+            and ``labels`` do not count. The keys of ``PACKED`` must say the same as ``position_ids``.
         ulysses: C, the Ulysses degree.
         ring: R, the ring degree.
         index: The rank's number among the C*R ranks that share a sequence.
@@ -61,25 +68,23 @@ def shard_rows(
         also their lengths, ``documents``, and ``position_ids`` are [b, s] if the rows have different ones.
 
     Raises:
-        RecipeError: No ``input_ids`` or no ``labels``, or other shapes than [b, S]; several documents in a
+        RecipeError: No ``input_ids`` or no labels, or other shapes than [b, S]; several documents in a
             row with a ring, with labels that one predicts of the next, or that other keys contradict; padding
             that is not at the end of a row; keys that are not in ``INPUTS``; labels on padding; tokens or
             labels that are not in the vocabulary.
         LabError: another rank refuses its batch; the ranks that share a sequence have different batches.
     """
-    documents = refuse_together(lambda: _check(inputs, vocab_size, ring), everyone)
-    input_ids, labels = inputs["input_ids"], inputs["labels"]
-    check_same_batch(torch.stack([input_ids, labels]), None, sequence, documents=documents)
+    shifted, documents = refuse_together(lambda: _check(inputs, vocab_size, ring), everyone)
+    input_ids = inputs["input_ids"]
+    check_same_batch(torch.stack([input_ids, shifted]), None, sequence, documents=documents)
     tokens = input_ids.shape[1]
     padding = row_padding(tokens, ulysses, ring)
     positions = local_positions(tokens + padding, ulysses=ulysses, ring=ring, index=index).to(
         input_ids.device
     )
-    # The last token predicts nothing, and neither does the padding.
-    shifted = pad(labels[:, 1:], (0, 1 + padding), value=IGNORED)
     part = {
         "input_ids": pad(input_ids, (0, padding))[:, positions],
-        "shifted_labels": shifted[:, positions],
+        "shifted_labels": pad(shifted, (0, padding), value=IGNORED)[:, positions],
         "position_ids": positions[None],
         "padding": padding,
     }
@@ -90,9 +95,10 @@ def shard_rows(
     return {**part, "position_ids": own, "documents": documents}
 
 
-def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> Lengths | None:
-    """Check a batch, and return the documents of its rows; None if each row is one."""
-    for name in ("input_ids", "labels"):
+def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> tuple[Tensor, Lengths | None]:
+    """Check a batch; return its shifted labels [b, S], and the documents of its rows, None if each is one."""
+    name_of_labels = "labels" if inputs.get(SHIFTED) is None else SHIFTED
+    for name in ("input_ids", name_of_labels):
         if not isinstance(inputs.get(name), Tensor):
             raise RecipeError(
                 f"a batch without {name}: the loss needs input_ids and labels, as a collator for language "
@@ -104,17 +110,17 @@ def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> Lengths | N
                 f"a batch with {name} and without position_ids, which say where documents begin: let the "
                 "collator return them (DataCollatorWithFlattening takes return_position_ids=True)"
             )
-        if name not in (*INPUTS, *PACKED) and value is not None:
+        if name not in BATCH_KEYS and value is not None:
             tokenizer = " (a tokenizer takes return_token_type_ids=False)" if name == "token_type_ids" else ""
             raise RecipeError(
                 f"a batch with {name}, which a recipe does not give to the model: it gives {LISTED} alone; "
                 f"leave {name} out of the rows and of what the collator returns{tokenizer}"
             )
-    input_ids, labels = inputs["input_ids"], inputs["labels"]
-    if input_ids.dim() != 2 or input_ids.shape[1] < 2 or labels.shape != input_ids.shape:
+    input_ids, given = inputs["input_ids"], inputs[name_of_labels]
+    if input_ids.dim() != 2 or input_ids.shape[1] < 2 or given.shape != input_ids.shape:
         raise RecipeError(
-            f"input_ids of shape {list(input_ids.shape)} with labels of shape {list(labels.shape)}: give two "
-            "of shape [rows, tokens], with 2 tokens or more"
+            f"input_ids of shape {list(input_ids.shape)} with {name_of_labels} of shape {list(given.shape)}: "
+            "give two of shape [rows, tokens], with 2 tokens or more"
         )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
@@ -123,14 +129,20 @@ def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> Lengths | N
             f"input_ids with token {wrong}: the model's vocabulary ends at {vocab_size - 1}; take the "
             "tokenizer that belongs to the model"
         )
-    if labels.is_floating_point():
-        raise RecipeError(f"labels in {labels.dtype}: give whole numbers, those of the tokens to predict")
-    counted = labels[labels != IGNORED]
+    if given.is_floating_point():
+        raise RecipeError(
+            f"{name_of_labels} in {given.dtype}: give whole numbers, those of the tokens to predict"
+        )
+    counted = given[given != IGNORED]
     if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocab_size):
         raise RecipeError(
-            f"labels outside of 0 to {vocab_size - 1}: give tokens of the model, or {IGNORED} where nothing "
-            "is predicted"
+            f"{name_of_labels} outside of 0 to {vocab_size - 1}: give tokens of the model, or {IGNORED} "
+            "where nothing is predicted"
         )
+    # The label at place i, up to place S, is the token at place i. The last token of a row predicts that of
+    # place S, which ``shift_labels`` alone can have.
+    labels = pad(given, (0, 1) if name_of_labels == "labels" else (1, 0), value=IGNORED)
+    shifted, counts = labels[:, 1:], labels != IGNORED
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     is_token = None
     if mask is not None:
@@ -141,23 +153,25 @@ def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> Lengths | N
             )
         is_token = boolean_mask(mask)
         check_right_padding(is_token)
-        if bool((~is_token & (labels != IGNORED)).any()):
+        # A label after the row is on padding if the row ends with padding.
+        on_padding = ~torch.cat([is_token, is_token[:, -1:]], dim=1)
+        if bool((on_padding & counts).any()):
             raise RecipeError(f"labels on padding: give {IGNORED} there, so that padding is not predicted")
     if positions is None:
-        return None
+        return shifted, None
     if positions.shape not in (input_ids.shape, (1, input_ids.shape[1])):
         raise RecipeError(
             f"position_ids of shape {list(positions.shape)}: give one of shape {list(input_ids.shape)}"
         )
     lengths = documents_of(positions.expand_as(input_ids), is_token)
-    starts = document_positions(lengths, labels.device).expand_as(labels) == 0
+    starts = document_positions(lengths, given.device).expand_as(given) == 0
     _check_packed(inputs, lengths, starts)
-    if bool((starts & (labels != IGNORED))[:, 1:].any()):
+    if bool((starts & counts[:, :-1])[:, 1:].any()):
         raise RecipeError(
             f"labels at the first token of a document, which the document before it would predict: give "
             f"{IGNORED} there, as DataCollatorWithFlattening does"
         )
-    return several_or_none(lengths, ring)
+    return shifted, several_or_none(lengths, ring)
 
 
 def _check_packed(inputs: Mapping[str, Any], lengths: Lengths, starts: Tensor) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from lab.errors import RecipeError
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
+from lab.units import parse_tokens
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,20 @@ class RecipeChoice:
     recipe: str | Recipe
     tokens: int
     knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, recipe: str | Recipe, tokens: int | str | None, knobs: Mapping[str, Any]) -> RecipeChoice:
+        """Return the choice of a recipe.
+
+        Raises:
+            RecipeError: The recipe is a name, and there is no number of tokens.
+        """
+        if tokens is None and isinstance(recipe, str):
+            raise RecipeError(
+                f"recipe={recipe!r} without tokens: its tiles derive from the longest row; give tokens, such "
+                "as tokens='128K'"
+            )
+        return cls(recipe, 1 if tokens is None else parse_tokens(tokens), knobs)
 
     def resolve(self, config: PretrainedConfig, ranks: int) -> Recipe:
         """Return the recipe for a model on P ranks.

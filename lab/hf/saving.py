@@ -11,6 +11,8 @@ import pickle
 import shutil
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,27 @@ def _names_to_save(model: nn.Module, state: dict[str, Tensor]) -> list[str]:
     # rank decides for all.
     dist.broadcast_object_list(names)
     return names[0]
+
+
+def save_by_all_ranks(model: nn.Module) -> None:
+    """Let ``model.save_pretrained`` gather the shards; every rank calls it, and the first one writes."""
+    save: Callable[..., Any] = model.save_pretrained  # type: ignore[assignment]
+
+    def save_pretrained(
+        save_directory: str | PathLike[str],
+        *,
+        state_dict: dict[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if state_dict is None:
+            is_main_process = dist.get_rank() == 0
+            state_dict = whole_state(model, keep=is_main_process)
+        if not is_main_process:
+            return None
+        return save(save_directory, state_dict=state_dict, is_main_process=is_main_process, **kwargs)
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def load_whole_state(model: nn.Module, checkpoint: Path) -> None:

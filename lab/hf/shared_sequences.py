@@ -8,8 +8,11 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
 from lab.errors import RecipeError
+from lab.models import ModelLike
+from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 
 
@@ -51,19 +54,33 @@ class SharedSequences(ParallelismConfig):
             )
 
 
-def parallelism(recipe: Recipe, ranks: int) -> SharedSequences | None:
+def parallelism(
+    recipe: str | Recipe, ranks: int, *, model: ModelLike | PreTrainedModel | None = None
+) -> SharedSequences | None:
     """Return the ``parallelism_config`` that Accelerate and Trainer need for a recipe.
 
     Args:
-        recipe: The recipe. Its C*R ranks share a sequence, C = ``ulysses`` and R = ``ring``.
+        recipe: The recipe, or the name of one. Its C*R ranks share a sequence, C = ``ulysses`` and
+            R = ``ring``.
         ranks: P, all ranks.
+        model: The model whose heads decide the degrees of a named recipe: the model itself, its config, or
+            what ``lab.plan`` takes.
 
     Returns:
         The configuration; None where every rank has sequences of its own.
 
     Raises:
-        RecipeError: C*R does not divide P.
+        RecipeError: C*R does not divide P; a name without ``model``.
     """
+    if isinstance(recipe, str):
+        if model is None:
+            raise RecipeError(
+                f"recipe={recipe!r} without a model: its degrees derive from the heads; give model, such as "
+                "model=AutoConfig.from_pretrained(name)"
+            )
+        config = model.config if isinstance(model, PreTrainedModel) else model
+        # The degrees are the same for every number of tokens.
+        recipe = resolve_recipe(recipe, config, ranks, ranks)
     shared = recipe.ulysses * recipe.ring
     if ranks % shared:
         raise RecipeError(

@@ -13,6 +13,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import has_length
 
 from lab.errors import CheckpointError, RecipeError
+from lab.hf.accelerate_settings import refuse_launched_parallelism
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
 from lab.hf.planning import empty_copies_of, flattens
 from lab.hf.saving import (
@@ -82,6 +83,8 @@ class LongContext(Base):
         lr_scheduler: Any
 
     _applied: LongContextModel | None = None
+    _counts = True  # Whether the batch that was evaluated last has a label.
+    _resumes = False  # Whether a training resumes, and has not read a batch yet.
     _make_empty_copy: Callable[[], PreTrainedModel] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -146,6 +149,7 @@ class LongContext(Base):
                 f"a parallelism_config of cp_size={given.cp_size}, sp_size={given.sp_size}, "
                 f"tp_size={given.tp_size} together with a recipe, which makes its own: leave it out"
             )
+        refuse_launched_parallelism()
         self.args.parallelism_config = parallelism(self.recipe, self.args.world_size)
         config = self.args.accelerator_config
         # A stream would be read by the first process alone, which gives each rank other rows.
@@ -225,6 +229,7 @@ class LongContext(Base):
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_checkpoint(Path(self.args.output_dir)))
+        self._resumes = bool(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,8 +252,15 @@ class LongContext(Base):
         """Return this rank's parts of an update's micro-batches, and the number of labels on all ranks."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         if not samples:
+            if self._resumes:
+                raise RecipeError(
+                    "a stream that ends before the batches that the checkpoint has trained: the order of its "
+                    "rows in a later epoch cannot be resumed; give a dataset with a length, or set "
+                    "ignore_data_skip=True to begin at its first row"
+                )
             # A stream ends, and the next epoch begins.
             return samples, count
+        self._resumes = False
         if count is None:
             raise RecipeError("batches without labels: give a collator for language modeling")
         # Only the last batch that was read may be the last one of the dataset.
@@ -354,6 +366,8 @@ class LongContext(Base):
         """Return the losses of all rows. Of the ranks that share a sequence, the losses of one are taken."""
         gathered: Tensor = self.accelerator.gather(losses)
         once = gathered.view(-1, len(losses))[:: self.applied.shared].flatten()
+        if not self._counts:
+            return once[:0]
         state = self.accelerator.gradient_state
         # Accelerate fills the last batch with rows of the first; ``remainder`` rows are its own.
         return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
@@ -361,10 +375,12 @@ class LongContext(Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
-        """Return the mean loss over the labels of this batch on all ranks."""
+        """Return the mean loss over the labels of this batch on all ranks; without any, it does not count."""
         part = self._part(inputs, self._own_rows(inputs))
+        labels = self.applied.count([part])
+        self._counts = labels > 0
         with torch.no_grad():
-            return self.applied.loss(model, part, self.applied.count([part])), None, None
+            return self.applied.loss(model, part, labels), None, None
 
     # ---- saving and resuming -----------------------------------------------------------------------------
 

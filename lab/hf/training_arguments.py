@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainingArguments
 
 from lab.errors import RecipeError
+from lab.hf.accelerate_settings import PRECISION, launched_precision, refusal
 from lab.hf.choice import RecipeChoice
 from lab.recipe.recipe import Recipe, check_fields
-from lab.units import abbreviate, parse_tokens
+from lab.units import abbreviate
 
 A = TypeVar("A", bound=TrainingArguments)
 
@@ -22,7 +25,7 @@ CHOICE = "long_context"
 
 
 def arguments(
-    kind: type[A],
+    given: type[A] | A,
     *,
     recipe: str | Recipe,
     tokens: int | str | None = None,
@@ -32,28 +35,34 @@ def arguments(
     """Return training arguments with a recipe, for a trainer with ``LongContext``.
 
     Args:
-        kind: ``TrainingArguments``, ``SFTConfig``, or a subclass.
+        given: ``TrainingArguments``, ``SFTConfig``, or a subclass; or an object of one, such as a script has
+            parsed. Of an object a copy is returned, in which the settings of ``_REPLACED`` are what a recipe
+            needs. One line of accelerate's log says which of them have changed.
         recipe: A recipe, or the name of one, which is made for the trainer's model and ranks.
         tokens: The number of tokens in the longest row, from which the tiles of a named recipe derive. By
-            default ``max_length``, if ``kind`` has this field.
+            default ``max_length``, if the arguments have this field.
         knobs: Fields of the recipe that are set by hand.
-        settings: Fields of ``kind``. ``bf16`` sets the recipe's ``compute_dtype``: parameters are cast for
-            forward and backward, and autocast stays off. Without ``bf16``, a named recipe computes in the
-            parameters' own dtype under ``TrainingArguments``, and in bf16 under ``SFTConfig``, as their
-            defaults say; the dtype of the ladder is not used. Three defaults differ from those of ``kind``:
-            gradient checkpointing is off, because it is part of a recipe; evaluation returns losses alone;
-            and a loss that is not finite is logged as it is.
+        settings: Fields of the class. ``bf16``, in the settings, in an object, or as ``mixed_precision`` of
+            ``accelerate launch``, sets the recipe's ``compute_dtype``: parameters are cast for forward and
+            backward, and autocast stays off. Without ``bf16``, a named recipe computes in the parameters' own
+            dtype under ``TrainingArguments``, and in bf16 under ``SFTConfig``, as their defaults say; the
+            dtype of the ladder is not used. Three defaults differ from those of the class: gradient
+            checkpointing is off, because it is part of a recipe; evaluation returns losses alone; and a loss
+            that is not finite is logged as it is.
 
     Raises:
         RecipeError: A setting that ``check_arguments`` refuses; ``bf16`` with another ``compute_dtype`` in
-            the recipe; no number of tokens for a named recipe; ``kind`` is not a class of arguments, or
-            ``knobs`` are not fields of a recipe with their values.
+            the recipe; no number of tokens for a named recipe; ``given`` is neither a class of arguments nor
+            an object of one, or ``knobs`` are not fields of a recipe with their values; settings with an
+            object.
     """
-    if not (isinstance(kind, type) and issubclass(kind, TrainingArguments)):
-        given = kind.__name__ if isinstance(kind, type) else f"an object of type {type(kind).__name__}"
+    is_class = isinstance(given, type)
+    kind = given if isinstance(given, type) else type(given)
+    if not issubclass(kind, TrainingArguments):
+        text = kind.__name__ if is_class else f"an object of type {kind.__name__}"
         raise RecipeError(
-            f"arguments of {given}: give the class TrainingArguments, or SFTConfig for SFTTrainer, and the "
-            "settings by name"
+            f"arguments of {text}: give the class TrainingArguments, or SFTConfig for SFTTrainer, and the "
+            "settings by name, or an object of such a class"
         )
     if not (knobs is None or isinstance(knobs, Mapping)):
         raise RecipeError(
@@ -61,46 +70,86 @@ def arguments(
             "{'head_chunk': 16}"
         )
     check_fields(knobs or ())
-    declared = {field.name: field.default for field in fields(kind)}
+    if settings and not is_class:
+        raise RecipeError(
+            f"{', '.join(settings)} together with arguments that are made: set them in the arguments, or "
+            "give the class"
+        )
     chosen = dict(knobs or {})
-    # The settings are checked before an object of ``kind`` is made, because making it with some of them
-    # changes environment variables.
+    # The settings are checked before an object is made, because making it with some of them changes
+    # environment variables.
     for name in _ONLY:
         if name in settings and name != "bf16":
             _check_setting(name, settings[name])
-    bf16 = settings.pop("bf16", None)
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if settings.get(name):
+            raise RecipeError(_CHECKPOINTING.format(name))
+    # An object does not say whether bf16=False was set or is the default.
+    bf16 = settings.pop("bf16", None) if is_class else given.bf16 or None
+    launched = launched_precision() == "bf16"
+    if launched and bf16 is False:
+        raise refusal("bf16=False with mixed_precision='bf16': leave one of them out", PRECISION)
+    bf16 = True if launched else bf16
     if bf16 is None and not isinstance(recipe, Recipe) and "compute_dtype" not in chosen:
         # TRL's default of None stands for bf16.
-        bf16 = declared["bf16"] is not False
-    if bf16 is not None:
-        _set_dtype(recipe, chosen, "bfloat16" if bf16 else None)
-    defaults = {
-        "activation_checkpointing": False,
-        "prediction_loss_only": True,
-        "logging_nan_inf_filter": False,
-    }
-    # gradient_checkpointing is the older name of activation_checkpointing.
-    if settings.get("gradient_checkpointing") or settings.get("activation_checkpointing"):
-        raise RecipeError(_CHECKPOINTING)
-    made = kind(**{**defaults, **settings, "bf16": False})
-    if tokens is None:
-        tokens = getattr(made, "max_length", None)
-    if tokens is None and isinstance(recipe, str):
-        raise RecipeError(
-            f"recipe={recipe!r} without tokens: its tiles derive from the longest row; give tokens, such as "
-            "128K"
+        bf16 = (
+            is_class and next(field.default for field in fields(given) if field.name == "bf16") is not False
         )
-    setattr(made, CHOICE, RecipeChoice(recipe, 1 if tokens is None else parse_tokens(tokens), chosen))
+    if bf16 is not None:
+        _set_dtype(recipe, chosen, "bfloat16" if bf16 else None, launched)
+    if isinstance(given, type):
+        defaults = {
+            "activation_checkpointing": False,
+            "prediction_loss_only": True,
+            "logging_nan_inf_filter": False,
+        }
+        made: A = given(**{**defaults, **settings, "bf16": False})
+        made.mixed_precision = "no"
+    else:
+        made = _replaced(given)
+    tokens = getattr(made, "max_length", None) if tokens is None else tokens
+    setattr(made, CHOICE, RecipeChoice.of(recipe, tokens, chosen))
     check_arguments(made)
     return made
 
 
+_REPLACED: dict[str, tuple[object, str]] = {
+    "gradient_checkpointing": (False, "recipes with checkpoint=True recompute layers"),
+    "activation_checkpointing": (False, "it is the new name of gradient_checkpointing"),
+    "bf16": (False, "the recipe has compute_dtype='bfloat16'"),
+    "mixed_precision": ("no", "autocast stays off"),
+    "prediction_loss_only": (True, "logits of a whole sequence never exist"),
+}
+"""For each setting of an object that a recipe does in its own way: the value that it gets, and the reason."""
+
+
+def _replaced(given: A) -> A:
+    """Return a copy of arguments with the values of ``_REPLACED``, and log those that have changed."""
+    made = copy(given)
+    changed = []
+    for name, (value, reason) in _REPLACED.items():
+        before = getattr(made, name, value)
+        if before != value:
+            setattr(made, name, value)
+            changed.append(f"{name}={before!r} is now {value!r} ({reason})")
+    if changed:
+        get_logger(__name__).warning("lab.hf.arguments: %s", "; ".join(changed))
+    return made
+
+
 _CHECKPOINTING = (
-    "gradient_checkpointing=True with a recipe: a layer would be recomputed twice; leave it out, and use a "
-    "recipe with checkpoint=True"
+    "{}=True with a recipe: a layer would be recomputed twice; leave it out, and use a recipe with "
+    "checkpoint=True"
+)
+
+_KWARGS: tuple[tuple[object, ...], str] = (
+    (None, {}, {"use_reentrant": False}),
+    "a recipe recomputes layers in its own way; leave it out, and use one with offload='inputs' to offload",
 )
 
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "gradient_checkpointing_kwargs": _KWARGS,
+    "activation_checkpointing_kwargs": _KWARGS,
     "fp16": ((False,), "gradients would need a loss scale, which no recipe has; use bf16=True"),
     "bf16": (
         (False,),
@@ -147,12 +196,14 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     if choice is None:
         raise RecipeError(
             "training arguments without a recipe: make them by lab.hf.arguments(TrainingArguments, "
-            "recipe='upipe', ...), with SFTConfig for SFTTrainer"
+            "recipe='upipe', ...), with SFTConfig for SFTTrainer, or from your own by "
+            "lab.hf.arguments(args, recipe='upipe')"
         )
     for name, (works, _) in _ONLY.items():
         _check_setting(name, getattr(args, name, works[0]))
-    if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
-        raise RecipeError(_CHECKPOINTING)
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if getattr(args, name, False):
+            raise RecipeError(_CHECKPOINTING.format(name))
     optim = getattr(args.optim, "value", args.optim)
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise RecipeError(
@@ -227,16 +278,26 @@ def _check_setting(name: str, value: object) -> None:
         raise RecipeError(f"{name}={value!r} with a recipe: {reason}")
 
 
-def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None) -> None:
+def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None, launched: bool) -> None:
     """Set the knob ``compute_dtype`` to the dtype that ``bf16`` asks for.
+
+    Args:
+        recipe: The recipe.
+        knobs: Its knobs.
+        dtype: The dtype.
+        launched: Whether ``accelerate launch`` asks for it.
 
     Raises:
         RecipeError: The recipe or the knob has another compute dtype.
     """
     given = knobs.get("compute_dtype", recipe.compute_dtype if isinstance(recipe, Recipe) else dtype)
     if given != dtype:
-        raise RecipeError(
-            f"bf16={dtype is not None} with compute_dtype={given!r} in the recipe: they say different "
-            "dtypes; leave bf16 out"
+        said, other = f"bf16={dtype is not None}", f"bf16={given == 'bfloat16'}"
+        if launched:
+            said, other = "mixed_precision='bf16'", "mixed_precision='no'"
+        message = (
+            f"{said} with compute_dtype={given!r} in the recipe: they say different dtypes; set "
+            f"compute_dtype={dtype!r} in the recipe, or {other}"
         )
+        raise refusal(message, PRECISION) if launched else RecipeError(message)
     knobs["compute_dtype"] = dtype
