@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType as EventDevice
 from torch.profiler import ProfilerActivity, profile
 
 from lab.recipe.jobs import Job, TrainSettings
@@ -43,7 +42,7 @@ def measure_hidden_copies(job: Job, where: DeviceType) -> dict[str, Any]:
     events = [
         (event.name, (event.time_range.start, event.time_range.end))
         for event in profiler.events() or ()
-        if event.device_type == EventDevice.CUDA and not event.is_user_annotation
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     return hidden_share(events)
 
