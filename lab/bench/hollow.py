@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,32 +36,21 @@ def hollow_attention() -> Iterator[int]:
 
 
 def _hollow(kernel: Kernel) -> Kernel:
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        first = kernel.forward(_first(q), _first(k), _first(v), causal=causal, scale=scale)
-        out, lse = (_extend(x, q.shape[2]) for x in first)
-        return out, lse
+    def forward(q: Tensor, *keys: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel.forward(*map(_first, (q, *keys)), **settings)
+        return _extend(out, q.shape[2]), _extend(lse, q.shape[2])
 
     def backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
+        grad_out: Tensor, q: Tensor, k: Tensor, *rest: Tensor, **settings: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        first = kernel.backward(*map(_first, (grad_out, q, k, v, out, lse)), causal=causal, scale=scale)
-        tokens = (q.shape[2], k.shape[2], v.shape[2])
-        dq, dk, dv = (_extend(x, length) for x, length in zip(first, tokens, strict=True))
+        dq, dk, dv = kernel.backward(*map(_first, (grad_out, q, k, *rest)), **settings)
+        tokens, keys = q.shape[2], k.shape[2]
+        results = _extend(dq, tokens), _extend(dk, keys), _extend(dv, keys)
         rows, heads, _, head_dim = q.shape
-        nbytes = flash_backward_workspace(rows, heads, k.shape[1], *tokens[:2], head_dim) if q.is_cuda else 0
+        nbytes = flash_backward_workspace(rows, heads, k.shape[1], tokens, keys, head_dim) if q.is_cuda else 0
         # The allocator hands it out and takes it back, as it does the kernel's own.
         torch.empty(nbytes, dtype=torch.uint8, device=q.device)
-        return dq, dk, dv
+        return results
 
     return kernel._replace(forward=forward, backward=backward)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -161,25 +162,16 @@ on, the layers and stages of one step make up for a graph.
 def _by_length(short: Kernel, long: Kernel) -> Kernel:
     """Return a kernel that calls ``short`` for fewer than ``SHORT`` queries, and ``long`` for others."""
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        kernel = short if q.shape[2] < SHORT else long
-        return kernel.forward(q, k, v, causal=causal, scale=scale)
+    def of(q: Tensor) -> Kernel:
+        return short if q.shape[2] < SHORT else long
+
+    def forward(q: Tensor, *keys: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        return of(q).forward(q, *keys, **settings)
 
     def backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
+        grad_out: Tensor, q: Tensor, *rest: Tensor, **settings: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel = short if q.shape[2] < SHORT else long
-        return kernel.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
+        return of(q).backward(grad_out, q, *rest, **settings)
 
     return Kernel(forward, backward)
 
