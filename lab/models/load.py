@@ -45,27 +45,75 @@ ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedMo
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
 returns a model."""
 
+SAFETENSORS = "*.safetensors*"
+"""The pattern of the names of files of weights, and of their index."""
+
 _OPTIONAL = ("num_key_value_heads", "decoder_sparse_step")
 """The counts that a config may leave out. Without the first, there are as many key/value heads as query
 heads; without the second, all layers have experts."""
 
 
-def config_of(model: ModelLike) -> PretrainedConfig:
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes that the parameters of a model can have."""
+
+
+def config_of(model: ModelLike, dtype: str | None = None) -> PretrainedConfig:
     """Return the config of any model that ``build`` takes. A callable is called.
+
+    The parameters have the dtype of the config, and fp32 if it has none.
+
+    Args:
+        model: A name, a directory, a config or a callable.
+        dtype: One of ``DTYPES``, in place of the config's own dtype. A config without weights that says that
+            they are quantized is then the config of the same model with plain weights.
 
     Raises:
         ModelError: The name is unknown; the directory has no config.json, or one that cannot be used; the
-            family is not supported; a size is not 1 or more; or the callable raises, or returns no
-            transformers model.
+            family is not supported; a size is not 1 or more; the dtype is not one of ``DTYPES``; there is a
+            dtype for a callable; or the callable raises, or returns no transformers model.
     """
-    if isinstance(model, PretrainedConfig):
-        return _checked(model)
-    folder = _folder(model)
-    if folder is not None:
-        return _read(folder)
-    if callable(model):
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(
+            f"dtype={abbreviate(repr(dtype))}: it takes {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+        )
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        if dtype is not None:
+            raise ModelError(
+                f"dtype={dtype!r} for a callable: let it return a model with parameters of that dtype, and leave "
+                "dtype out"
+            )
         return _call(model).config
-    return PRESETS[str(model)]()
+    folder = None if isinstance(model, PretrainedConfig) else _folder(model)
+    config: PretrainedConfig
+    if isinstance(model, PretrainedConfig):
+        config = model
+    else:
+        config = PRESETS[str(model)]() if folder is None else _read(folder, dtype)
+    if dtype is not None:
+        config = copy.deepcopy(config)
+        config.dtype = getattr(torch, dtype)
+        if is_quantized(config) and not (folder is not None and _has_weights(folder)):
+            del config.quantization_config
+    return _checked(config)
+
+
+def is_quantized(model: ModelLike) -> bool:
+    """Return whether the config of a model says that its weights are quantized; a callable's is not asked."""
+    if isinstance(model, PretrainedConfig):
+        return bool(getattr(model, "quantization_config", None))
+    folder = _folder(model)
+    return folder is not None and bool(_fields_of(folder / "config.json").get("quantization_config"))
+
+
+def dtype_source(model: ModelLike, dtype: str | None = None) -> str:
+    """Return where the dtype of the parameters comes from, as text: "its config says so"."""
+    if dtype is not None:
+        return "as was asked for"
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        return "the callable made them so"
+    if isinstance(model, str) and model in PRESETS:
+        return "presets are fp32"
+    return "its config names none" if config_of(model).dtype is None else "its config says so"
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,34 +166,40 @@ class MetaModel:
 
 
 def build_on_meta(
-    model: str | Path | PretrainedConfig, *, lora: Lora | None = None, seed: int = 0, weights: bool = True
+    model: str | Path | PretrainedConfig,
+    *,
+    dtype: str | None = None,
+    lora: Lora | None = None,
+    seed: int = 0,
+    weights: bool = True,
 ) -> MetaModel:
     """Make a model without memory for its parameters.
 
-    It takes no callable, which would return a whole model. Parameters are fp32, unless the directory has
-    weights and its config has another dtype. The caller's config and random state do not change.
+    It takes no callable, which would return a whole model. The caller's config and random state do not
+    change.
 
     Args:
         model: A name, a directory or a config.
+        dtype: The dtype of the parameters; None for that of the config, see ``config_of``.
         lora: The adapters to add. All other parameters are then frozen.
         seed: The seed of the first values.
-        weights: Whether the weights of a directory are used. Without them the parameters get first values, in
-            the dtype of the weights.
+        weights: Whether the weights of a directory are used. Without them the parameters get first values.
 
     Raises:
         ModelError: See ``config_of`` and ``add_adapters``; or the weights are not safetensors.
     """
-    config = copy.deepcopy(config_of(model))
+    config = copy.deepcopy(config_of(model, dtype))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
-    own = folder is not None and any(folder.glob("*.safetensors*"))
-    if folder is not None and not own and any(folder.glob("*.bin*")):
+    own = folder is not None and any(folder.glob(SAFETENSORS))
+    if folder is not None and not own and _has_weights(folder):
         raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
-    dtype = (config.dtype if own else None) or torch.float32
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
         # transformers has no sdpa for attention with sinks.
         attention = "eager" if FAMILIES[config.model_type].sinks else "sdpa"
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            skeleton = AutoModelForCausalLM.from_config(
+                config, dtype=config.dtype or torch.float32, attn_implementation=attention
+            )
         assert isinstance(skeleton, PreTrainedModel)
         # Two modules of these families have buffers. The rotary embedding computes them in its constructor.
         decoder: Any = skeleton.model
@@ -170,6 +224,7 @@ def build_on_meta(
 def build(
     model: ModelLike,
     *,
+    dtype: str | None = None,
     lora: Lora | None = None,
     seed: int = 0,
     weights: bool = True,
@@ -182,6 +237,7 @@ def build(
 
     Args:
         model: A name, a directory, a config or a callable.
+        dtype: The dtype of the parameters; None for that of the config, or of the callable's model.
         lora: The adapters to add. All other parameters are then frozen.
         seed: The seed of random weights. The same seed gives the same weights.
         weights: Whether the weights of a directory are used.
@@ -195,7 +251,7 @@ def build(
         check_takes_adapters(model, lora)
         result = _call(model)
         return result if device is None else result.to(device)  # type: ignore[arg-type]
-    empty = build_on_meta(model, lora=lora, seed=seed, weights=weights)
+    empty = build_on_meta(model, dtype=dtype, lora=lora, seed=seed, weights=weights)
     if detect_fake_mode() is not None:
         allocate(empty.model, place)
     elif place.type != "meta":
@@ -258,33 +314,42 @@ def _folder(model: str | Path | Callable[[], object]) -> Path | None:
     )
 
 
-def shape_of(model: ModelLike) -> Shape:
-    """Return the sizes of a model that the lab computes right.
+def shape_of(model: ModelLike, dtype: str | None = None) -> Shape:
+    """Return the sizes of a model that the lab computes right; ``dtype`` is as in ``config_of``.
 
     Raises:
         ModelError: See ``config_of``.
         RecipeError: The rope type has no exact angles.
     """
-    config = config_of(model)
+    config = config_of(model, dtype)
     check_rope(config)
     return decoder.shape_of(config)
 
 
-def _read(folder: Path) -> PretrainedConfig:
-    """Return the config in ``folder``; a size that is left out is refused.
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in (SAFETENSORS, "*.bin*"))
 
-    transformers would take the default of its config class, which is the size of another model.
-    """
-    path = folder / "config.json"
+
+def _fields_of(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
-    fields: dict[str, Any] = document if isinstance(document, dict) else {}
+    return document if isinstance(document, dict) else {}
+
+
+def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
+    """Return the config in ``folder``, unchecked but for a size that is left out, which is refused.
+
+    transformers would take the default of its config class, which is the size of another model.
+    """
+    path = folder / "config.json"
+    fields = _fields_of(path)
     kind = fields.get("model_type")
     _check_no_code(path, fields)
     # Before transformers reads them, which fails where it is not a dict.
-    check_not_quantized(fields.get("quantization_config"))
+    if dtype is None or _has_weights(folder):
+        check_not_quantized(fields.get("quantization_config"))
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
@@ -314,7 +379,7 @@ def _read(folder: Path) -> PretrainedConfig:
     with _as_model_error(f"{path} is not a config that transformers can read"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     assert isinstance(config, PretrainedConfig)
-    return _checked(config)
+    return config
 
 
 def _checked(config: PretrainedConfig) -> PretrainedConfig:
@@ -324,6 +389,11 @@ def _checked(config: PretrainedConfig) -> PretrainedConfig:
         ModelError: It is not one.
     """
     check_config(config)
+    if config.dtype is not None and str(config.dtype).removeprefix("torch.") not in DTYPES:
+        raise ModelError(
+            f"dtype={config.dtype} in the config: the lab trains parameters of {', '.join(DTYPES)}; give one "
+            "of these as dtype"
+        )
     if getattr(config, "gradient_checkpointing", False):
         raise ModelError(
             "gradient_checkpointing in the config: a recipe has its own, checkpoint=True; take the field out"

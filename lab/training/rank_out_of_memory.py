@@ -44,7 +44,7 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
     """
-    shape = shape_of(job.model)
+    shape = shape_of(job.model, job.dtype)
     rungs = {
         rung: make_job(
             job.model,
@@ -54,6 +54,7 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
             rows=job.rows,
             accumulate=job.accumulate,
             lora=job.lora,
+            dtype=job.dtype,
             shape=shape,
         )
         for rung in RUNGS

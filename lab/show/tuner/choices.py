@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.errors import RecipeError
+from lab.planning.hardware import HARDWARE
 from lab.recipe.knobs import BY_NAME
 from lab.show.tuner.state import NEUTRAL, TILES, State
 from lab.show.tuner.text import LABELS, value_text
@@ -30,7 +31,7 @@ def choices(state: State, name: str) -> list[Any]:
     elif current < 16 * GiB:
         values = [max(current >> 3, KiB) << power for power in range(7)]
     else:
-        values = [size * GiB for size in (16, 24, 40, 48, 64, 80, 96, 141, 192)]
+        values = [int(device.memory.value) for device in HARDWARE.values()]
     return [*sorted({*values, current} - {None}), *([None] if name in NEUTRAL else [])]
 
 
