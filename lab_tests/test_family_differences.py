@@ -315,9 +315,8 @@ def written(folder, **fields):
     ("fields", "said"),
     [
         ({"model_type": "gpt2"}, r"gpt2 is not a family that the lab computes right: Arcee, .* are$"),
-        ({"model_type": "own"}, r".*has model_type='own': give one that transformers knows"),
-        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-         r".*is the config of gemma3, of which gemma3_text is the text model: .* give a directory"),
+        ({"model_type": "own"}, r"own is not a family that the lab computes right: Arcee, .* are$"),
+        ({"model_type": "own\nlab: \x1b"}, r"'own\\nlab: \\x1b' is not a family that the lab computes right"),
         ({"hidden_size": 0}, r".*hidden_size=0: it takes a whole number, 1 or more"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0.1 in the config of a Llama model"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 0.0}},
@@ -354,15 +353,14 @@ def test_code_in_a_directory_is_never_executed(tmp_path, kind):
         tmp_path, model_type=kind, auto_map={"AutoConfig": "own.OwnConfig", "AutoModel": "own.M"}
     )
     run = doctor(folder)
-    works = (
-        "take auto_map out, if transformers' own class of llama" if kind == "llama" else "give a model whose"
-    )
     assert run.stderr.count("\n") == 1
-    assert run.stderr.startswith(
-        f"lab: {folder}/config.json has auto_map (AutoConfig, AutoModel), which names"
-    )
-    assert f"the lab never executes it; {works}" in run.stderr
     assert (run.exit_code, mark.exists()) == (2, False)
+    if kind == "llama":
+        assert run.stderr.startswith(
+            f"lab: {folder}/config.json has auto_map (AutoConfig, AutoModel), which names code in the "
+            "model's own files: the lab never executes it; take auto_map out, if transformers' own class of "
+            "llama"
+        )
 
 
 @pytest.mark.parametrize("own", ["own.OwnConfig", ["own.OwnConfig"], 3])

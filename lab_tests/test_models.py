@@ -326,10 +326,9 @@ LLAMA = {**SIZES, "model_type": "llama"}
     [
         ("", " cannot be read as JSON: Expecting value: line 1 column 1 (char 0)"),
         ("{5}", " cannot be read as JSON: Expecting property name enclosed in double quotes"),
-        ("[5]", " has model_type=None: give one that transformers knows, such as llama or qwen3"),
-        (SIZES, " has model_type=None: give one that transformers knows, such as llama or qwen3"),
-        ({"model_type": ["llama"]}, " has model_type=['llama']: give one that transformers knows"),
-        ({**SIZES, "model_type": "lama"}, " has model_type='lama': give one that transformers knows"),
+        ("[5]", " has model_type=None: give the name of its family, such as llama"),
+        (SIZES, " has model_type=None: give the name of its family, such as llama"),
+        ({"model_type": ["llama"]}, " has model_type=['llama']: give the name of its family, such as llama"),
         ({"model_type": "llama", "hidden_size": 5}, " has no num_attention_heads: add the model's own"),
         ({**LLAMA, "vocab_size": None}, " has no vocab_size: add the model's own"),
         ({**LLAMA, "num_attention_heads": 0}, ": num_attention_heads=0: it takes a whole number, 1 or more"),

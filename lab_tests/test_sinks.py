@@ -5,11 +5,8 @@ queries; the LSE without the sinks; UPipe's sinks of another rank, and their gra
 are forgotten, not weighted, or another expert's, and their gradients summed over all rows.
 """
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import lab
@@ -146,21 +143,6 @@ def test_each_row_has_the_bias_of_its_expert():
 
 
 # ---- what is refused, and what the settings mean -----------------------------------------------------------
-
-
-def test_quantized_files_are_refused(tmp_path):
-    models.save(reference.build(reference.config("gpt_oss"), torch.float32), tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.1.mlp.experts.down_proj"
-    weights[f"{name}_blocks"] = weights.pop(name)
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"are quantized \(MXFP4, .* give a checkpoint that was dequantized"):
-        models.build(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"^a checkpoint with quantized weights \(mxfp4\): .* to bf16$"):
-        models.build(tmp_path)
 
 
 def test_adapters_of_experts_are_refused():

@@ -83,8 +83,8 @@ def model_report(model: models.ModelLike) -> str:
     dtype = config.dtype or torch.float32
     name = f"{str(dtype).removeprefix('torch.')} ({models.dtype_source(model)})"
     state = (
-        f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over the "
-        "ranks."
+        f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over "
+        "the ranks."
     )
     many = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "no difference"
     title = f"{family}, {shape.L} layers, {shape.weights:,} weights, {many} from Llama"

@@ -2,10 +2,12 @@
 
 from lab.decoder.config import (
     check_config,
+    check_largest,
     check_not_quantized,
     config_fields,
     head_dim_of,
     keep_layers,
+    quantization_in,
     shape_of,
     windows_of,
 )
@@ -33,6 +35,7 @@ __all__ = [
     "check_config",
     "check_family",
     "check_hooks",
+    "check_largest",
     "check_materialized",
     "check_not_quantized",
     "check_untouched",
@@ -44,6 +47,7 @@ __all__ = [
     "head_dim_of",
     "keep_layers",
     "kinds_of",
+    "quantization_in",
     "refuse_copy",
     "refuse_pickle",
     "shape_of",

@@ -39,6 +39,9 @@ def check_config(config: PretrainedConfig) -> Family:
     # A class outside transformers may use the name of a family.
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
+    check_not_quantized(quantization_in(getattr(config, "quantization_config", None)))
+    for name, works in UNDECLARED.items():
+        _check_value(family, name, getattr(config, name, None), works)
     if config.is_heterogeneous:
         # Before any size is read: transformers raises an error for those that differ.
         raise ModelError(
@@ -49,13 +52,7 @@ def check_config(config: PretrainedConfig) -> Family:
     check_counts(sizes, ModelError)
     check_counts({"head_dim": getattr(config, "head_dim", None)}, ModelError, or_none=True)
     sizes["head_dim"] = head_dim_of(config)
-    for name, size in sizes.items():
-        if size > LARGEST_SIZE:
-            raise ModelError(f"{name}={size}: the lab takes sizes up to {LARGEST_SIZE}")
-    if config.num_hidden_layers > MOST_LAYERS:
-        raise ModelError(
-            f"num_hidden_layers={config.num_hidden_layers}: the lab takes up to {MOST_LAYERS} layers"
-        )
+    check_largest(sizes)
     if sizes["head_dim"] % 2:
         raise ModelError(f"head_dim={sizes['head_dim']}: rotary positions turn pairs; give an even number")
     if config.num_attention_heads % config.num_key_value_heads:
@@ -73,11 +70,8 @@ def check_config(config: PretrainedConfig) -> Family:
         works = family.rules(name, default)
         if works is not None:
             _check_value(family, name, getattr(config, name, default), works)
-    check_not_quantized(getattr(config, "quantization_config", None))
     _check_activation(config)
     _check_partial_rotation(config, family)
-    for name, works in UNDECLARED.items():
-        _check_value(family, name, getattr(config, name, None), works)
     for name in filter(family.knows, PER_LAYER):
         values, layers = getattr(config, name, None), config.num_hidden_layers
         if values is not None and len(values) != layers:
@@ -121,17 +115,42 @@ def check_config(config: PretrainedConfig) -> Family:
     return family
 
 
-def check_not_quantized(quantization: object) -> None:
-    """Refuse the ``quantization_config`` of a config, unless it is empty.
+def check_largest(sizes: Mapping[str, int]) -> None:
+    """Refuse sizes that are larger than those of any model.
 
     Raises:
-        ModelError: It is not.
+        ModelError: One is.
     """
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    for name, size in sizes.items():
+        if size > LARGEST_SIZE:
+            raise ModelError(f"{name}={size}: the lab takes sizes up to {LARGEST_SIZE}")
+    if sizes.get("num_hidden_layers", 0) > MOST_LAYERS:
         raise ModelError(
-            f"a checkpoint with quantized weights ({method or shorten(repr(quantization), 60)}): the lab "
-            "trains plain weights; give a checkpoint that was dequantized to bf16"
+            f"num_hidden_layers={sizes['num_hidden_layers']}: the lab takes up to {MOST_LAYERS} layers"
+        )
+
+
+def quantization_in(field: object) -> str | None:
+    """Return how ``quantization_config`` of a config says that weights are quantized; None if it is empty."""
+    if not field:
+        return None
+    method = (field.get("quant_method") or field.get("quant_algo")) if isinstance(field, Mapping) else None
+    return shorten(method if isinstance(method, str) else repr(field), 60)
+
+
+def check_not_quantized(how: str | None) -> None:
+    """Refuse quantized weights.
+
+    Args:
+        how: How they are quantized; None if they are not.
+
+    Raises:
+        ModelError: They are.
+    """
+    if how is not None:
+        raise ModelError(
+            f"a checkpoint with quantized weights ({how}): the lab trains plain weights; give a checkpoint "
+            "that was dequantized to bf16"
         )
 
 

@@ -7,12 +7,14 @@ multipliers or masks. So every other family is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from lab.errors import ModelError
 from lab.shape import HeadNorms
+from lab.units import abbreviate
 
 SIZES = (
     "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -353,6 +355,7 @@ def check_family(kind: str) -> Family:
     """
     if kind not in FAMILIES:
         names = [family.name for family in FAMILIES.values()]
+        kind = kind if re.fullmatch(r"[\w .-]{1,80}", kind) else abbreviate(repr(kind), 80)
         raise ModelError(
             f"{kind} is not a family that the lab computes right: {', '.join(names[:-1])} and {names[-1]} are"
         )

@@ -29,12 +29,23 @@ from transformers import (
 )
 
 from lab import decoder
-from lab.decoder import FAMILIES, SIZES, check_config, check_family, check_not_quantized, decoder_of
+from lab.decoder import (
+    FAMILIES,
+    SIZES,
+    Family,
+    check_config,
+    check_family,
+    check_largest,
+    check_not_quantized,
+    decoder_of,
+)
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
 from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS
+from lab.models.quantized import quantization_of
+from lab.models.unread import WRAPPERS
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
 from lab.techniques.frequencies import check_rope
@@ -45,12 +56,12 @@ ModelLike: TypeAlias = str | Path | PretrainedConfig | Callable[[], PreTrainedMo
 """A preset's name, a directory in the Hugging Face layout or its config.json, a config, or a callable that
 returns a model."""
 
-SAFETENSORS = "*.safetensors*"
-"""The pattern of the names of files of weights, and of their index."""
-
 _OPTIONAL = ("num_key_value_heads", "decoder_sparse_step")
 """The counts that a config may leave out. Without the first, there are as many key/value heads as query
 heads; without the second, all layers have experts."""
+
+MOST_LABELS = 2**12
+"""The most labels of a config, of which transformers makes two tables. A language model has none."""
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -79,30 +90,28 @@ def config_of(model: ModelLike, dtype: str | None = None) -> PretrainedConfig:
     if callable(model) and not isinstance(model, PretrainedConfig):
         if dtype is not None:
             raise ModelError(
-                f"dtype={dtype!r} for a callable: let it return a model with parameters of that dtype, and leave "
-                "dtype out"
+                f"dtype={dtype!r} for a callable: let it return a model with parameters of that dtype, and "
+                "leave dtype out"
             )
         return _call(model).config
-    folder = None if isinstance(model, PretrainedConfig) else _folder(model)
-    config: PretrainedConfig
     if isinstance(model, PretrainedConfig):
-        config = model
+        config = model if dtype is None else copy.deepcopy(model)
     else:
+        folder = _folder(model)
         config = PRESETS[str(model)]() if folder is None else _read(folder, dtype)
     if dtype is not None:
-        config = copy.deepcopy(config)
         config.dtype = getattr(torch, dtype)
-        if is_quantized(config) and not (folder is not None and _has_weights(folder)):
+        if is_quantized(config):
             del config.quantization_config
     return _checked(config)
 
 
 def is_quantized(model: ModelLike) -> bool:
-    """Return whether the config of a model says that its weights are quantized; a callable's is not asked."""
+    """Return whether a config, or what is in a directory, says that weights are quantized."""
     if isinstance(model, PretrainedConfig):
         return bool(getattr(model, "quantization_config", None))
     folder = _folder(model)
-    return folder is not None and bool(_fields_of(folder / "config.json").get("quantization_config"))
+    return folder is not None and quantization_of(_document(folder), folder) is not None
 
 
 def dtype_source(model: ModelLike, dtype: str | None = None) -> str:
@@ -190,8 +199,8 @@ def build_on_meta(
     """
     config = copy.deepcopy(config_of(model, dtype))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
-    own = folder is not None and any(folder.glob(SAFETENSORS))
-    if folder is not None and not own and _has_weights(folder):
+    own = folder is not None and any(folder.glob("*.safetensors*"))
+    if folder is not None and not own and _any_weights(folder):
         raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
         # transformers has no sdpa for attention with sinks.
@@ -326,11 +335,68 @@ def shape_of(model: ModelLike, dtype: str | None = None) -> Shape:
     return decoder.shape_of(config)
 
 
-def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in (SAFETENSORS, "*.bin*"))
+def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
+    """Return the config in ``folder``, of a wrapper that of its text model; a size left out is refused.
+
+    transformers would take the default of its config class, which is the size of another model. A wrapper is
+    published with these sizes left out, so there the default is the size. With a dtype, and without weights,
+    quantization is left out.
+    """
+    path, document = folder / "config.json", _document(folder)
+    kind = document.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ModelError(
+            f"{path} has model_type={abbreviate(repr(kind))}: give the name of its family, such as llama"
+        )
+    fields = document if kind not in WRAPPERS else _text_fields(path, document)
+    # A reason that nothing mends comes first.
+    family = _family(path, document, fields["model_type"])
+    plain = dtype is None or _any_weights(folder)
+    if plain:
+        check_not_quantized(quantization_of(document, folder))
+    for one in (document, fields):
+        _check_no_code(path, one)
+    if fields is document and fields.get("text_config") is not None:
+        raise ModelError(f"{path} has text_config, which a {kind} model does not read: take it out")
+    config_class: Any = CONFIG_MAPPING[fields["model_type"]]
+    sizes = {}
+    for name in (*SIZES, *family.counts):
+        own = config_class.attribute_map.get(name, name)
+        value = fields.get(own, fields.get(name))
+        if value is not None:
+            check_counts({f"{path}: {name}": value}, ModelError)
+            sizes[name] = value
+        elif fields is not document:
+            continue
+        elif (hasattr(config_class, own) or hasattr(config_class, name)) and name not in _OPTIONAL:
+            written = name if hasattr(config_class, name) else own
+            raise ModelError(f"{path} has no {written}: add the model's own")
+    # transformers makes lists of these lengths.
+    check_largest(sizes)
+    labels = fields.get("num_labels")
+    if type(labels) is int and labels > MOST_LABELS:
+        raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
+    with _as_model_error(f"{path} is not a config that transformers can read"):
+        if fields is document and plain:
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        else:
+            others = ("model_type", "quantization_config")
+            config = config_class(**{name: value for name, value in fields.items() if name not in others})
+    assert isinstance(config, PretrainedConfig)
+    return config
 
 
-def _fields_of(path: Path) -> dict[str, Any]:
+def _any_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*"))
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    """Return the fields in the config.json of a folder; none if it holds no table.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    path = folder / "config.json"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -338,48 +404,38 @@ def _fields_of(path: Path) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
-    """Return the config in ``folder``, unchecked but for a size that is left out, which is refused.
+def _text_fields(path: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model of a wrapper, with those that the wrapper has for all of its parts.
 
-    transformers would take the default of its config class, which is the size of another model.
+    Raises:
+        ModelError: It has no text model.
     """
-    path = folder / "config.json"
-    fields = _fields_of(path)
-    kind = fields.get("model_type")
-    _check_no_code(path, fields)
-    # Before transformers reads them, which fails where it is not a dict.
-    if dtype is None or _has_weights(folder):
-        check_not_quantized(fields.get("quantization_config"))
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{path} has model_type={kind!r}: give one that transformers knows, such as llama or qwen3"
-        )
-    text = fields.get("text_config")
-    if text is not None and kind in FAMILIES:
-        raise ModelError(
-            f"{path} has text_config, which a {kind} model does not read: take it out, or give the directory "
-            "of the text model, with text_config as its config.json"
-        )
+    kind, text = document["model_type"], document.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"{path} has no text_config, in which {WRAPPERS[kind]} has its text model: add it")
+    config_class: Any = CONFIG_MAPPING[kind]
+    usual = config_class.sub_configs_defaults["text_config"].model_type
+    whole = {
+        name: document[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in document
+    }
+    return {"model_type": usual, **text, **whole}
+
+
+def _family(path: Path, document: dict[str, Any], kind: object) -> Family:
+    """Return the family of a config.
+
+    Raises:
+        ModelError: It is not supported.
+    """
+    text = document.get("text_config")
     of_text = text.get("model_type") if isinstance(text, dict) else None
-    if kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
+    if kind in CONFIG_MAPPING and kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
         raise ModelError(
-            f"{path} is the config of {kind}, of which {of_text} is the text model: the lab trains the text "
-            "model alone; give a directory that holds it, with text_config as its config.json"
+            f"{path} is the config of {kind}, whose files the lab does not read, and of which {of_text} is "
+            "the text model: to plan that, write its config by transformers.AutoConfig.from_pretrained("
+            f"{str(path.parent)!r}).text_config.save_pretrained(DIR), and give DIR"
         )
-    counts = (*SIZES, *check_family(kind).counts)
-    family: Any = CONFIG_MAPPING[kind]
-    for name in counts:
-        own = family.attribute_map.get(name, name)
-        value = fields.get(own, fields.get(name))
-        if value is not None:
-            check_counts({f"{path}: {name}": value}, ModelError)
-        elif (hasattr(family, own) or hasattr(family, name)) and name not in _OPTIONAL:
-            written = name if hasattr(family, name) else own
-            raise ModelError(f"{path} has no {written}: add the model's own")
-    with _as_model_error(f"{path} is not a config that transformers can read"):
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    assert isinstance(config, PretrainedConfig)
-    return config
+    return check_family(kind if isinstance(kind, str) else repr(kind))
 
 
 def _checked(config: PretrainedConfig) -> PretrainedConfig:
@@ -413,16 +469,13 @@ def _check_no_code(path: Path, fields: dict[str, Any]) -> None:
     Raises:
         ModelError: The config has ``auto_map``.
     """
-    own, kind = fields.get("auto_map"), fields.get("model_type")
+    own = fields.get("auto_map")
     if not own:
         return
-    works = "give a model whose class is one of transformers'"
-    if isinstance(kind, str) and kind in FAMILIES:
-        works = f"take auto_map out, if transformers' own class of {kind} computes the same"
     classes = abbreviate(", ".join(own) if isinstance(own, dict) else repr(own))
     raise ModelError(
         f"{path} has auto_map ({classes}), which names code in the model's own files: the lab never executes "
-        f"it; {works}"
+        f"it; take auto_map out, if transformers' own class of {fields['model_type']} computes the same"
     )
 
 

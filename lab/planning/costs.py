@@ -9,8 +9,8 @@ What it leaves out:
 overlap of other collectives with computation, launches, imbalance between ranks.
 
 Where the host memory of a machine is given, the bytes beyond what its ranks may pin
-(``lab/techniques/host_memory.py``) are copied at the rate of pageable memory, ``PAGEABLE_RATE``. Where it is not
-given, all are pinned.
+(``lab/techniques/host_memory.py``) are copied at the rate of pageable memory, ``PAGEABLE_RATE``. Where it is
+not given, all are pinned.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ NVME_READ = Figure(2762.0 * MiB, "B/s", f"{_FIO}: 2762.0 MiB/s")
 PAGEABLE_RATE = Figure(
     2.8e9,
     "B/s",
-    "assumed for every device: sgl-project/sglang pull request 32032, torch's copies from an H200 (PCIe Gen5) "
-    "to host memory that is not pinned: 2.8 GB/s",
+    "assumed for every device: sgl-project/sglang pull request 32032, torch's copies from an H200 to host "
+    "memory that is not pinned: 2.8 GB/s",
 )
 """The rate of copies between a device and host memory that is not pinned, each direction."""
 

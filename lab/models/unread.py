@@ -1,0 +1,64 @@
+"""Tensors of weight files for which a model has no place, and which may be left out; all others are refused.
+
+A wrapper is a class of transformers that holds a text model and other parts, such as one that sees images.
+The lab computes the text model alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Unread(NamedTuple):
+    """Tensors that are not read.
+
+    Attributes:
+        name: Their whole name, in which N is the number of a layer; or if it ends in a dot, what their names
+            begin with.
+        wrapper: The ``model_type`` of the wrapper to which they belong; None for those of any model.
+        reason: What they are.
+    """
+
+    name: str
+    wrapper: str | None
+    reason: str
+
+
+WRAPPERS = {"gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"}
+"""The wrappers that are read as their text model, by ``model_type``, and their classes."""
+
+TEXT_PREFIXES = ("language_model.", "model.language_model.")
+"""What the names of a text model begin with in a wrapper's files: those of older and of newer models."""
+
+UNREAD = (
+    *(
+        Unread(f"{before}{part}.", wrapper, reason)
+        for wrapper in WRAPPERS
+        for before in ("", "model.")
+        for part, reason in (
+            ("vision_tower", "the vision tower"),
+            ("multi_modal_projector", "the projector of images"),
+        )
+    ),
+    *(
+        Unread(f"{before}layers.N.self_attn.rotary_emb.inv_freq", None, "computed from the config")
+        for before in ("model.", "")
+    ),
+)
+"""The tensors that are left out."""
+
+
+def unread_reason(name: str, wrapper: str | None) -> str | None:
+    """Return what a tensor is that is left out; None if it must have a place in the model.
+
+    Args:
+        name: Its name in the files.
+        wrapper: The ``model_type`` of the wrapper to which the files belong; None if they belong to none.
+    """
+    for one in UNREAD:
+        if one.wrapper in (None, wrapper):
+            pattern = re.escape(one.name).replace("N", r"\d+") + ".*" * one.name.endswith(".")
+            if re.fullmatch(pattern, name):
+                return one.reason
+    return None
