@@ -17,7 +17,7 @@ from lab.recipe.ladder import RECIPE_NAMES
 from lab.show.context_table import context_table
 from lab.units import Ki
 
-SMALL = (Rental(2, "rtx4090", "3GiB", 2, "little"), Rental(2, "rtx5090", "4GiB", 2, "more"))
+SMALL = (Rental(2, "rtx4090", "15GiB", 2, "little"), Rental(2, "rtx5090", "16GiB", 2, "more"))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_what_stops_a_model_that_does_not_fit_at_all(monkeypatch):
     [cell] = longest_contexts(("llama3-70b",), RENTALS[:1])
     assert (cell.plan, cell.tokens, cell.limit) == (None, 0, "host")
     assert cell.summary.startswith("llama3-70b on 1 x RTX 4090: not even 1K tokens fit: 1.")
-    assert cell.refusal.endswith("TiB of host memory needed, 64.0 GiB given")
+    assert cell.refusal.endswith("TiB of host memory needed, 56.0 GiB given")
     assert cell.to_json()["refusal"] == cell.refusal
     # Without the optimizer on the host, it is the device that is too small.
     monkeypatch.setattr(table, "RECIPE_NAMES", ("upipe", "streamed"))

@@ -13,6 +13,7 @@ from lab.errors import LabError
 from lab.planning.plan import fake_model, whole_step
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import ring_ranks
+from lab.techniques.host_memory import reserve
 from lab.techniques.upipe.schedule import schedule
 from lab_tests.support.models import small_config
 
@@ -45,7 +46,7 @@ def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
     plan = on_machine(
         offload_plan,
         device_memory=None if device is None else offload_plan.device_peak + device,
-        host_memory=None if host is None else offload_plan.host_peak_per_node + host,
+        host_memory=None if host is None else offload_plan.host_peak_per_node + reserve(8) + host,
     )
     assert (plan.fits, plan.limit) == (fits, limit)
 
@@ -187,7 +188,7 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     ranks = recipe.ulysses * recipe.ring
     plan = lab.plan(model, recipe, tokens=480, ranks=ranks, rows=2, workspace=workspace)
     # What the plan has walked is read from disk.
-    skeleton = fake_model(model)
+    skeleton = fake_model(plan.job)
     steps = [whole_step(plan.job, plan.machine, skeleton, ring_rank=r)[0] for r in range(recipe.ring)]
     assert max(step.device_peak for step in steps) == plan.device_peak
     assert steps[plan.ring_rank].device_peak == plan.device_peak

@@ -351,9 +351,14 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     fields = document if kind not in WRAPPERS else _text_fields(path, document)
     # A reason that nothing mends comes first.
     family = _family(path, document, fields["model_type"])
-    plain = dtype is None or _any_weights(folder)
-    if plain:
-        check_not_quantized(quantization_of(document, folder))
+    how, weights = quantization_of(document, folder), _any_weights(folder)
+    if weights:
+        check_not_quantized(how)
+    elif how is not None and dtype is None:
+        raise ModelError(
+            f"{path} is that of a checkpoint with quantized weights ({how}): give dtype='bfloat16', or "
+            "--dtype bfloat16, to plan it as if dequantized"
+        )
     for one in (document, fields):
         _check_no_code(path, one)
     if fields is document and fields.get("text_config") is not None:
@@ -377,7 +382,7 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     if type(labels) is int and labels > MOST_LABELS:
         raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
     with _as_model_error(f"{path} is not a config that transformers can read"):
-        if fields is document and plain:
+        if fields is document and how is None:
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         else:
             others = ("model_type", "quantization_config")
