@@ -26,12 +26,14 @@ def offload_plan():
     return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2, ring=1)
 
 
-def test_without_a_limit_nothing_is_said(offload_plan):
-    assert (offload_plan.fits, offload_plan.limit) == (None, None)
-
-
 def on_machine(plan, **changes):
     return replace(plan, machine=replace(plan.machine, **changes))
+
+
+def test_without_a_limit_nothing_is_said(offload_plan):
+    assert (offload_plan.fits, offload_plan.limit) == (True, None)
+    unlimited = on_machine(offload_plan, device_memory=None)
+    assert (unlimited.fits, unlimited.limit, unlimited.verdict) == (None, None, "no memory was given")
 
 
 @pytest.mark.parametrize(
@@ -82,9 +84,9 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
 def test_json_holds_the_answers(offload_plan):
     document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
-        "recipe", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak", "start_peak",
-        "host_peak", "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit", "peak",
-        "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds",
+        "recipe", "state", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak",
+        "start_peak", "host_peak", "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit",
+        "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds",
         "model_flops", "mfu", "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offload_plan.timeline.peak
