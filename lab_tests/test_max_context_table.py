@@ -112,7 +112,10 @@ def test_the_command_prints_a_line_for_each_cell_and_the_assumptions(monkeypatch
     said = CliRunner().invoke(main, [*command, "--figure", str(tmp_path / "table.png")])
     assert said.exit_code == 0, said.output
     assert said.stderr.startswith("qwen3-32b on 1 x RTX 4090: not even 1K tokens fit: ")
-    assert "1 x RTX 4090  23.6 GiB per GPU, 64GiB per host: a workstation\n" in said.stdout
+    assert (
+        "1 x RTX 4090  23.6 GiB per GPU, 64GiB per host: a workstation; 56.0 GiB of it for the step\n"
+        in said.stdout
+    )
     assert (tmp_path / "table.png").exists()
     [row] = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)
     assert (row["model"], row["gpus"], row["device"], row["tokens"]) == ("qwen3-32b", 1, "rtx4090", 0)
