@@ -81,6 +81,7 @@ def model_report(model: models.ModelLike) -> str:
     found, config = models.differences(model), models.config_of(model)
     family, shape = FAMILIES[config.model_type].name, models.shape_of(config)
     dtype = config.dtype or torch.float32
+    assert isinstance(dtype, torch.dtype)
     name = f"{str(dtype).removeprefix('torch.')} ({models.dtype_source(model)})"
     state = (
         f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over "

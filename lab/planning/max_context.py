@@ -194,15 +194,18 @@ def _search_pairs(
 
     Another pair is searched only if it fits a context that is longer by more than the resolution.
     """
-    own: Degrees = {}
-    fits, beyond = _search(lambda tokens: planned(tokens, own), _wall_by_plans)
+
+    def search(degrees: Degrees) -> tuple[Plan, Plan]:
+        return _search(lambda tokens: planned(tokens, degrees), _wall_by_plans)
+
+    fits, beyond = search({})
     for ulysses, ring in pairs:
         if (ulysses, ring) == (usual.ulysses, usual.ring):
             continue
         other: Degrees = {"ulysses": ulysses, "ring": ring}
         longer = planned(min(_up(fits.tokens + max(Ki, fits.tokens // RESOLUTION) + 1), LONGEST), other)
         if longer.limit is None:
-            fits, beyond = _search(lambda tokens, pair=other: planned(tokens, pair), _wall_by_plans)
+            fits, beyond = search(other)
     return fits, beyond
 
 
@@ -264,13 +267,14 @@ def longest_estimated(
     estimated: Callable[[int], Estimate], machine: Machine, ranks: int, off: int = 0
 ) -> int:
     """The most tokens whose estimate fits, with ``off`` bytes more on the device."""
-    assert machine.device_memory is not None
+    device_memory = machine.device_memory
+    assert device_memory is not None
     machine = replace(machine, host_memory=machine.available("host", ranks))
     low, high = 1, LONGEST // Ki
     while high - low > 1:
         middle = (low + high) // 2
         needs = estimated(middle * Ki)
-        on_device = needs.device_peak + off <= machine.device_memory
+        on_device = needs.device_peak + off <= device_memory
         fits = on_device and fits_node(machine, needs, ranks)
         low, high = (middle, high) if fits else (low, middle)
     return high * Ki if high == LONGEST // Ki else low * Ki
