@@ -1,5 +1,6 @@
 """LoRA under every rung on four ranks, in fp64 and bf16; frozen weights cost no product."""
 
+from ast import literal_eval
 from collections import Counter
 
 import pytest
@@ -12,6 +13,9 @@ import lab
 from lab.bench.input_cases import EVERY_LINEAR, expected_result, relative_error, token_ids, with_lora
 from lab.bench.parity import whole_gradients
 from lab.bench.reference import build, config, error, exact_rotary
+from lab.decoder import decoder_of, shape_of
+from lab.errors import ModelError
+from lab.models.lora import Lora
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import make_optimizer
@@ -137,3 +141,52 @@ def test_where_the_output_alone_is_trained_attention_is_not_differentiated():
     assert calls["attention backward"] == 0
     own = model.model.layers[0].self_attn.o_proj.weight.grad
     torch.testing.assert_close(own, plain.model.layers[0].self_attn.o_proj.weight.grad)
+
+
+# ---- adapters that are refused, and those that the line names ---------------------------------------------
+
+USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_lora_on_experts_is_refused_by_that_name_and_the_targets_that_it_names_work(family):
+    """Seen red: "tested with the LoRA layers of PEFT alone", of one; and "no projection"."""
+    shape = shape_of(config(family))
+    for target in (*USUAL[4:], "gate_up_proj", "experts", "w1"):
+        with pytest.raises(
+            ModelError, match=f"^lora: {target} is a matrix of the experts, .* give targets among "
+        ):
+            Lora(2, targets=(target,)).targets_in(shape)
+    with pytest.raises(
+        ModelError, match=r"\.experts is an adapter of experts \(PEFT's ParamWrapper\)"
+    ) as caught:
+        decoder_of(adapted(family, target_parameters=["mlp.experts.gate_up_proj"]))
+    targets = literal_eval(str(caught.value).partition("target_modules=")[2])
+    assert tuple(targets) == Lora(2).targets_in(shape)
+    decoder_of(adapted(family, target_modules=targets))
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_the_usual_names_of_an_experts_model_are_refused_too():
+    with pytest.raises(ModelError, match=r"\.experts is an adapter of experts"):
+        decoder_of(adapted("qwen3_moe", target_modules=USUAL))
+
+
+def adapted(family, **fields):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = build(config(family), torch.float32)
+    inject_adapter_in_model(LoraConfig(r=2, **fields), model)
+    return model
+
+
+def test_a_class_that_is_refused_is_named_before_what_it_shares():
+    """Seen red: "give each layer its own", after which the class was refused."""
+    from peft import TrainableTokensConfig, inject_adapter_in_model
+
+    model = build(config("llama", tie_word_embeddings=True), torch.float32)
+    inject_adapter_in_model(TrainableTokensConfig(token_indices=[1, 2]), model)
+    with pytest.raises(
+        ModelError, match=r"TrainableTokensLayer: the lab is tested with .* the model's own module$"
+    ):
+        decoder_of(model)

@@ -61,6 +61,59 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+WINDOWS = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 16}
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+OUT = object()
+"""A field that is taken out."""
+
+REMEDIES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"auto_map": {"AutoConfig": "own.C"}}, "take auto_map out", {"auto_map": OUT}),
+    ({"text_config": {"hidden_size": 9}}, "take it out", {"text_config": OUT}),
+    ({"num_labels": 10**9}, "take it out", {"num_labels": OUT}),
+    ({"gradient_checkpointing": True}, "take the field out", {"gradient_checkpointing": OUT}),
+    ({"hidden_size": OUT}, "add the model's own", {"hidden_size": 48}),
+    ({"model_type": None}, "such as llama", {"model_type": "llama"}),
+    ({"pad_token_id": 67}, "give a token of the vocabulary, or None", {"pad_token_id": None}),
+    ({"num_hidden_layers": 10**9}, "the lab takes sizes up to 16777216", {"num_hidden_layers": 2}),
+    ({**WINDOWS, "num_hidden_layers": 10**7}, "the lab takes up to 4096 layers", {"num_hidden_layers": 2}),
+    ({**EXPERTS, "num_experts": 10**9}, "the lab takes sizes up to 16777216", {"num_experts": 4}),
+    ({"head_dim": 7}, "RoPE requires an even rotary dimension", {"head_dim": 8}),
+    ({"hidden_act": "SILU"}, "(did you mean 'silu'?): give the model's own", {"hidden_act": "silu"}),
+    ({"attention_dropout": 0.1}, "only with attention_dropout=0.0; set it", {"attention_dropout": 0.0}),
+    ({"is_causal": False}, "only with is_causal=True; set it", {"is_causal": True}),
+    (
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.6}},
+        "take it out",
+        {"rope_parameters": PLAIN},
+    ),
+    (
+        {**WINDOWS, "layer_types": ["full_attention", "chunked_attention"]},
+        "only with 'full_attention' and 'sliding_attention'; set each value to one of them",
+        {"layer_types": ["full_attention", "full_attention"]},
+    ),
+    (
+        {**WINDOWS, "layer_types": ["full_attention"]},
+        "",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    (
+        {**WINDOWS, "layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+        "",
+        {"sliding_window": 16},
+    ),
+]
+"""Changes of a config that is right, what is said of them, and that done."""
+
+
+def changed(*changes: dict[str, Any]) -> dict[str, Any]:
+    document = GOOD
+    for change in changes:
+        document = {name: value for name, value in {**document, **change}.items() if value is not OUT}
+    return document
+
+
 def answer(folder: Path) -> str:
     """What the command says of a model in a folder: a quick plan, or the line that refuses it."""
     words = ["plan", str(folder), "--tokens", "64", "--ranks", "2", "--recipe", "ulysses", "--quick"]
@@ -110,6 +163,36 @@ def test_an_odd_config_is_refused_in_one_line_or_planned(number: int, tmp_path: 
 def test_a_broken_config_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     assert said in answer(tmp_path)
+
+
+@pytest.mark.parametrize("number", range(len(REMEDIES)))
+def test_what_a_refusal_says_works(number: int, tmp_path: Path) -> None:
+    wrong, said, mend = REMEDIES[number]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(changed(wrong)))
+    line = answer(tmp_path)
+    assert line.endswith("\n")
+    assert said in line
+    path.write_text(json.dumps(changed(wrong, mend)))
+    assert answer(tmp_path) == ""
+
+
+def test_the_reason_that_nothing_mends_comes_first(tmp_path: Path) -> None:
+    """The family, then quantized weights, then code, then fields."""
+    document = {**GOOD, "model_type": "glm_moe_dsa", "quantization_config": {"quant_method": "fp8"},
+                "auto_map": {"AutoConfig": "own.C"}, "attention_dropout": 0.1}  # fmt: skip
+    steps = (
+        ("glm_moe_dsa is not a family that the lab computes right", {"model_type": "llama"}),
+        ("a checkpoint with quantized weights (fp8)", {"quantization_config": None}),
+        ("has auto_map (AutoConfig)", {"auto_map": None}),
+        ("attention_dropout=0.1", {"attention_dropout": 0.0}),
+    )
+    for said, mend in steps:
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        assert said in answer(tmp_path)
+        document |= mend
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert answer(tmp_path) == ""
 
 
 def test_the_config_that_the_cases_change_is_planned(tmp_path: Path) -> None:

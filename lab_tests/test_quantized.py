@@ -7,12 +7,15 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from lab import models
 from lab.bench import reference
+from lab.commands.cli import main
 from lab.errors import ModelError
 from lab.models.quantized import quantization_of
+from lab.planning import plan_cache
 from lab_tests.support.models import small_config
 
 PROJECTION = "model.layers.1.mlp.down_proj"
@@ -21,8 +24,9 @@ REMEDY = r": the lab trains plain weights; give a checkpoint that was dequantize
 
 @pytest.fixture
 def folder(tmp_path):
-    models.build(small_config()).save_pretrained(tmp_path)
-    return tmp_path
+    place = tmp_path / "model"
+    models.build(small_config()).save_pretrained(place)
+    return place
 
 
 def change(folder, **tensors):
@@ -134,3 +138,15 @@ def test_the_config_without_its_field_is_planned(folder):
         models.config_of(folder)
     (folder / "config.json").write_text(json.dumps(document))
     models.config_of(folder)
+
+
+def test_a_saved_answer_is_not_that_of_the_files_of_today(folder, tmp_path, monkeypatch):
+    """Seen red: the answer of the plain weights came back for the quantized ones by the same names."""
+    monkeypatch.setattr(plan_cache, "folder", lambda kind: tmp_path / "made" / kind)
+    (folder / "a link to nothing").symlink_to("nothing")
+    words = ["plan", str(folder), "--tokens", "64", "--ranks", "2", "--recipe", "fsdp"]
+    assert "device peak" in CliRunner().invoke(main, words).stdout
+    change(folder, **FORMATS["fp8 alone"])
+    run = CliRunner().invoke(main, words)
+    assert (run.exit_code, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith("lab: a checkpoint with quantized weights (")

@@ -1,4 +1,8 @@
-"""Weights are written one file at a time, and read by transformers and by the lab as they were."""
+"""Weights are written one file at a time, and read by transformers and by the lab as they were.
+
+Whatever the files hold has a place in the model, or is refused. Each refusal was seen red: a tensor was
+dropped, or read as numbers that it does not hold.
+"""
 
 import json
 import weakref
@@ -7,9 +11,12 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lab import models
+from lab.errors import ModelError
+from lab.models.unread import UNREAD, unread_reason
 from lab_tests.support.models import small_config
 
 EMBEDDING = 211 * 48 * 2
@@ -80,3 +87,209 @@ def test_one_file_is_what_transformers_writes(model, tmp_path):
     ours, theirs = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in (
         "ours", "theirs"))  # fmt: skip
     assert ours == theirs
+
+
+# ---- what the files hold ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "model"
+    models.build(llama()).save_pretrained(place)
+    return place
+
+
+def llama(**fields):
+    return LlamaConfig(
+        hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=6, head_dim=10,
+        num_key_value_heads=2, vocab_size=67, **fields,
+    )  # fmt: skip
+
+
+def add(folder, **tensors):
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+def refusal(folder, error=ModelError):
+    with pytest.raises(error) as caught:
+        models.build(folder)
+    said = str(caught.value)
+    assert said.count("\n") == 0
+    return said.replace(str(folder), "DIR")
+
+
+def of_projections(ends, make):
+    return {f"model.layers.{n}.self_attn.{end}": make(end) for n in range(2) for end in ends}
+
+
+BELONGS = "a llama model with this config has no place: give the config that belongs to them"
+
+
+def test_biases_without_a_place_are_refused_and_read_by_the_config_that_has_one(folder):
+    with torch.no_grad():
+        biased = models.build(llama(attention_bias=True))
+        for name, parameter in biased.named_parameters():
+            if name.endswith("bias"):
+                parameter.fill_(0.25)
+    biased.save_pretrained(folder)
+    own = folder / "config.json"
+    document = json.loads(own.read_text())
+    own.write_text(json.dumps({**document, "attention_bias": False}))
+    assert refusal(folder) == (
+        "the weights in DIR hold model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.o_proj.bias, "
+        f"model.layers.0.self_attn.q_proj.bias and 5 more, for which {BELONGS}"
+    )
+    own.write_text(json.dumps(document))
+    assert models.build(folder).model.layers[1].self_attn.o_proj.bias.unique().tolist() == [0.25]
+
+
+EXTRA = {
+    "norms of heads": of_projections(("q_norm.weight", "k_norm.weight"), lambda _: torch.ones(10)),
+    "a layer more": {"model.layers.2.input_layernorm.weight": torch.ones(48)},
+    "a head of a classifier": {"score.weight": torch.ones(3, 48)},
+    "the sinks of another family": of_projections(("sinks",), lambda _: torch.ones(6)),
+    "a second name": {"lm_head.bias": torch.ones(67)},
+    "a name without its prefix": {"norm.weight": torch.ones(48)},
+    "another part": {"vision_tower.patch.weight": torch.ones(3)},
+    "the inverse frequencies of something else": {"mtp.rotary_emb.inv_freq": torch.ones(5)},
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_a_tensor_without_a_place_is_refused(folder, name):
+    add(folder, **EXTRA[name])
+    first = min(EXTRA[name])
+    assert refusal(folder).startswith(f"the weights in DIR hold {first}")
+    assert refusal(folder).endswith(f", for which {BELONGS}")
+
+
+# PEFT asks a model for what transformers is about to call otherwise.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_beside_the_weights_are_refused_and_read_where_they_are_merged(folder, tmp_path):
+    """transformers adds such adapters to the model."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(models.build(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        adapted.get_parameter("base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight").fill_(
+            0.5
+        )
+    adapted.save_pretrained(folder)
+    assert "DIR has adapters of PEFT (adapter_config.json), which the lab does not read: merge" in refusal(
+        folder
+    )
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    built = models.build(tmp_path / "merged")
+    for name, parameter in built.named_parameters():
+        assert torch.equal(parameter, merged.get_parameter(name)), name
+
+
+def test_harmless_tensors_are_left_out(folder):
+    """Checkpoints of 2023 have them: transformers reads the frequencies from the config, too."""
+    add(folder, **{f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(5) for n in range(2)})
+    models.build(folder)
+
+
+def test_the_tensors_that_are_left_out_are_listed_by_whole_names_or_anchored_prefixes():
+    for one in UNREAD:
+        name = one.name.replace("N", "11") + "some.weight" * one.name.endswith(".")
+        assert unread_reason(name, one.wrapper) == one.reason
+        assert unread_reason(f"x.{name}", one.wrapper) is None
+        assert (unread_reason(name, None) is None) == (one.wrapper is not None)
+        if not one.name.endswith("."):
+            assert unread_reason(f"{name}.x", one.wrapper) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "called"),
+    [(torch.bool, "BOOL"), (torch.complex64, "C64"), (torch.int64, "I64"), (torch.int16, "I16")],
+)
+def test_numbers_that_are_no_weights_are_refused(folder, dtype, called):
+    add(folder, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(72, 48, dtype=dtype)})
+    assert refusal(folder) == (
+        f"the weights in DIR hold model.layers.1.mlp.up_proj.weight as {called}: the lab trains weights of "
+        "F64, F32, F16 and BF16; save them in one of these"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_weights_of_floating_numbers_are_read(folder, dtype):
+    whole = models.build(folder).to(dtype)
+    add(
+        folder, **{name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    )
+    for name, parameter in models.build(folder).named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name).to(parameter.dtype)), name
+
+
+# ---- an index --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several(folder):
+    model = models.build(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
+def change_index(folder, change):
+    index = folder / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    change(document)
+    index.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "place", ["../other/model-00002.safetensors", "{}/other.safetensors", "", ".", 3, None]
+)
+def test_an_entry_that_leads_out_of_the_folder_is_refused(several, place):
+    other = several.parent / "other"
+    other.mkdir()
+    file = next(several.glob("model-00002*"))
+    (other / "model-00002.safetensors").write_bytes(file.read_bytes())
+    place = place.format(other) if isinstance(place, str) else place
+    change_index(several, lambda document: document["weight_map"].update({"model.norm.weight": place}))
+    for call in (models.config_of, models.build):
+        with pytest.raises(ModelError, match=r"give the name of a file in the folder of the index$"):
+            call(several)
+
+
+def test_the_links_of_the_hubs_cache_are_followed(several):
+    """It has blobs by their hashes, and snapshots of links to them."""
+    expected = models.build(several)
+    blobs, snapshot = several.parent / "blobs", several.parent / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(several.iterdir())):
+        file.rename(blobs / f"{number:040}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040}")
+    for name, parameter in models.build(snapshot).named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+
+
+def test_a_tensor_that_the_index_leaves_out_is_read_as_all_others(several):
+    """transformers reads it too."""
+    change_index(several, lambda document: document["weight_map"].pop("model.norm.weight"))
+    models.build(several)
+    file = next(several.glob("model-00002*"))
+    save_file({**load_file(file), "model.layers.0.self_attn.q_norm.weight": torch.ones(10)}, file)
+    assert "hold model.layers.0.self_attn.q_norm.weight, for which" in refusal(several)
+
+
+def test_a_tensor_in_two_files_or_in_none_is_refused(several):
+    first, second = sorted(several.glob("model-0000[12]*"))
+    weights = load_file(second)
+    name = next(iter(load_file(first)))
+    save_file({**weights, name: torch.ones(3)}, second)
+    assert f"{name} is in {second}".replace(str(several), "DIR") in refusal(several)
+    save_file(dict(list(weights.items())[1:]), second)
+    assert f"{second} lacks {next(iter(weights))}".replace(str(several), "DIR") in refusal(several)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}'])
+def test_an_index_that_is_none_is_refused(several, text):
+    (several / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json is no index of weights" in refusal(several)

@@ -25,6 +25,7 @@ from lab.bench.table import table_text
 from lab.commands.gpu_findings import gpu_findings
 from lab.decoder import FAMILIES
 from lab.errors import LabError
+from lab.models.unread import left_out, wrapper_of
 from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
 from lab.techniques.deepspeed import warm_operator
 from lab.units import format_bytes, format_seconds
@@ -79,7 +80,8 @@ def model_report(model: models.ModelLike) -> str:
         LabError: See ``lab.models.differences``. The message says why the model is refused.
     """
     found, config = models.differences(model), models.config_of(model)
-    family, shape = FAMILIES[config.model_type].name, models.shape_of(config)
+    family, shape, wrapper = FAMILIES[config.model_type].name, models.shape_of(config), wrapper_of(model)
+    family += f" ({left_out(wrapper)})" if wrapper else ""
     dtype = config.dtype or torch.float32
     assert isinstance(dtype, torch.dtype)
     name = f"{str(dtype).removeprefix('torch.')} ({models.dtype_source(model)})"

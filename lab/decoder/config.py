@@ -37,11 +37,17 @@ def check_config(config: PretrainedConfig) -> Family:
     """
     kind = config.model_type
     # A class outside transformers may use the name of a family.
+    text = getattr(getattr(config, "text_config", None), "model_type", None)
+    if kind not in FAMILIES and text in FAMILIES:
+        raise ModelError(
+            f"{kind} holds a text model of {FAMILIES[text].name} and other parts, which the lab does not "
+            "compute: give the text model alone, whose config is text_config"
+        )
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
     check_not_quantized(quantization_in(getattr(config, "quantization_config", None)))
-    for name, works in UNDECLARED.items():
-        _check_value(family, name, getattr(config, name, None), works)
+    for name, values in UNDECLARED.items():
+        _check_value(family, name, getattr(config, name, None), values)
     if config.is_heterogeneous:
         # Before any size is read: transformers raises an error for those that differ.
         raise ModelError(
@@ -73,9 +79,11 @@ def check_config(config: PretrainedConfig) -> Family:
     _check_activation(config)
     _check_partial_rotation(config, family)
     for name in filter(family.knows, PER_LAYER):
-        values, layers = getattr(config, name, None), config.num_hidden_layers
-        if values is not None and len(values) != layers:
-            raise ModelError(f"{name} has {len(values)} values for {layers} layers: give one for each layer")
+        of_layers, layers = getattr(config, name, None), config.num_hidden_layers
+        if of_layers is not None and len(of_layers) != layers:
+            raise ModelError(
+                f"{name} has {len(of_layers)} values for {layers} layers: give one for each layer"
+            )
     for scale in (family.logits_divisor, family.logits_multiplier):
         if scale is not None and not (getattr(config, scale) and isfinite(getattr(config, scale))):
             raise ModelError(
@@ -236,12 +244,18 @@ def _check_value(family: Family, name: str, value: object, works: tuple[object, 
     """Refuse a value that is not among ``works``; of a list with a value for each layer, any such value."""
     if value in works:
         return
-    for one in value if isinstance(value, list) else [value]:
+    for one in value if isinstance(value, list) else []:
         if one not in works:
             raise ModelError(
-                f"{name}={shorten(repr(one), 60)} in the config of a {family.name} model: the lab computes "
-                f"it right only with {name}={works[0]!r}; set it, if the model was trained with that value"
+                f"{name} has {shorten(repr(one), 60)} in the config of a {family.name} model: the lab "
+                f"computes it right only with {' and '.join(map(repr, works))}; set each value to one of "
+                "them, if the model was trained so"
             )
+    if not isinstance(value, list):
+        raise ModelError(
+            f"{name}={shorten(repr(value), 60)} in the config of a {family.name} model: the lab computes it "
+            f"right only with {name}={works[0]!r}; set it, if the model was trained with that value"
+        )
 
 
 def shape_of(config: PretrainedConfig) -> Shape:

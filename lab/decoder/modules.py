@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from lab.decoder.config import shape_of
 from lab.decoder.patch import Patch
 from lab.errors import ModelError, RecipeError
 from lab.torch_private import has_gradient_hooks, module_hooks
@@ -90,6 +91,8 @@ _ADAPTERS = {
 }  # fmt: skip
 """Modules of PEFT that replace a family's module and compute with plain operators. They are known by name,
 because PEFT need not be installed."""
+_EXPERTS_ADAPTER = "peft.tuners.lora.layer.ParamWrapper"
+"""The module of PEFT that adds LoRA to parameters that are in no linear map."""
 
 
 def has_cache(keywords: Mapping[str, object]) -> bool:
@@ -117,7 +120,7 @@ def check_modules(model: PreTrainedModel) -> None:
             places and is not a tied embedding; a weight changes each time that it is used; or the gradients
             of an embedding are sparse or depend on how often a token is in the batch.
     """
-    _check_shared(model)
+    shape = shape_of(model.config)
     for name, module in model.named_modules():
         if ".parametrizations" in name or isinstance(module, nn.Linear):
             for buffer, _ in module.named_buffers(recurse=False):
@@ -129,6 +132,11 @@ def check_modules(model: PreTrainedModel) -> None:
         if ".parametrizations" in name:
             continue
         kind = class_of(module)
+        if f"{kind.__module__}.{kind.__name__}" == _EXPERTS_ADAPTER:
+            raise ModelError(
+                f"{name} is an adapter of experts (PEFT's {kind.__name__}), which the lab does not train: "
+                f"add adapters to the attention alone, by target_modules={list(shape.attention_projections)}"
+            )
         if not _belongs(kind, model.config.model_type):
             raise ModelError(
                 f"{name} is a {kind.__module__}.{kind.__name__}: the lab is tested with the modules of "
@@ -163,6 +171,8 @@ def check_modules(model: PreTrainedModel) -> None:
                 f"{name} has a variant of LoRA ({type(variant).__name__}): only plain LoRA is supported; "
                 "make the adapter without options such as use_dora"
             )
+    # Last, for a class that is refused may share its parameters, too.
+    _check_shared(model)
 
 
 def _check_shared(model: PreTrainedModel) -> None:

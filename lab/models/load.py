@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -45,7 +44,7 @@ from lab.models.first_values import fill
 from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS
 from lab.models.quantized import quantization_of
-from lab.models.unread import WRAPPERS
+from lab.models.unread import WRAPPERS, wrapper_of
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
 from lab.techniques.frequencies import check_rope
@@ -221,7 +220,7 @@ def build_on_meta(
     files = None
     if folder is not None and own and weights:
         with _as_model_error(f"the weights in {folder} cannot be loaded"):
-            files = WeightFiles(folder)
+            files = WeightFiles(folder, wrapper_of(folder))
             if (folder / "generation_config.json").is_file():
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
         skeleton.eval()
@@ -363,7 +362,9 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
         _check_no_code(path, one)
     if fields is document and fields.get("text_config") is not None:
         raise ModelError(f"{path} has text_config, which a {kind} model does not read: take it out")
-    config_class: Any = CONFIG_MAPPING[fields["model_type"]]
+    # As transformers' AutoConfig reads it.
+    alternates = fields is document and kind == "mistral" and "layer_types" in fields
+    config_class: Any = CONFIG_MAPPING["ministral" if alternates else fields["model_type"]]
     sizes = {}
     for name in (*SIZES, *family.counts):
         own = config_class.attribute_map.get(name, name)
@@ -383,7 +384,7 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
         raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
     with _as_model_error(f"{path} is not a config that transformers can read"):
         if fields is document and how is None:
-            config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            config = config_class.from_json_file(str(path))
         else:
             others = ("model_type", "quantization_config")
             config = config_class(**{name: value for name, value in fields.items() if name not in others})
@@ -434,11 +435,12 @@ def _family(path: Path, document: dict[str, Any], kind: object) -> Family:
     """
     text = document.get("text_config")
     of_text = text.get("model_type") if isinstance(text, dict) else None
-    if kind in CONFIG_MAPPING and kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
+    if kind not in FAMILIES and isinstance(of_text, str) and of_text in FAMILIES:
         raise ModelError(
-            f"{path} is the config of {kind}, whose files the lab does not read, and of which {of_text} is "
-            "the text model: to plan that, write its config by transformers.AutoConfig.from_pretrained("
-            f"{str(path.parent)!r}).text_config.save_pretrained(DIR), and give DIR"
+            f"{path} is the config of {abbreviate(repr(kind))}, whose files the lab does not read, and of "
+            f"which {of_text} is the text model: to plan that, write its config by transformers.AutoConfig."
+            f"for_model(**json.loads(pathlib.Path({str(path)!r}).read_text())['text_config'])"
+            ".save_pretrained(DIR), and give DIR"
         )
     return check_family(kind if isinstance(kind, str) else repr(kind))
 

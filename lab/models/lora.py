@@ -14,6 +14,9 @@ from lab.units import abbreviate, check_counts
 LARGEST_RANK = 2**16
 """The largest rank of an adapter. No projection of a published model has more rows or columns."""
 
+_OF_EXPERTS = ("down_proj", "experts", "gate_proj", "gate_up_proj", "up_proj", "w1", "w2", "w3")
+"""What models, files and PEFT call the experts and their matrices."""
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -67,6 +70,11 @@ class Lora:
             ModelError: A target is no projection of the model's layers.
         """
         for name in self.targets or ():
+            if shape.experts and name in _OF_EXPERTS:
+                raise ModelError(
+                    f"lora: {name} is a matrix of the experts, which have no adapters in the lab: give "
+                    f"targets among {', '.join(shape.projections)}"
+                )
             if name not in shape.projections:
                 raise ModelError(
                     f"lora: no projection {abbreviate(repr(name))} in the layers of this model: targets are "

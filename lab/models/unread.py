@@ -6,7 +6,9 @@ The lab computes the text model alone.
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -47,6 +49,24 @@ UNREAD = (
     ),
 )
 """The tensors that are left out."""
+
+
+def wrapper_of(model: object) -> str | None:
+    """Return the ``model_type`` of the wrapper in a directory, or of its config.json; None if it has none."""
+    if not isinstance(model, str | Path):
+        return None
+    path = Path(model) if Path(model).name == "config.json" else Path(model) / "config.json"
+    try:
+        kind = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return kind if isinstance(kind, str) and kind in WRAPPERS else None
+
+
+def left_out(wrapper: str) -> str:
+    """Return which parts of a wrapper are not computed, in a few words."""
+    parts = dict.fromkeys(one.reason for one in UNREAD if one.wrapper == wrapper)
+    return f"the text model of {WRAPPERS[wrapper]}, without {' and '.join(parts)}"
 
 
 def unread_reason(name: str, wrapper: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 from zlib import crc32
@@ -18,10 +18,13 @@ from transformers import PreTrainedModel
 from lab.errors import ModelError
 from lab.models.expert_files import Place, parts_in_files
 from lab.models.first_values import shard_of
+from lab.models.headers import INDEX, dtypes_in, files_of
 from lab.models.lora import is_adapter, plain_name
+from lab.models.unread import TEXT_PREFIXES, unread_reason
 from lab.torch_private import offloaded_parameters, reset_shards
 
-INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights, as safetensors names them."""
 
 COMPARED_ELEMENTS = 2**22
 """How many elements of two tied tensors are compared at once."""
@@ -121,24 +124,41 @@ def _groups(weights: Mapping[str, Tensor], max_file: int) -> Iterator[list[str]]
 class WeightFiles:
     """The safetensors files of a directory in the Hugging Face layout.
 
+    Args:
+        folder: The directory.
+        wrapper: The ``model_type`` of the wrapper to which the files belong; None if they belong to none. See
+            ``lab.models.unread``.
+
     Raises:
-        ModelError: The directory has neither ``model.safetensors`` nor an index of several files.
+        ModelError: See ``files_of``; or there are adapters of PEFT, or a tensor of the index is in no file,
+            or one is in two files.
+        OSError, SafetensorError: A file cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wrapper: str | None = None) -> None:
         self.folder = folder
-        single, index = folder / "model.safetensors", folder / INDEX
-        self._files: dict[str, Path] = {}
-        if single.is_file():
-            with safe_open(single, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), single)
-        elif index.is_file():
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._files = {name: folder / place for name, place in places.items()}
-        else:
+        self._wrapper = wrapper
+        self._dtypes: dict[str, str] = {}
+        if (folder / "adapter_config.json").is_file():
+            # transformers adds them to the model.
             raise ModelError(
-                f"{folder} has safetensors files, but neither {single.name} nor {index.name}: name them so"
+                f"{folder} has adapters of PEFT (adapter_config.json), which the lab does not read: merge "
+                "them into the weights by merge_and_unload(), and give a directory with these alone"
             )
+        files = files_of(folder)
+        self._files = {name: path for path, names in files.items() for name in names}
+        for path in files:
+            # transformers reads the tensors of a file that the index leaves out, too.
+            for name, dtype in dtypes_in(path).items():
+                other = self._files.setdefault(name, path)
+                if other != path:
+                    raise ModelError(
+                        f"{name} is in {path}, and {INDEX} places it in {other.name}: keep one of the two"
+                    )
+                self._dtypes[name] = dtype
+        for name, path in self._files.items():
+            if name not in self._dtypes:
+                raise ModelError(f"{path} lacks {name}, which {INDEX} places there: write both again")
 
     def load(self, model: PreTrainedModel) -> None:
         """Read the values of every parameter that is not an adapter's.
@@ -146,8 +166,9 @@ class WeightFiles:
         Of a sharded parameter, only this rank's rows are read.
 
         Raises:
-            ModelError: A parameter is in no file, or has another shape there; or two tied parameters have
-                different values there.
+            ModelError: A parameter is in no file, or has another shape there, or a dtype of which the lab
+                trains no weights; a tensor of the files has no place in the model; or two tied parameters
+                have different values there.
         """
         for path, names in self._by_file(model).items():
             with safe_open(path, framework="pt") as file, torch.no_grad():
@@ -196,6 +217,7 @@ class WeightFiles:
             if not is_adapter(name):
                 tied.setdefault(parameter, []).append(name)
         files: dict[Path, list[tuple[str, Place]]] = {}
+        used: set[str] = set()
         missing = []
         for parameter, names in tied.items():
             # The names in files of a model without a head lack the prefix "model.".
@@ -206,6 +228,7 @@ class WeightFiles:
                 files.setdefault(self._files[names_in_file[0]], []).append((names_in_file[0], place))
                 for other in names_in_file[1:]:
                     self._check_equal(names_in_file[0], other, parameter)
+                used.update(names_in_file)
                 continue
             parts = parts_in_files(model.config.model_type, own[0], parameter.shape)
             for name, place in parts.items():
@@ -213,20 +236,37 @@ class WeightFiles:
                 if found is None:
                     missing.append(name)
                 else:
+                    used.add(found)
                     place = place._replace(parameter=names[0])
                     files.setdefault(self._files[found], []).append((found, place))
-        if any(f"{name}_blocks" in self._files for name in missing):
-            raise ModelError(
-                f"the weights in {self.folder} are quantized (MXFP4, in blocks with scales), and the lab "
-                "trains plain weights: give a checkpoint that was dequantized to bf16"
-            )
+        left = [
+            name for name in self._files if name not in used and unread_reason(name, self._wrapper) is None
+        ]
         if missing:
-            raise ModelError(f"the weights in {self.folder} lack {', '.join(sorted(missing)[:3])}")
+            raise ModelError(
+                f"the weights in {self.folder} lack {_first(missing)}: give the config that belongs to them"
+            )
+        if left:
+            raise ModelError(
+                f"the weights in {self.folder} hold {_first(left)}, for which a {model.config.model_type} "
+                "model with this config has no place: give the config that belongs to them"
+            )
+        no_weights = [name for name in used if self._dtypes[name] not in _DTYPES]
+        if no_weights:
+            raise ModelError(
+                f"the weights in {self.folder} hold {_first(no_weights)} as {self._dtypes[min(no_weights)]}: "
+                f"the lab trains weights of {', '.join(_DTYPES[:-1])} and {_DTYPES[-1]}; save them in one of "
+                "these"
+            )
         return files
 
     def _name_in_file(self, name: str) -> str | None:
         """Return the name of a tensor in the files; None if it is in none of them."""
-        return next((found for found in (name, name.removeprefix("model.")) if found in self._files), None)
+        inner = name.removeprefix("model.")
+        names = [name, inner]
+        if self._wrapper is not None:
+            names += [f"{prefix}{one}" for prefix in TEXT_PREFIXES for one in (name, inner)]
+        return next((found for found in names if found in self._files), None)
 
     def _check_equal(self, first: str, second: str, parameter: nn.Parameter) -> None:
         """Compare two tensors of the files that are one parameter of the model, in blocks of rows."""
@@ -253,3 +293,10 @@ class WeightFiles:
                 f"the weights in {self.folder} cannot be loaded: {name} has shape {shape} there, and "
                 f"{expected} by the config; give the config that belongs to the weights"
             )
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return the first three of some names, in order, and how many others there are."""
+    ordered = sorted(names)
+    others = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + others

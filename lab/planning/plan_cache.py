@@ -68,14 +68,19 @@ def folder(kind: str) -> Path | None:
 
 
 def model_identity(model: str) -> list[object]:
-    """Return what a plan depends on: the model's name, or its path, its config and the names of its files."""
+    """Return what a plan depends on: the model's name, or its path, its config and the state of its files."""
     path = Path(model)
     directory = path.parent if path.name == "config.json" else path
     config = directory / "config.json"
     # A Path raises where a name is too long for a file.
     if not os.path.isfile(config):
         return [model]
-    files = sorted(file.name for file in directory.iterdir())
+    # The headers of the weights, and notes beside them, decide whether the model is planned at all.
+    files = [
+        # A link may lead nowhere, as in a download that was cut off.
+        [file.name, [file.stat().st_size, file.stat().st_mtime_ns] if file.exists() else None]
+        for file in sorted(directory.iterdir())
+    ]
     return [str(directory.absolute()), config.read_bytes().hex(), files]
 
 

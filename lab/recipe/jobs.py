@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from lab import models
 from lab.errors import LabError
 from lab.models.lora import Lora, check_takes_adapters, parse_lora
+from lab.models.unread import left_out, wrapper_of
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
@@ -95,7 +96,8 @@ class Job:
     @property
     def _model(self) -> str:
         if isinstance(self.model, str | Path):
-            name = Path(self.model).name
+            wrapper = wrapper_of(self.model)
+            name = Path(self.model).name + (f" ({left_out(wrapper)})" if wrapper else "")
         else:
             # A config; its class is not imported, because saved answers are read without transformers.
             family = getattr(self.model, "model_type", None)
