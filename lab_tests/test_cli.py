@@ -200,7 +200,7 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
         return json.loads(run.stdout)
 
     made = asked("plan tiny --tokens 1K --ranks 4 --recipe checkpoint --set ulysses=2 --no-workspace")
-    assert made["fits"] is None
+    assert made["fits"] is True
     assert made["limit"] is None
     assert made["recipe"]["ulysses"] == 2
     assert made["peak"].keys() == {"op", "shapes", "module", "phase"}
@@ -214,15 +214,15 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     assert another.startswith("tiny · tiling · 2 ranks")
     rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB --set head_chunk=32")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
-    assert all(rung.keys() == {"name", "device_peak", "host_peak", "fits"} for rung in rungs)
-    small = "--ranks 4 --device-memory 64MiB --host-memory 1GiB --no-workspace"
+    assert all(rung.keys() == {"name", "state", "device_peak", "host_peak", "fits"} for rung in rungs)
+    small = "--ranks 4 --device-memory 64MiB --host-memory 21GiB --no-workspace"
     longest = asked(f"max-context tiny --recipe checkpoint {small}")
     assert {"tokens", "limit", "device_peak", "host_peak"} <= longest.keys()
     monkeypatch.setattr("lab.planning.fit.candidates", two_candidates)
     fitting = asked(f"fit tiny --tokens 1K {small}")
     assert len(fitting) == 2
     assert all(
-        f.keys() == {"recipe", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu"}
+        f.keys() == {"recipe", "state", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu"}
         for f in fitting
     )
     ordered = asked(f"fit tiny --tokens 1K {small} --tokens-total 10B --price 2.5")

@@ -285,6 +285,8 @@ def test_the_doctor_prints_the_family_and_a_table():
     assert doctor("tiny").stdout == (
         "Llama, 4 layers, 5,507,328 weights, no difference from Llama: each technique computes it as it "
         "computes Llama\n"
+        "A weight has 16 bytes of state in training in float32 (presets are fp32), which FSDP2 divides over "
+        "the ranks.\n"
     )
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 MODEL = config_of("tiny")
 MODEL.num_hidden_layers, MODEL.num_attention_heads, MODEL.num_key_value_heads = 1, 4, 4
 MODEL.head_dim = 64
-SMALL = {"tokens": 2048, "ranks": 4, "host_memory": "1GiB", "workspace": False}
+SMALL = {"tokens": 2048, "ranks": 4, "host_memory": "21GiB", "workspace": False}
 
 
 @pytest.fixture(scope="module")

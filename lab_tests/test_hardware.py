@@ -50,7 +50,7 @@ def test_every_field_of_a_device_is_a_figure():
     for device in HARDWARE.values():
         assert [n for n, f in vars(device).items() if not isinstance(f, Figure)] == ["name"]
         assert (device.disk_write, device.disk_read) == (table.NVME_WRITE, table.NVME_READ)
-    assert len(FIGURES) == 11 * 15 + 7 + 2
+    assert len(FIGURES) == 11 * 15 + 8 + 2
     assert len({device.name for device in HARDWARE.values()}) == 11
 
 

@@ -183,7 +183,7 @@ def test_costs_are_the_copies_and_the_hosts_memory():
 
 def test_a_start_holds_no_state_on_the_device():
     job = Job("llama3-8b", HOST, 1024, 8)
-    moment = start_of(job, Machine(workspace=False), fake_model("llama3-8b"))
+    moment = start_of(job, Machine(workspace=False), fake_model(job))
     assert moment.device < 1024  # rope's frequencies
     assert moment.host / 2**30 == pytest.approx(3 * 3.74, abs=0.01)
 

@@ -112,7 +112,7 @@ def test_the_planned_start_has_the_moments_of_the_adapters_alone(monkeypatch):
     job, machine = make_job(SMALL, Recipe(fsdp=True), tokens=64, ranks=2, lora=LORA), Machine(workspace=False)
     # Without the scratch memory of first values, the start is highest when the optimizer has its state.
     monkeypatch.setattr("lab.planning.start.piece_elements", lambda _: 1)
-    planned = start_of(job, machine, fake_model(SMALL, LORA))
+    planned = start_of(job, machine, fake_model(job))
     with one_rank(job.recipe, 2, "loopback") as mesh:
         started = start(SMALL, job.recipe, mesh, lora=LORA)
         optimizer = started.make_optimizer(learning_rate=1e-3)
@@ -132,7 +132,7 @@ def test_plans_of_other_adapters_are_other_plans(monkeypatch):
     monkeypatch.setattr("lab.planning.plan.cached", lambda _, facts, *__, **___: keys.add(str(facts)))
     for lora in (None, "r=4", "r=4,alpha=8", "r=4,targets=q_proj"):
         job = make_job(SMALL, "fsdp", tokens=64, ranks=2, lora=lora)
-        whole_step(job, Machine(), fake_model(SMALL, job.lora), 0)
+        whole_step(job, Machine(), fake_model(job), 0)
     assert len(keys) == 4
 
 

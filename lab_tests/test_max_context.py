@@ -8,13 +8,14 @@ from lab.planning.fit import fit
 from lab.planning.max_context import RESOLUTION, max_context
 from lab.planning.plan import plan
 from lab.recipe.ladder import TILE
+from lab.techniques.host_memory import reserve
 from lab.units import Ki, MiB
 
 pytestmark = pytest.mark.slow
 
 MODEL = config_of("tiny")
 MODEL.num_hidden_layers = 2
-SMALL = {"ranks": 4, "workspace": False, "host_memory": "1GiB"}
+SMALL = {"ranks": 4, "workspace": False, "host_memory": "21GiB"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,9 @@ def test_every_plan_of_the_search_is_seen_and_there_are_few(search):
 
 
 def test_the_host_can_be_what_binds():
-    found = max_context(MODEL, "offload", device_memory="1GiB", **{**SMALL, "host_memory": "8MiB"})
+    found = max_context(
+        MODEL, "offload", device_memory="1GiB", **{**SMALL, "host_memory": reserve(4) + 8 * MiB}
+    )
     assert found.limit == "host"
     assert found.plan.host_peak_per_node <= 8 * MiB < found.next_plan.host_peak_per_node
 
@@ -54,11 +57,10 @@ def test_a_ladders_name_gives_each_length_its_own_tiles():
     assert {p.recipe.loss_tile for p in tried} == {min(TILE, p.tokens // 4 // 4) for p in tried}
 
 
-def test_no_memory_is_refused():
-    for name in ("device_memory", "host_memory"):
-        for verb in (max_context, fit):
-            with pytest.raises(LabError, match=f"{name}=None: give the memory that there is"):
-                verb(MODEL, ranks=4, **{name: None}, **{"tokens": 64} if verb is fit else {})
+def test_no_host_memory_is_refused():
+    for verb in (max_context, fit):
+        with pytest.raises(LabError, match=r"^host_memory=None: give the memory of a node, such as 2TiB$"):
+            verb(MODEL, ranks=4, host_memory=None, **{"tokens": 64} if verb is fit else {})
 
 
 def test_what_never_fits_and_what_always_does():

@@ -17,7 +17,7 @@ from lab.recipe.ladder import RECIPE_NAMES
 from lab.show.context_table import context_table
 from lab.units import Ki
 
-SMALL = (Rental(2, "rtx4090", "3GiB", 2, "little"), Rental(2, "rtx5090", "4GiB", 2, "more"))
+SMALL = (Rental(2, "rtx4090", "15GiB", 2, "little"), Rental(2, "rtx5090", "16GiB", 2, "more"))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_what_stops_a_model_that_does_not_fit_at_all(monkeypatch):
     [cell] = longest_contexts(("llama3-70b",), RENTALS[:1])
     assert (cell.plan, cell.tokens, cell.limit) == (None, 0, "host")
     assert cell.summary.startswith("llama3-70b on 1 x RTX 4090: not even 1K tokens fit: 1.")
-    assert cell.refusal.endswith("TiB of host memory needed, 64.0 GiB given")
+    assert cell.refusal.endswith("TiB of host memory needed, 56.0 GiB given")
     assert cell.to_json()["refusal"] == cell.refusal
     # Without the optimizer on the host, it is the device that is too small.
     monkeypatch.setattr(table, "RECIPE_NAMES", ("upipe", "streamed"))
@@ -112,7 +112,10 @@ def test_the_command_prints_a_line_for_each_cell_and_the_assumptions(monkeypatch
     said = CliRunner().invoke(main, [*command, "--figure", str(tmp_path / "table.png")])
     assert said.exit_code == 0, said.output
     assert said.stderr.startswith("qwen3-32b on 1 x RTX 4090: not even 1K tokens fit: ")
-    assert "1 x RTX 4090  23.6 GiB per GPU, 64GiB per host: a workstation\n" in said.stdout
+    assert (
+        "1 x RTX 4090  23.6 GiB per GPU, 64GiB per host: a workstation; 56.0 GiB of it for the step\n"
+        in said.stdout
+    )
     assert (tmp_path / "table.png").exists()
     [row] = json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)
     assert (row["model"], row["gpus"], row["device"], row["tokens"]) == ("qwen3-32b", 1, "rtx4090", 0)

@@ -192,11 +192,12 @@ def test_weights_that_are_not_asked_for_are_not_read(half):
     assert "the weights in " in refusal(lambda: models.build(half))
 
 
-def test_a_config_alone_is_fp32_whatever_dtype_it_names(half):
+def test_a_config_alone_has_the_dtype_that_it_names(half):
     (half / "model.safetensors").unlink()
-    for weights in (True, False):
-        built = models.build(half, weights=weights)
-        assert {dtype for _, dtype in shapes(built).values()} == {torch.float32}
+    for model in (half, models.config_of(half)):
+        for weights in (True, False):
+            built = models.build(model, weights=weights)
+            assert {dtype for _, dtype in shapes(built).values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])

@@ -65,6 +65,7 @@ COMMANDS = [
     *with_value(PLAN, "--device-memory", BYTES),
     *with_value(PLAN, "--host-memory", BYTES),
     *with_value(PLAN, "--device", ["", "k80", LONG]),
+    *with_value(PLAN, "--dtype", ["", "fp8", "bf16", LONG]),
     *with_value(PLAN, "--recipe", ["", "plane", LONG, "'plain '"]),
     *with_value(PLAN, "--set", [
         "", "=", "=3", "mlp_tile", "mlp_tile=", "mlp_tile==3", f"mlp_tile={HUGE}", f"mlp_tile={BEYOND}",

@@ -13,6 +13,7 @@ from lab.errors import LabError
 from lab.planning.plan import fake_model, whole_step
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import ring_ranks
+from lab.techniques.host_memory import reserve
 from lab.techniques.upipe.schedule import schedule
 from lab_tests.support.models import small_config
 
@@ -25,12 +26,14 @@ def offload_plan():
     return lab.plan(small(), "offload", tokens=128, ranks=16, workspace=False, ulysses=2, ring=1)
 
 
-def test_without_a_limit_nothing_is_said(offload_plan):
-    assert (offload_plan.fits, offload_plan.limit) == (None, None)
-
-
 def on_machine(plan, **changes):
     return replace(plan, machine=replace(plan.machine, **changes))
+
+
+def test_without_a_limit_nothing_is_said(offload_plan):
+    assert (offload_plan.fits, offload_plan.limit) == (True, None)
+    unlimited = on_machine(offload_plan, device_memory=None)
+    assert (unlimited.fits, unlimited.limit, unlimited.verdict) == (None, None, "no memory was given")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
     plan = on_machine(
         offload_plan,
         device_memory=None if device is None else offload_plan.device_peak + device,
-        host_memory=None if host is None else offload_plan.host_peak_per_node + host,
+        host_memory=None if host is None else offload_plan.host_peak_per_node + reserve(8) + host,
     )
     assert (plan.fits, plan.limit) == (fits, limit)
 
@@ -81,10 +84,10 @@ def test_notes_say_what_a_gpu_would_do_otherwise(offload_plan):
 def test_json_holds_the_answers(offload_plan):
     document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
-        "recipe", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak", "start_peak",
-        "host_peak", "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit", "peak",
-        "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds", "step_seconds",
-        "model_flops", "mfu", "notes", "planning_seconds",
+        "recipe", "state", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak",
+        "start_peak", "host_peak", "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit",
+        "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds",
+        "step_seconds", "model_flops", "mfu", "notes", "planning_seconds",
     ]  # fmt: skip
     peak = offload_plan.timeline.peak
     assert document["peak"] == {
@@ -187,7 +190,7 @@ def test_no_ring_rank_holds_more_than_is_planned(recipe, more, workspace):
     ranks = recipe.ulysses * recipe.ring
     plan = lab.plan(model, recipe, tokens=480, ranks=ranks, rows=2, workspace=workspace)
     # What the plan has walked is read from disk.
-    skeleton = fake_model(model)
+    skeleton = fake_model(plan.job)
     steps = [whole_step(plan.job, plan.machine, skeleton, ring_rank=r)[0] for r in range(recipe.ring)]
     assert max(step.device_peak for step in steps) == plan.device_peak
     assert steps[plan.ring_rank].device_peak == plan.device_peak

@@ -107,7 +107,7 @@ def test_a_widgets_thread_and_a_call_that_is_watched_are_silent(said: Callable[[
 
 DOORS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "plan": (lab.plan, "lab.planning.plan.make_machine", "planning"),
-    "max_context": (lab.max_context, "lab.planning.max_context.make_machine", "comparing degrees"),
+    "max_context": (lab.max_context, "lab.planning.max_context.make_machine", "searching the longest"),
     "fit": (lab.fit, "lab.planning.fit.make_machine", "choosing the recipes"),
     "rehearse": (lab.rehearse, "lab.rehearsing.rehearse.machine_for", "rehearsing"),
     "run": (lab.run, "lab.training.run.TrainSettings", "training"),

@@ -10,7 +10,7 @@ from lab.planning.max_context import MaxContext
 from lab.planning.plan import plan, plan_job, plan_ladder
 from lab.recipe.recipe import Recipe
 
-SMALL = {"tokens": 1024, "ranks": 4, "device_memory": "64MiB", "host_memory": "1GiB", "workspace": False}
+SMALL = {"tokens": 1024, "ranks": 4, "device_memory": "64MiB", "host_memory": "21GiB", "workspace": False}
 
 
 @pytest.fixture(scope="module")

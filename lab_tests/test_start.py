@@ -154,7 +154,7 @@ def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
 def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
     """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
     job = make_job(name, FSDP, tokens=2**20, ranks=8)
-    assert start_of(job, Machine(), fake_model(name)).device / 2**30 == pytest.approx(gib, abs=0.05)
+    assert start_of(job, Machine(), fake_model(job)).device / 2**30 == pytest.approx(gib, abs=0.05)
 
 
 # ---- from files ------------------------------------------------------------------------------------------

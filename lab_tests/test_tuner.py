@@ -78,7 +78,7 @@ def test_what_is_drawn_is_the_closed_form_and_what_cuda_takes() -> None:
     assert estimate_of(tuner).host == 8 * found.host_peak > 0
     bar = tuner.panel.content["bars"][0]
     assert sum(bar["sizes"].values()) == estimate_of(tuner).device
-    assert tuner.panel.content["limit"] == 80 * GiB
+    assert tuner.panel.content["limit"] == 81089 * MiB
     without = lab.show.tuner("llama3-8b", tokens="5M", ranks=8, head_chunk=16, workspace=False)
     assert estimate_of(without).device == found.device_peak
     assert "other" not in estimate_of(without).by_category
@@ -113,10 +113,10 @@ def test_what_a_knob_saves_is_the_difference_that_it_makes() -> None:
 @pytest.mark.parametrize(
     ("device", "host", "verdict", "words"),
     [
-        (1.2, "1GiB", "fits", "fits: "),
-        (1.05, "1GiB", "close", "just fits: "),
-        (0.99, "1GiB", "device", "does not fit: "),
-        (1.2, "1MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB per node"),
+        (1.2, "21GiB", "fits", "fits: "),
+        (1.05, "21GiB", "close", "just fits: "),
+        (0.99, "21GiB", "device", "does not fit: "),
+        (1.2, "20481MiB", "host", "does not fit the host: 3.00 MiB of 1.00 MiB per node, which has 20.0 GiB"),
     ],
 )
 def test_the_verdict_is_of_both_memories(device: float, host: str, verdict: str, words: str) -> None:
@@ -140,7 +140,7 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
     drawn = [tuner.panel.content]
     for name, value in (
         ("head_chunk", 16), ("mlp_tile", 64 * Ki), ("norm_tile", 0), ("loss_tile", 1024), ("offload", "none"),
-        ("checkpoint", False), ("tokens", Mi), ("ranks", 16), ("device_memory", 141 * GiB),
+        ("checkpoint", False), ("tokens", Mi), ("ranks", 16), ("device_memory", 143156 * MiB),
         ("model", "llama3-70b"), ("rung", "tiling"),
     ):  # fmt: skip
         tuner.knobs.by_name[name].value = value
@@ -148,7 +148,7 @@ def test_a_move_draws_again_without_a_plan_or_a_model(monkeypatch: pytest.Monkey
     assert all(before != after for before, after in pairwise(drawn))
     assert tuner.state == State(
         model="llama3-70b", shape=tuner.state.shape, rung="tiling", tokens=Mi, ranks=16, by_hand={},
-        device_memory=141 * GiB, host_memory=2048 * GiB, workspace=True,
+        device_memory=143156 * MiB, host_memory=2048 * GiB, workspace=True,
     )  # fmt: skip
     assert tuner.recipe == resolve_recipe("tiling", "llama3-70b", 16, Mi)
 
@@ -291,7 +291,7 @@ def test_both_copied_texts_make_the_same_recipe(
     assert said["workspace"] is tuner.state.workspace
 
 
-UNSAID = ("rows", "ranks_per_node", "device", "disk", "disk_rate", "lora", "documents")
+UNSAID = ("rows", "ranks_per_node", "device", "disk", "disk_rate", "lora", "documents", "dtype")
 """What the command line gives and a tuner does not know."""
 
 

@@ -60,8 +60,13 @@ LORA = click.option(
     "--lora",
     metavar="r=N",
     help="Train PEFT's adapters of this rank, and freeze the model: r=16, or "
-    "r=16,alpha=32,targets=q_proj+v_proj. The weights keep their dtype, which is fp32 for a preset. "
+    "r=16,alpha=32,targets=q_proj+v_proj. The weights keep their dtype. "
     "[alpha=r, all projections of a layer]",
+)
+DTYPE = click.option(
+    "--dtype",
+    metavar="DTYPE",
+    help="Of parameters, gradients and optimizer state: float32 or bfloat16. [the config's; float32 without]",
 )
 TEXT = click.option(
     "--text", type=path, help="A file or folder of text, or a file of tokens. [Python's library]"

@@ -37,10 +37,6 @@ _PACKAGES = (
 HEAD_DIM = 128
 """The head_dim of Llama, Mistral, Qwen2 and Qwen3 in most sizes."""
 
-LEGEND = (
-    "Bytes are those of bf16. A weight has 16 bytes of state in training, which FSDP2 divides over the ranks."
-)
-
 _OPTIONAL = {
     "flash-attn": "another attention kernel is used instead",
     "flash-attn-4": "on a B200, B300 or GB200 another attention kernel is used instead",
@@ -83,20 +79,27 @@ def model_report(model: models.ModelLike) -> str:
     Raises:
         LabError: See ``lab.models.differences``. The message says why the model is refused.
     """
-    found, shape = models.differences(model), models.shape_of(model)
-    family, wrapper = FAMILIES[models.config_of(model).model_type].name, wrapper_of(model)
+    found, config = models.differences(model), models.config_of(model)
+    family, shape, wrapper = FAMILIES[config.model_type].name, models.shape_of(config), wrapper_of(model)
     family += f" ({left_out(wrapper)})" if wrapper else ""
+    dtype = config.dtype or torch.float32
+    assert isinstance(dtype, torch.dtype)
+    name = f"{str(dtype).removeprefix('torch.')} ({models.dtype_source(model)})"
+    state = (
+        f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over "
+        "the ranks."
+    )
     many = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "no difference"
     title = f"{family}, {shape.L} layers, {shape.weights:,} weights, {many} from Llama"
     if not found:
-        return f"{title}: each technique computes it as it computes Llama"
+        return f"{title}: each technique computes it as it computes Llama\n{state}"
     columns = {"what this model does differently": 3, "for which techniques": 2, "what it costs": 6}
     table = Table(box=SIMPLE_HEAD, expand=True)
     for name, share in columns.items():
         table.add_column(name, ratio=share)
     for difference in found:
         table.add_row(difference.what, difference.techniques, difference.cost)
-    return f"{title}\n{table_text(table)}\n{LEGEND}"
+    return f"{title}\n{table_text(table)}\nOther bytes are those of bf16. {state}"
 
 
 def _findings() -> Iterator[tuple[str, str]]:

@@ -39,13 +39,14 @@ def plan_text(plan: Plan) -> str:
     lines = [
         plan.title,
         plan.recipe.summary,
+        plan.state,
         "",
         *_weights_line(plan.shape),
         f"device peak   {format_bytes(plan.device_peak)} per rank"
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
         f"host peak     {format_bytes(plan.host_peak)} per rank, "
         f"{format_bytes(plan.host_peak_per_node)} per node"
-        f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+        f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
         *_disk_lines(plan),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
     ]
@@ -66,7 +67,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.model_flops:.3g} operations of the model (attention's causal half; nothing twice)",
         *_idle_ranks_note(plan),
         *(f"note          {note}" for note in plan.notes),
-        f"verdict       {_verdict(plan)}",
+        f"verdict       {plan.verdict}",
         f"planned in    {plan.planning_seconds:.1f} s",
     ]
     return "\n".join(lines)
@@ -152,7 +153,7 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
             format_bytes(plan.host_peak) if plan.host_peak else "-",
             f"{plan.peak.phase}: {plan.peak.operator}",
         )
-    return f"{first.job.subject}\n{table_text(table)}"
+    return f"{first.job.subject}\n{first.state}\n{table_text(table)}"
 
 
 def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:
@@ -208,13 +209,15 @@ def max_context_text(result: MaxContext) -> str:
         (
             plan.title,
             plan.recipe.summary,
+            plan.state,
             "",
             f"longest context   {result.tokens / Mi:.2f}M tokens ({result.tokens:,})",
             f"a device holds    {format_bytes(plan.device_peak)}"
             f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
-            f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
+            f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
             *_on_disk(plan, "a disk holds      "),
+            f"verdict           {plan.verdict}",
             f"stopped by        {memory_name(result.limit)} at {next_plan.tokens / Mi:.2f}M tokens",
             f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
             f"{next_plan.peak.module or '-'}",
@@ -284,7 +287,8 @@ def fit_text(plans: Fits) -> str:
     estimates = f"Seconds, and what follows from them, are estimates.\n{MFU_LEGEND}."
     whole = [f"The fastest: {fastest.bill(plans.order).text(plans.order)}."] if plans.order else []
     notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)
-    return "\n".join([fastest.job.subject, table_text(table), legend, *whole, estimates, *notes])
+    head = [fastest.job.subject, fastest.state]
+    return "\n".join([*head, table_text(table), legend, *whole, estimates, fastest.verdict, *notes])
 
 
 def rehearsal_text(rehearsal: Rehearsal) -> str:
@@ -299,6 +303,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
     lines = [
         rehearsal.job.title,
         rehearsal.job.recipe.summary,
+        rehearsal.plan.state,
         "",
         f"measured      as one rank of {rehearsal.job.ranks} on {rehearsal.machine}, "
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
@@ -347,6 +352,7 @@ def run_text(run: Run, plan: Plan) -> str:
         [
             run.title,
             plan.recipe.summary,
+            plan.state,
             "",
             *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
             f"device peak   {format_bytes(run.device_peak)} per rank, planned {format_bytes(planned)}",
@@ -361,6 +367,7 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
     """Return the content of `run_text` as values for JSON."""
     return {
         "title": run.title,
+        "state": plan.state,
         "losses": list(run.losses),
         "seconds": list(run.seconds),
         "device_peak": run.device_peak,
@@ -377,12 +384,6 @@ def holders_text(plan: Plan, holders: Holders, rows: int) -> str:
     where = "the step's peak, which is below that of the start" if plan.peak.phase == "start" else "the peak"
     legend = "A = one hidden state of the rank, b x s x E elements; alike tensors of several layers in a line"
     return f"held at {where}\n{holders.table(rows)}\n{legend}"
-
-
-def _verdict(plan: Plan) -> str:
-    if plan.fits is None:
-        return "none without --device-memory or --host-memory"
-    return "fits" if plan.limit is None else f"does not fit: {memory_name(plan.limit)}"
 
 
 def _bar(part: int, whole: int) -> str:

@@ -63,22 +63,65 @@ MOST_LABELS = 2**12
 """The most labels of a config, of which transformers makes two tables. A language model has none."""
 
 
-def config_of(model: ModelLike) -> PretrainedConfig:
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""The dtypes that the parameters of a model can have."""
+
+
+def config_of(model: ModelLike, dtype: str | None = None) -> PretrainedConfig:
     """Return the config of any model that ``build`` takes. A callable is called.
+
+    The parameters have the dtype of the config, and fp32 if it has none.
+
+    Args:
+        model: A name, a directory, a config or a callable.
+        dtype: One of ``DTYPES``, in place of the config's own dtype. A config without weights that says that
+            they are quantized is then the config of the same model with plain weights.
 
     Raises:
         ModelError: The name is unknown; the directory has no config.json, or one that cannot be used; the
-            family is not supported; a size is not 1 or more; or the callable raises, or returns no
-            transformers model.
+            family is not supported; a size is not 1 or more; the dtype is not one of ``DTYPES``; there is a
+            dtype for a callable; or the callable raises, or returns no transformers model.
     """
-    if isinstance(model, PretrainedConfig):
-        return _checked(model)
-    folder = _folder(model)
-    if folder is not None:
-        return _read(folder)
-    if callable(model):
+    if dtype is not None and dtype not in DTYPES:
+        raise ModelError(
+            f"dtype={abbreviate(repr(dtype))}: it takes {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+        )
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        if dtype is not None:
+            raise ModelError(
+                f"dtype={dtype!r} for a callable: let it return a model with parameters of that dtype, and "
+                "leave dtype out"
+            )
         return _call(model).config
-    return PRESETS[str(model)]()
+    if isinstance(model, PretrainedConfig):
+        config = model if dtype is None else copy.deepcopy(model)
+    else:
+        folder = _folder(model)
+        config = PRESETS[str(model)]() if folder is None else _read(folder, dtype)
+    if dtype is not None:
+        config.dtype = getattr(torch, dtype)
+        if is_quantized(config):
+            del config.quantization_config
+    return _checked(config)
+
+
+def is_quantized(model: ModelLike) -> bool:
+    """Return whether a config, or what is in a directory, says that weights are quantized."""
+    if isinstance(model, PretrainedConfig):
+        return bool(getattr(model, "quantization_config", None))
+    folder = _folder(model)
+    return folder is not None and quantization_of(_document(folder), folder) is not None
+
+
+def dtype_source(model: ModelLike, dtype: str | None = None) -> str:
+    """Return where the dtype of the parameters comes from, as text: "its config says so"."""
+    if dtype is not None:
+        return "as was asked for"
+    if callable(model) and not isinstance(model, PretrainedConfig):
+        return "the callable made them so"
+    if isinstance(model, str) and model in PRESETS:
+        return "presets are fp32"
+    return "its config names none" if config_of(model).dtype is None else "its config says so"
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,34 +174,40 @@ class MetaModel:
 
 
 def build_on_meta(
-    model: str | Path | PretrainedConfig, *, lora: Lora | None = None, seed: int = 0, weights: bool = True
+    model: str | Path | PretrainedConfig,
+    *,
+    dtype: str | None = None,
+    lora: Lora | None = None,
+    seed: int = 0,
+    weights: bool = True,
 ) -> MetaModel:
     """Make a model without memory for its parameters.
 
-    It takes no callable, which would return a whole model. Parameters are fp32, unless the directory has
-    weights and its config has another dtype. The caller's config and random state do not change.
+    It takes no callable, which would return a whole model. The caller's config and random state do not
+    change.
 
     Args:
         model: A name, a directory or a config.
+        dtype: The dtype of the parameters; None for that of the config, see ``config_of``.
         lora: The adapters to add. All other parameters are then frozen.
         seed: The seed of the first values.
-        weights: Whether the weights of a directory are used. Without them the parameters get first values, in
-            the dtype of the weights.
+        weights: Whether the weights of a directory are used. Without them the parameters get first values.
 
     Raises:
         ModelError: See ``config_of`` and ``add_adapters``; or the weights are not safetensors.
     """
-    config = copy.deepcopy(config_of(model))
+    config = copy.deepcopy(config_of(model, dtype))
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
     own = folder is not None and any(folder.glob("*.safetensors*"))
-    if folder is not None and not own and any(folder.glob("*.bin*")):
+    if folder is not None and not own and _any_weights(folder):
         raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
-    dtype = (config.dtype if own else None) or torch.float32
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
         # transformers has no sdpa for attention with sinks.
         attention = "eager" if FAMILIES[config.model_type].sinks else "sdpa"
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+            skeleton = AutoModelForCausalLM.from_config(
+                config, dtype=config.dtype or torch.float32, attn_implementation=attention
+            )
         assert isinstance(skeleton, PreTrainedModel)
         # Two modules of these families have buffers. The rotary embedding computes them in its constructor.
         decoder: Any = skeleton.model
@@ -183,6 +232,7 @@ def build_on_meta(
 def build(
     model: ModelLike,
     *,
+    dtype: str | None = None,
     lora: Lora | None = None,
     seed: int = 0,
     weights: bool = True,
@@ -195,6 +245,7 @@ def build(
 
     Args:
         model: A name, a directory, a config or a callable.
+        dtype: The dtype of the parameters; None for that of the config, or of the callable's model.
         lora: The adapters to add. All other parameters are then frozen.
         seed: The seed of random weights. The same seed gives the same weights.
         weights: Whether the weights of a directory are used.
@@ -208,7 +259,7 @@ def build(
         check_takes_adapters(model, lora)
         result = _call(model)
         return result if device is None else result.to(device)  # type: ignore[arg-type]
-    empty = build_on_meta(model, lora=lora, seed=seed, weights=weights)
+    empty = build_on_meta(model, dtype=dtype, lora=lora, seed=seed, weights=weights)
     if detect_fake_mode() is not None:
         allocate(empty.model, place)
     elif place.type != "meta":
@@ -271,23 +322,24 @@ def _folder(model: str | Path | Callable[[], object]) -> Path | None:
     )
 
 
-def shape_of(model: ModelLike) -> Shape:
-    """Return the sizes of a model that the lab computes right.
+def shape_of(model: ModelLike, dtype: str | None = None) -> Shape:
+    """Return the sizes of a model that the lab computes right; ``dtype`` is as in ``config_of``.
 
     Raises:
         ModelError: See ``config_of``.
         RecipeError: The rope type has no exact angles.
     """
-    config = config_of(model)
+    config = config_of(model, dtype)
     check_rope(config)
     return decoder.shape_of(config)
 
 
-def _read(folder: Path) -> PretrainedConfig:
+def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     """Return the config in ``folder``, of a wrapper that of its text model; a size left out is refused.
 
     transformers would take the default of its config class, which is the size of another model. A wrapper is
-    published with these sizes left out, so there the default is the size.
+    published with these sizes left out, so there the default is the size. With a dtype, and without weights,
+    quantization is left out.
     """
     path, document = folder / "config.json", _document(folder)
     kind = document.get("model_type")
@@ -298,7 +350,14 @@ def _read(folder: Path) -> PretrainedConfig:
     fields = document if kind not in WRAPPERS else _text_fields(path, document)
     # A reason that nothing mends comes first.
     family = _family(path, document, fields["model_type"])
-    check_not_quantized(quantization_of(document, folder))
+    how, weights = quantization_of(document, folder), _any_weights(folder)
+    if weights:
+        check_not_quantized(how)
+    elif how is not None and dtype is None:
+        raise ModelError(
+            f"{path} is that of a checkpoint with quantized weights ({how}): give dtype='bfloat16', or "
+            "--dtype bfloat16, to plan it as if dequantized"
+        )
     for one in (document, fields):
         _check_no_code(path, one)
     if fields is document and fields.get("text_config") is not None:
@@ -324,12 +383,17 @@ def _read(folder: Path) -> PretrainedConfig:
     if type(labels) is int and labels > MOST_LABELS:
         raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
     with _as_model_error(f"{path} is not a config that transformers can read"):
-        if fields is document:
+        if fields is document and how is None:
             config = config_class.from_json_file(str(path))
         else:
-            config = config_class(**{name: value for name, value in fields.items() if name != "model_type"})
+            others = ("model_type", "quantization_config")
+            config = config_class(**{name: value for name, value in fields.items() if name not in others})
     assert isinstance(config, PretrainedConfig)
-    return _checked(config)
+    return config
+
+
+def _any_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*"))
 
 
 def _document(folder: Path) -> dict[str, Any]:
@@ -388,6 +452,11 @@ def _checked(config: PretrainedConfig) -> PretrainedConfig:
         ModelError: It is not one.
     """
     check_config(config)
+    if config.dtype is not None and str(config.dtype).removeprefix("torch.") not in DTYPES:
+        raise ModelError(
+            f"dtype={config.dtype} in the config: the lab trains parameters of {', '.join(DTYPES)}; give one "
+            "of these as dtype"
+        )
     if getattr(config, "gradient_checkpointing", False):
         raise ModelError(
             "gradient_checkpointing in the config: a recipe has its own, checkpoint=True; take the field out"

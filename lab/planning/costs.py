@@ -7,6 +7,10 @@ waits for operators on tensors in host memory (clipping and Adam of an optimizer
 the rate of host memory, ``HOST_MEMORY``. A disk in place of host memory runs at the same time as all of it.
 What it leaves out:
 overlap of other collectives with computation, launches, imbalance between ranks.
+
+Where the host memory of a machine is given, the bytes beyond what its ranks may pin
+(``lab/techniques/host_memory.py``) are copied at the rate of pageable memory, ``PAGEABLE_RATE``. Where it is
+not given, all are pinned.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lab.memory.observer import Observer
-from lab.planning.hardware import Figure, Hardware
+from lab.planning.hardware import PAGEABLE_RATE, Figure, Hardware
 from lab.techniques.slices import repetitions
 from lab.torch_private import process_group_of, storage_id
 
@@ -125,6 +129,22 @@ class Costs:
         """
         write, read = (rate or figure.value for figure in (hardware.disk_write, hardware.disk_read))
         return replace(self, disk_seconds=ranks * (self.tile_writes / write + self.tile_reads / read))
+
+    def with_pageable(self, share: float) -> Costs:
+        """Return these costs with copies of memory that is not pinned at ``PAGEABLE_RATE``.
+
+        The tiles of streamed layers on a disk are not pinned; see ``with_disk``. That the host waits for a
+        copy to such memory is not counted.
+
+        Args:
+            share: Of the other bytes that are copied, the share whose host memory is not pinned.
+        """
+        if not self.host_bytes:
+            return self
+        on_disk = (self.tile_writes + self.tile_reads) if self.disk_seconds else 0
+        pageable = on_disk + share * (self.host_bytes - on_disk)
+        pinned_seconds = self.host_seconds * (1 - pageable / self.host_bytes)
+        return replace(self, host_seconds=pinned_seconds + pageable / PAGEABLE_RATE.value)
 
 
 class CostCounter(Observer):

@@ -74,7 +74,7 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
         short_loops(),
         cached_layouts(),
     ):
-        model = models.build(job.model, lora=job.lora, weights=False)
+        model = models.build(job.model, dtype=job.dtype, lora=job.lora, weights=False)
         del model.model.layers[layers:]
         model.train()
         # Fake tensors have torch's kernel alone, and nothing is compiled where operators are watched; the

@@ -12,8 +12,9 @@ from lab.models import ModelLike
 from lab.models.lora import Lora
 from lab.planning.bill import Bill, Order, make_order
 from lab.planning.closed_form_disk import estimate_on, fits_node
-from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Machine, check_given, make_job, make_machine
+from lab.planning.hardware import make_machine
+from lab.planning.plan import Plan, has_fp32_state, plan_job, shape_of
+from lab.recipe.jobs import Job, Limit, Machine, check_host_memory, make_job
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import OTHER_RECIPES, attention_tile
 from lab.recipe.recipe import Recipe
@@ -65,7 +66,7 @@ class Fits(tuple[Plan, ...]):
             if plan in front[:SHOWN]
         }
         more = {"...": f"{len(front) - SHOWN} more"} if len(front) > SHOWN else {}
-        return format_lines(title, lines | more)
+        return format_lines(title, {"state": self[0].state} | lines | more)
 
 
 @progress("choosing the recipes to plan")
@@ -77,7 +78,8 @@ def fit(
     rows: int = 1,
     accumulate: int = 1,
     lora: Lora | str | None = None,
-    device_memory: int | str = "80GiB",
+    dtype: str | None = None,
+    device_memory: int | str | None = None,
     host_memory: int | str = "2TiB",
     ranks_per_node: int = 8,
     device: str = "h100",
@@ -94,10 +96,11 @@ def fit(
     checkpointing and offload, and some have streamed layers. Of recipes that differ in degrees alone, two are
     planned: that with the ladder's degrees, and the one that needs the least memory by the closed form. A
     head chunk smaller than the ladder's Ulysses degree takes more time, as the optimizer on the host does,
-    and segments, and so these are planned only if nothing else may fit.
+    and segments, and so these are planned only if nothing else may fit. Parameters that are not all in fp32
+    have no closed form: every recipe with the ladder's degrees is planned, and others only if none fits.
 
     With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. A step
-    has ``accumulate`` micro-batches of ``rows`` rows.
+    has ``accumulate`` micro-batches of ``rows`` rows. ``dtype`` is as in ``lab.plan``.
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes per node.
 
@@ -105,15 +108,15 @@ def fit(
     has the steps, days, node hours and GPU hours that each recipe takes. With ``price``, the money for one
     hour of one GPU in any currency, it also has the money. All are estimates, as the seconds of a step are.
 
-    ``device_memory`` is per rank, ``host_memory`` per node; the rest as ``lab.plan``. ``watch`` is called
-    with each plan, its number, and how many there will be.
+    ``device_memory`` is per rank, by default that of the device; ``host_memory`` is per node; the rest as
+    ``lab.plan``. ``watch`` is called with each plan, its number, and how many there will be so far.
 
     Raises:
         LabError: as ``lab.plan``; or none fits, with the leanest and what it needs; a price that is none or
             has no ``tokens_total``, or a total smaller than a step.
     """
     hide_progress(watch)
-    check_given(device_memory=device_memory, host_memory=host_memory)
+    check_host_memory(host_memory)
     order = make_order(tokens_total, price)
     machine = make_machine(
         device=device,
@@ -124,21 +127,36 @@ def fit(
         disk=disk,
         disk_rate=disk_rate,
     )
-    shape = shape_of(model)
+    shape = shape_of(model, dtype)
     base = make_job(
-        model, "tiling", tokens=tokens, ranks=ranks, rows=rows, accumulate=accumulate, lora=lora, shape=shape
+        model,
+        "tiling",
+        tokens=tokens,
+        ranks=ranks,
+        rows=rows,
+        accumulate=accumulate,
+        lora=lora,
+        dtype=dtype,
+        shape=shape,
     )
     if order is not None:
         order.steps_of(base)  # refused before anything is planned
     recipes = dict.fromkeys(candidates(base.recipe, shape, ranks, base.tokens))
     jobs = [replace(base, recipe=recipe, recipe_name=None) for recipe in recipes]
-    tried, plans = _promising(shape, base.recipe, jobs, machine), []
-    for number, job in enumerate(tried, start=1):
-        say(f"planning recipe {number} of {len(tried)}")
-        job.recipe.check(shape, ranks)
-        plans.append(plan_job(job, machine))
-        if watch is not None:
-            watch(number, len(tried), plans[-1])
+    plans: list[Plan] = []
+    groups = _groups(base, jobs)
+    if has_fp32_state(base):
+        groups = iter([_promising(shape, base.recipe, jobs, machine)])
+    for group in groups:
+        known = len(plans) + len(group)
+        for number, job in enumerate(group, start=len(plans) + 1):
+            say(f"planning recipe {number} of {known}")
+            job.recipe.check(shape, ranks)
+            plans.append(plan_job(job, machine))
+            if watch is not None:
+                watch(number, known, plans[-1])
+        if any(plan.fits for plan in plans):
+            break
     fitting = sorted((p for p in plans if p.fits), key=lambda p: (p.step_seconds, p.device_peak))
     if not fitting:
         raise LabError(_none_fits(min(plans, key=lambda p: p.device_peak)))
@@ -160,6 +178,18 @@ def _promising(shape: Shape, base: Recipe, jobs: list[Job], machine: Machine) ->
         return [min(jobs, key=lambda job: peaks[job.recipe])]
     fewest = min(_slower(job.recipe, base) for job in fitting)
     return _two_of_each([job for job in fitting if _slower(job.recipe, base) == fewest], base, peaks)
+
+
+def _groups(base: Job, jobs: list[Job]) -> Iterator[list[Job]]:
+    """Yield all jobs in groups: those that are slower for memory alone come last, and other degrees than the
+    ladder's after those.
+    """
+    for slower in sorted({_slower(job.recipe, base.recipe) for job in jobs}):
+        alike = [job for job in jobs if _slower(job.recipe, base.recipe) == slower]
+        for usual in (True, False):
+            group = [job for job in alike if (job.recipe.ulysses == base.recipe.ulysses) is usual]
+            if group:
+                yield group
 
 
 def _slower(recipe: Recipe, base: Recipe) -> int:
@@ -240,16 +270,15 @@ def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _none_fits(leanest: Plan) -> str:
-    machine = leanest.machine
-    assert machine.device_memory is not None
-    assert machine.host_memory is not None
-    on_disk = ""
-    if machine.disk_bytes is not None:
-        disk = f"{format_bytes(leanest.disk_peak_per_node)} of {format_bytes(machine.disk_bytes)}"
-        on_disk = f" and {disk} on each disk"
+    needs = " and ".join(
+        f"{format_bytes(leanest.needed(memory))} of {format_bytes(available)} {where}"
+        for memory, where in _PLACES.items()
+        if (available := leanest.available(memory)) is not None
+    )
     return (
         f"no recipe fits {format_tokens(leanest.tokens)} tokens on {leanest.ranks} ranks: the leanest needs "
-        f"{format_bytes(leanest.device_peak)} of {format_bytes(machine.device_memory)} on each device and "
-        f"{format_bytes(leanest.host_peak_per_node)} of {format_bytes(machine.host_memory)} on each host"
-        f"{on_disk}; more ranks or a shorter context need less"
+        f"{needs}; more ranks or a shorter context need less"
     )
+
+
+_PLACES: dict[Limit, str] = {"device": "on each device", "host": "on each host", "disk": "on each disk"}

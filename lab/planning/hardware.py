@@ -1,4 +1,4 @@
-"""GPUs, what connects them, and one disk: each figure with its source.
+"""GPUs, what connects them, and one disk: each figure with its source; and machines that are made of them.
 
 Estimates of time divide work by these rates. No figure is fitted to a published training run: those are kept
 to compare with. A source that says *assumed*, or names another device, is a measurement of something else.
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lab.errors import LabError
-from lab.units import GiB, MiB
+from lab.recipe.jobs import Disk, Machine
+from lab.units import GiB, MiB, check_counts, parse_bytes, parse_disk, parse_rate
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ _FIO = f"{_ENGINEERING}, storage, fio on a Samsung 980 PRO 2TB, PCIe Gen4, a fil
 NVME_WRITE = Figure(1943.9 * MiB, "B/s", f"{_FIO}: 1943.9 MiB/s")
 NVME_READ = Figure(2762.0 * MiB, "B/s", f"{_FIO}: 2762.0 MiB/s")
 
+PAGEABLE_RATE = Figure(
+    2.8e9,
+    "B/s",
+    "assumed for every device: sgl-project/sglang pull request 32032, torch's copies from an H200 to host "
+    "memory that is not pinned: 2.8 GB/s",
+)
+"""The rate of copies between a device and host memory that is not pinned, each direction."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -42,7 +51,8 @@ class Hardware:
         link: to the other GPUs of a node, each direction; ``link_share`` of NCCL, all-reduce left aside.
         network: to other nodes, each GPU, each direction.
         host_link: to host memory, each direction; ``host_link_share`` of pinned copies, one GPU copying.
-            Eight at once are also bounded by host memory, which is not modelled.
+            Eight at once are also bounded by host memory, which is not modelled. Copies of memory that is not
+            pinned have ``PAGEABLE_RATE``.
         disk_write, disk_read: one NVMe drive of the node, which all its GPUs share. It is the same for all
             devices.
     """
@@ -370,3 +380,32 @@ def of_name(torch_name: str) -> str | None:
     if _OTHER_CHIPS & {*words}:
         return None
     return next((name for name in HARDWARE if name in words), None)
+
+
+def make_machine(
+    *,
+    device: str = Machine.device,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    ranks_per_node: int = 8,
+    workspace: bool = True,
+    disk: int | str | None = None,
+    disk_rate: int | str | None = None,
+) -> Machine:
+    """Read the sizes, which may be texts such as "80GiB"; that of a disk, "4TB", and its rate, "3GB/s".
+
+    Without ``device_memory``, a device has the memory that the table says.
+
+    Raises:
+        LabError: a device that is not in the table; a size that cannot be read, or ranks that are no count; a
+            rate of no disk.
+    """
+    check_counts({"ranks_per_node": ranks_per_node})
+    of_table = int(hardware(device).memory.value)
+    device_bytes = of_table if device_memory is None else parse_bytes(device_memory)
+    host_bytes = None if host_memory is None else parse_bytes(host_memory)
+    if disk_rate is not None and disk is None:
+        raise LabError(f"disk_rate={disk_rate!r} without a disk: give its size too, such as disk=4TB")
+    rate = None if disk_rate is None else parse_rate(disk_rate)
+    given = None if disk is None else Disk(parse_disk(disk), rate)
+    return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace, given)

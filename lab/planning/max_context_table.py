@@ -16,10 +16,10 @@ from lab.planning.closed_form import Estimate
 from lab.planning.closed_form_disk import estimate_on
 from lab.planning.cuda_workspace import fixed_workspace
 from lab.planning.fit import MARGIN
-from lab.planning.hardware import hardware
+from lab.planning.hardware import make_machine
 from lab.planning.max_context import LONGEST, RESOLUTION, Degrees, best_degrees, longest_estimated
 from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Limit, Machine, make_job
 from lab.recipe.ladder import RECIPE_NAMES
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
@@ -56,17 +56,22 @@ class Rental:
     def machine(self) -> Machine:
         """The machine that plans are made for."""
         return make_machine(
-            device=self.device,
-            device_memory=int(hardware(self.device).memory.value),
-            host_memory=self.host_memory,
-            ranks_per_node=self.gpus_per_node,
+            device=self.device, host_memory=self.host_memory, ranks_per_node=self.gpus_per_node
         )
+
+    def available(self, memory: Limit) -> int:
+        """Return the bytes that a step may take of a memory of the machine; see ``Machine.available``."""
+        available = self.machine.available(memory, self.gpus)
+        assert available is not None, "a rental has no disk"
+        return available
 
     @property
     def description(self) -> str:
         """The memory as text, with what is assumed."""
-        device_memory = format_bytes(hardware(self.device).memory.value)
-        return f"{device_memory} per GPU, {self.host_memory} per host: {self.assumption}"
+        return (
+            f"{format_bytes(self.available('device'))} per GPU, {self.host_memory} per host: "
+            f"{self.assumption}; {format_bytes(self.available('host'))} of it for the step"
+        )
 
 
 RENTALS = (
@@ -246,11 +251,9 @@ def _longest(estimated: Callable[[int], Estimate], machine: Machine, rental: Ren
 def _limit(needs: Estimate, machine: Machine, rental: Rental, off: int) -> Limit | None:
     """The memory that is too small for an estimate, with ``off`` bytes more on the device."""
     assert machine.device_memory is not None
-    assert machine.host_memory is not None
     if needs.device_peak + off > machine.device_memory:
         return "device"
-    of_node = min(rental.gpus, machine.ranks_per_node)
-    return "host" if needs.host_peak * of_node > machine.host_memory else None
+    return "host" if needs.host_peak * machine.node_ranks(rental.gpus) > rental.available("host") else None
 
 
 def _refusal_by_estimate(needs: Estimate, machine: Machine, rental: Rental) -> tuple[Limit, str] | None:
@@ -258,23 +261,22 @@ def _refusal_by_estimate(needs: Estimate, machine: Machine, rental: Rental) -> t
     assert machine.device_memory is not None
     needed = needs.device_peak + fixed_workspace(rental.gpus)
     if needed > MARGIN * machine.device_memory:
-        return "device", _refusal("device", needed, machine, needs.by_category)
+        return "device", _refusal("device", needed, rental, needs.by_category)
     if _limit(needs, machine, rental, 0) == "host":
-        of_node = needs.host_peak * min(rental.gpus, machine.ranks_per_node)
-        return "host", _refusal("host", of_node, machine)
+        of_node = needs.host_peak * machine.node_ranks(rental.gpus)
+        return "host", _refusal("host", of_node, rental)
     return None
 
 
-def _refusal(limit: Limit, needed: int, machine: Machine, held: Mapping[str, int] | None = None) -> str:
+def _refusal(limit: Limit, needed: int, rental: Rental, held: Mapping[str, int] | None = None) -> str:
     """What stops 1K tokens, in words; with the category that a device has the most of, if that is given."""
-    given, most = machine.given(limit), ""
-    assert given is not None
+    most = ""
     if held is not None:
         category = max(held, key=lambda name: held[name])
         most = f"; {category} {format_bytes(held[category])}"
     return (
         f"not even {format_tokens(Ki)} tokens fit: {format_bytes(needed)} of {limit} memory needed, "
-        f"{format_bytes(given)} given{most}"
+        f"{format_bytes(rental.available(limit))} given{most}"
     )
 
 
@@ -295,7 +297,7 @@ def _confirmed(
             fits = plan
         elif tokens == Ki:
             held = plan.peak.by_category if plan.limit == "device" else None
-            refusal = _refusal(plan.limit, plan.needed(plan.limit), machine, held)
+            refusal = _refusal(plan.limit, plan.needed(plan.limit), rental, held)
             return LongestContext(model, rental, None, plan.limit, refusal)
         else:
             refused, misses = tokens, misses + 1

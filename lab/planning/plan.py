@@ -26,12 +26,12 @@ from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
 from lab.planning.cuda_workspace import matrix_products_note
 from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
-from lab.planning.hardware import hardware
+from lab.planning.hardware import hardware, make_machine
 from lab.planning.model_flops import model_flops
 from lab.planning.plan_cache import cached
 from lab.planning.shrinking import with_job
-from lab.planning.start import start_of
-from lab.recipe.jobs import Documents, Job, Limit, Machine, make_job, make_machine
+from lab.planning.start import adam_bytes, start_of
+from lab.recipe.jobs import Documents, Job, Limit, Machine, make_job, memory_name
 from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
@@ -60,6 +60,8 @@ class Plan:
         job: What is planned.
         machine: The hardware that it is planned for.
         shape: The sizes of the job's model.
+        state: The dtype of the parameters, of their gradients and of the optimizer state, and where it comes
+            from, as text.
         ring_rank: The plan is that of the first rank of this ring rank.
         timeline: The bytes of the step.
         start: The highest moment before the first step.
@@ -71,6 +73,7 @@ class Plan:
     job: Job
     machine: Machine
     shape: Shape
+    state: str
     ring_rank: int
     timeline: Timeline
     start: Moment
@@ -87,7 +90,7 @@ class Plan:
         on_device = format_share(self.device_peak, self.machine.device_memory)
         per_node = (
             f"{format_bytes(self.host_peak_per_node)} per node"
-            f"{format_share(self.host_peak_per_node, self.machine.host_memory)}"
+            f"{format_share(self.host_peak_per_node, self.available('host'))}"
         )
         disk_per_node = (
             f"{format_bytes(self.disk_peak_per_node)} per node"
@@ -96,6 +99,7 @@ class Plan:
         return {
             "weights": self.shape.weights_text if self.shape.experts else "",
             "recipe": self.recipe.summary,
+            "state": self.state,
             "device peak": f"{format_bytes(self.device_peak)} per rank{on_device}",
             "at the peak": str(self.peak),
             "host peak": f"{format_bytes(self.host_peak)} per rank, {per_node}" if self.host_peak else "",
@@ -115,16 +119,26 @@ class Plan:
     @property
     def summary(self) -> str:
         """One line with its tokens, its device peak, and whether it fits."""
-        return (
-            f"{round_tokens(self.tokens)} tokens, {format_bytes(self.device_peak)} per device: {self.verdict}"
-        )
+        peak = f"{format_bytes(self.device_peak)} per device"
+        return f"{round_tokens(self.tokens)} tokens, {peak}: {self._fit_text}"
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, in words."""
+        """Whether it fits, in words, and what is left of the host memory that was given."""
+        given, left = self.machine.host_memory, self.available("host")
+        host = ""
+        if given is not None and left is not None and self.host_peak:
+            host = (
+                f" ({format_bytes(given)} of host memory, of which the system and the processes leave "
+                f"{format_bytes(left)})"
+            )
+        return f"{self._fit_text}{host}"
+
+    @property
+    def _fit_text(self) -> str:
         if self.fits is None:
             return "no memory was given"
-        return "fits" if self.fits else f"too much for the {self.limit}"
+        return "fits" if self.limit is None else f"does not fit: {memory_name(self.limit)}"
 
     @property
     def recipe(self) -> Recipe:
@@ -159,7 +173,7 @@ class Plan:
     @property
     def host_peak_per_node(self) -> int:
         """The same of all ranks of a node."""
-        return self.host_peak * self._ranks_of_node
+        return self.host_peak * self.machine.node_ranks(self.ranks)
 
     @property
     def disk_peak(self) -> int:
@@ -169,11 +183,7 @@ class Plan:
     @property
     def disk_peak_per_node(self) -> int:
         """The same of all ranks of a node."""
-        return self.disk_peak * self._ranks_of_node
-
-    @property
-    def _ranks_of_node(self) -> int:
-        return min(self.ranks, self.machine.ranks_per_node)
+        return self.disk_peak * self.machine.node_ranks(self.ranks)
 
     @property
     def peak(self) -> Moment:
@@ -197,10 +207,14 @@ class Plan:
     def limit(self) -> Limit | None:
         """Which memory refuses it; None where it fits what was given."""
         for memory in get_args(Limit):
-            given = self.machine.given(memory)
-            if given is not None and self.needed(memory) > given:
+            available = self.available(memory)
+            if available is not None and self.needed(memory) > available:
                 return cast(Limit, memory)
         return None
+
+    def available(self, memory: Limit) -> int | None:
+        """Return the bytes that the step may take of a memory; see ``Machine.available``."""
+        return self.machine.available(memory, self.ranks)
 
     def needed(self, memory: Limit) -> int:
         """Return the bytes that the step needs of a memory: of a device, or of a node's host or disk."""
@@ -213,7 +227,7 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether it fits the memory that was given; None where none was."""
-        if all(self.machine.given(memory) is None for memory in get_args(Limit)):
+        if all(self.available(memory) is None for memory in get_args(Limit)):
             return None
         return self.limit is None
 
@@ -264,6 +278,7 @@ class Plan:
         peak = self.peak
         return {
             "recipe": self.recipe.to_json(),
+            "state": self.state,
             "tokens": self.tokens,
             "documents": self.job.documents,
             "ranks": self.ranks,
@@ -309,15 +324,18 @@ def plan(
     disk: int | str | None = None,
     disk_rate: int | str | None = None,
     documents: Documents = None,
+    dtype: str | None = None,
     **knobs: Any,
 ) -> Plan:
     """Plan one training step of ``rows`` rows of ``tokens`` tokens on ``ranks`` ranks; nothing is allocated.
 
     ``workspace`` adds what CUDA takes outside torch's view (``lab/planning/cuda_workspace.py``); off, the
-    bytes are those that CPU ranks measure. ``device`` names the hardware of the time estimate.
-    ``host_memory`` is per node. With ``disk``, bytes of a node such as "4TB", the long tensors of streamed
-    layers are on it and not in host memory; ``disk_rate`` is its rate, such as "3GB/s", in place of that of
-    the hardware table. ``knobs`` are set on a ladder's recipe by hand.
+    bytes are those that CPU ranks measure. ``device`` names the hardware: it has the rates of the time
+    estimate, and the device memory if ``device_memory`` is not given. ``host_memory`` is that of a node; what
+    the system and the processes take of it is left to them (``lab.techniques.host_memory.reserve``). With
+    ``disk``, bytes of a node such as "4TB", the long tensors of streamed layers are on it and not in host
+    memory; ``disk_rate`` is its rate, such as "3GB/s", in place of that of the hardware table. ``knobs`` are
+    set on a ladder's recipe by hand.
 
     With ``lora``, such as "r=16", PEFT's adapters are trained, and all parameters of the model are frozen:
     they have no gradients and no optimizer state. See ``lab.models.Lora``.
@@ -325,8 +343,12 @@ def plan(
     With ``documents``, such as "1M,512K,512K", each row has several documents of these lengths, which add up
     to ``tokens``: attention to other documents is neither computed nor counted. See ``lab.shard_batch``.
 
+    With ``dtype``, such as "bfloat16", the parameters have this dtype, and with them their gradients and the
+    optimizer state; without, that of the config, and fp32 if it has none. A config that says that its weights
+    are quantized, in a directory without weights, is planned as if they were dequantized to ``dtype``.
+
     Raises:
-        LabError: a model, recipe, size, device, adapters or documents that cannot work.
+        LabError: a model, recipe, size, dtype, device, adapters or documents that cannot work.
     """
     machine = make_machine(
         device=device,
@@ -337,7 +359,6 @@ def plan(
         disk=disk,
         disk_rate=disk_rate,
     )
-    shape = shape_of(model)
     job = make_job(
         model,
         recipe,
@@ -346,7 +367,8 @@ def plan(
         rows=rows,
         lora=lora,
         documents=documents,
-        shape=shape,
+        dtype=dtype,
+        shape=shape_of(model, dtype),
         **knobs,
     )
     return plan_job(job, machine)
@@ -360,16 +382,18 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     """
     began = time.perf_counter()
     _check_pairs(job)
-    skeleton = fake_model(job.model, job.lora)
+    skeleton = fake_model(job)
     ring_rank, (timeline, costs) = _fullest(job, machine, skeleton)
     if machine.disk is not None:
-        ranks = min(job.ranks, machine.ranks_per_node)
+        ranks = machine.node_ranks(job.ranks)
         costs = costs.with_disk(hardware(machine.device), machine.disk.rate, ranks)
         timeline = timeline.with_tiles_on_disk()
+    costs = costs.with_pageable(_pageable_share(job, machine, skeleton, timeline.host_peak))
     return Plan(
         job=job,
         machine=machine,
         shape=decoder.shape_of(skeleton.config),
+        state=_state(job, skeleton),
         ring_rank=ring_rank,
         timeline=timeline,
         start=start_of(job, machine, skeleton),
@@ -409,12 +433,13 @@ def plan_ladder(
     Raises:
         LabError: as ``plan``, and as ``lab.ladder``.
     """
-    length, rows, lora = parse_tokens(tokens), settings.pop("rows", 1), settings.pop("lora", None)
+    length, dtype = parse_tokens(tokens), settings.pop("dtype", None)
+    asked = {name: settings.pop(name) for name in ("rows", "lora") if name in settings}
     knobs = {name: settings.pop(name) for name in BY_NAME if name in settings}
-    machine, shape = make_machine(**settings), shape_of(model)
+    machine, shape = make_machine(**settings), shape_of(model, dtype)
     plans = {}
     for rung, recipe in ladder(model, ranks, length, shape=shape, **knobs).items():
-        job = make_job(model, recipe, tokens=length, ranks=ranks, rows=rows, lora=lora, shape=shape)
+        job = make_job(model, recipe, tokens=length, ranks=ranks, dtype=dtype, shape=shape, **asked)
         say(f"planning the ladder: {rung}")
         plans[rung] = plan_job(replace(job, recipe_name=rung), machine)
         if watch is not None:
@@ -422,21 +447,54 @@ def plan_ladder(
     return plans
 
 
-def shape_of(model: models.ModelLike) -> Shape:
+def shape_of(model: models.ModelLike, dtype: str | None = None) -> Shape:
     """The model's shape; of a callable, that of a model that it makes without a byte of its parameters.
 
     Raises:
         LabError: See ``lab.models.shape_of``.
     """
-    if callable(model) and not isinstance(model, PretrainedConfig):
-        return models.shape_of(fake_model(model).config)
-    return models.shape_of(model)
+    if callable(model) and not isinstance(model, PretrainedConfig) and dtype is None:
+        with PlanningMode(allow_non_fake_inputs=True):
+            return models.shape_of(models.build(model).config)
+    return models.shape_of(model, dtype)
 
 
-def fake_model(model: models.ModelLike, lora: Lora | None = None) -> PreTrainedModel:
-    """The model, with its adapters, without a byte of its parameters."""
+def fake_model(job: Job) -> PreTrainedModel:
+    """The job's model, with its adapters, without a byte of its parameters."""
     with PlanningMode(allow_non_fake_inputs=True):
-        return models.build(model, lora=lora, weights=False)
+        return models.build(job.model, dtype=job.dtype, lora=job.lora, weights=False)
+
+
+def has_fp32_state(job: Job) -> bool:
+    """Whether all parameters are fp32. The closed form knows no others."""
+    return {parameter.dtype for parameter in fake_model(job).parameters()} == {torch.float32}
+
+
+def _state(job: Job, skeleton: PreTrainedModel) -> str:
+    """The dtypes of the parameters and of what training adds to them, and where they come from."""
+    trained, frozen = (
+        " and ".join(sorted({_name(p.dtype) for p in skeleton.parameters() if p.requires_grad is kind}))
+        for kind in (True, False)
+    )
+    held = f"{trained} parameters, gradients and optimizer state"
+    if frozen:
+        held = f"{frozen} frozen parameters; {trained} trained ones, gradients and optimizer state"
+    dequantized = ", as if dequantized" if job.dequantized else ""
+    return f"{held} ({models.dtype_source(job.model, job.dtype)}{dequantized})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pageable_share(job: Job, machine: Machine, skeleton: PreTrainedModel, host_peak: int) -> float:
+    """The share of what a rank copies to the host that may not be pinned.
+
+    Adam's state on the host is neither copied nor pinned.
+    """
+    pinnable, on_host = machine.pinnable(job.ranks), job.recipe.optimizer == "host"
+    copied = host_peak - (adam_bytes(job, skeleton) if on_host else 0)
+    return 0.0 if pinnable is None or copied <= pinnable else 1 - pinnable / copied
 
 
 def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
@@ -447,7 +505,7 @@ def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
     recipe, shape = job.recipe, decoder.shape_of(model.config)
     dtype = attention_dtype(recipe, model.dtype)
     if not runs_flash(dtype, shape.D):
-        yield matrix_products_note(str(dtype).removeprefix("torch."), shape.D)
+        yield matrix_products_note(_name(dtype), shape.D)
         return
     yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
     if recipe.kernel in ("auto", "torch"):

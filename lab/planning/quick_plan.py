@@ -14,9 +14,9 @@ from lab.planning.closed_form import Estimate
 from lab.planning.closed_form_disk import estimate_on, fits_node
 from lab.planning.closed_form_terms import WIDTHS
 from lab.planning.cuda_workspace import fixed_workspace, matrix_products_note
-from lab.planning.hardware import hardware
+from lab.planning.hardware import make_machine
 from lab.planning.plan_cache import cached, model_identity
-from lab.recipe.jobs import Job, Limit, Machine, make_job, make_machine
+from lab.recipe.jobs import Job, Limit, Machine, make_job
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.attention.flash_limits import flash_takes
@@ -70,7 +70,7 @@ class QuickPlan:
     @property
     def fits(self) -> bool | None:
         """Whether all peaks are below the limits; None where there is no limit."""
-        if all(self.machine.given(memory) is None for memory in get_args(Limit)):
+        if all(self.machine.available(memory, self.job.ranks) is None for memory in get_args(Limit)):
             return None
         limit = self.machine.device_memory
         on_device = limit is None or self.device_peak <= limit
@@ -123,7 +123,6 @@ def quick_plan(
     Raises:
         LabError: a model, recipe, size or device that cannot work.
     """
-    hardware(device)  # refuses a device that the table has not
     machine = make_machine(
         device=device,
         device_memory=device_memory,

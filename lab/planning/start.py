@@ -34,17 +34,13 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     scratch. The host holds the rest.
     """
 
-    def held(p: nn.Parameter) -> int:
-        return -(-len(p) // job.ranks) * prod(p.shape[1:]) * p.itemsize if job.recipe.fsdp else p.nbytes
-
     whole = sum(p.nbytes for p in skeleton.parameters())
     buffers = sum(b.nbytes for b in skeleton.buffers())
-    parameters = sum(map(held, skeleton.parameters()))
-    moments_of_adam = 2 * sum(held(p) for p in skeleton.parameters() if p.requires_grad)
+    parameters = sum(_held(job, p) for p in skeleton.parameters())
     workspace = cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
     largest = max(p.numel() for p in skeleton.parameters())
     trained = sum(p.requires_grad for p in skeleton.parameters())
-    moments = [("make_optimizer", parameters + buffers, moments_of_adam + 4 * trained, 0)]
+    moments = [("make_optimizer", parameters + buffers, adam_bytes(job, skeleton) + 4 * trained, 0)]
     from_callable = callable(job.model) and not isinstance(job.model, PretrainedConfig)
     if from_callable or not job.recipe.fsdp:
         compared = _CHECKED * min(agreement.CHECKSUM_ELEMENTS, largest) if job.ranks > 1 else 0
@@ -81,3 +77,13 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
         phase="start",
         step=0,
     )
+
+
+def adam_bytes(job: Job, skeleton: PreTrainedModel) -> int:
+    """Return the bytes of Adam's two moments on a rank."""
+    return 2 * sum(_held(job, p) for p in skeleton.parameters() if p.requires_grad)
+
+
+def _held(job: Job, p: nn.Parameter) -> int:
+    """The bytes of a parameter on a rank: of its shard, if it is sharded."""
+    return -(-len(p) // job.ranks) * prod(p.shape[1:]) * p.itemsize if job.recipe.fsdp else p.nbytes

@@ -17,14 +17,12 @@ from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.document_lengths import check_documents, several_or_none
+from lab.techniques.host_memory import PINNABLE_SHARE, reserve
 from lab.units import (
     LARGEST,
     abbreviate,
     check_counts,
     format_tokens,
-    parse_bytes,
-    parse_disk,
-    parse_rate,
     parse_tokens,
 )
 
@@ -56,6 +54,10 @@ class Job:
         accumulate: The micro-batches of a step, whose gradients are summed before the optimizer steps.
         lora: The adapters that are trained in place of the model's parameters; None if there are none.
         documents: The tokens of each document of a row, the same in all rows; None if a row is one document.
+        dtype: The dtype that was asked for, of the parameters and with them of their gradients and optimizer
+            state; None for the model's own.
+        dequantized: Whether the model's config says that its weights are quantized. The job is then that of
+            the same model with plain weights.
     """
 
     model: ModelLike
@@ -65,6 +67,10 @@ class Job:
     rows: int = 1
     recipe_name: str | None = None
     accumulate: int = 1
+    lora: Lora | None = None
+    documents: tuple[int, ...] | None = None
+    dtype: str | None = None
+    dequantized: bool = False
 
     @property
     def step_rows(self) -> int:
@@ -78,9 +84,6 @@ class Job:
         Each later one takes as long as the second, and holds as much, but for the tokens of those before it.
         """
         return replace(self, accumulate=min(self.accumulate, 2))
-
-    lora: Lora | None = None
-    documents: tuple[int, ...] | None = None
 
     @property
     def title(self) -> str:
@@ -102,6 +105,8 @@ class Job:
             # A config; its class is not imported, because saved answers are read without transformers.
             family = getattr(self.model, "model_type", None)
             name = f"{getattr(self.model, 'num_hidden_layers', '')}-layer {family}" if family else "model"
+        name += "" if self.dtype is None else f" in {self.dtype}"
+        name += " as if dequantized" if self.dequantized else ""
         return name if self.lora is None else f"{name} with LoRA {self.lora}"
 
     @property
@@ -125,6 +130,7 @@ def make_job(
     accumulate: int = 1,
     lora: Lora | str | None = None,
     documents: Documents = None,
+    dtype: str | None = None,
     shape: Shape | None = None,
     **knobs: Any,
 ) -> Job:
@@ -139,6 +145,7 @@ def make_job(
         accumulate: As ``Job.accumulate``.
         lora: Adapters, or a text such as "r=16".
         documents: The lengths of the documents of each row, or a text such as "1M,512K,512K".
+        dtype: As ``Job.dtype``.
         shape: The model's shape, for a caller that has it: that of a callable is found by making a model.
         knobs: Fields of the recipe that are set by hand.
 
@@ -156,13 +163,14 @@ def make_job(
         )
     adapters = parse_lora(lora)
     check_takes_adapters(model, adapters)
-    shape = shape or models.shape_of(model)
+    shape = shape or models.shape_of(model, dtype)
     chosen = resolve_recipe(recipe, model, ranks, length, shape=shape, **knobs)
     if adapters is not None:
         adapters.targets_in(shape)
     name = recipe if isinstance(recipe, str) else None
     of_row = parse_documents(documents, length, chosen.ring)
-    return Job(model, chosen, length, ranks, rows, name, accumulate, adapters, of_row)
+    dequantized = dtype is not None and models.is_quantized(model)
+    return Job(model, chosen, length, ranks, rows, name, accumulate, adapters, of_row, dtype, dequantized)
 
 
 def parse_documents(given: Documents, tokens: int, ring: int) -> tuple[int, ...] | None:
@@ -240,46 +248,35 @@ class Machine:
         """Bytes of a node's disk; None for no limit, or no disk."""
         return None if self.disk is None else self.disk.nbytes
 
-    def given(self, memory: Limit) -> int | None:
-        """Return the bytes of a memory: of a device, or of a node's host or disk; None for no limit."""
-        return {"device": self.device_memory, "host": self.host_memory, "disk": self.disk_bytes}[memory]
+    def available(self, memory: Limit, ranks: int) -> int | None:
+        """Return the bytes that a step on ``ranks`` ranks may take of a memory; None for no limit.
+
+        They are all of a device and of a node's disk. Of a node's host memory they are what is left without
+        ``lab.techniques.host_memory.reserve``.
+        """
+        if memory == "host" and self.host_memory is not None:
+            return max(self.host_memory - reserve(self.node_ranks(ranks)), 0)
+        return {"device": self.device_memory, "host": None, "disk": self.disk_bytes}[memory]
+
+    def pinnable(self, ranks: int) -> int | None:
+        """Return the bytes of host memory that each of ``ranks`` ranks may pin; None for no limit."""
+        if self.host_memory is None:
+            return None
+        return int(PINNABLE_SHARE * self.host_memory) // self.node_ranks(ranks)
+
+    def node_ranks(self, ranks: int) -> int:
+        """Return how many of ``ranks`` ranks are on a node."""
+        return min(ranks, self.ranks_per_node)
 
 
-def make_machine(
-    *,
-    device: str = "h100",
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    ranks_per_node: int = 8,
-    workspace: bool = True,
-    disk: int | str | None = None,
-    disk_rate: int | str | None = None,
-) -> Machine:
-    """Read the sizes, which may be texts such as "80GiB"; that of a disk, "4TB", and its rate, "3GB/s".
-
-    Raises:
-        LabError: a size that cannot be read, or ranks that are no count; a rate of no disk.
-    """
-    check_counts({"ranks_per_node": ranks_per_node})
-    device_bytes, host_bytes = (
-        None if given is None else parse_bytes(given) for given in (device_memory, host_memory)
-    )
-    if disk_rate is not None and disk is None:
-        raise LabError(f"disk_rate={disk_rate!r} without a disk: give its size too, such as disk=4TB")
-    rate = None if disk_rate is None else parse_rate(disk_rate)
-    given = None if disk is None else Disk(parse_disk(disk), rate)
-    return Machine(device, device_bytes, host_bytes, ranks_per_node, workspace, given)
-
-
-def check_given(**memories: int | str | None) -> None:
-    """Refuse memories that are not given, for a question that has no answer without them.
+def check_host_memory(host_memory: int | str | None) -> None:
+    """Refuse host memory that is not given, for a question that has no answer without it.
 
     Raises:
-        LabError: One is None; the message names it.
+        LabError: It is None.
     """
-    for name, memory in memories.items():
-        if memory is None:
-            raise LabError(f"{name}=None: give the memory that there is, such as 80GiB")
+    if host_memory is None:
+        raise LabError("host_memory=None: give the memory of a node, such as 2TiB")
 
 
 Schedule = Literal["constant", "cosine"]

@@ -150,6 +150,7 @@ class Rehearsal(Measured):
         peak = self.timeline.peak
         return {
             "recipe": self.job.recipe.to_json(),
+            "state": self.plan.state,
             "tokens": self.job.tokens,
             "ranks": self.job.ranks,
             "layers": self.layers,

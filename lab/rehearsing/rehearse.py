@@ -25,9 +25,10 @@ from lab.memory.stopwatch import Stopwatch
 from lab.models.lora import Lora
 from lab.models.small_copies import first_layers
 from lab.planning.cuda_workspace import nccl_workspace
+from lab.planning.hardware import make_machine
 from lab.planning.host_folder import check_host_dir
 from lab.planning.plan import Plan, plan_job
-from lab.recipe.jobs import Disk, TrainSettings, make_job, make_machine
+from lab.recipe.jobs import Disk, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 from lab.step.kernel_limits import check_kernel
@@ -55,6 +56,7 @@ def rehearse(
     ranks: int,
     rows: int = 1,
     lora: Lora | str | None = None,
+    dtype: str | None = None,
     layers: int | None = None,
     steps: int = 1,
     text: str | Path | None = None,
@@ -75,7 +77,8 @@ def rehearse(
     is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
     ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
     the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
-    random unless the model is a directory with weights, in whole. ``lora`` is as in ``lab.plan``.
+    random unless the model is a directory with weights, in whole. ``lora`` and ``dtype`` are those of
+    ``lab.plan``.
 
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers. The plan then has the
     rates of one disk.
@@ -100,9 +103,11 @@ def rehearse(
         )
     where, memory_asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
     limit = _limit(where, memory_asked)
-    config = models.config_of(model)
+    config = models.config_of(model, dtype)
     shape = models.shape_of(config)
-    job = make_job(model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, shape=shape, **knobs)
+    job = make_job(
+        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, dtype=dtype, shape=shape, **knobs
+    )
     part = replace(job, model=first_layers(model, layers, config=config))
     settings = TrainSettings(1 + steps, text, tokenizer)
     read_source(job, settings, shape.V)

@@ -115,14 +115,15 @@ def _of_rehearsal(rehearsal: Rehearsal) -> DisplayedResult:
 def _of_max_context(result: MaxContext) -> DisplayedResult:
     """The picture has the bytes of the memory that stops a longer context, and a line at its limit."""
     plans = {f"{round_tokens(plan.tokens)} tokens": plan for plan in (result.plan, result.next_plan)}
-    machine = result.plan.machine
 
     def draw() -> Picture:
         if result.limit == "device":
-            return stack({name: plan.peak for name, plan in plans.items()}, limit=machine.device_memory)
+            return stack(
+                {name: plan.peak for name, plan in plans.items()}, limit=result.plan.available("device")
+            )
         memory: str = result.limit
         nodes = {name: {memory: plan.needed(result.limit)} for name, plan in plans.items()}
-        return stack(nodes, limit=machine.given(result.limit))
+        return stack(nodes, limit=result.plan.available(result.limit))
 
     numbers = peak_table({name: (plan.peak, plan.host_peak, plan.disk_peak) for name, plan in plans.items()})
     return DisplayedResult(result.plan.title, result.description, numbers, draw)
@@ -154,7 +155,8 @@ def _of_fits(fits: Fits) -> DisplayedResult:
         every = table([header, *rows.values()])
         numbers += f"<details><summary>all {len(fits)} recipes</summary>{every}</details>"
     lines = {
-        "recipes": f"{len(fits)} fit; {len(chosen)} of them need less device memory than every faster one"
+        "state": fits[0].state,
+        "recipes": f"{len(fits)} fit; {len(chosen)} of them need less device memory than every faster one",
     }
     points = {
         str(number): (

@@ -68,6 +68,7 @@ def start(
     recipe: Recipe,
     mesh: DeviceMesh,
     *,
+    dtype: str | None = None,
     lora: Lora | None = None,
     seed: int = 0,
     host_file: HostFile | None = None,
@@ -77,17 +78,18 @@ def start(
     With ``fsdp`` a rank never holds more than its shard: the techniques and FSDP are applied before there is
     memory for the parameters, and each rank makes, or reads, the values of its own shard. A callable's model
     arrives whole, and without ``fsdp`` every rank holds it whole. With ``optimizer="host"`` the shards are in
-    host memory. With ``lora`` the model has these adapters, and all of its other parameters are frozen.
+    host memory. The parameters have ``dtype``, or that of the model's config. With ``lora`` the model has
+    these adapters, and all of its other parameters are frozen.
 
     Raises:
         LabError: as ``models.build`` and ``apply_recipe``; ranks with another seed or other files.
     """
     device = torch.device(mesh.device_type)
     if not recipe.fsdp or (callable(model) and not isinstance(model, PretrainedConfig)):
-        whole = models.build(model, lora=lora, seed=seed, device=device)
+        whole = models.build(model, dtype=dtype, lora=lora, seed=seed, device=device)
         whole.train()
         return apply_recipe(whole, recipe, mesh, checked=True, host_file=host_file)
-    meta = models.build_on_meta(model, lora=lora, seed=seed)
+    meta = models.build_on_meta(model, dtype=dtype, lora=lora, seed=seed)
     meta.model.train()
     applied = apply_recipe(meta.model, recipe, mesh, checked=True, host_file=host_file)
     origin = refuse_together(meta.origin, mesh.get_group())

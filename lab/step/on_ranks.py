@@ -179,7 +179,15 @@ def make_rank_state(
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     # The disk is asked first: nothing else is made for a folder that is refused.
     host_file = None if host_folder is None else open_host_file(host_folder, mesh.get_group())
-    applied = start(job.model, job.recipe, mesh, lora=job.lora, seed=settings.seed, host_file=host_file)
+    applied = start(
+        job.model,
+        job.recipe,
+        mesh,
+        dtype=job.dtype,
+        lora=job.lora,
+        seed=settings.seed,
+        host_file=host_file,
+    )
     optimizer = applied.make_optimizer(
         learning_rate=settings.learning_rate, weight_decay=settings.weight_decay
     )

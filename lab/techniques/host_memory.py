@@ -1,4 +1,4 @@
-"""How much host memory the ranks of this host may pin."""
+"""How much host memory the ranks of a host may take, and how much of it they may pin."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from pathlib import Path
 
 import psutil
 
+from lab.units import GiB
+
+SYSTEM_RESERVE, RANK_RESERVE = 4 * GiB, 4 * GiB
+"""Bytes of a host's memory that a step cannot have: for the system, and for the process of each rank.
+
+The first is for the kernel, the services and the page cache. The second is for Python, the libraries of torch
+and CUDA, the context of the GPU and the buffers of NCCL. Both are assumed.
+"""
+
 PINNABLE_SHARE = 0.8
 """The share of the host's memory that may be pinned.
 
@@ -18,6 +27,11 @@ cache and to other users.
 
 CGROUP = Path("/sys/fs/cgroup")
 """The folder in which Linux shows the limits of a container."""
+
+
+def reserve(ranks: int) -> int:
+    """Return the bytes of a host's memory that the system and the processes of ``ranks`` ranks take."""
+    return SYSTEM_RESERVE + ranks * RANK_RESERVE
 
 
 def pinnable(ranks: int = 1, pinned: int = 0) -> int:

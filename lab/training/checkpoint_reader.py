@@ -120,6 +120,22 @@ class CheckpointReader(FileSystemReader):
             if name.startswith("model.") and isinstance(value, TensorStorageMetadata)
         }
 
+    def check_dtypes(self, weights: Mapping[str, Tensor]) -> None:
+        """Refuse a model whose parameters have other dtypes: reading would round them without a word.
+
+        Raises:
+            CheckpointError: As ``read_metadata``; or the first parameter whose dtype differs.
+        """
+        stored = self._tensors()
+        for name, weight in weights.items():
+            there = stored.get(f"model.{name}")
+            if there is not None and there.properties.dtype != weight.dtype:
+                own, here = (str(d).removeprefix("torch.") for d in (there.properties.dtype, weight.dtype))
+                raise CheckpointError(
+                    f"{self.checkpoint} has parameters of {own}, and the model of {here}: give "
+                    f"dtype={own!r}, or --dtype {own}"
+                )
+
     def check_sizes(self, weights: Mapping[str, Tensor]) -> None:
         """Refuse a model whose parameters are not those of the checkpoint.
 

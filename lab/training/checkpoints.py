@@ -99,7 +99,9 @@ class Checkpointer:
         Raises:
             CheckpointError: what it holds is not this model's.
         """
-        _load(CheckpointReader(checkpoint), _state(model, optimizer), self._group)
+        reader, state = CheckpointReader(checkpoint), _state(model, optimizer)
+        reader.check_dtypes(state["model"])
+        _load(reader, state, self._group)
 
     def wait(self) -> None:
         """Wait until the last save is whole on disk.

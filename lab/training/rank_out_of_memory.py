@@ -6,7 +6,7 @@ from cluster.errors import RankError
 from lab.errors import LabError
 from lab.memory.out_of_memory import OutOfMemory
 from lab.planning.closed_form import estimate_job
-from lab.planning.plan import Plan, plan_job, shape_of
+from lab.planning.plan import Plan, has_fp32_state, plan_job, shape_of
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.ladder import RUNGS
 from lab.units import format_bytes
@@ -44,7 +44,7 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
     The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
     leanest of those it says.
     """
-    shape = shape_of(job.model)
+    shape = shape_of(job.model, job.dtype)
     rungs = {
         rung: make_job(
             job.model,
@@ -54,13 +54,16 @@ def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
             rows=job.rows,
             accumulate=job.accumulate,
             lora=job.lora,
+            dtype=job.dtype,
             shape=shape,
         )
         for rung in RUNGS
     }
     likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}
     leanest = min(likely, key=lambda rung: likely[rung])
-    tried = [rung for rung in RUNGS if likely[rung] <= limit * MARGIN]
+    # The closed form knows fp32 parameters alone.
+    estimated = has_fp32_state(job)
+    tried = [rung for rung in RUNGS if not estimated or likely[rung] <= limit * MARGIN]
     machine = Machine(workspace=False, device_memory=limit)
     plans = {}
     for rung in tried or [leanest]:

@@ -45,6 +45,7 @@ def run(
     rows: int = 1,
     accumulate: int = 1,
     lora: Lora | str | None = None,
+    dtype: str | None = None,
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
     learning_rate: float = 1e-3,
@@ -66,8 +67,9 @@ def run(
     of memory where it holds more bytes, as on a device of that size. On GPUs a collective may take three
     times the longest layer of the plan where that is more than the cluster's ``timeout``; it is printed then.
 
-    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. ``knobs``
-    are set on a ladder's recipe by hand, as there.
+    With ``lora``, such as "r=16", adapters are trained and the model is frozen, as by ``lab.plan``. ``dtype``
+    is that of the parameters, as there; weights in files are cast to it. ``knobs`` are set on a ladder's
+    recipe by hand, as there.
 
     With ``host_dir`` the long tensors of streamed layers lie in a file of each rank in this folder, in place
     of host memory: the file has no name, and is as large as the plan says before the first step. Copies
@@ -86,7 +88,7 @@ def run(
     """
     hide_progress(watch)
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
-    config = models.config_of(model)
+    config = models.config_of(model, dtype)
     shape = models.shape_of(config)
     job = make_job(
         model,
@@ -96,6 +98,7 @@ def run(
         rows=rows,
         accumulate=accumulate,
         lora=lora,
+        dtype=dtype,
         shape=shape,
         **knobs,
     )

@@ -59,6 +59,7 @@ def train(
     resume: bool = False,
     rows: int = 1,
     accumulate: int = 1,
+    dtype: str | None = None,
     text: str | Path | None = None,
     tokenizer: str | Path | None = None,
     validate: str | Path | None = None,
@@ -93,6 +94,8 @@ def train(
     mean loss over all of ``validate`` is computed at each checkpoint, without gradients, and is
     ``StepRecord.validation_loss``.
 
+    ``dtype`` is that of the parameters, as in ``lab.run``; a checkpoint is continued with its own.
+
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers.
 
     A collective may take ``timeout`` seconds. By default it is the cluster's or torchrun's own; on GPUs it is
@@ -124,10 +127,10 @@ def train(
         weight_decay=weight_decay,
         validate=validate,
     )
-    config = models.config_of(model)
+    config = models.config_of(model, dtype)
     shape = models.shape_of(config)
     sizes: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "rows": rows, "accumulate": accumulate}
-    job = make_job(model, recipe, shape=shape, **sizes, **knobs)
+    job = make_job(model, recipe, dtype=dtype, shape=shape, **sizes, **knobs)
     source = read_source(job, settings, shape.V)
     host_path = check_host_dir(job, host_dir)
     if cluster is None and torch.cuda.is_available():

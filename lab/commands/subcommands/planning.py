@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from lab.commands.base import (
+    DTYPE,
     JSON,
     LORA,
     RECIPE,
@@ -37,8 +38,9 @@ def _planning_options(command: Callable[..., None], *, required: bool = True) ->
             click.option("--ranks", type=integer, required=required, help="GPUs in all."),
             click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]"),
             LORA,
+            DTYPE,
             click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
-            click.option("--device", default="h100", help="The GPU of the time estimate. [h100]"),
+            click.option("--device", default="h100", help="The GPU: its rates, and its memory. [h100]"),
             click.option(
                 "--no-workspace",
                 "workspace",
@@ -54,11 +56,12 @@ def _planning_options(command: Callable[..., None], *, required: bool = True) ->
     return command
 
 
-def _memory_options(device: str | None, host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def _memory_options(host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def add(command: Callable[P, T]) -> Callable[P, T]:
-        defaults = [f" [{value}]" if value else "" for value in (device, host)]
-        command = click.option("--host-memory", default=host, help=f"Of a node: 2TiB.{defaults[1]}")(command)
-        return click.option("--device-memory", default=device, help=f"Of a GPU: 80GiB.{defaults[0]}")(command)
+        default = f"[{host}]" if host else "[no limit]"
+        of_node = f"Of a node: 2TiB, of which the system and the processes keep some. {default}"
+        command = click.option("--host-memory", default=host, help=of_node)(command)
+        return click.option("--device-memory", help="Of a GPU: 80GiB. [that of --device]")(command)
 
     return add
 
@@ -102,7 +105,7 @@ def _answer(document: dict[str, Any]) -> Answer:
 @TOKENS
 @RECIPE
 @SET
-@_memory_options(None, None)
+@_memory_options(None)
 @_disk_options
 @click.option(
     "--documents",
@@ -155,6 +158,8 @@ def plan(
         if quick and (holders is not None or files):
             raise LabError("--quick answers from the closed form, which has no tensors to list or to write")
         documents = settings.pop("documents")
+        if quick and settings["dtype"] is not None:
+            raise LabError("--quick answers by the closed form, which has fp32 parameters: leave --dtype out")
         if quick and documents is not None:
             raise LabError("--quick answers by the closed form, which has one document per row: leave it out")
         if animation is not None:
@@ -170,6 +175,7 @@ def plan(
             from lab.commands.report import quick_text
             from lab.planning.quick_plan import quick_plan
 
+            del settings["dtype"]
             answered = quick_plan(model, recipe, **settings, **parse_knobs(knobs))
             return answered.to_json(), quick_text(answered)
 
@@ -203,7 +209,7 @@ def plan(
 @_planning_options
 @TOKENS
 @SET
-@_memory_options(None, None)
+@_memory_options(None)
 @click.option("--figure", type=path, help="Also draw it into this PNG file.")
 @one_line_errors
 def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
@@ -222,7 +228,7 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
             )
         if figure is not None:
             draw_ladder(plans, figure)
-        keys = ("device_peak", "host_peak", "fits")
+        keys = ("state", "device_peak", "host_peak", "fits")
         rows = [{"name": name} | pick(keys, planned.to_json()) for name, planned in plans.items()]
         return rows, ladder_text(plans)
 
@@ -233,7 +239,7 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
 @partial(_planning_options, required=False)
 @RECIPE
 @SET
-@_memory_options("80GiB", "2TiB")
+@_memory_options("2TiB")
 @_disk_options
 @click.option("--table", is_flag=True, help="Instead: every preset, or MODEL, on machines that people rent.")
 @click.option("--figure", type=path, help="With --table: also draw it into this PNG file.")
@@ -302,7 +308,7 @@ def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
 @click.command()
 @_planning_options
 @TOKENS
-@_memory_options("80GiB", "2TiB")
+@_memory_options("2TiB")
 @_disk_options
 @click.option(
     "--tokens-total",
@@ -325,7 +331,7 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
 
         with status(f"planning {model}") as say:
             plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried.summary}"), **settings)
-        keys = ("recipe", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu")
+        keys = ("recipe", "state", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu")
         rows = [pick(keys, planned.to_json()) for planned in plans]
         bills = [{"bill": bill.to_json()} for bill in plans.bills] or [{}] * len(rows)
         return [row | bill for row, bill in zip(rows, bills, strict=True)], fit_text(plans)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from lab.commands.base import (
+    DTYPE,
     HOST_DIR,
     JSON,
     LORA,
@@ -30,6 +31,7 @@ from lab.commands.base import (
 @RECIPE
 @SET
 @LORA
+@DTYPE
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @TEXT
 @TOKENIZER

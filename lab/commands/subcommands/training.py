@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lab.commands.base import (
+    DTYPE,
     HOST_DIR,
     JSON,
     LORA,
@@ -52,6 +53,7 @@ ACCUMULATE = click.option(
 @RECIPE
 @SET
 @LORA
+@DTYPE
 @click.option("--steps", type=integer, default=3, help="Training steps. [3]")
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @ACCUMULATE
@@ -99,12 +101,12 @@ def run(
     from lab.units import parse_bytes
 
     cluster = Cluster(ranks, profile, **parse_fields(profile, fields))
-    sizes = {"tokens": settings.pop("tokens"), **pick(("rows", "accumulate", "lora"), settings)}
+    sizes = {"tokens": settings.pop("tokens"), **pick(("rows", "accumulate", "lora", "dtype"), settings)}
     job = make_job(model, recipe, ranks=ranks, **sizes, **parse_knobs(knobs))
     # What the ranks would refuse is refused before they are started.
-    of_others = ("rows", "accumulate", "lora", "device_memory", "host_dir")
+    of_others = ("rows", "accumulate", "lora", "dtype", "device_memory", "host_dir")
     told = {name: value for name, value in settings.items() if name not in of_others}
-    read_source(job, TrainSettings(**told), models.shape_of(model).V)
+    read_source(job, TrainSettings(**told), models.shape_of(model, job.dtype).V)
     if settings["device_memory"] is not None:
         parse_bytes(settings["device_memory"])
     disk = None if check_host_dir(job, settings["host_dir"]) is None else Disk()
@@ -127,6 +129,7 @@ def run(
 @TOKENS
 @RECIPE
 @SET
+@DTYPE
 @click.option("--steps", type=integer, required=True, help="Steps in all, including those before a resume.")
 @click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
 @ACCUMULATE

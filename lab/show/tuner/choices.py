@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.errors import RecipeError
+from lab.planning.hardware import HARDWARE
 from lab.recipe.knobs import BY_NAME
 from lab.show.tuner.state import NEUTRAL, TILES, State
 from lab.show.tuner.text import LABELS, value_text
-from lab.units import GiB, KiB, Mi
+from lab.units import GiB, KiB, Mi, format_bytes
 
 
 def choices(state: State, name: str) -> list[Any]:
@@ -30,7 +31,9 @@ def choices(state: State, name: str) -> list[Any]:
     elif current < 16 * GiB:
         values = [max(current >> 3, KiB) << power for power in range(7)]
     else:
-        values = [size * GiB for size in (16, 24, 40, 48, 64, 80, 96, 141, 192)]
+        sizes = [*(int(device.memory.value) for device in HARDWARE.values()), current]
+        # An A100 and an H100 have the same memory as text.
+        values = list({format_bytes(size): size for size in sizes}.values())
     return [*sorted({*values, current} - {None}), *([None] if name in NEUTRAL else [])]
 
 

@@ -118,7 +118,7 @@ def _parts(moment: Parts) -> tuple[Part, ...]:
 def _verdict(state: State, device: int, host: int) -> Verdict:
     if device > state.device_memory:
         return "device"
-    if host > state.host_memory:
+    if host > state.host_available:
         return "host"
     return "close" if device * MARGIN > state.device_memory else "fits"
 
@@ -128,7 +128,10 @@ def _verdict_text(state: State, verdict: Verdict, device: int, host: int, moment
     if verdict == "device":
         return f"does not fit: {of_device}, in {moment}"
     if verdict == "host":
-        return f"does not fit the host: {format_bytes(host)} of {format_bytes(state.host_memory)} per node"
+        return (
+            f"does not fit the host: {format_bytes(host)} of {format_bytes(state.host_available)} per node, "
+            f"which has {format_bytes(state.host_memory)}"
+        )
     return (
         f"fits: {of_device}" if verdict == "fits" else f"just fits: {of_device}; Plan computes the exact peak"
     )

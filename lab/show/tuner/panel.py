@@ -99,9 +99,9 @@ def _host_bar(state: State, size: int) -> dict[str, Any] | None:
     if not size:
         return None
     name = f"host memory, a node of {min(state.ranks, NODE)} ranks"
-    scale = max(state.host_memory * AXIS_END, min(size * 1.02, state.host_memory * LONGEST))
-    bar = _bar(name, {"host": size}, scale, format_bytes(state.host_memory))
-    return {**bar, "limit": state.host_memory, "scale": scale}
+    limit = state.host_available
+    scale = max(limit * AXIS_END, min(size * 1.02, limit * LONGEST))
+    return {**_bar(name, {"host": size}, scale, format_bytes(limit)), "limit": limit, "scale": scale}
 
 
 def _parts_text(estimate: StateEstimate, category: str) -> str:
@@ -122,5 +122,5 @@ def _workspace_note(state: State) -> str:
 def _plan_note(state: State, plan: Plan | None, current: bool) -> str:
     if plan is None or not current:
         return ""
-    fits = plan.device_peak <= state.device_memory and plan.host_peak_per_node <= state.host_memory
+    fits = plan.device_peak <= state.device_memory and plan.host_peak_per_node <= state.host_available
     return f" Planned: {format_bytes(plan.device_peak)}, {'fits' if fits else 'does not fit'}."

@@ -10,10 +10,13 @@ from typing import Any
 from lab.errors import LabError
 from lab.models import shape_of
 from lab.planning.bill import Order, make_order
+from lab.planning.cuda_workspace import NODE
+from lab.planning.hardware import make_machine
 from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RECIPE_NAMES, RUNGS, check_name, recipe_by_name
 from lab.recipe.recipe import Recipe, check_fields
 from lab.shape import Shape
+from lab.techniques.host_memory import reserve
 from lab.units import check_counts, parse_bytes, parse_tokens
 
 ADJUSTABLE = tuple(knob.name for knob in KNOBS if knob.turned)
@@ -72,6 +75,11 @@ class State:
             LabError: One of them cannot be read.
         """
         return make_order(self.tokens_total, self.price)
+
+    @property
+    def host_available(self) -> int:
+        """The bytes of a node's host memory that a step may take; see ``Machine.available``."""
+        return max(self.host_memory - reserve(min(self.ranks, NODE)), 0)
 
     @property
     def base(self) -> dict[str, Any]:
@@ -133,7 +141,7 @@ def start_state(
     *,
     tokens: int | str,
     ranks: int,
-    device_memory: int | str,
+    device_memory: int | str | None,
     host_memory: int | str,
     workspace: bool,
     tokens_total: int | str | None = None,
@@ -160,7 +168,7 @@ def start_state(
         tokens=parse_tokens(tokens),
         ranks=ranks,
         by_hand=knobs,
-        device_memory=parse_bytes(device_memory),
+        device_memory=make_machine(device_memory=device_memory).available("device", ranks) or 0,
         host_memory=parse_bytes(host_memory),
         workspace=workspace,
         tokens_total=tokens_total,

@@ -242,7 +242,7 @@ def tuner(
     *,
     tokens: int | str = "3M",
     ranks: int = 8,
-    device_memory: int | str = "80GiB",
+    device_memory: int | str | None = None,
     host_memory: int | str = "2TiB",
     workspace: bool = True,
     tokens_total: int | str | None = None,
@@ -261,7 +261,7 @@ def tuner(
         recipe: A named recipe, or a ``Recipe``.
         tokens: The tokens of one sequence.
         ranks: The number of ranks.
-        device_memory: The memory of a rank.
+        device_memory: The memory of a rank; by default that of the device of ``lab.plan``.
         host_memory: The host memory of a node.
         workspace: Whether to add the memory that CUDA takes when it starts.
         tokens_total: The tokens of the whole training, such as "10B" (decimal: 10^10), as in ``lab.fit``.
