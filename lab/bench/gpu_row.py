@@ -25,9 +25,10 @@ from lab.bench.hollow import hollow_attention
 from lab.bench.software import versions
 from lab.errors import LabError
 from lab.models.small_copies import first_layers
+from lab.planning.hardware import make_machine
 from lab.planning.plan import plan_job
 from lab.planning.plan_cache import folder
-from lab.recipe.jobs import Job, make_job, make_machine
+from lab.recipe.jobs import Job, make_job
 from lab.rehearsing.rehearse import DeviceType, machine_for, rehearse
 from lab.techniques.host_transfer import PINNED_MEMORY
 from lab.torch_private import set_expandable_segments
