@@ -147,7 +147,10 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
     CUDA does not promise that a copy of other memory has ended when the call returns.
     """
-    to.copy_(source, non_blocking=to.is_pinned() or source.is_pinned())
+    pinned = to.is_pinned() or source.is_pinned()
+    to.copy_(source, non_blocking=pinned)
+    if not pinned and (to.is_cuda or source.is_cuda):
+        PINNED_MEMORY.pageable += source.nbytes
 
 
 def _packed_strides(x: Tensor) -> list[int]:
@@ -301,7 +304,7 @@ class PinnedMemory:
 
     Attributes:
         nbytes: The number of bytes that are pinned.
-        pageable: The number of bytes, over all calls, that a GPU copied to memory that was not pinned.
+        pageable: The number of bytes, over all copies, from or to host memory that was not pinned.
     """
 
     def __init__(self) -> None:
@@ -322,8 +325,6 @@ class PinnedMemory:
         pins = self._choose(piece_sizes(x.nbytes), limit)
         pieces: list[Tensor] = torch.ops.lab.to_host(x, pins)
         self._count(pieces, pins)
-        if x.is_cuda:
-            self.pageable += sum(piece.nbytes for piece, pin in zip(pieces, pins, strict=True) if not pin)
         return pieces
 
     def allocate(self, sizes: list[int], limit: int, device: torch.device) -> list[Tensor]:
@@ -337,8 +338,6 @@ class PinnedMemory:
         pins = self._choose(sizes, limit) if device.type == "cuda" else [False] * len(sizes)
         pieces: list[Tensor] = torch.ops.lab.empty_host(sizes, pins)
         self._count(pieces, pins)
-        if device.type == "cuda":
-            self.pageable += sum(size for size, pin in zip(sizes, pins, strict=True) if not pin)
         return pieces
 
     def _choose(self, sizes: list[int], limit: int) -> list[bool]:
