@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.techniques.host_pieces import piece_sizes
+from lab.torch_private import queue_callback
 
 SEND, FETCH, EXCHANGE = "to the host", "to the device", "exchange"
 SCHEDULES = {"late": (), "early to the device": (FETCH,), "early to the host": (SEND, EXCHANGE)}
@@ -53,6 +55,9 @@ class Stream:
         self.queued += 1
         if early:
             self.run(self.queued)
+
+    def synchronize(self) -> None:
+        self.run(self.queued)
 
     @torch.no_grad()
     def run(self, until: int) -> None:
@@ -105,6 +110,7 @@ class LateStreams:
         self._streams: list[Stream] = []
         # Each group of ranks has a stream, as with NCCL.
         self._exchanges: defaultdict[Any, Stream] = defaultdict(self.new_stream)
+        self._gradients = self.new_stream()
 
     def new_stream(self, device: Any = None) -> Stream:
         self._streams.append(Stream(device))
@@ -142,10 +148,26 @@ class LateStreams:
         self.push(EXCHANGE, stream, lambda: real(to.get(), source.get(), *sizes, group=group), out)
         return stream.record_event()
 
+    def current_stream(self, device: Any = None) -> Stream | Computing:
+        return self._gradients if _caller() == "move_to_host" else Computing()
+
+    def to_host_whole(self, x: Tensor, pin: bool, *, real: Callable[..., Tensor]) -> Tensor:
+        """Copy reduced gradients, in a stream of FSDP, which waits for it when backward ends."""
+        source, host, stream = _OnDevice(x), torch.empty_like(x), self._gradients
+        stream.follows = True
+        self.push(SEND, stream, lambda: host.copy_(real(source.get(), pin)), host)
+        queue_callback(stream.synchronize)
+        return host
+
+    def record_stream(self, x: Tensor, stream: Stream) -> None:
+        """Keep the memory of ``x`` until the stream has done what is queued now."""
+        memory = x.untyped_storage()
+        stream.push(lambda: memory.nbytes(), early=False)
+
     def finish(self) -> None:
         """Run what nobody has waited for."""
         for stream in self._streams:
-            stream.run(stream.queued)
+            stream.synchronize()
 
     def close(self) -> None:
         """Forget what has not run, so that what a failed block leaves behind can be freed."""
@@ -191,6 +213,11 @@ class _Queue(TorchDispatchMode):
         return result
 
 
+def _caller() -> str:
+    """Return the name of the function that called the caller of this function."""
+    return sys._getframe(2).f_code.co_name
+
+
 @contextmanager
 def late_streams(*early: str) -> Iterator[LateStreams]:
     """Let copies and exchanges of this block run late, but those of the kinds ``early`` at once.
@@ -198,17 +225,19 @@ def late_streams(*early: str) -> Iterator[LateStreams]:
     Raises:
         Race: An operation uses memory that has been freed, or does not wait for what was computed before.
     """
-    streams, exchange = LateStreams(early), dist.all_to_all_single
+    streams, exchange, copy = LateStreams(early), dist.all_to_all_single, torch.ops.lab.to_host_whole
 
     def is_cuda(_: Tensor) -> bool:
-        """True where ``HostCopier`` asks whether it needs its stream, and nowhere else."""
-        return sys._getframe(1).f_code.co_name in ("_on_copy_stream", "_mark")
+        """True where the lab asks whether it needs a stream, and nowhere else."""
+        return _caller() in ("_on_copy_stream", "_mark", "move_to_host")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(is_cuda))
         patch.setattr(torch.cuda, "Stream", streams.new_stream)
         patch.setattr(torch.cuda, "stream", streams.inside)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: Computing())
+        patch.setattr(torch.cuda, "current_stream", streams.current_stream)
+        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: streams.record_stream(x, stream))
+        patch.setattr(torch.ops.lab, "to_host_whole", partial(streams.to_host_whole, real=copy))
         patch.setattr(
             dist, "all_to_all_single", lambda *given, **more: streams.exchange(*given, **more, real=exchange)
         )
