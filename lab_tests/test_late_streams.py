@@ -82,7 +82,15 @@ def is_equal(found: dict[str, Tensor], case: str) -> bool:
     return all(torch.equal(found[name], right) for name, right in expected(case).items())
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = (
+    "long", "fast, documents", "streamed, overlap, documents", "streamed, overlap, two stages",
+    "streamed, one tile", "streamed, attention, segments",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_a_step_is_the_same_to_the_bit(case: str) -> None:
     for early in SCHEDULES.values():
         with late_streams(*early) as streams:
