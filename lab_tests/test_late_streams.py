@@ -1,9 +1,9 @@
 """Copies and exchanges that run as late, or as early, as their events allow change no bit of a step.
 
 ``MUTANTS`` lists the waits and references on which that depends; a step without any one of them must be
-caught. Three waits of the lab are not in the list, because no number depends on them. They free memory that a
-copy has read, which the tests of exact bytes see: those of ``_with_offload``, of ``run_stages`` (the LSEs),
-and of all but the two newest tiles in ``HostCopier.write``.
+caught. Three waits of the lab are not in the list, because no number depends on them: they free what a copy
+has read. Tests of exact bytes see those of ``_with_offload``, and of all but the two newest tiles in
+``HostCopier.write``. That of ``run_stages`` frees the LSEs before the tail of a layer begins.
 """
 
 from __future__ import annotations
