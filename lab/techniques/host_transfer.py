@@ -188,12 +188,12 @@ class HostTensor:
     """
 
     def __init__(self, copier: HostCopier, x: Tensor, *, stays: bool = False) -> None:
+        self._arrival: torch.cuda.Event | None = None
         self._copier, self._stays, self._to = copier, stays, x.device
         # Without detach, the tensor would keep the graph that computed it alive.
         self._device: Tensor | None = x.detach() if stays else None
         self._shape, self._strides, self._dtype = x.shape, _packed_strides(x), x.dtype
         self._host: list[Tensor] | None = None if stays else copier.send(x.detach())
-        self._arrival: torch.cuda.Event | None = None
 
     def prefetch(self) -> None:
         """Start the copy back to the device, unless it was started before. Do not wait for it."""
@@ -213,6 +213,12 @@ class HostTensor:
             # The caller owns the tensor now. A second backward over a retained graph copies it again.
             self._device = self._arrival = None
         return x
+
+    def __del__(self) -> None:
+        # Backward needs no input of a frozen layer, and does not wait for its copy. After this, the memory of
+        # the copy is reused.
+        if self._arrival is not None:
+            self._arrival.wait()
 
 
 class HostCopier:
