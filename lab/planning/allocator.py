@@ -37,9 +37,8 @@ BIG = 10 * MiB
 ADDRESSES = 2**50
 """The address space of an expandable segment, which is never filled."""
 
-COMPUTE, ALL_GATHER, REDUCE_SCATTER = "compute", "all-gather", "reduce-scatter"
-_GATHERS, _SCATTERS = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
-_COPY_IN = ("aten.empty", "aten._to_copy", "lab.from_host")
+COMPUTE, ALL_GATHER, REDUCE = "compute", "all-gather", "reduce"
+"""The streams that allocate: the others of a step only copy."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmm_")
 
 
@@ -352,12 +351,14 @@ def _states(allocator: Allocator) -> Iterator[PoolState]:
 
 
 def _first_products(timeline: Timeline) -> Iterator[int]:
-    """Yield the rows at which cuBLAS makes its workspaces: the first product of each thread.
+    """Yield the rows at which cuBLAS makes a workspace: the first product of each thread.
 
-    Backward has a thread of its own.
+    Autograd has a thread of its own. It runs backward, and in forward the gradients of a loss in tiles, whose
+    products are outside of all modules.
     """
     product = np.array([op.name in _PRODUCTS for op in timeline.ops], dtype=bool)[timeline.op]
     backward = np.array([phase == "backward" for phase in timeline.phases], dtype=bool)[timeline.phase]
+    backward |= np.array([module == "" for module in timeline.modules], dtype=bool)[timeline.module]
     for rows in (np.flatnonzero(product & ~backward), np.flatnonzero(product & backward)):
         yield from rows[:1].tolist()
 
@@ -366,25 +367,30 @@ def streams_of(timeline: Timeline) -> dict[int, str]:
     """Return the streams of the entries that another stream than that of computation allocates.
 
     FSDP2 (``foreach_all_gather`` and ``foreach_reduce`` of torch/distributed/fsdp/_fully_shard) allocates the
-    buffer of an all-gather, and the copies of the shards that go into it, in one stream; and the result of a
-    reduce-scatter, which is the gradient, in another. The whole parameters and the input of the
-    reduce-scatter are of the stream of computation, and so is all that copies from and to the host take.
+    buffer of an all-gather, and the copies of the shards that go into it, in one stream. In another it
+    allocates what it reduces gradients to; the copy of the gradients that is divided, where a rank is the
+    only one of its shards; and the reduced gradients in another dtype. All else is of the stream of
+    computation: the whole parameters, the input of a reduce-scatter, and what is copied from the host.
     """
     storages, streams = timeline.storages, {}
-    names = [op.name for op in timeline.ops]
+    names = [timeline.ops[op].name for op in timeline.op.tolist()]
     by_row = defaultdict(list)
     for entry, row in enumerate(storages.first.tolist()):
         by_row[row].append(entry)
     for entry, row, written in storages.moves.tolist():
-        name = names[timeline.op[row]]
-        if name == _SCATTERS and written:
-            streams[entry] = REDUCE_SCATTER
-        elif name == _GATHERS and written:
+        made = int(storages.first[entry])
+        if not written or storages.kinds[storages.kind[entry]].op != "aten.empty":
+            continue
+        if names[row] == "c10d._allgather_base_":
             streams[entry] = ALL_GATHER
-            before = row - 1
-            while before > 0 and names[timeline.op[before]] in _COPY_IN:
+            while made > 1 and names[made - 1] in ("aten.empty", "aten._to_copy", "lab.from_host"):
+                made -= 1
                 # What is freed after the collective was made for it.
-                inputs = (other for other in by_row[before] if storages.end[other] <= row + 1)
+                inputs = (other for other in by_row[made] if storages.end[other] <= row + 1)
                 streams.update(dict.fromkeys(inputs, ALL_GATHER))
-                before -= 1
+        elif names[row] in ("c10d._reduce_scatter_base_", "c10d.allreduce_"):
+            streams[entry] = REDUCE
+            for later in range(made + 1, min(row + 2, len(names))):
+                if names[later] in ("aten.div", "aten._to_copy"):
+                    streams.update(dict.fromkeys(by_row[later], REDUCE))
     return streams
