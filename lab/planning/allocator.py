@@ -57,10 +57,6 @@ class Block:
     before: Block | None = None
     after: Block | None = None
 
-    def __lt__(self, other: Block) -> bool:
-        """Order by size, then by address: the smallest block that fits is the best."""
-        return (self.size, self.address) < (other.size, other.address)
-
 
 class Pool:
     """The blocks of one stream, either for small tensors or for large ones.
@@ -74,20 +70,31 @@ class Pool:
     def __init__(self, small: bool, expandable: bool, base: int) -> None:
         self.small, self.expandable = small, expandable
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self.free: list[Block] = []
-        self.unmapped = [Block(base, ADDRESSES, mapped=False)] if expandable else []
+        self.blocks: dict[int, Block] = {}
+        """All blocks that are free, or not mapped, by address."""
+        self.free: list[tuple[int, int]] = []
+        """The sizes and addresses of free blocks, in order: the smallest that fits is the best."""
+        self.unmapped: list[int] = []
+        """The addresses of blocks that are not mapped, in order."""
+        if expandable:
+            self._put(Block(base, ADDRESSES, mapped=False))
         self.reserved = self.allocated = 0
         self._base = self._next_address = base
 
     def take(self, size: int) -> Block | None:
         """Return the best free block, without what is split off; None if no block fits (get_free_block)."""
-        place = bisect_left(self.free, Block(0, size))
+        place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             return None
         # A block that can grow counts as large as it can grow, so a larger one that cannot is better.
-        while place + 1 < len(self.free) and _room(self.free[place + 1]) < _room(self.free[place]):
+        best = self.blocks[self.free[place][1]]
+        while place + 1 < len(self.free):
             place += 1
-        return self._split(self.free.pop(place), size)
+            larger = self.blocks[self.free[place][1]]
+            if _room(larger) >= _room(best):
+                break
+            best = larger
+        return self._split(self._pick(best), size)
 
     def segment_size(self, size: int) -> int:
         """Return what the device is asked for (get_allocation_size); the limit is checked for that."""
@@ -103,49 +110,52 @@ class Pool:
             self.reserved += block.size
             return self._split(block, size)
         # The lowest address at which free and unmapped blocks follow each other for long enough.
-        block = next(start for start in map(_start, self.unmapped) if _extent(start, size) >= size)
+        block = next(
+            start
+            for start in (_start(self.blocks[address]) for address in self.unmapped)
+            if _extent(start, size) >= size
+        )
         if not block.mapped:
             block = self._map(block, min(block.size, size))
         while block.size < size:
             assert block.after is not None
             block = self._map(block.after, min(size - block.size, block.after.size))
-        self.free.remove(block)
-        return self._split(block, size)
+        return self._split(self._pick(block), size)
 
     def release(self, block: Block) -> None:
         """Take a tensor's block back, and merge it with free neighbours (free_block)."""
         block.allocated = False
         self.allocated -= block.size
-        insort(self.free, self._merged(block))
+        self._put(self._merged(block))
 
     def release_cached(self) -> None:
         """Give the device back whole free segments, or whole free pages (release_cached_blocks)."""
-        for block in list(self.free):
+        for _, address in list(self.free):
+            block = self.blocks[address]
             if not self.expandable:
                 if block.before is None and block.after is None:
-                    self.free.remove(block)
-                    self.reserved -= block.size
+                    self.reserved -= self._pick(block).size
                 continue
             first = self._base + -(-(block.address - self._base) // self.page) * self.page
             end = self._base + (block.address + block.size - self._base) // self.page * self.page
             if first >= end:
                 continue
-            self.free.remove(block)
+            self._pick(block)
             if block.address < first:
                 rest = self._cut(block, first - block.address)
-                insort(self.free, block)
+                self._put(block)
                 block = rest
             if block.size > end - first:
-                insort(self.free, self._cut(block, end - first))
+                self._put(self._cut(block, end - first))
             self.reserved -= block.size
             block.mapped = False
-            insort(self.unmapped, self._merged(block), key=_address)
+            self._put(self._merged(block))
 
     def _split(self, block: Block, size: int) -> Block:
         """Mark a block as allocated. What remains of it stays free, if it is large enough (should_split)."""
         remaining = block.size - size
         if remaining >= BLOCK if self.small or self.expandable else remaining > SMALL:
-            insort(self.free, self._cut(block, size))
+            self._put(self._cut(block, size))
         block.allocated = True
         self.allocated += block.size
         return block
@@ -160,23 +170,22 @@ class Pool:
 
     def _map(self, block: Block, size: int) -> Block:
         """Map whole pages of an unmapped block, and return it with its free neighbours (map_block)."""
-        self.unmapped.remove(block)
+        self._pick(block)
         size = -(-size // self.page) * self.page
         if size < block.size:
-            insort(self.unmapped, self._cut(block, size), key=_address)
+            self._put(self._cut(block, size))
         block.mapped = True
         self.reserved += block.size
         block = self._merged(block)
-        insort(self.free, block)
+        self._put(block)
         return block
 
     def _merged(self, block: Block) -> Block:
         """Return a block with the free neighbours that are mapped as it is (try_merge_blocks)."""
-        known = self.free if block.mapped else self.unmapped
         for other in (block.before, block.after):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue
-            known.remove(other)
+            self._pick(other)
             block.size += other.size
             if other is block.before:
                 block.address, block.before = other.address, other.before
@@ -188,9 +197,22 @@ class Pool:
                     block.after.before = block
         return block
 
+    def _put(self, block: Block) -> None:
+        """Remember a block that is free or not mapped."""
+        self.blocks[block.address] = block
+        if block.mapped:
+            insort(self.free, (block.size, block.address))
+        else:
+            insort(self.unmapped, block.address)
 
-def _address(block: Block) -> int:
-    return block.address
+    def _pick(self, block: Block) -> Block:
+        """Forget such a block, and return it."""
+        del self.blocks[block.address]
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            self.unmapped.remove(block.address)
+        return block
 
 
 def _room(block: Block) -> int:
@@ -221,12 +243,17 @@ class Allocator:
     def __init__(self, expandable: bool, limit: int | None = None) -> None:
         self.expandable, self.limit = expandable, limit
         self.pools: dict[tuple[str, bool], Pool] = {}
-        self.reserved_peak = self.allocated_peak = self.retries = 0
+        self.allocated = self.reserved_peak = self.allocated_peak = self.retries = 0
 
     @property
     def reserved(self) -> int:
         """The bytes that the device has given."""
         return sum(pool.reserved for pool in self.pools.values())
+
+    def free(self, pool: Pool, block: Block) -> None:
+        """Free a tensor that ``allocate`` returned."""
+        self.allocated -= block.size
+        pool.release(block)
 
     def allocate(self, nbytes: int, stream: str = COMPUTE) -> tuple[Pool, Block]:
         """Allocate a tensor. Near the limit, all that is cached is given back first (malloc).
@@ -249,7 +276,8 @@ class Allocator:
                     raise OutOfReserved(f"{size} bytes more than {self.reserved} of {self.limit}")
             block = pool.grow(size)
             self.reserved_peak = max(self.reserved_peak, self.reserved)
-        self.allocated_peak = max(self.allocated_peak, sum(each.allocated for each in self.pools.values()))
+        self.allocated += block.size
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
         return pool, block
 
     def _exceeds(self, more: int) -> bool:
@@ -326,15 +354,13 @@ def simulate(timeline: Timeline, *, expandable: bool = True, limit: int | None =
         for row in range(len(timeline)):
             before = allocator.reserved_peak
             for entry in freed[row]:
-                pool, block = held.pop(entry)
-                pool.release(block)
+                allocator.free(*held.pop(entry))
             for entry in made[row]:
                 held[entry] = allocator.allocate(sizes[entry], streams.get(entry, COMPUTE))
             if row in handles:
                 allocator.allocate(int(CUBLAS_WORKSPACE.value))
             if inside[row]:
-                pool, block = allocator.allocate(inside[row])
-                pool.release(block)
+                allocator.free(*allocator.allocate(inside[row]))
             if allocator.reserved_peak > before:
                 peak = row, tuple(_states(allocator))
     except OutOfReserved:
@@ -346,7 +372,7 @@ def simulate(timeline: Timeline, *, expandable: bool = True, limit: int | None =
 
 def _states(allocator: Allocator) -> Iterator[PoolState]:
     for (stream, small), pool in allocator.pools.items():
-        largest = pool.free[-1].size if pool.free else 0
+        largest = pool.free[-1][0] if pool.free else 0
         yield PoolState(stream, small, pool.reserved, pool.allocated, largest)
 
 
