@@ -78,7 +78,8 @@ def _reserved_line(plan: Plan) -> list[str]:
     if expandable is None or fixed is None:
         return []
     return [
-        f"reserved      {format_bytes(expandable)} per rank with expandable segments, {format_bytes(fixed)} without"
+        f"reserved      {format_bytes(expandable)} per rank with expandable segments, "
+        f"{format_bytes(fixed)} without"
     ]
 
 

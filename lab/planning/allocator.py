@@ -64,7 +64,7 @@ class Pool:
     Args:
         small: Whether its tensors are small.
         expandable: Whether it has one segment, in which the device maps page after page.
-        base: The first address. Segments lie behind each other, with gaps.
+        base: The first address of its segments.
     """
 
     def __init__(self, small: bool, expandable: bool, base: int) -> None:
@@ -106,7 +106,7 @@ class Pool:
         """Return a block of new memory (alloc_block, try_allocate_expandable_block)."""
         if not self.expandable:
             block = Block(self._next_address, self.segment_size(size))
-            self._next_address += 2 * block.size
+            self._next_address += block.size
             self.reserved += block.size
             return self._split(block, size)
         # The lowest address at which free and unmapped blocks follow each other for long enough.
@@ -365,9 +365,7 @@ def simulate(timeline: Timeline, *, expandable: bool = True, limit: int | None =
                 peak = row, tuple(_states(allocator))
     except OutOfReserved:
         fits, peak = False, (row, tuple(_states(allocator)))
-    return AllocatorState(
-        allocator.reserved_peak, allocator.allocated_peak, allocator.retries, fits, *peak
-    )
+    return AllocatorState(allocator.reserved_peak, allocator.allocated_peak, allocator.retries, fits, *peak)
 
 
 def _states(allocator: Allocator) -> Iterator[PoolState]:
