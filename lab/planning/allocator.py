@@ -313,7 +313,7 @@ class AllocatorState:
             is not split off counts.
         retries: How often everything that was cached was given back, because of the limit.
         fits: Whether the limit held every tensor. If not, the peaks are those until then.
-        row: The row of the timeline at which ``reserved_peak`` was reached.
+        row: The row of the timeline at which ``reserved_peak`` was reached, or which did not fit.
         pools: The pools at that row. Bytes that are reserved and not allocated are free, in pieces of at most
             ``largest_free``.
     """
@@ -339,17 +339,17 @@ def simulate(timeline: Timeline, *, expandable: bool = True, limit: int | None =
     """
     storages = timeline.storages
     streams = streams_of(timeline)
-    on_device = np.flatnonzero(storages.category < HOST)
     freed, made = defaultdict(list), defaultdict(list)
-    # Entries are in the order in which they were freed. At the start, state follows the parameters.
-    for entry in on_device[np.lexsort((on_device, storages.category[on_device]))].tolist():
+    for entry in np.flatnonzero(storages.category < HOST).tolist():
         made[int(storages.first[entry])].append(entry)
         freed[int(storages.end[entry])].append(entry)
     other = timeline.device[:, OTHER]
     inside = (other - other.min(initial=np.iinfo(np.int64).max)).tolist()
     handles = dict(zip(_first_products(timeline), range(int(CUBLAS_HANDLES.value)), strict=False))
-    allocator, held, sizes = Allocator(expandable, limit), {}, storages.size.tolist()
-    row, fits, peak = 0, True, (0, ())
+    allocator, sizes = Allocator(expandable, limit), storages.size.tolist()
+    held: dict[int, tuple[Pool, Block]] = {}
+    pools: tuple[PoolState, ...] = ()
+    row, peak_row, fits = 0, 0, True
     try:
         for row in range(len(timeline)):
             before = allocator.reserved_peak
@@ -362,10 +362,11 @@ def simulate(timeline: Timeline, *, expandable: bool = True, limit: int | None =
             if inside[row]:
                 allocator.free(*allocator.allocate(inside[row]))
             if allocator.reserved_peak > before:
-                peak = row, tuple(_states(allocator))
+                peak_row, pools = row, tuple(_states(allocator))
     except OutOfReserved:
-        fits, peak = False, (row, tuple(_states(allocator)))
-    return AllocatorState(allocator.reserved_peak, allocator.allocated_peak, allocator.retries, fits, *peak)
+        fits, peak_row, pools = False, row, tuple(_states(allocator))
+    peaks = allocator.reserved_peak, allocator.allocated_peak
+    return AllocatorState(*peaks, allocator.retries, fits, peak_row, pools)
 
 
 def _states(allocator: Allocator) -> Iterator[PoolState]:
