@@ -219,7 +219,7 @@ def cudnn():
         assert (max_q, max_k, dropout_p) == (query.shape[2], key.shape[2], 0.0)
         # Torch keeps a graph by the strides of q, k and v alone, and it holds those of the other two.
         long = [dim for dim, size in enumerate(query.shape) if size > 1]
-        strides = [[x.stride(dim) for dim in long] for x in (torch.empty_like(query), grad_out, out)]
+        strides = [[x.stride(dim) for dim in long] for x in (query, grad_out, out)]
         assert strides[0] == strides[1] == strides[2]
         found = tuple(torch.empty_like(t) for t in (query, key, value))
         tensors = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))

@@ -85,9 +85,10 @@ def test_json_holds_the_answers(offload_plan):
     document = on_machine(offload_plan, device_memory=1).to_json()
     assert list(document) == [
         "recipe", "state", "tokens", "documents", "ranks", "weights", "active_weights", "device_peak",
-        "start_peak", "host_peak", "host_peak_per_node", "disk_peak", "disk_peak_per_node", "fits", "limit",
-        "peak", "by_category", "flops", "link_bytes", "link_seconds", "host_bytes", "disk_seconds",
-        "step_seconds", "model_flops", "mfu", "notes", "planning_seconds",
+        "start_peak", "reserved_peak", "reserved_peak_fixed_segments", "host_peak", "host_peak_per_node",
+        "disk_peak", "disk_peak_per_node", "fits", "limit", "peak", "by_category", "flops", "link_bytes",
+        "link_seconds", "host_bytes", "disk_seconds", "step_seconds", "model_flops", "mfu", "notes",
+        "planning_seconds",
     ]  # fmt: skip
     peak = offload_plan.timeline.peak
     assert document["peak"] == {

@@ -123,7 +123,9 @@ def of_projections(ends, make):
     return {f"model.layers.{n}.self_attn.{end}": make(end) for n in range(2) for end in ends}
 
 
-BELONGS = "a llama model with this config has no place: give the config that belongs to them"
+BELONGS = (
+    "a llama model with this config has no place: give the config that belongs to them, or files without them"
+)
 
 
 def test_biases_without_a_place_are_refused_and_read_by_the_config_that_has_one(folder):

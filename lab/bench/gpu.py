@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ClusterError
 from cluster.watchdog import end_after, this_process, wait_for_owner
@@ -23,6 +23,9 @@ from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.lines import Note, append_lines, read_lines
 from lab.bench.table import Say
 from lab.errors import LabError
+
+if TYPE_CHECKING:
+    from lab.rehearsing.rehearse import DeviceType
 
 PATIENCE = 1.5
 """An item is ended when it takes so many times its expected seconds."""
@@ -34,7 +37,7 @@ TRIES = 2
 """How often an item that was ended is tried in all: other work may have slowed the machine."""
 
 START_LIMIT = 120.0
-"""The most seconds until the machine is known: torch and transformers are imported from a slow disk."""
+"""The most seconds until CUDA answers, after torch and transformers were imported."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variables from which torch reads its allocator's settings. Each item has its own."""
@@ -155,7 +158,7 @@ def row_text(row: dict[str, Any]) -> str:
     return f"{row['name']}: {', '.join(figures) or 'done'}{first}"
 
 
-def _find_machine(machine: str | None) -> tuple[str, str, str]:
+def _find_machine(machine: str | None) -> tuple[DeviceType, str, str]:
     """Return where the items run ("cuda" or "cpu"), the name of the machine, and the version of torch.
 
     Another process asks CUDA, because a CUDA context in this process would take about 0.5 GiB of the GPU.
@@ -179,10 +182,10 @@ def _ask_machine(machine: str | None) -> dict[str, Any]:
     return find_machine(machine)
 
 
-def _measure(item: Item, where: str) -> dict[str, Any]:
+def _measure(item: Item, where: DeviceType) -> dict[str, Any]:
     from lab.bench.gpu_row import figures
 
-    return figures(item, "cuda" if where == "cuda" else "cpu")
+    return figures(item, where)
 
 
 # ---- a process for each item -------------------------------------------------------------------------------
@@ -192,13 +195,14 @@ def _in_a_process(work: Work, *arguments: Any, limit: float) -> dict[str, Any] |
     """Return what ``work`` returns in a process of its own, or how that process ended.
 
     The process is forked from a server that has imported everything and used no CUDA. Neither this process
-    nor the server has a CUDA context, and no process waits for an import.
+    nor the server has a CUDA context, and no process waits for an import but the first. The server ends with
+    this process.
 
     The result is None if the process was ended after ``limit`` seconds. If this process is killed, the other
     one ends too.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lab.bench.gpu_row"])
+    context.set_forkserver_preload(["lab.bench.gpu_imports"])
     receiver, sender = context.Pipe(duplex=False)
     with NamedTemporaryFile() as output:
         process = context.Process(target=_run, args=(work, arguments, sender, output.name, this_process()))
@@ -213,9 +217,11 @@ def _in_a_process(work: Work, *arguments: Any, limit: float) -> dict[str, Any] |
             trace = output.read().decode(errors="replace")[-2000:]
             figures = {"failed": f"its process {how}", "trace": trace}
         finally:
-            # End the process and the processes that it started. If it has ended, there is none.
+            # End the process and those that it started. If it has ended, or has no group yet, there is none.
+            assert process.pid is not None, "it has started"
             with suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.join()
             receiver.close()
     return figures

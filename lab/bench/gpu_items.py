@@ -12,7 +12,7 @@ Kind = Literal["attention", "compile", "copies", "edges", "gradients", "hidden",
 RANKS = 8
 """The ranks of which a rehearsal is one."""
 
-START_SECONDS = 6
+START_SECONDS = 3
 """The seconds of a rehearsal before its steps: the start of CUDA, the plans from the cache, the model."""
 
 SMALL_SECONDS = 60.0
@@ -96,30 +96,30 @@ def _rehearse(
 
 FIRST = (
     # Host memory and the rates of copies; the kernels; gradients equal to those of simpler recipes.
-    Item("copies", 15, knobs=(("gib", 4),)),
+    Item("copies", 8, knobs=(("gib", 4),)),
     *(
         _attention(seconds, kernel, 4, 1, tokens, 5)
-        for tokens, seconds in ((64 * Ki, 6), (256 * Ki, 10))
+        for tokens, seconds in ((64 * Ki, 4), (256 * Ki, 6))
         for kernel in ("cudnn", "torch")
     ),
-    Item("edges", 25),
-    Item("gradients", 45, tokens=64 * Ki, layers=3),
+    Item("edges", 18),
+    Item("gradients", 32, tokens=64 * Ki, layers=3),
     # Planned over measured bytes of every named recipe.
-    *(_rehearse(2, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),
+    *(_rehearse(1, 16 * Ki, 2, rung) for rung in ("plain", "fsdp")),
     *(
         _rehearse(3, 128 * Ki, 2, rung)
         for rung in ("ulysses", "checkpoint", "offload", "tiling", "upipe", "streamed", "long", "fast")
     ),
     # The share of copies behind kernels. Of three layers, the inputs of two move.
-    *(_rehearse(5, 256 * Ki, 3, recipe, "hidden") for recipe in ("offload", "fast", "streamed")),
-    _rehearse(5, 256 * Ki, 3, "upipe", "hidden", overlap=True),
-    *(_rehearse(seconds, Mi, 2, recipe) for recipe, seconds in (("fast", 31), ("streamed", 39))),
+    *(_rehearse(6, 256 * Ki, 3, recipe, "hidden") for recipe in ("offload", "fast", "streamed")),
+    _rehearse(6, 256 * Ki, 3, "upipe", "hidden", overlap=True),
+    *(_rehearse(seconds, Mi, 2, recipe) for recipe, seconds in (("fast", 35), ("streamed", 46))),
 )
 """The items of the first command on a GPU: at most 300 seconds."""
 
 SECOND = (
-    *(_rehearse(39, Mi, 2, rung) for rung in ("tiling", "upipe")),
-    _rehearse(235, 5 * Mi, 1, "upipe", steps=0),
+    *(_rehearse(44, Mi, 2, rung) for rung in ("tiling", "upipe")),
+    _rehearse(250, 5 * Mi, 1, "upipe", steps=0),
 )
 """The items of the second command: at most 350 seconds."""
 

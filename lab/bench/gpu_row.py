@@ -41,16 +41,20 @@ MEMORY_FIELDS = ("MemTotal", "MemFree", "MemAvailable", "Mlocked", "Unevictable"
 def figures(item: Item, where: DeviceType) -> dict[str, Any]:
     """Return the figures of an item, the versions of the software, and the state of the host's memory.
 
+    "plans made in the row" is how many plans were not found in the cache.
+
     Any error becomes a row: "failed" is its first line, "error" its class, and "trace" the traceback.
     """
     if where == "cuda":
         set_expandable_segments(item.expandable)
+    saved = _saved_plans()
     try:
         result = _MEASURES[item.kind](item, where)
     except Exception as error:
         message = str(error).partition("\n")[0] or type(error).__name__
         result = {"failed": message, "error": type(error).__name__, "trace": traceback.format_exc()[-2000:]}
-    return {"failed": None, **result, "host": _host_memory(), "versions": versions()}
+    made = {"plans made in the row": len(_saved_plans() - saved)}
+    return {"failed": None, **result, **made, "host": _host_memory(), "versions": versions()}
 
 
 def find_machine(machine: str | None) -> dict[str, str]:
@@ -87,7 +91,6 @@ def _jobs(item: Item) -> tuple[Job, Job]:
 
 
 def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
-    before = _saved_plans()
     result = rehearse(
         item.model,
         item.recipe,
@@ -102,7 +105,6 @@ def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "machine"} | {
         "recipe": item.recipe,
         "recipe_knobs": result["recipe"],
-        "plans made in the row": len(_saved_plans() - before),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lab.errors import LabError
 from lab.recipe.jobs import Job, TrainSettings
 from lab.rehearsing.rehearse import DeviceType
 from lab.step.on_ranks import make_rank_state
@@ -28,6 +29,9 @@ def measure_hidden_copies(job: Job, where: DeviceType) -> dict[str, Any]:
         The seconds of the step and those in which a kernel ran; for each direction the number of copies,
         their seconds, and "hidden", the share of these seconds in which a kernel ran. A CPU has no copies in
         the background, so its figures are zeros, and "hidden" is None.
+
+    Raises:
+        LabError: The profiler saw no kernel or no copy on a GPU.
     """
     with one_rank(job.recipe, job.ranks, "loopback", where) as mesh:
         state = make_rank_state(job, TrainSettings(steps=2), mesh)
@@ -44,7 +48,13 @@ def measure_hidden_copies(job: Job, where: DeviceType) -> dict[str, Any]:
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
-    return hidden_share(events)
+    figures = hidden_share(events)
+    if where == "cuda" and not (figures["kernel s"] and figures["copies to host"]):
+        raise LabError(
+            f"the profiler saw {len(events)} events of the GPU, and no kernel or no copy to the host: check "
+            "that CUPTI may be used here"
+        )
+    return figures
 
 
 def hidden_share(events: Iterable[tuple[str, Span]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lab.planning.cuda_workspace import flash_backward_workspace
 from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.kernels import KERNELS
+from lab.torch_private import FakeTensor
 
 TOKENS = 4096
 """The first tokens, for which attention is computed. All other results are zeros."""
@@ -25,7 +26,7 @@ def hollow_attention() -> Iterator[int]:
     """Replace every kernel that a recipe can name by its hollow form, and yield ``TOKENS``.
 
     The bytes that a kernel allocates inside itself in backward are those of the workspace model of torch's
-    kernel, so this measures all bytes of a step but those.
+    kernel, so this measures all bytes of a step but those. A plan, on fake tensors, has the whole kernels.
     """
     kernels = dict(KERNELS)
     KERNELS.update({name: _hollow(kernel) for name, kernel in kernels.items()})
@@ -37,12 +38,16 @@ def hollow_attention() -> Iterator[int]:
 
 def _hollow(kernel: Kernel) -> Kernel:
     def forward(q: Tensor, *keys: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(q, FakeTensor):
+            return kernel.forward(q, *keys, **settings)
         out, lse = kernel.forward(*map(_first, (q, *keys)), **settings)
         return _extend(out, q.shape[2]), _extend(lse, q.shape[2])
 
     def backward(
         grad_out: Tensor, q: Tensor, k: Tensor, *rest: Tensor, **settings: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(q, FakeTensor):
+            return kernel.backward(grad_out, q, k, *rest, **settings)
         dq, dk, dv = kernel.backward(*map(_first, (grad_out, q, k, *rest)), **settings)
         tokens, keys = q.shape[2], k.shape[2]
         results = _extend(dq, tokens), _extend(dk, keys), _extend(dv, keys)

@@ -73,18 +73,19 @@ def warm_up(say: Callable[[str], None]) -> Iterator[str]:
             yield f"{subject:<14} {error}"
 
 
-def model_report(model: models.ModelLike) -> str:
+def model_report(model: models.ModelLike, dtype_name: str | None = None) -> str:
     """Return what a model does differently from Llama as text: its family, and a table.
 
     Raises:
         LabError: See ``lab.models.differences``. The message says why the model is refused.
     """
-    found, config = models.differences(model), models.config_of(model)
+    config = models.config_of(model, dtype_name)
+    found = models.differences(config)
     family, shape, wrapper = FAMILIES[config.model_type].name, models.shape_of(config), wrapper_of(model)
     family += f" ({left_out(wrapper)})" if wrapper else ""
     dtype = config.dtype or torch.float32
     assert isinstance(dtype, torch.dtype)
-    name = f"{str(dtype).removeprefix('torch.')} ({models.dtype_source(model)})"
+    name = f"{str(dtype).removeprefix('torch.')} ({models.dtype_source(model, dtype_name)})"
     state = (
         f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over "
         "the ranks."

@@ -44,6 +44,7 @@ def plan_text(plan: Plan) -> str:
         *_weights_line(plan.shape),
         f"device peak   {format_bytes(plan.device_peak)} per rank"
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
+        *_reserved_line(plan),
         f"host peak     {format_bytes(plan.host_peak)} per rank, "
         f"{format_bytes(plan.host_peak_per_node)} per node"
         f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
@@ -71,6 +72,16 @@ def plan_text(plan: Plan) -> str:
         f"planned in    {plan.planning_seconds:.1f} s",
     ]
     return "\n".join(lines)
+
+
+def _reserved_line(plan: Plan) -> list[str]:
+    expandable, fixed = plan.reserved_peak(), plan.reserved_peak(expandable=False)
+    if expandable is None or fixed is None:
+        return []
+    return [
+        f"reserved      {format_bytes(expandable)} per rank with expandable segments, "
+        f"{format_bytes(fixed)} without"
+    ]
 
 
 def _weights_line(shape: Shape) -> list[str]:

@@ -380,8 +380,18 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     # transformers makes lists of these lengths.
     check_largest(sizes)
     labels = fields.get("num_labels")
-    if type(labels) is int and labels > MOST_LABELS:
+    if isinstance(labels, int | float) and labels > MOST_LABELS:
         raise ModelError(f"{path} has num_labels={labels}, which no language model has: take it out")
+    if dtype is not None:
+        fields = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
+    written = fields.get("dtype", fields.get("torch_dtype"))
+    if isinstance(written, str) and not isinstance(
+        getattr(torch, written.removeprefix("torch."), None), torch.dtype
+    ):
+        raise ModelError(
+            f"{path} has dtype={abbreviate(repr(written))}: write one of {', '.join(DTYPES)} there, or give "
+            "dtype='bfloat16', or --dtype bfloat16"
+        )
     with _as_model_error(f"{path} is not a config that transformers can read"):
         if fields is document and how is None:
             config = config_class.from_json_file(str(path))
@@ -393,7 +403,7 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
 
 
 def _any_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "*.bin*"))
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
 
 
 def _document(folder: Path) -> dict[str, Any]:

@@ -249,7 +249,8 @@ class WeightFiles:
         if left:
             raise ModelError(
                 f"the weights in {self.folder} hold {_first(left)}, for which a {model.config.model_type} "
-                "model with this config has no place: give the config that belongs to them"
+                "model with this config has no place: give the config that belongs to them, or files without "
+                "them"
             )
         no_weights = [name for name in used if self._dtypes[name] not in _DTYPES]
         if no_weights:

@@ -21,9 +21,10 @@ from lab.errors import LabError
 from lab.memory.holders import Holders, Memory
 from lab.memory.timeline import Moment, Timeline
 from lab.models.lora import Lora
+from lab.planning.allocator import simulate
 from lab.planning.bill import Bill, Order, make_bill
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
-from lab.planning.cuda_workspace import matrix_products_note
+from lab.planning.cuda_workspace import matrix_products_note, outside_workspace
 from lab.planning.extrapolation import depths_to_walk, extrapolate
 from lab.planning.fake_step import fake_step, walk, workspace_of
 from lab.planning.hardware import hardware, make_machine
@@ -165,6 +166,19 @@ class Plan:
         """The most device bytes the rank holds at once, in the step or at the start."""
         return max(self.timeline.device_peak, self.start.device)
 
+    def reserved_peak(self, *, expandable: bool = True) -> int | None:
+        """Return the most device bytes that CUDA's allocator reserves and others take, in the step.
+
+        None without ``workspace``: the bytes are then not those of a GPU. See ``lab/planning/allocator.py``.
+
+        Args:
+            expandable: Whether segments are expandable (``expandable_segments:True``).
+        """
+        if not self.machine.workspace:
+            return None
+        state = simulate(self.timeline, expandable=expandable)
+        return max(state.reserved_peak + outside_workspace(self.ranks), self.start.device)
+
     @property
     def host_peak(self) -> int:
         """The most host bytes the rank holds at once."""
@@ -286,6 +300,8 @@ class Plan:
             "active_weights": self.shape.active_weights,
             "device_peak": self.device_peak,
             "start_peak": self.start.device,
+            "reserved_peak": self.reserved_peak(),
+            "reserved_peak_fixed_segments": self.reserved_peak(expandable=False),
             "host_peak": self.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
             "disk_peak": self.disk_peak,

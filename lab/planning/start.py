@@ -30,8 +30,8 @@ def start_of(job: Job, machine: Machine, skeleton: PreTrainedModel) -> Moment:
     - The parameters are compared with those of the other ranks, where each rank holds them whole: without
       FSDP, and of a callable's model.
 
-    With the optimizer on the host, the device holds only the buffers, what is compared, and on CUDA the
-    scratch. The host holds the rest.
+    With the optimizer on the host, the device holds only the buffers, what is compared, and on CUDA (which a
+    plan with a workspace is for) the scratch. The host holds the rest.
     """
 
     whole = sum(p.nbytes for p in skeleton.parameters())

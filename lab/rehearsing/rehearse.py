@@ -73,12 +73,11 @@ def rehearse(
 
     One step is measured in bytes, then ``steps`` more in seconds. With ``steps=0`` the one that is measured
     is timed too: its seconds include the pinning of host memory, the first call of each kernel, and the
-    meter. ``layers`` takes the model's first layers alone: what
-    is said of the whole model is then extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``.
-    ``machine`` is where it runs, CUDA where there is any; ``device`` names the hardware of the plan and of
-    the links. ``watch`` is told what goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are
-    random unless the model is a directory with weights, in whole. ``lora`` and ``dtype`` are those of
-    ``lab.plan``.
+    meter. ``layers`` takes the model's first layers alone: what is said of the whole model is then
+    extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``. ``machine`` is where it runs, CUDA
+    where there is any; ``device`` names the hardware of the plan and of the links. ``watch`` is told what
+    goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are random unless the model is a
+    directory with weights, in whole. ``lora`` and ``dtype`` are those of ``lab.plan``.
 
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers. The plan then has the
     rates of one disk.
@@ -112,8 +111,9 @@ def rehearse(
     settings = TrainSettings(1 + steps, text, tokenizer)
     read_source(job, settings, shape.V)
     check_kernel(job.recipe, config, job.tokens, where, lambda: kernel_support(torch.device(where)))
+    memory = torch.cuda.get_device_properties(0).total_memory if where == "cuda" else None
     planned_for = make_machine(
-        device=device, device_memory=limit, ranks_per_node=ranks_per_node, workspace=where == "cuda"
+        device=device, device_memory=limit or memory, ranks_per_node=ranks_per_node, workspace=where == "cuda"
     )
     host_path = check_host_dir(job, host_dir)
     if host_path is not None:

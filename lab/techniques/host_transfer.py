@@ -147,7 +147,10 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
     CUDA does not promise that a copy of other memory has ended when the call returns.
     """
-    to.copy_(source, non_blocking=to.is_pinned() or source.is_pinned())
+    pinned = to.is_pinned() or source.is_pinned()
+    to.copy_(source, non_blocking=pinned)
+    if not pinned and (to.is_cuda or source.is_cuda):
+        PINNED_MEMORY.pageable += source.nbytes
 
 
 def _packed_strides(x: Tensor) -> list[int]:
@@ -185,12 +188,12 @@ class HostTensor:
     """
 
     def __init__(self, copier: HostCopier, x: Tensor, *, stays: bool = False) -> None:
+        self._arrival: torch.cuda.Event | None = None
         self._copier, self._stays, self._to = copier, stays, x.device
         # Without detach, the tensor would keep the graph that computed it alive.
         self._device: Tensor | None = x.detach() if stays else None
         self._shape, self._strides, self._dtype = x.shape, _packed_strides(x), x.dtype
         self._host: list[Tensor] | None = None if stays else copier.send(x.detach())
-        self._arrival: torch.cuda.Event | None = None
 
     def prefetch(self) -> None:
         """Start the copy back to the device, unless it was started before. Do not wait for it."""
@@ -210,6 +213,12 @@ class HostTensor:
             # The caller owns the tensor now. A second backward over a retained graph copies it again.
             self._device = self._arrival = None
         return x
+
+    def __del__(self) -> None:
+        # Backward needs no input of a frozen layer, and does not wait for its copy. After this, the memory of
+        # the copy is reused.
+        if self._arrival is not None:
+            self._arrival.wait()
 
 
 class HostCopier:
@@ -301,7 +310,7 @@ class PinnedMemory:
 
     Attributes:
         nbytes: The number of bytes that are pinned.
-        pageable: The number of bytes, over all calls, that a GPU copied to memory that was not pinned.
+        pageable: The number of bytes, over all copies, from or to host memory that was not pinned.
     """
 
     def __init__(self) -> None:
@@ -322,8 +331,6 @@ class PinnedMemory:
         pins = self._choose(piece_sizes(x.nbytes), limit)
         pieces: list[Tensor] = torch.ops.lab.to_host(x, pins)
         self._count(pieces, pins)
-        if x.is_cuda:
-            self.pageable += sum(piece.nbytes for piece, pin in zip(pieces, pins, strict=True) if not pin)
         return pieces
 
     def allocate(self, sizes: list[int], limit: int, device: torch.device) -> list[Tensor]:
@@ -337,8 +344,6 @@ class PinnedMemory:
         pins = self._choose(sizes, limit) if device.type == "cuda" else [False] * len(sizes)
         pieces: list[Tensor] = torch.ops.lab.empty_host(sizes, pins)
         self._count(pieces, pins)
-        if device.type == "cuda":
-            self.pageable += sum(size for size, pin in zip(sizes, pins, strict=True) if not pin)
         return pieces
 
     def _choose(self, sizes: list[int], limit: int) -> list[bool]:

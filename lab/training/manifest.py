@@ -214,7 +214,7 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         noted = document.pop(HASH, None)
-        manifest, changed = Manifest(**document), noted != _hash(document)
+        manifest, actual = Manifest(**document), _hash(document)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None, f"its {FILE} is missing or unreadable"
     for field, kind in _KINDS.items():
@@ -229,7 +229,9 @@ def _manifest(path: Path) -> tuple[Manifest | None, str]:
     family = manifest.config.get("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         return None, f"its {FILE} has model_type={abbreviate(repr(family))}"
-    if changed:
+    if noted is None:
+        return None, f"its {FILE} has no {HASH}: it was edited, or the version that wrote it can export it"
+    if noted != actual:
         return None, f"its {FILE} was edited: its {HASH} is not the hash of its other fields"
     return manifest, ""
 

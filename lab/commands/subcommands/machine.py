@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import click
 
-from lab.commands.base import one_line_errors, status
+from lab.commands.base import DTYPE, one_line_errors, status
+from lab.errors import LabError
 
 
 @click.command()
 @click.option("--model", help="Say what this model does differently from Llama: a preset, or a directory.")
+@DTYPE
 @click.option("--warm", is_flag=True, help="First make what a notebook would wait for: DeepSpeed's operator.")
 @one_line_errors
-def doctor(model: str | None, warm: bool) -> None:
+def doctor(model: str | None, dtype: str | None, warm: bool) -> None:
     """Say what this machine has, what the lab would use, and what is missing."""
     from lab.commands.doctor import model_report, report, warm_up
 
@@ -19,7 +21,9 @@ def doctor(model: str | None, warm: bool) -> None:
         with status("warming up") as say:
             for line in warm_up(say):
                 click.echo(line)
-    click.echo(report() if model is None else model_report(model))
+    if model is None and dtype is not None:
+        raise LabError("--dtype is that of a model's parameters: give --model, or leave --dtype out")
+    click.echo(report() if model is None else model_report(model, dtype))
 
 
 COMMANDS = (doctor,)

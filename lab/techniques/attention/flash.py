@@ -59,7 +59,7 @@ def forward_by(
     scale = check_arguments(q, k, causal, scale)
     if 1 in (q.shape[2], k.shape[2]):
         return exact_forward(q, k, v, causal=causal, scale=scale)
-    q, k, v = _heads_innermost(q, k, v)
+    q, k, v = _head_dim_innermost(q, k, v)
     return library(q, k, v, causal, scale)
 
 
@@ -84,7 +84,7 @@ def backward_by(
     scale = check_arguments(q, k, causal, scale)
     if 1 in (q.shape[2], k.shape[2]):
         return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
-    return library(*_heads_innermost(grad_out, q, k, v, out), lse, causal, scale)
+    return library(*_head_dim_innermost(grad_out, q, k, v, out), lse, causal, scale)
 
 
 def check_arguments(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
@@ -100,7 +100,7 @@ def check_arguments(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> 
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _heads_innermost(*tensors: Tensor) -> list[Tensor]:
+def _head_dim_innermost(*tensors: Tensor) -> list[Tensor]:
     """Return tensors [b, h, S, D] in which D is innermost: copies of those in which it is not."""
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
 

@@ -87,10 +87,13 @@ def _cudnn_backward(
 
 
 def _in_layout_of(q: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` [b, h, S, D] with the strides of ``torch.empty_like(q)``: itself, or a copy."""
-    strides = zip(x.shape, x.stride(), torch.empty_like(q, device="meta").stride(), strict=True)
+    """Return ``x`` [b, h, S, D] with the strides of ``q``: itself, or a copy.
+
+    A slice of x, such as a document or a tile, has the strides of the same slice of q.
+    """
+    strides = zip(x.shape, x.stride(), q.stride(), strict=True)
     same = all(own == wanted for size, own, wanted in strides if size > 1)
-    return x if same else torch.empty_like(q).copy_(x)
+    return x if same else q.new_empty_strided(q.shape, q.stride()).copy_(x)
 
 
 # ---- flash-attn 2.8 and 3: [b, S, h, D], LSE [b, h, S]; backward writes into dq, dk and dv -----------------

@@ -26,6 +26,17 @@ BLACKWELL = 10
 """The major compute capability of B200, B300 and GB200. GeForce cards of that name have 12."""
 
 
+SHORT = 16384
+"""The queries of a call from which "auto" takes cuDNN.
+
+cuDNN builds a graph for each new shape, and torch keeps it: for documents of ever new lengths that is time
+and memory at each step. On an H100 a graph took 0.11 s (``lab bench gpu``, "edges"), and torch's kernel took
+21 ms more than cuDNN for forward and backward of 64K tokens ("attention"). The difference grows with the
+square of the tokens, so 16K tokens have 1.3 ms. From here on, the layers and stages of one step make up for a
+graph.
+"""
+
+
 def apply_kernel(model: nn.Module, *, kernel: Kernel) -> None:
     """Set the kernel of every attention in ``model``; exchanges around the kernel do not change.
 
@@ -147,16 +158,6 @@ def kernel_for(name: str, device: torch.device, head_dim: int, dtype: torch.dtyp
     chosen = choose_kernel(name, kernel_support(device), head_dim, dtype)
     kernel = KERNELS[chosen]
     return _by_length(KERNELS["torch"], kernel) if (name, chosen) == ("auto", "cudnn") else kernel
-
-
-SHORT = 16384
-"""The queries of a call from which "auto" takes cuDNN.
-
-cuDNN builds a graph for each new shape, and torch keeps it: for documents of ever new lengths that is time
-and memory at each step. On an H100 a graph took 0.11 s, and torch's kernel took 21 ms more than cuDNN for
-forward and backward of 64K tokens (``lab bench gpu``, "edges" and "attention"), so 1.3 ms for 16K: from here
-on, the layers and stages of one step make up for a graph.
-"""
 
 
 def _by_length(short: Kernel, long: Kernel) -> Kernel:
