@@ -1,7 +1,5 @@
 """A size that torch's attention kernel refuses on CUDA is refused before anything is planned."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,8 @@ from lab.recipe.recipe import Recipe
 from lab.rehearsing import rehearse as rehearsing
 from lab.techniques.attention.kernels import KernelSupport
 from lab.training import collective_time, train
-from lab.units import Mi, parse_bytes
+from lab.units import Mi
+from lab_tests.support.gpus import Card
 from lab_tests.support.models import small_config
 
 TOO_MANY = r"^4 heads of 5242880 tokens in one call of torch's attention kernel on CUDA"
@@ -48,9 +47,7 @@ def call(patch, verb, machine, kernel, folder):
     if verb == "rehearse":
         patch.setattr(rehearsing, "machine_for", lambda _: "cuda")
         patch.setattr(rehearsing, "kernel_support", lambda _: machine)
-        patch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=parse_bytes("80GiB"))
-        )
+        Card(patch)
         lab.rehearse("llama3-8b", recipe, tokens=5 * Mi, ranks=8)
     elif verb == "torchrun":
         patch.setattr(torch.cuda, "is_available", lambda: True)

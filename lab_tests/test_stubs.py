@@ -231,6 +231,9 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
     assert shown.stdout == solution_of("06_untied_ulysses") + "\n"
 
 
+ORPHAN = "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True)"
+
+
 @pytest.mark.parametrize(
     ("code", "seconds", "title", "wrong"),
     [
@@ -241,12 +244,12 @@ def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
         ),
         ("import os; os._exit(7)", 60, "The cell returns", "it ended its process, with exit code 7"),
         (
-            "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True)", 60,
-            "The cell leaves nothing running", "it left sleep running, now ended",
+            ORPHAN, 60, "The cell leaves nothing running", "it left sleep running, now ended",
         ),
         (
-            "import subprocess; subprocess.run('setsid sleep 4321 & true', shell=True)", 60,
-            "The cell leaves nothing running", "it left ((setsid|sh), )?sleep running, now ended",
+            # The process that starts it is gone when this returns, and it is sleep by then.
+            f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ORPHAN!r}])", 60,
+            "The cell leaves nothing running", "it left sleep running, now ended",
         ),
     ],
 )  # fmt: skip
