@@ -27,6 +27,7 @@ class Caller:
     """Runs payloads on the ranks, one call at a time.
 
     Attributes:
+        engines: The processes of the ranks.
         broken: Why no call can be served, None where one can.
         stopped: Whether the last call was interrupted.
         left_group: Whether ranks have left their process group after an error, so that they have to join
@@ -46,7 +47,7 @@ class Caller:
         self.stopped = False
         self.left_group = False
         self.kernels_wait = False
-        self._engines, self._recover = engines, recover
+        self.engines, self._recover = engines, recover
         self._current: Call | None = None
         self._interrupted: float | None = None
 
@@ -79,13 +80,13 @@ class Caller:
             ClusterError: The call took longer than `answer_timeout`, or the controller is gone.
             Stopped: `interrupt` ended the call.
         """
-        inbox = self._engines.inbox
+        inbox = self.engines.inbox
         self._current = call = Call(secrets.token_hex(8), list(payloads), on_record)
         self._interrupted = None
         hangs = HangWatch(call, timeout, self._signal)
         try:
             for rank, payload in payloads.items():
-                self._engines.client.send(rank, payload, call.id)
+                self.engines.client.send(rank, payload, call.id)
             in_time = call.wait(
                 inbox,
                 lambda: bool(call.failures or call.leaving) or not call.waiting,
@@ -100,7 +101,7 @@ class Caller:
                     f"no answer within {answer_timeout:g} s from {late}; cluster.recover() restarts them"
                 )
         except BaseException as error:
-            self._sync_folder(call, error)
+            self._note_state(call, error)
             raise
         finally:
             self._current = None
@@ -114,10 +115,10 @@ class Caller:
 
     def wait_for_records(self, call: Call, seconds: float) -> bool:
         """Wait until all records of `call` have arrived, and return whether they did within `seconds`."""
-        return call.wait(self._engines.inbox, lambda: not call.unrecorded, seconds)
+        return call.wait(self.engines.inbox, lambda: not call.unrecorded, seconds)
 
     def _check(self, hangs: HangWatch) -> None:
-        self._engines.check_controller()
+        self.engines.check_controller()
         if self._interrupted is not None:
             raise self._error_of(hangs.call)
         hang = hangs.look()
@@ -131,7 +132,7 @@ class Caller:
         if self._interrupted is not None:
             self._interrupt_again(call)
             return Stopped("the call was stopped")
-        inbox = self._engines.inbox
+        inbox = self.engines.inbox
         # The ranks that failed must leave first: only then can their peers answer.
         call.wait(inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
         if not call.wait(inbox, lambda: not call.silent, GRACE_SECONDS):
@@ -145,7 +146,7 @@ class Caller:
         )
 
     def _with_exit_code(self, failure: Failure) -> Failure:
-        code = self._engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
+        code = self.engines.exit_code(failure.rank) if failure.kind == PROCESS_DIED else None
         if code is None:
             return failure
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -156,14 +157,14 @@ class Caller:
         deadline = (self._interrupted or time.monotonic()) + INTERRUPT_SECONDS
         while call.silent and time.monotonic() < deadline:
             self._signal(call.silent, signal.SIGINT)
-            call.wait(self._engines.inbox, lambda: not call.silent, AGAIN_SECONDS)
-        call.wait(self._engines.inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
+            call.wait(self.engines.inbox, lambda: not call.silent, AGAIN_SECONDS)
+        call.wait(self.engines.inbox, lambda: call.waiting == call.silent, LEAVE_SECONDS)
 
     def _signal(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        for rank in set(ranks) - set(self._engines.missing()):
-            self._engines.client.signal(rank, number)
+        for rank in set(ranks) - set(self.engines.missing()):
+            self.engines.client.signal(rank, number)
 
-    def _sync_folder(self, call: Call, error: BaseException) -> None:
+    def _note_state(self, call: Call, error: BaseException) -> None:
         """Find out whether the ranks can serve another call, after this one failed or was interrupted."""
         # Set before the wait, so that it stands if the wait is interrupted too.
         self.broken = f"{name_ranks(call.waiting or call.ranks)} did not come back from a call"
@@ -173,7 +174,7 @@ class Caller:
             self._interrupt_again(call)
         elif not isinstance(error, RankError | Stopped):
             call.on_record = None  # it may have raised the error
-            call.wait(self._engines.inbox, lambda: not call.waiting, GRACE_SECONDS)
+            call.wait(self.engines.inbox, lambda: not call.waiting, GRACE_SECONDS)
         if call.on_record is not None:
             self.wait_for_records(call, REPORT_SECONDS)
         dead = [rank for rank, failure in call.failures.items() if failure.kind == PROCESS_DIED]

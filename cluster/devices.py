@@ -3,8 +3,10 @@
 import os
 import time
 import warnings
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from cluster.errors import ClusterError
 from cluster.host import ask_gpus, is_device
@@ -85,6 +87,29 @@ def check_free(wait: float = 0.0, device: torch.device | None = None) -> None:
         if time.monotonic() >= deadline:
             raise ClusterError(problem)
         time.sleep(POLL_SECONDS)
+
+
+def join_group(local_rank: int = 0, **options: Any) -> str:
+    """Join the default process group: gloo for CPUs, and NCCL as well where there are GPUs.
+
+    Args:
+        local_rank: The number of this process's device among those that it sees.
+        **options: Further arguments of `init_process_group`.
+
+    Returns:
+        The type of the device that this rank works on, `cuda` or `cpu`.
+
+    Raises:
+        ClusterError: torch cannot use the GPU, or other processes fill it.
+    """
+    check_driver()
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", **options)
+        return "cpu"
+    device = torch.device("cuda", local_rank)
+    check_free(FREE_SECONDS, device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
+    return device.type
 
 
 def _find_problem(device: torch.device | None) -> str | None:

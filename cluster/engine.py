@@ -94,8 +94,9 @@ def set_environment(start: Start, placement: Placement, controller: str) -> None
     own = address_towards(controller)
     if own is None:
         raise ClusterError(f"no network leads from this host to the controller at {controller}")
-    for variable in rank_environment(placement, devices, cores, own, start.variables):
+    for variable in rank_environment(placement, devices, cores, own):
         os.environ[variable.name] = variable.value
+    os.environ.update(start.variables)
 
 
 def run_engine(rank: int, directory: Path, arguments: list[str], clean_up: Callable[[], None]) -> None:

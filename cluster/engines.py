@@ -4,7 +4,6 @@ import errno
 import logging
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,7 +17,7 @@ from cluster.client import Message, RankClient
 from cluster.errors import ClusterError, name_ranks
 from cluster.launchers import LAUNCHERS, ControllerLauncher
 from cluster.logs import last_error
-from cluster.network import LOOPBACK
+from cluster.network import LOOPBACK, reserved_ports
 from cluster.permissions import check_private, new_directory
 from cluster.processes import end, family
 from cluster.profiles.base import Profile
@@ -35,6 +34,9 @@ CONTROLLER_ARGS = [
     "--HeartMonitor.period=500",
     "--HeartMonitor.max_heartmonitor_misses=120",
 ]
+
+# The ports that the controller listens on.
+CONTROLLER_PORTS = 18
 
 # Silences ipyparallel's messages about starts and stops. The processes have logs in the cluster's directory.
 _quiet = logging.getLogger(__name__)
@@ -70,7 +72,6 @@ class Engines:
         self.timeout = timeout
         self.inbox: SimpleQueue[Message] = SimpleQueue()
         self.directory = new_directory(profile.log_folder())
-        registry.claim(self.directory)
         self._processes: set[psutil.Process] = set()
         self._client: RankClient | None = None
         self._background = BackgroundLoop()
@@ -116,7 +117,13 @@ class Engines:
         Raises:
             ClusterError: The controller or an engine does not start in time.
         """
+        with reserved_ports(CONTROLLER_PORTS) as ports:
+            self._cluster.controller_args.append(f"--IPController.ports={','.join(map(str, ports))}")
+            self._start()
+
+    def _start(self) -> None:
         deadline = time.monotonic() + self.timeout
+        self._note_processes()
         try:
             self._background.run(self._cluster.start_controller(), self.timeout)
             controller = self._cluster.controller
@@ -192,13 +199,11 @@ class Engines:
         ended = self._cluster.engine_set.why_all_ended() if self._cluster.engine_set else None
         if ended is not None:
             raise ClusterError(f"the ranks have ended: {ended}; cluster.recover() starts new ones")
-        for pid in self._controller_pids():
-            with suppress(psutil.NoSuchProcess):
-                if is_alive(psutil.Process(pid)):
-                    return
-        raise ClusterError(
-            "the cluster's controller has ended; cluster.recover() starts a new one and new ranks"
-        )
+        controller = self._cluster.controller
+        if controller is None or not is_alive(controller.process):
+            raise ClusterError(
+                "the cluster's controller has ended; cluster.recover() starts a new one and new ranks"
+            )
 
     def exit_code(self, rank: int) -> int | None:
         """Return the exit code of the engine of `rank`, negative for a signal, None where it is not known."""

@@ -1,6 +1,6 @@
 """The environment variables of one rank, each with its reason. They are computed on the rank's own host."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from cluster.errors import ClusterError
@@ -53,11 +53,7 @@ def device_of(placement: Placement, devices: Sequence[str]) -> str | None:
 
 
 def rank_environment(
-    placement: Placement,
-    devices: Sequence[str],
-    cores: Sequence[Set[int]],
-    address: str,
-    extra: Mapping[str, str],
+    placement: Placement, devices: Sequence[str], cores: Sequence[Set[int]], address: str
 ) -> list[Variable]:
     """Return the environment variables of a rank.
 
@@ -66,7 +62,6 @@ def rank_environment(
         devices: The visible devices of its host.
         cores: The cores that each rank of the host may use, by local rank.
         address: The address at which the other ranks reach this one.
-        extra: Variables of the profile. They override the others.
 
     Raises:
         ClusterError: The host has fewer devices than ranks.
@@ -90,4 +85,4 @@ def rank_environment(
         loopback = "the loopback interface: nothing leaves this host"
         why = loopback if address == LOOPBACK else "the interface towards the controller and the other ranks"
         variables += [Variable(f"{library}_SOCKET_IFNAME", interface, why) for library in ("GLOO", "NCCL")]
-    return variables + [Variable(name, value, "set by the profile") for name, value in extra.items()]
+    return variables

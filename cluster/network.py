@@ -2,7 +2,8 @@
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 
@@ -81,6 +82,28 @@ def check_ports(address: str, ports: list[int]) -> None:
                 raise ClusterError(
                     f"ports: {port} of {address} is in use; other ports would work, or no ports= at all"
                 ) from None
+
+
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Keep free ports from every other process, until a server that shares addresses listens on them.
+
+    A server that is told a free port listens on it only later. Meanwhile the system would give it to any
+    other process. A socket with SO_REUSEADDR that does not listen keeps it, and lets ZeroMQ's sockets, which
+    have that option too, listen on it.
+
+    Args:
+        count: The number of ports.
+
+    Yields:
+        The ports.
+    """
+    with ExitStack() as stack:
+        reserved = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in reserved:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("", 0))
+        yield [one.getsockname()[1] for one in reserved]
 
 
 def _own_addresses() -> str:

@@ -67,12 +67,6 @@ def readable_by_others(paths: list[Path]) -> Iterator[Path]:
             yield path
 
 
-def cluster_directories() -> list[Path]:
-    """Return the directories of clusters on this machine that belong to this user."""
-    folders = [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *Path.home().glob(f"{PREFIX}*")]
-    return [folder for folder in folders if is_cluster_directory(folder)]
-
-
 def is_cluster_directory(path: Path) -> bool:
     """Return whether a path is a directory of this user, not a link, whose name is that of a cluster's."""
     try:
@@ -84,8 +78,13 @@ def is_cluster_directory(path: Path) -> bool:
 
 def connection_files() -> list[Path]:
     """Return the connection files of this machine's clusters and of ipyparallel's own profiles."""
-    folders = [*cluster_directories(), *Path.home().glob(".ipython/profile_*")]
-    return [file for folder in folders for file in folder.glob("security/*.json")]
+    folders = [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), *Path.home().glob(f"{PREFIX}*")]
+    profiles = Path.home().glob(".ipython/profile_*")
+    return [
+        file
+        for folder in (*filter(is_cluster_directory, folders), *profiles)
+        for file in folder.glob("security/*.json")
+    ]
 
 
 def private_keys() -> list[Path]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from cluster.errors import ClusterError
+from cluster.watchdog import ProcessId
 
 # Nannies report deaths. An engine on a machine that is too busy to answer for a minute need not be lost.
 ENGINE_ARGUMENTS = ("--IPEngine.max_heartbeat_misses=120", "--IPEngine.timeout=30")
@@ -34,22 +35,26 @@ class Start:
 
     Attributes:
         placement: The rank to become. None where the launcher (mpiexec, srun) tells it by the environment.
-        owner: The process id and the creation time of the process that started the cluster. The rank ends a
-            few seconds after it. None on another host, where that process cannot be seen.
+        owner: The process that started the cluster. The rank ends a few seconds after it. None on another
+            host, where that process cannot be seen.
         stdin: Whether the connection arrives on the standard input. The rank ends when that is closed.
         numa: Whether the rank is bound to the cores that are nearest to its device.
         variables: Environment variables. They override those that the lab sets.
     """
 
     placement: Placement | None = None
-    owner: tuple[int, float] | None = None
+    owner: ProcessId | None = None
     stdin: bool = False
     numa: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    def arguments(self) -> list[str]:
+        """Return the arguments with which `cluster.engine` becomes this rank."""
+        return [json.dumps(asdict(self)), *ENGINE_ARGUMENTS]
+
     def command(self, python: str) -> list[str]:
         """Return the command line of a process that becomes this rank."""
-        return [python, "-m", "cluster.engine", json.dumps(asdict(self)), *ENGINE_ARGUMENTS]
+        return [python, "-m", "cluster.engine", *self.arguments()]
 
     @classmethod
     def from_json(cls, text: str) -> "Start":
@@ -58,7 +63,7 @@ class Start:
         placement, owner = values.pop("placement"), values.pop("owner")
         return cls(
             placement=Placement(**placement) if placement else None,
-            owner=tuple(owner) if owner else None,
+            owner=ProcessId(*owner) if owner else None,
             **values,
         )
 

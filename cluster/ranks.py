@@ -69,7 +69,6 @@ class Cluster:
         self._timeout = timeout
         self.start_timeout = start_timeout
         self.device_type = "cuda" if visible_devices() else "cpu"
-        self._engines: Engines | None = None
         self._caller: Caller | None = None
         self._busy = threading.Lock()
 
@@ -81,7 +80,7 @@ class Cluster:
     @property
     def started(self) -> bool:
         """Whether the cluster has been started and not stopped since."""
-        return self._engines is not None
+        return self._caller is not None
 
     @property
     def broken(self) -> bool:
@@ -97,14 +96,14 @@ class Cluster:
         Raises:
             ClusterError: The cluster is started already, or a rank does not start.
         """
-        if self._engines is not None:
+        if self._caller is not None:
             raise ClusterError("the cluster is started already; cluster.stop() ends it")
-        self._engines = Engines(self.ranks, self.profile, self.start_timeout)
-        self._caller = Caller(self._engines, self.recover)
+        engines = Engines(self.ranks, self.profile, self.start_timeout)
+        self._caller = Caller(engines, self.recover)
         atexit.register(self.stop)
         try:
             with progress(f"starting {self.ranks} ranks"):
-                self._engines.start()
+                engines.start()
                 self._join()
         except BaseException:
             self._end(keep_logs=True)
@@ -123,9 +122,9 @@ class Cluster:
         Raises:
             ClusterError: The cluster is not started, is busy with a call, or a rank does not start.
         """
-        engines, caller = self._started()
+        caller = self._started()
         with self._one_call(), progress(f"joining {self.ranks} ranks again"):
-            self._restart(engines, caller)
+            self._restart(caller)
 
     def interrupt(self) -> None:
         """End the call that is running. Another thread calls this method.
@@ -181,25 +180,25 @@ class Cluster:
             ClusterError: The cluster is broken, is busy with another call, or did not answer in time, or a
                 timeout is no number of seconds from 0.01 to 30 days.
         """
-        engines, caller = self._started()
+        caller = self._started()
         if timeout is not None:
             check_timeout(timeout)
         if answer_timeout is not None:
             check_timeout(answer_timeout, "answer_timeout")
         seconds = self.timeout if timeout is None else timeout
-        payload = cloudpickle.dumps((remote.run_with_timeout, (seconds, fn, args, kwargs), {}))
+        payload = cloudpickle.dumps((seconds, fn, args, kwargs))
         # Who takes the records shows what goes on.
         name = getattr(fn, "__name__", "a function").lstrip("_")
         line = nullcontext() if on_record is not None else progress(f"{self.ranks} ranks run {name}")
         with self._one_call(), line:
-            if caller.broken is None and engines.missing():
-                caller.broken = f"{name_ranks(engines.missing())} ended since the last call"
+            if caller.broken is None and (missing := caller.engines.missing()):
+                caller.broken = f"{name_ranks(missing)} ended since the last call"
             if caller.broken is None and caller.left_group:
                 with suppress(RankError):  # the cluster is broken then
                     self._join()
             if caller.broken is not None and caller.restarts:
-                self._restart(engines, caller)
-                engines, caller = self._started()
+                self._restart(caller)
+                caller = self._started()
             if caller.broken is not None:
                 raise ClusterError(
                     f"the cluster is broken: {caller.broken}; cluster.recover() restarts the ranks"
@@ -210,10 +209,10 @@ class Cluster:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         return [cloudpickle.loads(call.answers[rank]) for rank in call.ranks]
 
-    def _started(self) -> tuple[Engines, Caller]:
-        if self._engines is None or self._caller is None:
+    def _started(self) -> Caller:
+        if self._caller is None:
             raise ClusterError(NOT_STARTED)
-        return self._engines, self._caller
+        return self._caller
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -225,19 +224,19 @@ class Cluster:
             self._busy.release()
 
     def _end(self, *, keep_logs: bool) -> None:
-        engines, self._engines, self._caller = self._engines, None, None
+        caller, self._caller = self._caller, None
         atexit.unregister(self.stop)
-        if engines is not None:
-            engines.stop(keep_logs=keep_logs)
+        if caller is not None:
+            caller.engines.stop(keep_logs=keep_logs)
 
-    def _restart(self, engines: Engines, caller: Caller) -> None:
+    def _restart(self, caller: Caller) -> None:
         try:
-            engines.check_controller()
-            if caller.broken is None and not engines.missing():
+            caller.engines.check_controller()
+            if caller.broken is None and not caller.engines.missing():
                 with suppress(RankError):  # the cluster is broken then
                     self._join()
                     return
-            engines.restart()
+            caller.engines.restart()
             self._join()
         except ClusterError:
             self.stop()
@@ -245,14 +244,14 @@ class Cluster:
 
     def _join(self) -> None:
         """Join the ranks in a process group, and wait until their records arrive."""
-        engines, caller = self._started()
-        folder = self.profile.store_folder(engines.directory)
-        opening = cloudpickle.dumps((remote.open_store, (self.ranks, self.start_timeout, folder), {}))
+        caller = self._started()
+        folder = self.profile.store_folder(caller.engines.directory)
+        opening = cloudpickle.dumps((None, remote.open_store, (self.ranks, self.start_timeout, folder), {}))
         # The collectives of a call may have seconds only. A rank that starts may wait longer for a peer.
         limits = self.start_timeout, self.start_timeout
         store = cloudpickle.loads(caller.run({0: opening}, None, *limits).answers[0])
         joining = {
-            rank: cloudpickle.dumps((remote.join, (rank, self.ranks, store, self.start_timeout), {}))
+            rank: cloudpickle.dumps((None, remote.join, (rank, self.ranks, store, self.start_timeout), {}))
             for rank in range(self.ranks)
         }
         try:
@@ -268,7 +267,7 @@ class Cluster:
         # The ranks report it, because a login node may have no GPU although their hosts have GPUs.
         self.device_type = cloudpickle.loads(call.answers[0])
         caller.kernels_wait = self.device_type == "cuda"
-        nothing = cloudpickle.dumps((remote.do_nothing, (), {}))
+        nothing = cloudpickle.dumps((None, remote.do_nothing, (), {}))
         # A channel loses the messages that are sent while it is being opened.
         for _ in range(int(self.start_timeout / FIRST_RECORD_SECONDS)):
             if caller.wait_for_records(call, FIRST_RECORD_SECONDS):

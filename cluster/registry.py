@@ -14,41 +14,11 @@ import platformdirs
 import psutil
 
 from cluster.errors import ClusterError
-from cluster.permissions import cluster_directories, is_cluster_directory
+from cluster.permissions import is_cluster_directory
 from cluster.processes import end
-from cluster.watchdog import CREATED_TOLERANCE_SECONDS, is_alive
+from cluster.watchdog import ProcessId, this_process
 
 PATIENCE_SECONDS = 1.0
-
-# The file in a cluster's directory that names the process that made it.
-OWNER = "owner.json"
-
-
-@dataclass(frozen=True)
-class ProcessId:
-    """A process. Its id alone does not identify it, because the system uses ids again.
-
-    Attributes:
-        pid: Its id.
-        created: Its creation time, in seconds since the epoch.
-    """
-
-    pid: int
-    created: float
-
-    @classmethod
-    def of(cls, process: psutil.Process) -> "ProcessId":
-        """Return the identity of a process that runs."""
-        return cls(process.pid, process.create_time())
-
-    def process(self) -> psutil.Process | None:
-        """Return the process, None where it has ended."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < CREATED_TOLERANCE_SECONDS
-        except psutil.NoSuchProcess:
-            return None
-        return process if same and is_alive(process) else None
 
 
 @dataclass(frozen=True)
@@ -84,6 +54,16 @@ class Entry:
         """Return the processes of the cluster that still run."""
         return [process for one in self.processes if (process := one.process()) is not None]
 
+    def line(self) -> str:
+        """Return a line on the cluster, its owner and its processes."""
+        minutes = (time.time() - self.started) / 60
+        since = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+        return (
+            f"{self.name}  {self.profile}, {self.ranks} ranks, {since}, "
+            f"owner {self.owner.pid} {'gone' if self.orphaned else 'alive'}, "
+            f"{len(self.running())} of {len(self.processes)} processes alive"
+        )
+
 
 def folder() -> Path:
     """Return the folder of the entries. It belongs to this user alone."""
@@ -92,6 +72,9 @@ def folder() -> Path:
 
 def record(profile: str, ranks: int, processes: set[psutil.Process], directory: Path) -> None:
     """Write the entry of a cluster that this process owns. An earlier entry is replaced.
+
+    The first entry is written before the cluster has keys and processes, so that what an owner leaves that is
+    killed is found.
 
     Args:
         profile: The name of the cluster's profile.
@@ -112,7 +95,7 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
         ranks=ranks,
         host=socket.gethostname(),
         started=time.time(),
-        owner=ProcessId.of(psutil.Process()),
+        owner=this_process(),
         processes=tuple(identities),
         directory=str(directory),
     )
@@ -124,19 +107,6 @@ def record(profile: str, ranks: int, processes: set[psutil.Process], directory: 
         part.replace(_path(entry.name))
     except OSError as error:
         raise ClusterError(f"{folder()} cannot be written: {error.strerror}") from error
-
-
-def claim(directory: Path) -> None:
-    """Write into a cluster's directory that this process owns it, before its cluster has an entry.
-
-    Raises:
-        ClusterError: The file cannot be written.
-    """
-    owner = {"host": socket.gethostname(), **asdict(ProcessId.of(psutil.Process()))}
-    try:
-        (directory / OWNER).write_text(json.dumps(owner))
-    except OSError as error:
-        raise ClusterError(f"{directory} cannot be written: {error.strerror}") from error
 
 
 def forget(directory: Path) -> None:
@@ -165,34 +135,16 @@ def clean() -> list[tuple[str, int]]:
                 shutil.rmtree(entry.directory, ignore_errors=True)
             _path(entry.name).unlink(missing_ok=True)
             cleaned.append((entry.name, len(processes)))
-    for directory in _abandoned():
-        shutil.rmtree(directory, ignore_errors=True)
-        cleaned.append((directory.name, 0))
     return cleaned
 
 
 def status_text() -> str:
     """Return a text with one line for each cluster."""
     clusters = entries()
-    lines = [
-        f"{entry.name}  {entry.profile}, {entry.ranks} ranks, {_since(entry.started)}, "
-        f"owner {entry.owner.pid} {'gone' if entry.orphaned else 'alive'}, "
-        f"{len(entry.running())} of {len(entry.processes)} processes alive"
-        for entry in clusters
-    ]
+    lines = [entry.line() for entry in clusters]
     if any(entry.orphaned for entry in clusters):
         lines.append("lab cluster clean ends the clusters whose owner is gone")
     return "\n".join(lines) or "no cluster is running"
-
-
-def _abandoned() -> Iterator[Path]:
-    """Yield the directories of clusters whose owner was killed before it wrote an entry."""
-    for directory in cluster_directories():
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            values = json.loads((directory / OWNER).read_text())
-            here = values.pop("host") == socket.gethostname()
-            if here and not _path(directory.name).exists() and ProcessId(**values).process() is None:
-                yield directory
 
 
 def _path(name: str) -> Path:
@@ -204,19 +156,8 @@ def _read() -> Iterator[Entry]:
         # Another process may have removed the file in the meantime, or a full disk may have cut it short.
         with suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads(path.read_text())
-            owner, processes = (
-                ProcessId(**values.pop("owner")),
-                tuple(ProcessId(**one) for one in values.pop("processes")),
-            )
-            entry = Entry(owner=owner, processes=processes, **values)
-            # Numbers of another kind raise an error here, and not where they are used.
-            _since(entry.started)
-            for one in (owner, *processes):
-                one.process()
-            if entry.host == socket.gethostname():
+            owner, *processes = (ProcessId(*one) for one in (values.pop("owner"), *values.pop("processes")))
+            entry = Entry(owner=owner, processes=tuple(processes), **values)
+            # Where a value is of another kind, its line raises an error here, and not where it is used.
+            if entry.line() and entry.host == socket.gethostname():
                 yield entry
-
-
-def _since(started: float) -> str:
-    minutes = (time.time() - started) / 60
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"

@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from cluster import stacks, torch_private, torch_state
-from cluster.devices import FREE_SECONDS, check_driver, check_free
+from cluster.devices import join_group
 from cluster.errors import Failure
 from cluster.live import publish, recording
 from cluster.network import own_address
-from cluster.timeouts import set_timeout
+from cluster.torch_private import set_timeout
 
 PACKAGE = os.path.dirname(__file__)
 SAME_INTERRUPT_SECONDS = 0.2
@@ -53,7 +52,8 @@ def run(payload: bytes, call_id: str, rank: int) -> Answer:
     """Call a function on this rank.
 
     Args:
-        payload: The cloudpickled triple (function, arguments, keyword arguments).
+        payload: The cloudpickled tuple (timeout, function, arguments, keyword arguments). The timeout is that
+            of each collective, in seconds; None where the rank is in no process group.
         call_id: The id of the call, for its records.
         rank: The rank of this process.
 
@@ -84,24 +84,18 @@ def _call(payload: bytes) -> bytes:
     collects = gc.isenabled()
     gc.disable()
     try:
-        function, args, kwargs = cloudpickle.loads(payload)
+        timeout, function, args, kwargs = cloudpickle.loads(payload)
     finally:
         if collects:
             gc.enable()
+    if timeout is not None:
+        set_timeout(timeout)
     result = function(*args, **kwargs)
     if dist.is_initialized() and torch.cuda.is_available():
         # A kernel that hangs or fails is the failure of this function, not of the next one.
         torch.cuda.synchronize()
     answer: bytes = cloudpickle.dumps(result)
     return answer
-
-
-def run_with_timeout(
-    seconds: float, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return `function(*args, **kwargs)`; each of its collectives may take `seconds`."""
-    set_timeout(seconds)
-    return function(*args, **kwargs)
 
 
 class _OnInterrupt:
@@ -256,18 +250,10 @@ def join(rank: int, ranks: int, store: Rendezvous, start_timeout: float) -> str:
         _store = dist.TCPStore(  # type: ignore[attr-defined]
             *store, ranks, is_master=False, timeout=patience
         )
-    backend, device = "gloo", None
-    check_driver()
-    if torch.cuda.is_available():
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda:0")
-        check_free(FREE_SECONDS, device)
     # The functions of this module have the world group as a default argument. If they were imported later,
     # they would keep the first world group for ever.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group(
-        backend, store=_store, rank=rank, world_size=ranks, timeout=patience, device_id=device
-    )
-    return device.type if device else "cpu"
+    return join_group(store=_store, rank=rank, world_size=ranks, timeout=patience)
 
 
 def do_nothing() -> None:

@@ -1,9 +1,6 @@
-"""How long a collective may take: the defaults, the check of a timeout, and setting it on a rank."""
-
-from datetime import timedelta
+"""How long a collective may take: the defaults, and the check of a timeout."""
 
 from cluster.errors import ClusterError
-from cluster.torch_private import set_default_timeout
 
 # In seconds, by the type of the device. gloo counts from the moment that a rank starts to wait. NCCL's
 # watchdog counts from the moment that the host enqueued the collective, and the host may run a layer's
@@ -34,11 +31,3 @@ def check_timeout(seconds: object, name: str = "timeout") -> None:
             f"{name}={shown}: it takes a number of seconds from {SHORTEST_SECONDS:g} to "
             f"{LONGEST_SECONDS:.0f}, which is 30 days; {DEFAULT_SECONDS['cuda']:g} would work"
         )
-
-
-def set_timeout(seconds: float) -> None:
-    """Let each collective of this rank take `seconds`.
-
-    The timeout applies to the default process group, and to groups that are made without a timeout.
-    """
-    set_default_timeout(timedelta(seconds=seconds))

@@ -18,16 +18,20 @@ from torch.utils import _python_dispatch
 _c10d: Any = dist.distributed_c10d
 
 
-def set_default_timeout(limit: timedelta) -> None:
-    """Set the timeout of the default process group, and of groups that are made without a timeout.
+def set_timeout(seconds: float) -> None:
+    """Let each collective of this rank take `seconds`.
+
+    The timeout applies to the default process group, and to groups that are made without a timeout.
 
     `new_group`, `split_group` and `DeviceMesh` read the default each time that they make a group. A
     `DeviceMesh` takes no timeout as an argument.
 
     Args:
-        limit: The longest time that one collective may take.
+        seconds: The longest time that one collective may take.
     """
-    _c10d._set_pg_timeout(limit)
+    limit = timedelta(seconds=seconds)
+    # From torch 2.14 on, it is a public function, and the private one warns.
+    getattr(dist, "set_timeout", _c10d._set_pg_timeout)(limit)
     _c10d.default_pg_timeout = limit
     _c10d.default_pg_nccl_timeout = limit
 

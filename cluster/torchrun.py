@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from cluster.devices import FREE_SECONDS, check_driver, check_free
+from cluster.devices import join_group
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
-from cluster.timeouts import DEFAULT_SECONDS, set_timeout
+from cluster.timeouts import DEFAULT_SECONDS
+from cluster.torch_private import set_timeout
 
 
 def launched() -> bool:
@@ -54,21 +55,15 @@ def process_group() -> Iterator[int]:
     if one_node and loopback:
         # Without it gloo binds to the address of the host's name, which a laptop may not reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    backend, device = "gloo", None
-    check_driver()
-    if torch.cuda.is_available():
-        local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= devices:
-            raise ClusterError(
-                f"rank {os.environ['RANK']} is number {local + 1} on its host and sees {devices} GPUs; "
-                f"torchrun --nproc-per-node {devices} would work"
-            )
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", local)
-        check_free(FREE_SECONDS, device)
+    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # In this order: with a driver that is too old, is_available() warns, and join_group says why in one line.
+    if local >= devices and torch.cuda.is_available():
+        raise ClusterError(
+            f"rank {os.environ['RANK']} is number {local + 1} on its host and sees {devices} GPUs; "
+            f"torchrun --nproc-per-node {devices} would work"
+        )
     # Torch's own is half an hour for two backends together, 10 minutes for NCCL alone.
-    seconds = DEFAULT_SECONDS[device.type if device else "cpu"]
-    dist.init_process_group(backend, device_id=device)
-    set_timeout(seconds)
+    set_timeout(DEFAULT_SECONDS[join_group(local)])
     yield dist.get_rank()
     # Not after a failure: peers may wait in a collective, and the process ends in any case.
     dist.destroy_process_group()

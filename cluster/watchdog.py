@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import psutil
 
@@ -27,6 +28,32 @@ MISSES = 3
 CREATED_TOLERANCE_SECONDS = 5.0
 
 
+class ProcessId(NamedTuple):
+    """A process. Its id alone does not identify it, because the system uses ids again.
+
+    Attributes:
+        pid: Its id.
+        created: Its creation time, in seconds since the epoch.
+    """
+
+    pid: int
+    created: float
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> "ProcessId":
+        """Return the identity of a process that runs."""
+        return cls(process.pid, process.create_time())
+
+    def process(self) -> psutil.Process | None:
+        """Return the process, None where it has ended."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created) < CREATED_TOLERANCE_SECONDS
+        except psutil.NoSuchProcess:
+            return None
+        return process if same and is_alive(process) else None
+
+
 def watched(module: str) -> list[str]:
     """Return the command line that runs `module` for as long as the calling process lives.
 
@@ -37,10 +64,9 @@ def watched(module: str) -> list[str]:
     return [sys.executable, "-m", "cluster.watchdog", str(pid), repr(created), module]
 
 
-def this_process() -> tuple[int, float]:
-    """Return the id of this process and its creation time, in seconds since the epoch."""
-    owner = psutil.Process()
-    return owner.pid, owner.create_time()
+def this_process() -> ProcessId:
+    """Return the identity of this process."""
+    return ProcessId.of(psutil.Process())
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -58,12 +84,7 @@ def wait_for_owner(pid: int, created: float) -> None:
         pid: Its id.
         created: Its creation time, in seconds since the epoch.
     """
-    try:
-        owner = psutil.Process(pid)
-        same = abs(owner.create_time() - created) < CREATED_TOLERANCE_SECONDS
-    except psutil.NoSuchProcess:
-        same = False
-    while same and is_alive(owner):
+    while ProcessId(pid, created).process() is not None:
         time.sleep(POLL_SECONDS)
 
 
@@ -112,6 +133,8 @@ def end_after(wait: Callable[[], None], clean_up: Callable[[], None] = lambda: N
 
 def main() -> None:
     """Run the module that the command line names, and end it with its owner."""
+    # The controller writes its keys to files, and only then makes them private.
+    os.umask(0o077)
     pid, created = int(sys.argv[1]), float(sys.argv[2])
     sys.argv = sys.argv[3:]
     end_after(lambda: wait_for_owner(pid, created))

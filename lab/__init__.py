@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from cluster.ranks import Cluster
     from lab import models, show
     from lab.errors import LabError
-    from lab.planning.closed_form import estimate
     from lab.planning.fit import fit
     from lab.planning.max_context import max_context
     from lab.planning.plan import plan
@@ -29,7 +28,6 @@ __all__ = [
     "LabError",
     "Recipe",
     "apply_recipe",
-    "estimate",
     "fit",
     "ladder",
     "loss",
@@ -72,7 +70,6 @@ __getattr__ = load_on_first_use(
         "LabError": "lab.errors",
         "Recipe": "lab.recipe.recipe",
         "apply_recipe": "lab.step.compose",
-        "estimate": "lab.planning.closed_form",
         "fit": "lab.planning.fit",
         "ladder": "lab.recipe.ladder",
         "loss": "lab.step.training_step",

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -13,9 +16,67 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cluster.ranks import Cluster
+from lab.show.tuner.planner import THREAD
 
 # A failed assertion of a helper shows its values, as one of a test does.
 pytest.register_assert_rewrite("lab_tests.support")
+
+
+LONG = "long"
+SHORT = f"not {LONG}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="COMMIT",
+        help="run the files of tests that import what has changed since this commit, or since the last one",
+    )
+    parser.addoption(
+        "--third", action="store_true", help="run one in three of the long tests, others on the next day"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that is named is run, long or not."""
+    given = "-m" in config.invocation_params.args or any("::" in name for name in config.args)
+    if not config.option.markexpr and not given:
+        config.option.markexpr = SHORT
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.changed is not None:
+        from lab_tests.support.changed import ROOT, changed_files, reached_tests
+
+        try:
+            files = changed_files(config.option.changed)
+        except subprocess.CalledProcessError as error:
+            raise pytest.UsageError(f"--changed={config.option.changed}: give a commit of git") from error
+        reached = {ROOT / file for file in reached_tests(files)}
+        others = [item for item in items if item.path not in reached]
+        items[:] = [item for item in items if item.path in reached]
+        config.hook.pytest_deselected(items=others)
+    if config.option.third:
+        from lab_tests.support.long_run import third_of_day
+
+        long = [item for item in items if item.get_closest_marker(LONG)]
+        others = {*long} - {*third_of_day(long, date.today())}
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=others)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.markexpr == SHORT:
+        terminalreporter.write_line(
+            "This was the short run. `pytest -m long` has the rest: more pairs of techniques and families, "
+            "lengths, faults and pages, and notebooks."
+        )
+    if config.option.third:
+        terminalreporter.write_line(
+            "This was a third of the long tests, others on the next day. `pytest -m long` runs all of them."
+        )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +87,15 @@ def _own_plans_and_clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setattr(platformdirs, "user_cache_path", lambda name: folder / "cache" / name)
         patch.setattr(platformdirs, "user_state_path", lambda name: folder / "state" / name)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _tuners_have_their_plans() -> Iterator[None]:
+    """No thread of a tuner works beside the next test."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
 
 
 @pytest.fixture(scope="session", autouse=True)

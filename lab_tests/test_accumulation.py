@@ -12,12 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import lab
 from lab import models
 from lab.bench.reference import error, exact_rotary
+from lab.errors import LabError
 from lab.memory.timeline import Timeline
+from lab.planning import whole_step
+from lab.planning.allocator import simulate
+from lab.planning.micro_batches import WALKED, with_micro_batches
 from lab.planning.plan import plan_job
 from lab.recipe.jobs import Machine, make_job
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import NoMeter, make_optimizer
+from lab_tests.proofs import cases
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
 ROWS, TOKENS, LENGTHS = 3, 40, (40, 23, 31)
@@ -71,7 +77,7 @@ def step_on_rank(recipe: Recipe, rows: tuple[tuple[int, ...], ...]):
     return loss.item(), gradients
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_long(RECIPES, 3))
 def test_micro_batches_have_the_loss_and_the_gradients_of_one_batch(ranks4, name):
     loss, expected = of_one_batch()
     for rows in (((0,), (1,), (2,)), ((2, 1), (0,))):
@@ -80,6 +86,7 @@ def test_micro_batches_have_the_loss_and_the_gradients_of_one_batch(ranks4, name
             assert error(gradients, expected) < 1e-12
 
 
+@pytest.mark.long
 def test_the_tokens_are_those_of_one_batch(ranks4, digits):
     """``rows=1, accumulate=3`` sees the data of ``rows=3``, in each of the steps."""
     size = {"tokens": TOKENS, "text": digits, "cluster": ranks4, "steps": 3}
@@ -112,7 +119,7 @@ def answers(timeline: Timeline) -> list[object]:
     return [phases, timeline.device_peak, timeline.host_peak, str(timeline.peak), timeline.peak.by_category]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANNED)
 def test_planned_bytes_are_measured_bytes(ranks4, digits, name):
     recipe, layers, rows, accumulate, steps = PLANNED[name]
@@ -126,3 +133,63 @@ def test_planned_bytes_are_measured_bytes(ranks4, digits, name):
     assert [phase for phase, *_ in planned[0]] == ["forward", "backward"] * accumulate + ["optimizer"]
     # The first micro-batch begins without gradients.
     assert planned[0][2][1] > planned[0][0][1]
+
+
+MANY = {
+    "shards": {"recipe": "fsdp", "rows": 4},
+    "upipe, overlap": {"recipe": "upipe", "overlap": True},
+    "documents": {"recipe": "streamed", "documents": "1K,3K"},
+    "rows, adapters, optimizer on the host": {
+        "recipe": "offload", "rows": 4, "lora": "r=4", "optimizer": "host"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_long(MANY, 0))
+def test_the_plan_of_many_micro_batches_is_that_of_all(monkeypatch, name):
+    """The code of four runs, and the third stands for three. Seen red: work or tokens of one less."""
+    job, machine = make_job("tiny", tokens=4096, ranks=4, accumulate=6, **MANY[name]), Machine()
+    plans = []
+    for walked in (99, WALKED):
+        monkeypatch.setattr(whole_step, "WALKED", walked)
+        step = whole_step.walk(job, workspace=True).steps[0]
+        timeline, costs = step.priced(machine, job.ranks)
+        plans.append((timeline, costs, simulate(timeline)))
+    (every, costs, allocator), (few, of_few, of_few_allocator) = plans
+    assert len(few) < len(every) * 5 / 6
+    told, of_few_told = (cases.answers(timeline) for timeline in (every, few))
+    assert of_few_told | {"collectives": None} == told | {"collectives": None}
+    assert (of_few_allocator.reserved, of_few_allocator.allocated_peak) == (
+        allocator.reserved, allocator.allocated_peak
+    )  # fmt: skip
+    assert (costs.flops, costs.link_bytes, costs.host_bytes) == (
+        of_few.flops, of_few.link_bytes, of_few.host_bytes
+    )  # fmt: skip
+    assert of_few.seconds == pytest.approx(costs.seconds, rel=1e-3)
+
+
+def test_a_model_whose_micro_batches_differ_is_planned_in_whole():
+    step = whole_step.walk(make_job("tiny", "fsdp", tokens=1024, ranks=2, accumulate=4), workspace=True)
+    few = step.steps[0]
+    last = np.flatnonzero(np.diff(few.timeline.phase))[-2] + 1
+    module = few.timeline.module.copy()
+    module[last] += 1
+    assert with_micro_batches(few, 7) is not None
+    assert with_micro_batches(few._replace(timeline=replace(few.timeline, module=module)), 7) is None
+
+
+@pytest.mark.parametrize("accumulate", [0, True, 2.5])
+def test_a_number_of_micro_batches_that_is_none_is_refused(accumulate):
+    with pytest.raises(LabError, match=r"accumulate=.*whole number"):
+        lab.plan("tiny", "fsdp", tokens=1024, ranks=2, accumulate=accumulate)
+
+
+@pytest.mark.long
+def test_a_rehearsal_takes_the_time_of_all_micro_batches():
+    one, three = (
+        lab.rehearse("tiny", "fsdp", tokens=256, ranks=2, accumulate=number, steps=0, machine="cpu")
+        for number in (1, 3)
+    )
+    assert three.plan_over_measured == 1
+    assert three.seconds["backward"] > 2 * one.seconds["backward"]
+    assert three.job.step_rows == 3

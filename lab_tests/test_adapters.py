@@ -10,9 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
-from lab.bench.input_cases import EVERY_LINEAR, expected_result, relative_error, token_ids, with_lora
-from lab.bench.parity import whole_gradients
-from lab.bench.reference import build, config, error, exact_rotary
 from lab.decoder import decoder_of, shape_of
 from lab.errors import ModelError
 from lab.models.lora import Lora
@@ -20,8 +17,11 @@ from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import make_optimizer
 from lab.techniques.upipe.layer import apply_upipe
+from lab_tests.proofs.input_cases import EVERY_LINEAR, expected_result, relative_error, token_ids, with_lora
 from lab_tests.support.operators import Calls
+from lab_tests.support.parity import whole_gradients
 from lab_tests.support.recipes import EVERYTHING
+from lab_tests.support.reference import build, config, error, exact_rotary
 
 MAKE = {"target_modules": EVERY_LINEAR, "family": "qwen3"}
 
@@ -38,7 +38,7 @@ def errors(recipes):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lora_on_every_projection_is_exact_on_every_rung(ranks4):
     cfg = config("qwen3")
     rungs = {name: resolve_recipe(name, cfg, 4, 22, compute_dtype=None) for name in RECIPE_NAMES}
@@ -72,6 +72,7 @@ def bf16_errors(recipe):
     return error(plain, right), error(found, right)
 
 
+@pytest.mark.long
 def test_lora_in_bf16_is_at_most_half_again_as_far_from_fp32_as_plain_lora(ranks4):
     recipe = Recipe(
         fsdp=True, ulysses=2, head_chunk=4, checkpoint=True, mlp_tile=5, norm_tile=8, loss_tile=7,

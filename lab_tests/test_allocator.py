@@ -117,31 +117,6 @@ def test_each_stream_has_pools_of_its_own():
     assert allocator.reserved == 80 * MiB
 
 
-def test_near_the_limit_whole_segments_that_are_cached_are_freed():
-    allocator = Allocator(expandable=False, limit=100 * MiB)
-    whole, split = take(allocator, 40 * MiB, 40 * MiB)
-    free(allocator, whole, split)
-    take(allocator, 10 * MiB)  # of one of the two
-    take(allocator, 60 * MiB)
-    assert (allocator.retries, allocator.reserved) == (1, 100 * MiB)
-    with pytest.raises(MemoryError, match="32505856 bytes more than 104857600 of 104857600"):
-        take(allocator, 31 * MiB)
-
-
-def test_near_the_limit_whole_pages_are_unmapped_and_mapped_elsewhere():
-    allocator = Allocator(expandable=True, limit=140 * MiB)
-    _, hole, _ = take(allocator, 10 * MiB, 60 * MiB, 30 * MiB)
-    free(allocator, hole)
-    # The hole has the pages 20 to 60, and 10 MiB on either side that are not whole pages.
-    [(_, block)] = take(allocator, 80 * MiB)
-    assert (allocator.retries, allocator.reserved) == (1, 140 * MiB)
-    assert block.address == 100 * MiB
-    # What is left of the hole, and its pages, are one block again once the pages are mapped.
-    allocator.limit = None
-    [(_, block)] = take(allocator, 55 * MiB)
-    assert (block.address, allocator.reserved) == (10 * MiB, 180 * MiB)
-
-
 @pytest.fixture(scope="module")
 def plans():
     """The plans of the first two layers of llama3-8b that an H100 has measured."""
@@ -162,11 +137,9 @@ def plans():
     ],
 )
 def test_the_bytes_are_those_that_an_h100_measured(plans, recipe, tokens, allocated, reserved):
-    state = simulate(plans[recipe, tokens].timeline)
+    allocator = simulate(plans[recipe, tokens].timeline)
     # The step allocates 512 bytes that no tensor of the plan has.
-    assert (state.allocated_peak, state.reserved_peak) == (allocated - 512, reserved)
-    assert state.fits
-    assert state.retries == 0
+    assert (allocator.allocated_peak, allocator.reserved) == (allocated - 512, reserved)
 
 
 def test_what_a_kernel_takes_inside_is_allocated_while_it_runs(plans):
@@ -175,16 +148,6 @@ def test_what_a_kernel_takes_inside_is_allocated_while_it_runs(plans):
     device[timeline.total.argmax(), OTHER] += 20 * 1024 * MiB
     plain, more = simulate(timeline), simulate(replace(timeline, device=device))
     assert more.allocated_peak == plain.allocated_peak + 20 * 1024 * MiB
-
-
-def test_a_limit_below_what_is_allocated_does_not_fit(plans):
-    timeline = plans["fsdp", "16K"].timeline
-    # Below what is reserved, what is cached is freed.
-    cramped = simulate(timeline, limit=39 * 1024 * MiB)
-    assert cramped.fits
-    assert cramped.retries > 0
-    assert cramped.allocated_peak <= cramped.reserved_peak <= 39 * 1024 * MiB
-    assert not simulate(timeline, limit=34 * 1024 * MiB).fits
 
 
 def test_fsdp_gathers_and_reduces_in_streams_of_its_own(plans):
@@ -204,6 +167,6 @@ def test_a_plan_says_what_is_reserved(plans):
     plan = plans["fsdp", "16K"]
     assert plan.to_json()["reserved_peak"] == 45279608832 + outside_workspace(8)
     assert plan.reserved_peak(expandable=False) == (
-        simulate(plan.timeline, expandable=False).reserved_peak + outside_workspace(8)
+        simulate(plan.timeline, expandable=False).reserved + outside_workspace(8)
     )
     assert lab.plan("tiny", "fsdp", tokens=256, ranks=2, workspace=False).reserved_peak() is None

@@ -10,8 +10,14 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lab.bench.attention import kernel_of
-from lab.bench.reference import (
-    FAMILIES,
+from lab.decoder import FAMILIES
+from lab.errors import RecipeError
+from lab.memory.meter import Meter
+from lab.techniques.attention import flash
+from lab.techniques.attention import matrix_products as exact_attention
+from lab.techniques.attention.flash import attention, flash_backward, flash_forward
+from lab.techniques.attention.hf_attention import NAME, apply_attention
+from lab_tests.support.reference import (
     build,
     config,
     error,
@@ -19,14 +25,10 @@ from lab.bench.reference import (
     exact_rotary,
     gradients,
     loss_of,
+    textbook_attention,
+    tokens,
+    truth,
 )
-from lab.errors import RecipeError
-from lab.memory.meter import Meter
-from lab.techniques.attention import flash
-from lab.techniques.attention import matrix_products as exact_attention
-from lab.techniques.attention.flash import attention, flash_backward, flash_forward
-from lab.techniques.attention.hf_attention import NAME, apply_attention
-from lab_tests.support.reference import textbook_attention, tokens, truth
 
 B, S, H, K, D = 2, 20, 12, 3, 10
 
@@ -44,7 +46,7 @@ def _computed_by(request, monkeypatch):
     """By CPU's flash kernel; and by the products that CUDA runs for what its flash kernels do not take."""
     if request.param == "exact":
         monkeypatch.setattr(flash, "_flash_takes", lambda q: False)
-        monkeypatch.setattr(exact_attention, "BLOCK", 7)
+        monkeypatch.setattr(exact_attention, "QUERY_BLOCK", 7)
 
 
 @pytest.mark.usefixtures("_computed_by")
@@ -130,6 +132,7 @@ def test_causal_between_different_lengths_is_refused():
         flash_forward(q, k, v)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_computed_by")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_heads", [24, 6, 1])

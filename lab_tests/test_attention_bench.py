@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from lab.bench import attention
 from lab.bench.table import rows_text
 from lab.commands.cli import main
-from lab.techniques.attention.flash import Kernel, flash_backward, flash_forward
+from lab.techniques.attention.flash import flash_backward, flash_forward
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernels import FASTEST_FIRST, kernel_support, missing_requirement
 
 
@@ -41,8 +42,7 @@ def test_a_row_for_each_kernel_that_is_here_and_each_length():
 
 
 def test_times_are_medians_and_each_kernel_is_its_own(only, monkeypatch):
-    seconds = iter([9.0, 1.0, 2.0, *[1.0, 3.0, 2.0] * 4])
-    monkeypatch.setattr(attention, "_seconds", lambda work, device: next(seconds))
+    monkeypatch.setattr(attention, "rounds", lambda *_: [[9.0, 1.0, 2.0], *[[1.0, 3.0, 2.0]] * 4])
     only()
     [row] = attention.measure_attention([64], lambda said: None)
     assert (row["forward s"], row["backward s"]) == (1.0, 3.0)

@@ -7,26 +7,26 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import lab
-from lab.bench.reference import build, config
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.memory.workspace import Workspace
 from lab.models import shape_of
 from lab.planning import fake_step as walking
 from lab.planning.cuda_workspace import cuda_workspace, flash_backward_workspace
-from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Machine, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import torch_refusal
-from lab.techniques.attention.flash import FLASH, Kernel, attention
+from lab.techniques.attention.flash import FLASH, attention
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernels import apply_kernel
 from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.ring import ring_kernel
 from lab.techniques.slices import repetitions, short_loops
 from lab.techniques.upipe.layer import apply_upipe
 from lab.techniques.upipe.schedule import schedule
-from lab_tests.support.costs import model_config
+from lab_tests.support.costs import model_config, walked
 from lab_tests.support.models import small_config
+from lab_tests.support.reference import build, config
 
 B, S, H, D = 3, 40, 8, 10
 SCALE = 0.23
@@ -267,6 +267,7 @@ def asked(knobs, workspace):
     return make_job(model, recipe, tokens=500, ranks=4), Machine(workspace=workspace)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("knobs", "workspace"),
     [
@@ -277,18 +278,19 @@ def asked(knobs, workspace):
     ],
 )
 def test_a_shortened_step_is_the_whole_step(monkeypatch, knobs, workspace):
-    short, short_costs = fake_step(*asked(knobs, workspace), 1)
+    short, short_costs = walked(*asked(knobs, workspace), 1)
     monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
-    whole, costs = fake_step(*asked(knobs, workspace), 1)
+    whole, costs = walked(*asked(knobs, workspace), 1)
     assert len(short) < 0.9 * len(whole)
     assert (short.device_peak, short.peak.by_category) == (whole.device_peak, whole.peak.by_category)
     assert (short.peak.op, short.peak.module) == (whole.peak.op, whole.peak.module)
     assert short_costs.flops == costs.flops > 0
     assert short_costs.device_seconds == pytest.approx(costs.device_seconds, rel=1e-12)
-    untiled = fake_step(*asked({**knobs, "attention_tile": None}, workspace), 1)[1]
+    untiled = walked(*asked({**knobs, "attention_tile": None}, workspace), 1)[1]
     assert (costs.flops, costs.link_bytes) == (untiled.flops, untiled.link_bytes)
 
 
+@pytest.mark.long
 def test_a_tile_of_64k_tokens_costs_at_most_a_fiftieth_of_the_seconds():
     def planned(tile):
         recipe = Recipe(

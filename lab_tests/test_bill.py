@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 import lab
-from lab.bench.reference import config
 from lab.errors import LabError
 from lab.models import shape_of
 from lab.models.lora import Lora
@@ -16,6 +15,7 @@ from lab.planning.model_flops import model_flops
 from lab.recipe.jobs import Job, Machine
 from lab.recipe.recipe import Recipe
 from lab_tests.support.costs import ATTENTION, D, E, H, I, K, L, S, V, model_config, planned_costs
+from lab_tests.support.reference import config
 
 MATRICES = L * (2 * E * H * D + 2 * E * K * D + 3 * E * I) + V * E
 

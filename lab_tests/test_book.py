@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from lab.commands.cli import main
 from lab.jupyter.book import build, sources
-from lab.jupyter.notebook_files import FOLDER
+from lab.jupyter.notebook_files import FOLDER, code_cells
 
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in sorted(FOLDER.glob("*.ipynb"))}
 
@@ -32,42 +32,34 @@ def book(tmp_path_factory):
     } | {"": out}
 
 
-def code_cells(name, tag=None):
-    return [
-        cell
-        for cell in NOTEBOOKS[name].cells
-        if cell.cell_type == "code" and (tag is None or tag in cell.metadata.get("tags", []))
-    ]
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_notebook_has_a_page_and_the_first_page_links_to_it(book):
     links = {link["href"] for link in book["index.html"].find("article").find_all("a", href=True)}
     sidebar = {link["href"] for link in book["index.html"].select(".sidebar-tree a")}
     for name, notebook in NOTEBOOKS.items():
         page = book[f"notebooks/{name}.html"]
         assert page.h1.text.startswith(notebook.cells[0].source.splitlines()[0].removeprefix("# "))
-        assert len(page.select("div.cell")) == len(code_cells(name))
+        assert len(page.select("div.cell")) == len(code_cells(notebook))
         assert f"notebooks/{name}.html" in links & sidebar
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_solutions_are_folded_and_nothing_else_is(book):
-    for name in NOTEBOOKS:
+    for name, notebook in NOTEBOOKS.items():
         page = book[f"notebooks/{name}.html"]
         solutions = page.select("div.cell.tag_solution")
-        assert len(solutions) == len(page.select("details.hide")) == len(code_cells(name, "solution")) > 0
+        assert len(solutions) == len(page.select("details.hide")) == len(code_cells(notebook, "solution")) > 0
         for cell in solutions:
             inside = cell.select("details.hide .cell_input, details.hide .cell_output")
             assert inside == cell.select(".cell_input, .cell_output") != []
             assert "open" not in cell.details.attrs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_picture_or_a_text_is_in_place_of_each_widget(book):
-    for name in NOTEBOOKS:
+    for name, notebook in NOTEBOOKS.items():
         page = book[f"notebooks/{name}.html"]
-        outputs = [output.get("data", {}) for cell in code_cells(name) for output in cell.outputs]
+        outputs = [output.get("data", {}) for cell in code_cells(notebook) for output in cell.outputs]
         pictures = [" ".join(data["text/plain"].split()) for data in outputs if "image/png" in data]
         shown = [picture["alt"] for picture in page.select(".cell_output img")]
         assert all(picture in text for picture, text in zip(pictures, shown, strict=True))
@@ -81,7 +73,7 @@ def test_a_picture_or_a_text_is_in_place_of_each_widget(book):
         assert "widget" not in str(page.find_all("script"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_reader_needs_no_network(book):
     loads = re.compile(r"^(?:https?:)?//")
     for name, page in book.items():
@@ -92,7 +84,7 @@ def test_a_reader_needs_no_network(book):
         assert not re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", path.read_text(encoding="utf-8")), path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_formulas_are_mathml(book):
     [dollars] = [cell.source for cell in NOTEBOOKS["10_past_five_million"].cells if r"\lceil" in cell.source]
     page = book["notebooks/10_past_five_million.html"]
@@ -100,7 +92,7 @@ def test_formulas_are_mathml(book):
     assert "$$" not in page.find("article").text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("package", sources.PACKAGES)
 def test_the_public_names_have_entries(book, package):
     page = book[f"{package}.html"]
@@ -130,6 +122,7 @@ def lab_book(out):
     return CliRunner().invoke(main, ["book", "--out", str(out)])
 
 
+@pytest.mark.long
 def test_a_book_replaces_an_older_one_alone(tmp_path, one_page):
     one_page("# One\n")
     assert lab_book(tmp_path / "book").exit_code == 0
@@ -165,13 +158,16 @@ def test_a_folder_with_other_files_is_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["objects.inv", "thesis"]
 
 
+def assert_refused(out, said):
+    done = lab_book(out)
+    assert (done.exit_code, done.stderr) == (2, f"lab: {said}\n")
+
+
 @pytest.mark.parametrize("out", ["file", "file/book"])
 def test_a_file_is_no_folder(tmp_path, out):
     (tmp_path / "file").write_text("mine")
-    said = lab_book(tmp_path / out)
-    assert (said.exit_code, said.stderr) == (
-        2, f"lab: --out {tmp_path / out}: a file is in the way; give a folder for the book\n",
-    )  # fmt: skip
+    out = tmp_path / out
+    assert_refused(out, f"--out {out}: a file is in the way; give a folder for the book")
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
@@ -179,18 +175,13 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(dir))
 
     monkeypatch.setattr(build, "TemporaryFile", refuse)  # root may write anywhere
-    said = lab_book(tmp_path)
-    assert (said.exit_code, said.stderr) == (
-        2, f"lab: --out {tmp_path}: Permission denied; give a folder that you can write to\n",
-    )  # fmt: skip
+    assert_refused(tmp_path, f"--out {tmp_path}: Permission denied; give a folder that you can write to")
 
 
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "NEEDED", ("sphinx", "no_such_package"))
-    said = lab_book(tmp_path / "book")
-    assert (said.exit_code, said.stderr) == (
-        2, "lab: the book needs no_such_package: install with pip install -e '.[book]'\n",
-    )  # fmt: skip
+    said = "the book needs no_such_package: install with pip install -e '.[book]'"
+    assert_refused(tmp_path / "book", said)
     assert not (tmp_path / "book").exists()
 
 

@@ -4,31 +4,24 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-from playwright.sync_api import Locator
+from playwright.sync_api import Locator, Page
 
 from lab.jupyter.notebook_files import FOLDER
 from lab.show import palette
 from lab_tests.support.browser import (
-    CHROMIUM,
+    IN_BROWSER,
     browser_page,
     jupyter,
-    jupyter_page,
-    one_cell_notebook,
+    notebook_page,
     run_all_cells,
+    saved_outputs,
     wait_for,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
-]
+pytestmark = IN_BROWSER
 
-ROOT = Path(__file__).parents[1]
-
-FEED = f"""
-import sys, time
-sys.path[:0] = [{str(ROOT)!r}]
+FEED = """
+import time
 from lab_tests.support.runs import finished_run
 from lab.training.records import Progress
 import numpy as np
@@ -42,9 +35,7 @@ for rows in np.array_split(np.arange(len(run.timelines[0])), 100):
 watch(run)
 """
 
-LONG_RUN = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}]
+LONG_RUN = """
 import lab
 
 with lab.Cluster(ranks=2) as cluster:
@@ -65,15 +56,11 @@ COUNT_PAINTED = """([red, green, blue]) => {
 
 
 def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_path: Path) -> None:
-    path, command = one_cell_notebook(tmp_path, FEED)
-    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
-        run_all_cells(page)
+    with notebook_page(tmp_path, FEED) as (page, path):
         page.locator(".lab-live canvas").wait_for(timeout=60_000)
-        colour = palette.COLOURS["activations"]
-        wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
-        wait_for(lambda: page.evaluate(COUNT_PAINTED, wanted) > 0)
-        early = page.evaluate(COUNT_PAINTED, wanted)
-        wait_for(lambda: page.evaluate(COUNT_PAINTED, wanted) not in (0, early))
+        wait_for(lambda: painted(page, "activations") > 0)
+        early = painted(page, "activations")
+        wait_for(lambda: painted(page, "activations") not in (0, early))
         assert page.locator(".jp-InputPrompt").first.inner_text() == "[*]:"
         assert page.locator(".lab-live-status").inner_text() == "step 2 of 3 · loss 2.5000"
 
@@ -101,18 +88,14 @@ def test_a_live_timeline_is_drawn_while_the_cell_runs_and_leaves_a_picture(tmp_p
         assert page.locator(".lab-live-stop").is_hidden()
         chips.nth(1).click()
         wait_for(lambda: "rank 1" not in label_of(canvas) and "rank 0 peak" in label_of(canvas))
-        page.keyboard.press("Control+s")
-        wait_for(lambda: bool(_outputs(path)))
-    (output,) = _outputs(path)
+        (output,) = saved_outputs(page, path)
     assert set(output["data"]) == {"image/png", "text/plain"}
     assert "".join(output["data"]["text/plain"]).startswith("Memory timeline of tiny · fsdp: rank 0 peaks at")
     assert "widgets" not in json.loads(path.read_text())["metadata"]
 
 
 def test_stop_ends_a_run_while_its_cell_blocks_and_keeps_what_it_measured(tmp_path: Path) -> None:
-    _, command = one_cell_notebook(tmp_path, LONG_RUN)
-    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
-        run_all_cells(page)
+    with notebook_page(tmp_path, LONG_RUN) as (page, _):
         # It trains: where a loss is shown, a step has ended.
         page.locator(".lab-live-status", has_text="loss").wait_for(timeout=120_000)
         assert page.locator(".jp-InputPrompt").first.inner_text() == "[*]:"
@@ -146,13 +129,17 @@ def test_lab_open_shows_the_first_notebook_and_runs_it_to_its_end(tmp_path: Path
         page.get_by_role("heading", name="00 · The memory wall").wait_for(timeout=60_000)
         run_all_cells(page)
         page.locator(".lab-live canvas").wait_for(timeout=120_000)
-        colour = palette.COLOURS["optimizer"]
-        wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
-        wait_for(lambda: page.evaluate(COUNT_PAINTED, wanted) > 1000)
+        wait_for(lambda: painted(page, "optimizer") > 1000)
         # Three runs leave three pictures; the last cell but the answer prints a refusal.
         page.get_by_text("unknown model 'llama3-80b'").wait_for(timeout=180_000)
         assert page.get_by_text("official Jupyter news").count() == 0
     assert (FOLDER / "00_memory_wall.ipynb").read_bytes() == stored
+
+
+def painted(page: Page, category: str) -> int:
+    """How many pixels of the canvas have the colour of a category."""
+    colour = palette.COLOURS[category]
+    return page.evaluate(COUNT_PAINTED, [int(colour[n : n + 2], 16) for n in (1, 3, 5)])
 
 
 def label_of(canvas: Locator) -> str:
@@ -167,8 +154,3 @@ def _change_parameters(path: Path) -> None:
         assert text.count(old) == 1
         text = text.replace(old, new)
     path.write_text(text)
-
-
-def _outputs(path: Path) -> list[dict[str, dict[str, str]]]:
-    outputs: list[dict[str, dict[str, str]]] = json.loads(path.read_text())["cells"][0]["outputs"]
-    return outputs

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,7 +23,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import models
-from lab.commands.cli import main
 from lab.errors import CheckpointError
 from lab.models import weight_files
 from lab.recipe.jobs import TrainSettings, make_job
@@ -35,6 +33,8 @@ from lab.training.checkpoints import Checkpointer, export
 from lab.training.loss_file import LossFile
 from lab.training.manifest import checkpoints_in, config_document
 from lab.units import MiB
+from lab_tests.support.commands import answer
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 from lab_tests.support.training import ROWS, TOKENS, manifest_of
 
@@ -48,6 +48,17 @@ def train(alone, digits, tmp_path):
         return lab.train(model or small_config(), recipe, cluster=None, **(told | settings))
 
     return trained
+
+
+@pytest.fixture
+def step(train, tmp_path):
+    """The checkpoint of such a training."""
+    train()
+    return tmp_path / "run" / "step-00000002"
+
+
+def refused(said):
+    return pytest.raises(CheckpointError, match=said)
 
 
 def save_on_rank(job, settings, folder):
@@ -64,7 +75,7 @@ def save_on_rank(job, settings, folder):
 
 @pytest.mark.parametrize(
     "config",
-    [small_config(tie_word_embeddings=True), small_config(Qwen3Config)],
+    mostly_long([small_config(tie_word_embeddings=True), small_config(Qwen3Config)], 0),
     ids=["llama, tied head", "qwen3"],
 )
 def test_what_ranks_saved_transformers_loads_to_the_same_logits(ranks4, digits, tmp_path, config):
@@ -96,10 +107,11 @@ def test_export_keeps_the_dtype_and_refuses_a_folder_in_use(train, tmp_path):
     (tmp_path / "out").mkdir()
     export(tmp_path / "run", tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-    with pytest.raises(CheckpointError, match=r"out is there already: give a folder that is new or empty$"):
+    with refused(r"out is there already: give a folder that is new or empty$"):
         export(tmp_path / "run", tmp_path / "out")
 
 
+@pytest.mark.long
 def test_the_newest_stay(train, tmp_path):
     train(steps=5, every=1, keep=3)
     assert [path.name for path in checkpoints_in(tmp_path / "run")] == [f"step-0000000{n}" for n in (3, 4, 5)]
@@ -109,18 +121,13 @@ def test_the_newest_stay(train, tmp_path):
 
 
 def test_a_folder_is_not_started_in_twice_nor_gone_on_from_without_a_checkpoint(train, tmp_path):
-    with pytest.raises(
-        CheckpointError,
-        match=r"no checkpoint in .*run: give a folder that has one; a first start goes without",
-    ):
+    with refused(r"no checkpoint in .*run: give a folder that has one; a first start goes without"):
         train(resume=True)
     train()
     before = (tmp_path / "run" / "losses.jsonl").read_text()
-    with pytest.raises(
-        CheckpointError, match="run holds checkpoints up to step-00000002: go on with --resume"
-    ):
+    with refused("run holds checkpoints up to step-00000002: go on with --resume"):
         train()
-    with pytest.raises(CheckpointError, match="step-00000002 has 2 of 2 steps already: give more steps"):
+    with refused("step-00000002 has 2 of 2 steps already: give more steps"):
         train(resume=True)
     assert (tmp_path / "run" / "losses.jsonl").read_text() == before
 
@@ -128,12 +135,9 @@ def test_a_folder_is_not_started_in_twice_nor_gone_on_from_without_a_checkpoint(
 def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_path):
     train()
     going_on = {"resume": True, "steps": 3}
-    with pytest.raises(
-        CheckpointError,
-        match=r"step-00000002 holds another model: hidden_size 48 there and 36 here; give that model",
-    ):
+    with refused(r"step-00000002 holds another model: hidden_size 48 there and 36 here; give that model"):
         train(small_config(hidden_size=36), **going_on)
-    with pytest.raises(CheckpointError, match=r"another model: .*model_type llama there and qwen3 here"):
+    with refused(r"another model: .*model_type llama there and qwen3 here"):
         train(small_config(Qwen3Config), **going_on)
     other = tmp_path / "other.txt"
     other.write_text("3210" * 500)
@@ -149,9 +153,7 @@ def test_another_model_and_another_run_are_refused_by_what_differs(train, tmp_pa
         ("learning_rate", 1e-2, "learning_rate 0.001 there and 0.01 here"),
         ("clip_norm", 2.0, "clip_norm 1.0 there and 2.0 here"),
     ]:
-        with pytest.raises(
-            CheckpointError, match=f"step-00000002 is of another run: {said}; losses would not"
-        ):
+        with refused(f"step-00000002 is of another run: {said}; losses would not"):
             train(**going_on | {knob: value})
     # The rows of a step may be other micro-batches.
     assert len(train(recipe="tiling", **going_on, rows=1, accumulate=3).losses) == 1
@@ -203,6 +205,7 @@ def swap(step):
     rewrite(step, "tensors.json", json.dumps(index).encode(), hashed=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -220,14 +223,11 @@ def swap(step):
         (edit(learning_rate=0.5, hashed=False), r"its manifest\.json was edited: its sha256 is not"),
         (edit(sha256=None, hashed=False), r"its manifest\.json has no sha256: it was edited, or"),
         (edit_config(rope_parameters={"rope_theta": 9e4, "rope_type": "default"}), r"its manifest\.json was"),
-        (edit_config(rms_norm_eps=0.1), r"its manifest\.json was edited"),
-        (edit_config(hidden_act="gelu"), r"its manifest\.json was edited"),
         (swap, r"its manifest\.json was edited"),
     ],
     ids=[
         "cut short", "a file missing", "manifest cut short", "one bit", "a link", "another file", "no files",
-        "no file", "step", "rows", "model type", "learning rate", "no hash", "rope", "norm", "activation",
-        "swapped",
+        "no file", "step", "rows", "model type", "learning rate", "no hash", "rope", "swapped",
     ],
 )  # fmt: skip
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(train, tmp_path, damage, said):
@@ -236,13 +236,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_named(train, tmp_pat
     damage(newest)
     helps = "step-00000002 beside it is whole: remove step-00000004 to go on from there"
     for use in (lambda: train(steps=6, resume=True), lambda: export(tmp_path / "run", tmp_path / "out")):
-        with pytest.raises(CheckpointError, match=f"step-00000004 is damaged: {said}.*; {helps}$"):
+        with refused(f"step-00000004 is damaged: {said}.*; {helps}$"):
             use()
     shutil.rmtree(newest)
     assert train(steps=4, resume=True).losses == first.losses[2:]
     (tmp_path / "run" / "step-00000002" / ".metadata").unlink()
     damage(newest)
-    with pytest.raises(CheckpointError, match=r"is damaged: .*; no other in its folder is whole$"):
+    with refused(r"is damaged: .*; no other in its folder is whole$"):
         train(steps=6, resume=True)
 
 
@@ -263,9 +263,7 @@ def rewrite(step, name, data, *, hashed=True):
     edit(files=described | {name: [len(data), zlib.crc32(data)]}, hashed=hashed)(step)
 
 
-def test_a_checkpoint_runs_no_code(train, tmp_path):
-    train()
-    step = tmp_path / "run" / "step-00000002"
+def test_a_checkpoint_runs_no_code(train, step, tmp_path):
     rewrite(step, ".metadata", pickle.dumps(Touch(tmp_path / "hacked")))
     assert len(train(steps=3, resume=True).losses) == 1
     rewrite(tmp_path / "run" / "step-00000003", ".metadata", pickle.dumps(Touch(tmp_path / "hacked")))
@@ -310,13 +308,11 @@ def changed(**fields):
     ],
     ids=range(14),
 )  # fmt: skip
-def test_an_index_that_is_not_exactly_the_tensors_is_refused(train, tmp_path, change, said):
-    train()
-    step = tmp_path / "run" / "step-00000002"
+def test_an_index_that_is_not_exactly_the_tensors_is_refused(step, tmp_path, change, said):
     index = json.loads((step / "tensors.json").read_text())
     change(index)
     rewrite(step, "tensors.json", json.dumps(index).encode())
-    with pytest.raises(CheckpointError, match=said):
+    with refused(said):
         export(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -332,29 +328,24 @@ def test_an_index_that_is_not_exactly_the_tensors_is_refused(train, tmp_path, ch
     ],
     ids=range(5),
 )  # fmt: skip
-def test_a_config_that_was_edited_is_refused_before_a_model_is_made(train, tmp_path, config, said):
-    train()
-    step = tmp_path / "run" / "step-00000002"
+def test_a_config_that_was_edited_is_refused_before_a_model_is_made(step, tmp_path, config, said):
     edit(config=json.loads((step / "manifest.json").read_text())["config"] | config)(step)
-    with pytest.raises(CheckpointError, match=said) as refused:
+    with refused(said) as error:
         export(tmp_path / "run", tmp_path / "out")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_config_that_lacks_a_field_is_no_way_around_the_comparison(train, tmp_path):
-    train()
-    edit(config={"model_type": "llama"})(tmp_path / "run" / "step-00000002")
-    with pytest.raises(CheckpointError, match=r"holds another model: .*hidden_size 4096 there and 48 here"):
+def test_a_config_that_lacks_a_field_is_no_way_around_the_comparison(train, step):
+    edit(config={"model_type": "llama"})(step)
+    with refused(r"holds another model: .*hidden_size 4096 there and 48 here"):
         train(steps=3, resume=True)
 
 
-def test_what_is_no_file_is_not_opened(train, tmp_path):
+def test_what_is_no_file_is_not_opened(step, tmp_path):
     """A pipe that nobody writes into would be read for ever."""
-    train()
-    step = tmp_path / "run" / "step-00000002"
     (step / "manifest.json").unlink()
     os.mkfifo(step / "manifest.json")
-    with pytest.raises(CheckpointError, match=r"is damaged: 'manifest\.json' is no file"):
+    with refused(r"is damaged: 'manifest\.json' is no file"):
         export(tmp_path / "run", tmp_path / "out")
 
 
@@ -363,11 +354,11 @@ def test_losses_that_are_a_link_or_of_something_else_are_not_changed(train, tmp_
     run.mkdir()
     secret.write_text("no newline")
     (run / "losses.jsonl").symlink_to(secret)
-    with pytest.raises(CheckpointError, match=r"losses\.jsonl cannot be written: "):
+    with refused(r"losses\.jsonl cannot be written: "):
         train()
     (run / "losses.jsonl").unlink()
     secret.rename(run / "losses.jsonl")
-    with pytest.raises(CheckpointError, match=r"losses\.jsonl is no file of losses: its last line is none"):
+    with refused(r"losses\.jsonl is no file of losses: its last line is none"):
         train()
     assert (run / "losses.jsonl").read_text() == "no newline"
 
@@ -382,24 +373,20 @@ def test_folders_of_others_stay(train, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["step-00000002/model", "step-00000003"])
-def test_an_export_into_the_place_of_a_checkpoint_is_refused(train, tmp_path, place):
-    train()
-    with pytest.raises(CheckpointError, match="has the place of a checkpoint: give a folder outside of"):
+def test_an_export_into_the_place_of_a_checkpoint_is_refused(step, tmp_path, place):
+    with refused("has the place of a checkpoint: give a folder outside of"):
         export(tmp_path / "run", tmp_path / "run" / place)
 
 
-def test_an_index_that_is_no_json_is_refused(train, tmp_path):
-    train()
-    step = tmp_path / "run" / "step-00000002"
+def test_an_index_that_is_no_json_is_refused(train, step, tmp_path):
     for text, said in (("[" * 10**5, "recursion"), ("{", "property name"), ("[]", "no attribute 'items'")):
         rewrite(step, "tensors.json", text.encode())
         for use in (lambda: train(steps=3, resume=True), lambda: export(tmp_path / "run", tmp_path / "out")):
-            with pytest.raises(CheckpointError, match=rf"tensors\.json is damaged: .*{said}"):
+            with refused(rf"tensors\.json is damaged: .*{said}"):
                 use()
 
 
-def test_what_an_export_that_was_killed_left_is_not_in_the_next(train, tmp_path):
-    train()
+def test_what_an_export_that_was_killed_left_is_not_in_the_next(step, tmp_path):
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "model.safetensors.index.json").write_text("{}")
     export(tmp_path / "run", tmp_path / "out")
@@ -415,9 +402,7 @@ def test_two_trainings_in_one_folder(train, tmp_path):
     first = LossFile(run)
     first.lock()
     (run / "step-00000001.part").mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"another training writes into .*run: give another folder, or wait"
-    ):
+    with refused(r"another training writes into .*run: give another folder, or wait"):
         train()
     assert (run / "step-00000001.part").is_dir()
     first.close()
@@ -433,8 +418,7 @@ def test_what_was_never_whole_is_removed_and_never_gone_on_from(train, tmp_path)
     assert not list(run.glob("*.part"))
 
 
-def test_an_export_that_is_interrupted_leaves_nothing(train, tmp_path, monkeypatch):
-    train()
+def test_an_export_that_is_interrupted_leaves_nothing(step, tmp_path, monkeypatch):
     save_file, written = weight_files.save_file, []
 
     def interrupted(tensors, path, metadata):
@@ -451,11 +435,9 @@ def test_an_export_that_is_interrupted_leaves_nothing(train, tmp_path, monkeypat
     assert written[0].parent.name.endswith(".part")
 
 
-def test_the_command_takes_the_largest_file(train, tmp_path):
-    train()
-    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--max-file", "20KB"]
-    exported = CliRunner().invoke(main, words)
-    assert exported.stdout == f"{tmp_path / 'run' / 'step-00000002'} is now in {tmp_path / 'out'}\n"
+def test_the_command_takes_the_largest_file(step, tmp_path):
+    said = answer(["export", tmp_path / "run", tmp_path / "out", "--max-file", "20KB"])
+    assert said == f"{step} is now in {tmp_path / 'out'}\n"
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
@@ -497,11 +479,8 @@ def full(tmp_path):
     folder.mkdir()
 
     def mounted(size):
-        said = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
-            capture_output=True,
-            text=True,
-        )
+        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        said = subprocess.run(words, capture_output=True, text=True)
         if said.returncode:
             pytest.skip(f"a small file system cannot be mounted here: {said.stderr.strip()}")
         return folder
@@ -510,25 +489,18 @@ def full(tmp_path):
     subprocess.run(["umount", str(folder)], capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_one_line(ranks4, digits, tmp_path, full):
-    told = {
-        "tokens": TOKENS,
-        "rows": ROWS,
-        "text": digits,
-        "cluster": ranks4,
-        "every": 1,
-        "compute_dtype": None,
-    }
+    told = {"tokens": TOKENS, "rows": ROWS, "text": digits, "cluster": ranks4, "every": 1}
+    told |= {"compute_dtype": None}
     lab.train(small_config(), "upipe", steps=1, checkpoint=tmp_path / "run", **told)
     one = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*"))
     disk = full(int(1.5 * one))
     steps = []
-    with pytest.raises(CheckpointError) as refused:
+    with refused("No space left on device") as error:
         lab.train(small_config(), "upipe", steps=6, checkpoint=disk / "run", watch=steps.append, **told)
-    said = str(refused.value)
+    said = str(error.value)
     assert said.startswith(f"step-00000002 could not be written in {disk / 'run'} (")
-    assert "No space left on device" in said
     assert said.endswith(f"the last good checkpoint is {disk / 'run' / 'step-00000001'}")
     assert "\n" not in said
     # All ranks stopped for it at one step: none waits for another, and the cluster serves on.
@@ -547,20 +519,17 @@ def test_wherever_the_disk_is_full_it_is_said(alone, tmp_path, full, room):
     model = torch.nn.Linear(200, 200)
     checkpoints = Checkpointer(disk, keep=1)
     checkpoints.save(model, torch.optim.AdamW(model.parameters()), manifest_of({}, ranks=1, step=1))
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with refused("No space left on device"):
         checkpoints.wait()
 
 
 @pytest.mark.parametrize("max_file", ["5GB", "20KB"])
-def test_an_export_that_a_full_disk_does_not_take(train, tmp_path, full, max_file):
-    train()
+def test_an_export_that_a_full_disk_does_not_take(step, tmp_path, full, max_file):
     disk = full(64 * 1024)
-    with pytest.raises(
-        CheckpointError, match=r"out could not be written: .*; .*step-00000002 stays$"
-    ) as refused:
+    with refused(r"out could not be written: .*; .*step-00000002 stays$") as error:
         export(tmp_path / "run", disk / "out", max_file=max_file)
-    assert "No space left on device" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert "No space left on device" in str(error.value)
+    assert "\n" not in str(error.value)
     assert not list(disk.iterdir())
 
 

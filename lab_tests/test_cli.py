@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -17,16 +16,15 @@ from click.testing import CliRunner
 from lab import models
 from lab.commands.cli import main
 from lab.commands.report import run_text
-from lab.planning.closed_form import estimate
 from lab.planning.cuda_workspace import outside_workspace
 from lab.planning.plan import plan
 from lab.recipe.ladder import RUNGS
 from lab.training.records import Run
 from lab.units import format_bytes
+from lab_tests.support.commands import answer, refusal
+from lab_tests.support.few_recipes import plan_few_recipes
 
-
-def two_candidates(base, shape, ranks, tokens):
-    return [base, replace(base, head_chunk=32)]
+LONG = pytest.mark.long
 
 
 def test_help_is_instant_because_nothing_heavy_is_imported():
@@ -58,12 +56,11 @@ def test_the_table_of_commands_in_the_readme_has_every_command():
 
 
 def test_doctor_names_what_is_there_and_what_would_be_used():
-    said = CliRunner().invoke(main, ["doctor"])
-    assert said.exit_code == 0
+    said = answer("doctor")
     lines = ("python", "cores", "memory", "gpu", "attention", "torch", "ipyparallel", "flash-attn")
     for line in (*lines, "shared machine others can connect to the sockets of gloo and NCCL,"):
-        assert f"\n{line} " in f"\n{said.stdout}"
-    assert "MISSING" not in said.stdout
+        assert f"\n{line} " in f"\n{said}"
+    assert "MISSING" not in said
 
 
 def test_a_port_in_use():
@@ -71,21 +68,18 @@ def test_a_port_in_use():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = CliRunner().invoke(main, ["open", "--no-browser", "--port", str(port)])
-    assert said.exit_code == 2
-    assert said.stderr == (f"lab: port {port} is in use: close what runs there or give another with --port\n")
+        said = refusal(f"open --no-browser --port {port}")
+    assert said == f"port {port} is in use: close what runs there or give another with --port"
 
 
 def test_run_prints_losses_and_peaks_beside_the_plan():
     # Two stages: the ladder's head_chunk on two ranks makes sixteen.
     command = "run tiny --tokens 64 --ranks 2 --steps 2 --set compute_dtype=none --set head_chunk=16 --json"
-    said = CliRunner().invoke(main, command.split())
-    assert said.exit_code == 0, said.output
-    answer = json.loads(said.stdout)
-    assert len(answer["losses"]) == len(answer["seconds"]) == 2
-    assert answer["losses"][1] < answer["losses"][0]
-    assert answer["device_peak"] == answer["planned_device_peak"]
-    assert answer["host_peak"] == answer["planned_host_peak"] > 0
+    found = json.loads(answer(command))
+    assert len(found["losses"]) == len(found["seconds"]) == 2
+    assert found["losses"][1] < found["losses"][0]
+    assert found["device_peak"] == found["planned_device_peak"]
+    assert found["host_peak"] == found["planned_host_peak"] > 0
 
 
 def test_the_text_of_a_run_leaves_out_what_cuda_takes_outside_torch():
@@ -99,71 +93,105 @@ def test_the_text_of_a_run_leaves_out_what_cuda_takes_outside_torch():
     assert "1.0000 of the measured device peak" in on_gpus
 
 
-def test_run_takes_a_model_and_names_the_command_for_a_notebook():
-    said = CliRunner().invoke(main, ["run", "00_memory_wall", "--tokens", "1K"])
-    assert said.exit_code == 2
-    assert said.stderr == (
-        "lab: 00_memory_wall is a notebook: lab execute 00_memory_wall executes it; lab run takes a model\n"
-    )
-
-
-def test_bad_input_is_one_line_and_exit_code_2():
-    said = CliRunner().invoke(main, ["execute", "no_such_notebook"])
-    assert said.exit_code == 2
-    assert said.stderr.count("\n") == 1
-    assert said.stderr.startswith("lab: unknown notebook 'no_such_notebook'")
-    assert CliRunner().invoke(main, ["open", "--port", "70000"]).exit_code == 2
+COUNT = "it takes a whole number, 1 or more"
+RATE = "it takes a finite number, 0 or more, for instance 0.001"
+NORM = "it takes a number above 0, for instance 1.0, or inf for no clipping"
+ALONE = "tokens=1: there is no next token to predict; give 2 or more"
+PLAN = "plan tiny --tokens 512 --ranks 4"
+FIT = "fit tiny --tokens 512 --ranks 4"
+TRAIN = "train tiny --tokens 40 --steps 2 --checkpoint new"
+REHEARSE = "rehearse tiny --tokens 40 --ranks 2 --machine cpu"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan lama3-8b --tokens 5M --ranks 8", r"unknown model 'lama3-8b' \(did you mean 'llama3-8b'\?\)"),
-        ("plan tiny --tokens 5MB --ranks 4", "'5MB' is not a number of tokens: write 8192, 128K or 5M"),
-        ("plan tiny --tokens 0 --ranks 4", "'0' is not a number of tokens"),
-        ("plan tiny --tokens 512 --ranks 0", "ranks=0: it takes a whole number, 1 or more"),
-        ("plan tiny --tokens 512 --ranks -8", "ranks=-8: it takes a whole number, 1 or more"),
-        ("plan tiny --tokens 512 --ranks four", "Invalid value for '--ranks'"),
-        ("plan tiny --ranks 4", r"Missing option '--tokens'\."),
-        ("plan tiny --tokens 512 --ranks 4 --rows 0", "rows=0: it takes a whole number, 1 or more"),
-        ("plan tiny --tokens 512 --ranks 4 --ranks-per-node 0", "ranks_per_node=0: it takes"),
-        ("plan tiny --tokens 512 --ranks 4 --device-memory 80GB", "'80GB' is not an amount of memory: write"),
-        ("plan tiny --tokens 512 --ranks 4 --quick --device k80", "no device named 'k80': the table has"),
-        ("plan tiny --tokens 512 --ranks 4 --device k80", "no device named 'k80': the table has"),
-        ("plan tiny --tokens 512 --ranks 4 --recipe uppipe", "unknown recipe 'uppipe': give one of plain"),
-        ("plan tiny --tokens 512 --ranks 3 --set ulysses=3", "ulysses=3: .* these work: 1, 2, 4, 8, 16, 32"),
-        ("plan tiny --tokens 512 --ranks 4 --set head_chunk", "'head_chunk' sets no knob: write name=value"),
-        ("plan tiny --tokens 512 --ranks 4 --set heads=4", "a recipe has no field 'heads': its fields are"),
-        ("plan tiny --tokens 512 --ranks 4 --set ulysses_backend=deepspeed --recipe ulysses",
-         "ulysses_backend='deepspeed' cannot be planned"),
-        ("ladder tiny --tokens 512 --ranks 4 --figure /nowhere/x.png", "/nowhere/x.png cannot be written"),
-        ("max-context tiny --ranks 4 --device-memory 1MiB", "not even 1K tokens fit"),
-        ("fit tiny --tokens 512 --ranks 4 --price 2.5", "price='2.5' without tokens_total: give the tokens"),
-        ("fit tiny --tokens 512 --ranks 4 --tokens-total 10B --price -1", "price='-1': give the money for"),
-        ("fit tiny --tokens 512 --ranks 4 --tokens-total 0", "'0' is not a total of tokens: write 500M, 10B"),
-        ("fit tiny --tokens 512 --ranks 4 --tokens-total 511", "tokens_total=511 is less than a step has"),
         ("plot tiny", "No such command 'plot'"),
+        ("execute no_such_notebook", "unknown notebook 'no_such_notebook'"),
+        ("export file out", "no checkpoint in file: give a folder that has one; "),
+        ("run 00_memory_wall --tokens 1K",
+         "00_memory_wall is a notebook: lab execute 00_memory_wall executes it; lab run takes a model$"),
+        ("bench rehearsals tiy --ranks 1 --tokens 64", "unknown model 'tiy'"),
+        ("plan lama3-8b --tokens 5M --ranks 8", r"unknown model 'lama3-8b' \(did you mean 'llama3-8b'\?\)"),
+        (f"{PLAN} --tokens 5MB", "'5MB' is not a number of tokens: write 8192, 128K or 5M"),
+        (f"{PLAN} --tokens 0", "'0' is not a number of tokens"),
+        (f"{PLAN} --ranks 0", f"ranks=0: {COUNT}"),
+        (f"{PLAN} --ranks -8", f"ranks=-8: {COUNT}"),
+        (f"{PLAN} --ranks four", "Invalid value for '--ranks'"),
+        ("plan tiny --ranks 4", r"Missing option '--tokens'\."),
+        (f"{PLAN} --rows 0", f"rows=0: {COUNT}"),
+        (f"{PLAN} --ranks-per-node 0", "ranks_per_node=0: it takes"),
+        (f"{PLAN} --device-memory 80GB", "'80GB' is not an amount of memory: write"),
+        (f"{PLAN} --device k80", "no device named 'k80': the table has"),
+        (f"{PLAN} --recipe uppipe", "unknown recipe 'uppipe': give one of plain"),
+        (f"{PLAN} --ranks 3 --set ulysses=3", "ulysses=3: .* these work: 1, 2, 4, 8, 16, 32"),
+        (f"{PLAN} --set head_chunk", "'head_chunk' sets no knob: write name=value"),
+        (f"{PLAN} --set heads=4", "a recipe has no field 'heads': its fields are"),
+        (f"{PLAN} --set ulysses_backend=deepspeed --recipe ulysses",
+         "ulysses_backend='deepspeed' cannot be planned"),
+        (f"{PLAN} --set ring=0", f"ring=0: {COUNT}$"),
+        (f"{PLAN} --set ring=false", f"ring=False: {COUNT}$"),
+        (f"{PLAN} --set ulysses=1.5", f"ulysses='1.5': {COUNT}$"),
+        (f"{PLAN} --set ulysses=-1", f"ulysses='-1': {COUNT}$"),
+        (f"{PLAN} --set ulysses=", f"ulysses='': {COUNT}$"),
+        (f"{PLAN} --set mlp_tile=0", f"mlp_tile=0: {COUNT}, or None$"),
+        *((f"{words} --set {degree}=none", f"{degree}=None: {COUNT}$")
+          for words in (PLAN, TRAIN, REHEARSE) for degree in ("ulysses", "ring")),
+        ("ladder tiny --tokens 512 --ranks 4 --figure /nowhere/x.png", "/nowhere/x.png cannot be written"),
+        pytest.param("max-context tiny --ranks 4 --device-memory 1MiB", "not even 1K tokens fit", marks=LONG),
+        (f"{FIT} --price 2.5", "price='2.5' without tokens_total: give the tokens"),
+        (f"{FIT} --tokens-total 10B --price -1", "price='-1': give the money for"),
+        (f"{FIT} --tokens-total 0", "'0' is not a total of tokens: write 500M, 10B"),
+        (f"{FIT} --tokens-total 511", "tokens_total=511 is less than a step has"),
+        (f"{REHEARSE} --tokens 1", f"{ALONE}$"),
+        (f"{TRAIN} --tokens 1", f"{ALONE}$"),
+        (f"{TRAIN} --steps 0", f"steps=0: {COUNT}"),
+        (f"{TRAIN} --every 0", f"every=0: {COUNT}"),
+        (f"{TRAIN} --keep 0", f"keep=0: {COUNT}"),
+        (f"{TRAIN} --accumulate 0", f"accumulate=0: {COUNT}"),
+        (f"{TRAIN} --timeout 0", "timeout=0: it takes a number of seconds from 0.01"),
+        (f"{TRAIN} --timeout 1e20", r"timeout=1e\+20: it takes a number of seconds from"),
+        (f"{TRAIN} --start-timeout 1e20", r"start_timeout=1e\+20: it takes a number of"),
+        ("train tiny --tokens 40 --steps 2", "Missing option '--checkpoint'."),
+        (f"{TRAIN} --resume", "no checkpoint in .*/new: give a folder that has one;"),
+        (f"{TRAIN} --checkpoint file", "no checkpoints can be kept in .*/file: File exists"),
+        (f"{TRAIN} --set heads=4", "a recipe has no field 'heads'"),
+        (f"{TRAIN} --text nowhere", "no text at 'nowhere'"),
+        (f"{TRAIN} --validate nowhere", "no text at 'nowhere'"),
+        (f"{TRAIN} --validate one", "validate='one' has one token: give a text of 2"),
+        (f"{TRAIN} --warmup 3", "warmup=3: it takes a whole number of steps from 0 to the"),
+        (f"{TRAIN} --warmup -1", "warmup=-1: it takes a whole number of steps from 0 to"),
+        (f"{TRAIN} --schedule linear", "schedule='linear': it takes constant or cosine"),
+        (f"{TRAIN} --weight-decay nan", "weight_decay=nan: it takes a finite number, 0 or"),
+        (f"{TRAIN} --weight-decay -1", "weight_decay=-1.0: it takes a finite number, 0 or"),
+        (f"{TRAIN} --clip-norm nan", f"clip_norm=nan: {NORM}$"),
+        (f"{TRAIN} --clip-norm 0", f"clip_norm=0.0: {NORM}$"),
+        (f"{TRAIN} --clip-norm -1", f"clip_norm=-1.0: {NORM}$"),
+        (f"{TRAIN} --clip-norm -inf", f"clip_norm=-inf: {NORM}$"),
+        (f"{TRAIN} --lr nan", f"learning_rate=nan: {RATE}$"),
+        (f"{TRAIN} --lr inf", f"learning_rate=inf: {RATE}$"),
+        (f"{TRAIN} --lr -0.1", f"learning_rate=-0.1: {RATE}$"),
+        (f"{TRAIN} --profile moon", "profile 'moon' is not known"),
+        (f"{TRAIN} --ranks 0", "ranks=0: a whole number of ranks is needed"),
     ],
 )  # fmt: skip
-def test_a_planning_command_refuses_in_one_line(words, said):
-    check_refusal(words, said)
+def test_a_command_refuses_in_one_line_before_it_starts_ranks(tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "one").write_text("1")
+    assert re.match(said, found := refusal(words)), found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "one"]
 
 
+@pytest.mark.long
 def test_a_fit_without_a_recipe_that_fits_names_the_leanest(tmp_path):
     """The leanest recipe has a stage for each head: a model of few heads is planned in a second."""
     small = models.config_of("tiny")
     small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads = 1, 4, 2
     small.save_pretrained(tmp_path)
-    words = f"fit {tmp_path} --tokens 64 --ranks 1 --device-memory 1MiB"
-    check_refusal(words, "no recipe fits 64 tokens on 1 ranks: the leanest needs")
-
-
-def check_refusal(words, said):
-    run = CliRunner().invoke(main, words.split())
-    assert run.exit_code == 2
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1
-    assert re.match(f"lab: {said}", run.stderr), run.stderr
+    said = refusal(f"fit {tmp_path} --tokens 64 --ranks 1 --device-memory 1MiB")
+    assert said.startswith("no recipe fits 64 tokens on 1 ranks: the leanest needs")
 
 
 WITHOUT_TORCH = """
@@ -176,9 +204,9 @@ print(json.dumps([(run.exit_code, run.stdout) for run in runs]))
 """
 
 
-def saved_answers(commands):
+def saved_answers(commands, cache=None):
     """What another process prints for each command; it imports neither torch nor transformers."""
-    cache = platformdirs.user_cache_path("any").parent
+    cache = cache or platformdirs.user_cache_path("any").parent
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *commands],
         env=os.environ | {"XDG_CACHE_HOME": str(cache)}, capture_output=True, text=True,
@@ -189,15 +217,33 @@ def saved_answers(commands):
     return [text for _, text in answers]
 
 
-@pytest.mark.slow
+def test_a_length_that_was_never_planned_follows_from_those_that_come_with_the_lab(tmp_path):
+    recipes = ("tiling", "upipe", "streamed", "long")
+    said = saved_answers([f"plan tiny --tokens 80K --ranks 2 --recipe {name}" for name in recipes], tmp_path)
+    for name, text in zip(recipes, said, strict=True):
+        assert text.startswith(f"tiny · {name} · 2 ranks · 80K tokens")
+
+
+def test_the_exit_code_is_that_of_the_verdict():
+    """Of the answer that is made, and of the one that was saved. Seen red: 0 for all."""
+    step = plan("tiny", "fsdp", tokens=4096, ranks=4)
+    expandable, fixed = step.reserved_peak(), step.reserved_peak(expandable=False)
+    for memory, code in ((fixed, 0), (expandable, 3), (expandable - 1, 4), (expandable - 1, 4)):
+        words = f"plan tiny --tokens 4K --ranks 4 --recipe fsdp --device-memory {memory} --json"
+        done = CliRunner().invoke(main, words.split())
+        assert (done.exit_code, json.loads(done.stdout)["verdict"]) == (code, VERDICTS[code])
+
+
+VERDICTS = {0: "fits", 3: "fits with expandable segments", 4: "does not fit"}
+
+
+@pytest.mark.long
 def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     answers = {}
 
     def asked(words):
-        run = CliRunner().invoke(main, [*words.split(), "--json"])
-        assert run.exit_code == 0, run.stderr
-        answers[words] = run.stdout
-        return json.loads(run.stdout)
+        answers[words] = answer(f"{words} --json")
+        return json.loads(answers[words])
 
     made = asked("plan tiny --tokens 1K --ranks 4 --recipe checkpoint --set ulysses=2 --no-workspace")
     assert made["fits"] is True
@@ -205,24 +251,18 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     assert made["recipe"]["ulysses"] == 2
     assert made["peak"].keys() == {"op", "shapes", "module", "phase"}
     assert sum(made["by_category"].values()) == made["device_peak"]
-    quick = asked("plan tiny --tokens 1K --ranks 4 --quick --no-workspace --device-memory 1GiB")
-    assert (quick["closed_form"], quick["fits"]) == (True, True)
-    assert quick["device_peak"] == estimate("tiny", "upipe", tokens=1024, ranks=4).device_peak
-    assert sum(quick["parts"].values()) == quick["device_peak"]
-    # Of a model whose shape is saved, what was never asked needs neither torch nor transformers.
-    [another] = saved_answers(["plan tiny --tokens 3K --ranks 2 --recipe tiling --quick"])
-    assert another.startswith("tiny · tiling · 2 ranks")
     rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB --set head_chunk=32")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
     assert all(rung.keys() == {"name", "state", "device_peak", "host_peak", "fits"} for rung in rungs)
     small = "--ranks 4 --device-memory 64MiB --host-memory 21GiB --no-workspace"
     longest = asked(f"max-context tiny --recipe checkpoint {small}")
     assert {"tokens", "limit", "device_peak", "host_peak"} <= longest.keys()
-    monkeypatch.setattr("lab.planning.fit.candidates", two_candidates)
+    plan_few_recipes(monkeypatch, "ulysses", "tiling")
     fitting = asked(f"fit tiny --tokens 1K {small}")
     assert len(fitting) == 2
     assert all(
-        f.keys() == {"recipe", "state", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu"}
+        f.keys()
+        == {"recipe", "state", "device_peak", "host_peak", "disk_peak", "verdict", "step_seconds", "mfu"}
         for f in fitting
     )
     ordered = asked(f"fit tiny --tokens 1K {small} --tokens-total 10B --price 2.5")

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 import lab
-from lab.errors import LabError
 from lab.memory.categories import CATEGORIES
-from lab.memory.timeline import Timeline
-from lab.show.live import widget as live_widget
 from lab.show.live.messages import RECORDED_INTERVALS, recorded_messages
 from lab.show.live.recorded import Recorded
 from lab.training.records import Ended, Run, Started
 from lab_tests.support.runs import finished_run
+from lab_tests.support.shown import Page
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +85,7 @@ def test_timelines_of_different_runs_are_not_added_up(plan):
     assert named.answer({"free": "4 GiB"})["text"].startswith("the job of this timeline is not known")
 
 
+@pytest.mark.long
 def test_a_size_is_answered_with_knobs_and_a_bad_one_with_its_error(recorded):
     freed = recorded.answer({"free": "100KiB"})
     assert freed == {"kind": "freed", "text": freed["text"], "knobs": ["norm_tile"]}
@@ -133,22 +132,7 @@ def test_a_whole_timeline_is_sent_with_the_number_of_each_row(plan):
 
 @pytest.fixture
 def page(monkeypatch):
-    """What a page is shown and sent."""
-
-    class Page:
-        shown, sent = [], []
-
-        def get_parent(self):
-            return {"metadata": {"cellId": "a"}}
-
-    page = Page()
-    page.shown, page.sent = [], []
-    monkeypatch.setattr(live_widget, "get_ipython", lambda: page)
-    monkeypatch.setattr(live_widget, "display", lambda thing, **where: page.shown.append((thing, where)))
-    monkeypatch.setattr(
-        live_widget.TimelineWidget, "send", lambda _, content, buffers: page.sent.append(content)
-    )
-    return page
+    return Page(monkeypatch, {"cellId": "a"})
 
 
 def test_a_displayed_timeline_answers_and_leaves_its_picture(page, plan):
@@ -158,20 +142,20 @@ def test_a_displayed_timeline_answers_and_leaves_its_picture(page, plan):
     data, _ = widget._repr_mimebundle_()
     assert set(data) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
     widget._handle_custom_msg({"ready": True, "stays": True}, [])
-    assert [content["kind"] for content in page.sent] == ["recorded", "replaced"]
+    assert page.kinds == ["recorded", "replaced"]
     still, replaced = page.shown[1]
     assert replaced == {**where, "update": True}
     assert (still.text, hasattr(still, "_ipython_display_")) == (picture.text, False)
     widget._handle_custom_msg({"rank": 0, "row": 7, "memory": "device", "all": False}, [])
-    assert page.sent[-1]["total"] == plan.timeline.total[7]
+    assert page.sent[-1][0]["total"] == plan.timeline.total[7]
     widget._handle_custom_msg({"free": "100KiB"}, [])
-    assert page.sent[-1]["kind"] == "freed"
+    assert page.kinds[-1] == "freed"
 
 
 def test_on_another_page_the_widget_stays_where_it_is(page, plan):
     lab.show.timeline(plan)._ipython_display_()
     page.shown[0][0]._handle_custom_msg({"ready": True, "stays": False}, [])
-    assert [content["kind"] for content in page.sent] == ["recorded"]
+    assert page.kinds == ["recorded"]
     assert len(page.shown) == 1
 
 
@@ -203,5 +187,3 @@ def test_a_run_that_cannot_start_ends_for_its_watcher():
 def test_only_a_recorded_job_has_knobs(plan):
     alone = Recorded("", {"": plan.timeline}, None)
     assert ask(alone, 3)["items"][0]["units"] is None
-    assert isinstance(alone.timelines[""], Timeline)
-    assert issubclass(lab.errors.ResultError, LabError)

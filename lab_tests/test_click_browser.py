@@ -6,18 +6,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from lab_tests.support.browser import CHROMIUM, jupyter_page, one_cell_notebook, run_all_cells, wait_for
+from lab_tests.support.browser import IN_BROWSER, notebook_page, saved_outputs, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
-]
+pytestmark = IN_BROWSER
 
-ROOT = Path(__file__).parents[1]
-
-TIMELINE = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}]
+TIMELINE = """
 import lab
 from lab.training.records import Run
 
@@ -25,7 +18,7 @@ plan = lab.plan("tiny", "ulysses", tokens=768, ranks=2, workspace=False)
 run = Run(plan.title, plan.job, None, (), (), (plan.timeline, plan.timeline))
 timeline = plan.timeline
 peak = int(timeline.total.argmax())
-print(timeline.device_peak, timeline.total[peak + 1], timeline.at(timeline.seconds[peak]).device)
+print(timeline.device_peak, timeline.total[peak + 1], timeline.moment(peak).device)
 lab.show.timeline(run)
 """
 
@@ -40,10 +33,8 @@ def bytes_drawn(page: Page) -> int:
 
 
 def test_a_click_opens_who_holds_the_bytes(tmp_path: Path) -> None:
-    path, command = one_cell_notebook(tmp_path, TIMELINE)
-    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
-        run_all_cells(page)
-        canvas = page.locator(".jp-RenderedImage .lab-live canvas")
+    with notebook_page(tmp_path, TIMELINE) as (page, path):
+        canvas, freed = page.locator(".jp-RenderedImage .lab-live canvas"), page.locator("output")
         canvas.wait_for(timeout=120_000)
         peak, after, second = map(int, page.locator(STDOUT).inner_text().split())
 
@@ -72,7 +63,6 @@ def test_a_click_opens_who_holds_the_bytes(tmp_path: Path) -> None:
         wait_for(lambda: bytes_drawn(page) == second)
 
         size = page.locator(".lab-holders-free input")
-        freed = page.locator(".lab-holders-free output")
         size.fill("1 MiB")
         size.press("Enter")
         wait_for(lambda: freed.inner_text().startswith("set loss_tile="))
@@ -94,12 +84,6 @@ def test_a_click_opens_who_holds_the_bytes(tmp_path: Path) -> None:
         wait_for(lambda: read.inner_text().split("\n")[-1] in page.locator(".lab-holders-name").inner_text())
         page.keyboard.press("Escape")
         wait_for(page.locator(".lab-holders").is_hidden)
-        page.keyboard.press("Control+s")
-        wait_for(lambda: len(_outputs(path)) == 2)
-    assert set(_outputs(path)[1]["data"]) == {"image/png", "text/plain"}
+        _, output = saved_outputs(page, path)
+    assert set(output["data"]) == {"image/png", "text/plain"}
     assert "widgets" not in json.loads(path.read_text())["metadata"]
-
-
-def _outputs(path: Path) -> list[dict[str, dict[str, str]]]:
-    outputs: list[dict[str, dict[str, str]]] = json.loads(path.read_text())["cells"][0]["outputs"]
-    return outputs

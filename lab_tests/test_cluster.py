@@ -5,12 +5,14 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -20,39 +22,28 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 from torch.distributed.device_mesh import init_device_mesh
 
 from cluster import capacity, host, remote, watchdog
 from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import ClusterError, Failure, RankError, Stopped
 from cluster.live import Stamp, publish
+from cluster.network import LOOPBACK, reserved_ports
+from cluster.processes import family
 from cluster.ranks import Cluster
 from cluster.waiting import Call
-from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, refuse_saved
-
-
-def identity() -> dict[str, Any]:
-    from ipyparallel.engine.app import IPEngine
-
-    return {
-        "engine": IPEngine.instance().id,
-        "rank": dist.get_rank(),
-        "ranks": dist.get_world_size(),
-        "threads": torch.get_num_threads(),
-        "variable": os.environ["OMP_NUM_THREADS"],
-        "pid": os.getpid(),
-        "backend": dist.get_backend(),
-    }
-
-
-def affine(slope: int, *, offset: int) -> tuple[int, int]:
-    return dist.get_rank(), slope * dist.get_rank() + offset
-
-
-def sum_over_ranks(start: float) -> float:
-    value = torch.tensor(start ** dist.get_rank())
-    dist.all_reduce(value)
-    return float(value)
+from lab_tests.support.long_run import mostly_long
+from lab_tests.support.on_ranks import (
+    describe_rank,
+    end_on,
+    no_process_left,
+    raise_on,
+    sum_over_ranks,
+    wait_until,
+    within,
+)
+from lab_tests.support.refusing import enter_all
 
 
 def publish_slowly(count: int, pause: float) -> float:
@@ -82,21 +73,14 @@ def publish_one(pause: float) -> None:
     publish("own")
 
 
-def fail_while_others_wait(culprit: int) -> None:
-    if dist.get_rank() == culprit:
-        time.sleep(0.2)
-        raise ArithmeticError("7 is not 11")
-    dist.barrier()
-
-
 def fail_while_one_sleeps(culprit: int, sleeper: int) -> None:
     if dist.get_rank() == sleeper:
         time.sleep(600)
-    fail_while_others_wait(culprit)
+    raise_on(culprit)
 
 
 def mismatched(own_group: bool) -> None:
-    group = dist.new_group([0, 1], timeout=timedelta(hours=1)) if own_group else None
+    group = dist.new_group(timeout=timedelta(hours=1)) if own_group else None
     if dist.get_rank() == 0:
         dist.barrier(group=group)
     else:
@@ -122,34 +106,23 @@ def fail_one_after_another(order: list[int]) -> None:
     raise LookupError(f"place {order.index(dist.get_rank())}")
 
 
-def end_process(culprit: int, *, code: int) -> None:
-    if dist.get_rank() == culprit:
-        os._exit(code)
-    dist.barrier()
+def pids(cluster: Cluster) -> list[int]:
+    return cluster.apply(os.getpid)
 
 
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-@pytest.fixture
-def no_process_left() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert [p for p in left if watchdog.is_alive(p)] == []
+def sums(cluster: Cluster) -> bool:
+    """Whether all ranks work together."""
+    return cluster.apply(sum_over_ranks, 2.0) == [2.0**cluster.ranks - 1] * cluster.ranks
 
 
 def test_rank_is_engine_id_and_threads_are_shared_out(ranks4: Cluster) -> None:
-    found = ranks4.apply(identity)
+    found = ranks4.apply(describe_rank)
     threads = max(1, len(host.own_cores()) // 4)
-    assert [f["engine"] for f in found] == [0, 1, 2, 3]
-    assert [f["rank"] for f in found] == [0, 1, 2, 3]
+    assert [f["engine"] for f in found] == [f["rank"] for f in found] == [0, 1, 2, 3]
     assert {f["ranks"] for f in found} == {ranks4.ranks} == {4}
     assert {f["threads"] for f in found} == {threads}
-    assert {f["variable"] for f in found} == {str(threads)}
-    assert ranks4._engines is not None
-    launched = ranks4._engines._cluster.engine_set.launchers
+    assert {f["variables"]["OMP_NUM_THREADS"] for f in found} == {str(threads)}
+    launched = ranks4._caller.engines._cluster.engine_set.launchers
     assert {str(f["rank"]): f["pid"] for f in found} == {name: e.pid for name, e in launched.items()}
     assert len({f["pid"] for f in found} | {os.getpid()}) == 5
     if ranks4.device_type == "cpu":
@@ -163,17 +136,11 @@ def test_a_rank_collects_garbage_unless_it_was_told_not_to(ranks4: Cluster) -> N
     ranks4.apply(gc.enable)
 
 
-def test_results_come_in_rank_order(ranks4: Cluster) -> None:
-    assert ranks4.apply(affine, 7, offset=-3) == [(0, -3), (1, 4), (2, 11), (3, 18)]
-
-
-def test_lambdas_and_closures_travel(ranks4: Cluster) -> None:
+def test_closures_travel_and_results_come_in_rank_order(ranks4: Cluster) -> None:
     factor = 13
-    assert ranks4.apply(lambda: dist.get_rank() * factor) == [0, 13, 26, 39]
-
-
-def test_all_ranks_share_one_group(ranks4: Cluster) -> None:
-    assert ranks4.apply(sum_over_ranks, 3.0) == [1 + 3 + 9 + 27] * 4
+    results = ranks4.apply(lambda slope, *, offset: slope * factor * dist.get_rank() + offset, 7, offset=-3)
+    assert results == [-3, 88, 179, 270]
+    assert sums(ranks4)
 
 
 def test_records_arrive_while_the_call_blocks(ranks4: Cluster) -> None:
@@ -190,11 +157,10 @@ def test_records_arrive_while_the_call_blocks(ranks4: Cluster) -> None:
     assert {a[3] for a in arrivals} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("count", [1, 211])
-def test_every_record_is_there_when_the_call_returns(ranks4: Cluster, count: int) -> None:
+def test_every_record_is_there_when_the_call_returns(ranks4: Cluster) -> None:
     got: dict[int, list[int]] = {rank: [] for rank in range(4)}
-    ranks4.apply(publish_many, count, on_record=lambda rank, record: got[rank].append(record))
-    assert got == {rank: list(range(count)) for rank in range(4)}
+    ranks4.apply(publish_many, 211, on_record=lambda rank, record: got[rank].append(record))
+    assert got == {rank: list(range(211)) for rank in range(4)}
 
 
 def test_a_record_is_not_credited_to_the_next_run(ranks4: Cluster) -> None:
@@ -239,21 +205,19 @@ def test_the_earliest_failure_is_the_cause(ranks4: Cluster) -> None:
     assert caught.value.waiting == ()
     assert "rank 1 failed after it" in str(caught.value)
     assert not ranks4.broken
-    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+    assert sums(ranks4)
 
 
 def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster) -> None:
-    pids = [found["pid"] for found in ranks4.apply(identity)]
-    began = time.monotonic()
-    with pytest.raises(RankError) as caught:
-        ranks4.apply(fail_while_others_wait, 2)
-    assert time.monotonic() - began < 10
+    before = pids(ranks4)
+    with within(10), pytest.raises(RankError) as caught:
+        ranks4.apply(raise_on, 2)
     text = str(caught.value)
     assert text.splitlines()[0] == "rank 2 failed first: ArithmeticError: 7 is not 11"
     assert 'raise ArithmeticError("7 is not 11")' in text
     assert "remote.py" not in text
     assert re.search(
-        r"ranks 0, 1, 3 failed after it, in barrier, at test_cluster\.py:\d+ in \w+: a peer left",
+        r"ranks 0, 1, 3 failed after it, in barrier, at on_ranks\.py:\d+ in raise_on: a peer left",
         text,
     )
     assert text.splitlines() == caught.value._render_traceback_()
@@ -261,18 +225,16 @@ def test_failing_rank_is_named_and_frees_those_that_wait_for_it(ranks4: Cluster)
     assert isinstance(caught.value.cause, ArithmeticError)
     assert not ranks4.broken
 
-    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+    assert sums(ranks4)
     caught.value.recover()
-    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
-    assert [found["pid"] for found in ranks4.apply(identity)] == pids, "no rank needed a restart"
+    assert sums(ranks4)
+    assert pids(ranks4) == before, "no rank needed a restart"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> None:
-    began = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 0 failed first: ArithmeticError") as caught:
+    with within(10), pytest.raises(RankError, match=r"^rank 0 failed first: ArithmeticError") as caught:
         impatient.apply(fail_while_one_sleeps, 0, 1)
-    assert time.monotonic() - began < 10
     assert 1 in caught.value.waiting
     assert re.search(
         r"rank 1 still waiting, in fail_while_one_sleeps \(test_cluster\.py:\d+\)", str(caught.value)
@@ -282,32 +244,26 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> No
 
     assert impatient.broken
     with pytest.raises(ClusterError, match=r"rank.* 1 did not come back.*cluster\.recover\(\)"):
-        impatient.apply(affine, 1, offset=0)
+        pids(impatient)
 
-    began = time.monotonic()
-    caught.value.recover()
-    assert time.monotonic() - began < 30
-    assert [f["engine"] for f in impatient.apply(identity)] == [0, 1]
-    assert impatient.apply(sum_over_ranks, 2.0) == [3.0] * 2
+    with within(30):
+        caught.value.recover()
+    assert [f["engine"] for f in impatient.apply(describe_rank)] == [0, 1]
+    assert sums(impatient)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dead_rank_is_named_and_recover_replaces_it(impatient: Cluster) -> None:
-    began = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
-        impatient.apply(end_process, 1, code=87)
-    assert time.monotonic() - began < 2.0
+    with within(2), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
+        impatient.apply(end_on, 1)
     with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
-        impatient.apply(affine, 1, offset=0)
+        pids(impatient)
 
     impatient.recover()
-    os.kill(impatient.apply(identity)[0]["pid"], signal.SIGKILL)
-    began = time.monotonic()
-    assert impatient._engines is not None
-    while not impatient._engines.missing() and time.monotonic() - began < 2.0:
-        time.sleep(0.01)
+    os.kill(pids(impatient)[0], signal.SIGKILL)
+    wait_until(impatient._caller.engines.missing, "the word that the rank has ended", seconds=2)
     with pytest.raises(ClusterError, match=r"rank 0 ended since the last call.*recover"):
-        impatient.apply(sum_over_ranks, 2.0)
+        pids(impatient)
     assert impatient.broken
     impatient.recover()
 
@@ -324,68 +280,48 @@ def threads_of_gloo() -> int:
 
 
 def test_process_groups_end_with_the_call_that_made_them(ranks4: Cluster) -> None:
-    ranks4.apply(identity)
+    ranks4.apply(os.getpid)
     before = ranks4.apply(threads_of_gloo)
     during = ranks4.apply(make_groups, 7)
     assert all(d >= b + 7 for b, d in zip(before, during, strict=True))
     assert ranks4.apply(threads_of_gloo) == before
-    assert ranks4.apply(sum_over_ranks, 2.0) == ranks4.apply(sum_over_ranks, 2.0)
+    assert sums(ranks4)
 
 
 def test_a_call_that_is_not_answered_in_time_is_an_error(ranks4: Cluster) -> None:
     with pytest.raises(ClusterError, match=r"no answer within 0\.3 s from ranks 0-3"):
-        ranks4.apply(sleep, 0.9, answer_timeout=0.3)
+        ranks4.apply(time.sleep, 0.9, answer_timeout=0.3)
     assert not ranks4.broken, "the ranks came back within the grace"
 
 
 @pytest.mark.usefixtures("_interruptible")
 def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ranks4: Cluster) -> None:
-    pids = [found["pid"] for found in ranks4.apply(identity)]
-    got: list[str] = []
+    before, got = pids(ranks4), list[str]()
     threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with within(5), pytest.raises(KeyboardInterrupt):
         ranks4.apply(work_together, on_record=lambda rank, record: got.append(record))
-    assert 0.4 < time.monotonic() - began < 5
     assert got
     assert not ranks4.broken
-    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
-    assert [found["pid"] for found in ranks4.apply(identity)] == pids, "no rank needed a restart"
+    assert sums(ranks4)
+    assert pids(ranks4) == before, "no rank needed a restart"
 
 
 def test_a_call_is_stopped_from_another_thread(ranks4: Cluster) -> None:
     ranks4.interrupt()  # with nothing to end
     threading.Timer(0.3, ranks4.interrupt).start()
-    began = time.monotonic()
-    with pytest.raises(Stopped):
-        ranks4.apply(sleep, 600)
-    assert time.monotonic() - began < 5
-    assert ranks4.apply(sum_over_ranks, 2.0) == [15.0] * 4
+    with within(5), pytest.raises(Stopped):
+        ranks4.apply(time.sleep, 600)
+    assert sums(ranks4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_no_stop_reaches_is_restarted_by_the_next_call(impatient: Cluster) -> None:
     threading.Timer(0.3, impatient.interrupt).start()
     with pytest.raises(Stopped):
         impatient.apply(sleep_through_interrupts, 1)
     assert impatient.broken
-    assert impatient.apply(sum_over_ranks, 2.0) == [3.0] * 2
+    assert sums(impatient)
     assert not impatient.broken
-
-
-def work_at_one_place(seconds: float) -> int:
-    end, turns, more = time.monotonic() + seconds, 0, torch.ones(1)
-    while more.item():
-        turns += 1
-        more.fill_(float(time.monotonic() < end))
-        dist.all_reduce(more, op=dist.ReduceOp.MIN)
-    return turns
-
-
-@pytest.mark.slow
-def test_ranks_that_move_are_in_no_hang(impatient: Cluster) -> None:
-    assert impatient.timeout == 2
-    assert min(impatient.apply(work_at_one_place, 8.0)) > 100
 
 
 def import_slowly(folder: str) -> None:
@@ -396,15 +332,23 @@ def import_slowly(folder: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_stop_does_not_leave_a_module_half_imported(impatient: Cluster, tmp_path: Path) -> None:
+@pytest.fixture
+def ready(ranks4: Cluster) -> Cluster:
+    """Ranks that have imported this module, which takes new ones seconds: a stop waits for its end."""
+    ranks4.apply(import_module, __name__)
+    return ranks4
+
+
+@pytest.mark.long
+def test_a_stop_does_not_leave_a_module_half_imported(ready: Cluster, tmp_path: Path) -> None:
     (tmp_path / "slow_module.py").write_text(
         "import time\nfor _ in range(100): time.sleep(0.01)\nwhole = True"
     )
-    threading.Timer(0.4, impatient.interrupt).start()
+    threading.Timer(0.4, ready.interrupt).start()
     with pytest.raises(Stopped):
-        impatient.apply(import_slowly, str(tmp_path))
-    assert not impatient.broken
-    assert impatient.apply(lambda: sys.modules["slow_module"].whole) == [True, True]
+        ready.apply(import_slowly, str(tmp_path))
+    assert not ready.broken
+    assert ready.apply(lambda: sys.modules["slow_module"].whole) == [True] * 4
 
 
 class Closing:
@@ -427,26 +371,18 @@ def close_slowly() -> None:
     time.sleep(600)
 
 
-def test_a_stop_does_not_cut_the_end_of_a_block(impatient: Cluster) -> None:
-    threading.Timer(0.4, impatient.interrupt).start()
+@pytest.mark.long
+def test_a_stop_does_not_cut_the_end_of_a_block(ready: Cluster) -> None:
+    threading.Timer(0.4, ready.interrupt).start()
     with pytest.raises(Stopped):
-        impatient.apply(close_slowly)
-    assert not impatient.broken
-    assert impatient.apply(lambda: sys.modules.pop("closing").ended) == [True, True]
+        ready.apply(close_slowly)
+    assert not ready.broken
+    assert ready.apply(lambda: sys.modules.pop("closing").ended) == [True] * 4
 
 
-HALF_OPEN: dict[str, Callable[[], Any]] = {
-    "no_grad": lambda: torch.no_grad().__enter__(),
-    "dispatch mode": lambda: RefusingDispatch().__enter__(),
-    "function mode": lambda: RefusingFunction().__enter__(),
-    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__(),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
-}
-
-
-def fail_half_open(name: str) -> None:
-    HALF_OPEN[name]()
-    raise LookupError(name)
+def fail_half_open() -> None:
+    enter_all()
+    raise LookupError("half open")
 
 
 def a_gradient() -> list[float]:
@@ -456,29 +392,32 @@ def a_gradient() -> list[float]:
     return [round(value, 3) for value in x.grad.flatten().tolist()]
 
 
-@pytest.mark.parametrize("name", HALF_OPEN)
-def test_a_mode_that_a_failed_call_left_on_is_off_in_the_next(ranks4: Cluster, name: str) -> None:
+def test_modes_that_a_failed_call_left_on_are_off_in_the_next(ranks4: Cluster) -> None:
+    """That each of them alone is left is tested where torch's private names are."""
     before = ranks4.apply(a_gradient)
-    with pytest.raises(RankError, match=name):
-        ranks4.apply(fail_half_open, name)
+    with pytest.raises(RankError, match="half open"):
+        ranks4.apply(fail_half_open)
     assert ranks4.apply(a_gradient) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own_group", [False, True], ids=["timeout of the group", "no timeout"])
-def test_a_hang_says_where_each_rank_is(impatient: Cluster, own_group: bool) -> None:
+@pytest.mark.parametrize(
+    "own_group", mostly_long([False, True], 0), ids=["timeout of the group", "no timeout"]
+)
+def test_a_hang_ends_after_the_timeout_of_its_call_and_says_where_each_rank_is(
+    ranks4: Cluster, own_group: bool
+) -> None:
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"^ranks 0, 1 hang: a collective did not end in its time") as caught:
-        impatient.apply(mismatched, own_group)
-    assert time.monotonic() - began < 12
+    with within(12), pytest.raises(RankError, match=r"^ranks 0-3 hang: a collective did not end") as caught:
+        ranks4.apply(mismatched, own_group, timeout=2)
+    assert time.monotonic() - began > 2
     text = str(caught.value)
     assert re.search(r"rank 0 .*in barrier, at test_cluster\.py:\d+ in mismatched", text)
-    assert re.search(r"rank 1 .*in (broadcast|all_reduce), at test_cluster\.py:\d+ in mismatched", text)
+    assert re.search(r"ranks? .*3.* in (broadcast|all_reduce), at test_cluster\.py:\d+ in mismatched", text)
     assert "dist.barrier(group=group)" in caught.value.stacks[0]
-    assert "group=group)" in caught.value.stacks[1]
-    assert impatient.broken == own_group, "gloo's own timeout leaves the ranks usable"
-    impatient.recover()
-    assert impatient.apply(sum_over_ranks, 2.0) == [3.0] * 2
+    assert "group=group)" in caught.value.stacks[3]
+    assert ranks4.broken == own_group, "gloo's own timeout leaves the ranks usable"
+    ranks4.recover()
+    assert sums(ranks4)
 
 
 def timeouts() -> list[float]:
@@ -494,13 +433,6 @@ def test_a_calls_timeout_is_that_of_its_groups_and_of_no_other_call(ranks4: Clus
     assert ranks4.apply(timeouts) == [[60.0] * 3] * 4
     assert ranks4.apply(timeouts, timeout=1234.5) == [[1234.5] * 3] * 4
     assert ranks4.apply(timeouts) == [[60.0] * 3] * 4
-
-
-def test_a_hang_ends_after_the_timeout_of_its_call(ranks4: Cluster) -> None:
-    began = time.monotonic()
-    with pytest.raises(RankError, match=r"^ranks 0-3 hang"):
-        ranks4.apply(mismatched, False, timeout=2)
-    assert 2 < time.monotonic() - began < 12
 
 
 def test_nccls_collectives_have_more_time_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,8 +457,8 @@ def test_a_timeout_that_cannot_work_is_refused(ranks4: Cluster, seconds: Any, sh
     for name, use in {
         "timeout": lambda: Cluster(ranks=2, timeout=seconds),
         "start_timeout": lambda: Cluster(ranks=2, start_timeout=seconds),
-        " timeout": lambda: ranks4.apply(identity, timeout=seconds),
-        "answer_timeout": lambda: ranks4.apply(identity, answer_timeout=seconds),
+        " timeout": lambda: ranks4.apply(os.getpid, timeout=seconds),
+        "answer_timeout": lambda: ranks4.apply(os.getpid, answer_timeout=seconds),
     }.items():
         with pytest.raises(ClusterError) as error:
             use()
@@ -571,19 +503,17 @@ def as_with_gpus(two_ranks: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster
     return two_ranks if two_ranks.started else two_ranks.start()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peers_that_wait_in_kernels_are_restarted_by_the_next_call(as_with_gpus: Cluster) -> None:
     assert (as_with_gpus.device_type, as_with_gpus.timeout) == ("cuda", 600)
-    before = [found["pid"] for found in as_with_gpus.apply(identity)]
-    when: list[Any] = []
+    before, when = pids(as_with_gpus), list[Any]()
     with pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught:
         as_with_gpus.apply(one_raises_and_kernels_wait, 1, on_record=lambda _, record: when.append(record))
     assert time.time() - when[0] < 4, "on gloo it takes two seconds"
     assert caught.value.waiting == (0,)
     assert str(caught.value).endswith("the next call restarts the ranks")
     assert as_with_gpus.broken
-    after = [found["pid"] for found in as_with_gpus.apply(identity)]
-    assert not set(after) & set(before)
+    assert not set(pids(as_with_gpus)) & set(before)
     assert not as_with_gpus.broken
 
 
@@ -597,31 +527,31 @@ def lose_the_device() -> None:
     fail()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_all_lost_their_devices_are_restarted_by_the_next_call(as_with_gpus: Cluster) -> None:
-    before = {found["pid"] for found in as_with_gpus.apply(identity)}
+    before = pids(as_with_gpus)
     with pytest.raises(RankError, match="illegal memory access") as caught:
         as_with_gpus.apply(lose_the_device)
     assert caught.value.waiting == ()
-    assert not before & {found["pid"] for found in as_with_gpus.apply(identity)}
+    assert not set(pids(as_with_gpus)) & set(before)
     assert not as_with_gpus.broken
     with pytest.raises(RankError, match="illegal memory access"):
         as_with_gpus.apply(lose_the_device)
     as_with_gpus.recover()
-    assert len(as_with_gpus.apply(identity)) == 2
+    assert len(pids(as_with_gpus)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_on_cpus_that_cannot_join_again_are_restarted_by_recover(impatient: Cluster) -> None:
-    before = {found["pid"] for found in impatient.apply(identity)}
+    before = pids(impatient)
     with pytest.raises(RankError, match="illegal memory access") as caught:
         impatient.apply(lose_the_device)
     assert caught.value.waiting == ()
     with pytest.raises(ClusterError, match=r"again: RuntimeError: CUDA error: .*; cluster.recover\(\)"):
-        impatient.apply(identity)
+        pids(impatient)
     assert impatient.broken
     impatient.recover()
-    assert not before & {found["pid"] for found in impatient.apply(identity)}
+    assert not set(pids(impatient)) & set(before)
     assert not impatient.broken
 
 
@@ -639,17 +569,14 @@ def test_a_rank_that_failed_aborts_nccls_communicators(
     assert taken == ["abort" if failed else "destroy"]
 
 
-def test_too_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more ranks than GPUs, test_devices.py is a test."""
     memory = psutil.virtual_memory()._replace(available=3 * capacity.RANK_MEMORY + 17)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(capacity, "visible_devices", list)
     capacity.check_capacity(3)
     with pytest.raises(ClusterError, match=r"ranks=5: .*ranks=3 would work"):
         Cluster(ranks=5)
-    monkeypatch.setattr(capacity, "visible_devices", lambda: ["2", "5"])
-    capacity.check_capacity(2)
-    with pytest.raises(ClusterError, match=r"ranks=3: .*GPU.* 2; ranks=2 would work"):
-        capacity.check_capacity(3)
 
 
 @pytest.mark.parametrize("ranks", [0, -2, 2.5, True, "4"])
@@ -658,60 +585,47 @@ def test_ranks_must_be_a_whole_number(ranks: Any) -> None:
         Cluster(ranks=ranks)
 
 
-def test_unknown_profile_is_refused() -> None:
-    with pytest.raises(ClusterError, match=r"'lokal' is not known; known are: local, mpi, node8, slurm, ssh"):
-        Cluster(profile="lokal")
-
-
 def test_a_cluster_that_is_not_started_says_so() -> None:
     with pytest.raises(ClusterError, match=r"cluster\.start\(\)"):
-        Cluster(ranks=2).apply(identity)
+        Cluster(ranks=2).apply(os.getpid)
 
 
-def leave_with_a_stuck_rank(directories: list[Path]) -> None:
-    with Cluster(ranks=2) as cluster:
-        assert cluster._engines is not None
-        directories.append(cluster._engines.directory)
-        assert directories[0].exists()
+@pytest.mark.long
+def test_nothing_is_left_after_an_error_with_a_stuck_rank() -> None:
+    with no_process_left(), contextlib.suppress(ZeroDivisionError), Cluster(ranks=2) as cluster:
+        directory = cluster._caller.engines.directory
+        assert directory.exists()
         with pytest.raises(RankError):
             cluster.apply(fail_while_one_sleeps, 1, 0)
         raise ZeroDivisionError
+    assert not directory.exists()
 
 
-@pytest.mark.slow
-def test_nothing_is_left_after_an_error_with_a_stuck_rank(no_process_left: None) -> None:
-    directories: list[Path] = []
-    with pytest.raises(ZeroDivisionError):
-        leave_with_a_stuck_rank(directories)
-    assert not directories[0].exists()
+def test_what_the_controller_writes_is_private_at_once(tmp_path: Path) -> None:
+    (tmp_path / "writes.py").write_text("open('key', 'w').close()")
+    subprocess.run(watchdog.watched("writes"), cwd=tmp_path, check=True, umask=0o022)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
-OWNER = """
-import sys, time, psutil
-from cluster import Cluster
+def test_the_controller_listens_on_ports_that_are_kept_for_it(ranks4: Cluster) -> None:
+    """A part of it that lost its port to another process ended in silence, and the start took a minute.
 
-with Cluster(ranks=2) as cluster:
-    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
-    time.sleep(600)
-"""
+    Seen red: without the reservation, and with one port less.
+    """
+    cluster = ranks4._caller.engines._cluster
+    connections = [one for process in family([cluster.controller.pid]) for one in process.net_connections()]
+    used = [one for one in connections if one.status == psutil.CONN_LISTEN]
+    argument = next(one for one in cluster.controller_args if one.startswith("--IPController.ports="))
+    assert {str(connection.laddr.port) for connection in used} == {*argument.split("=")[1].split(",")}
 
 
-@pytest.mark.slow
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER)
-    variables = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=variables
-    ) as owner:
-        assert owner.stdout is not None
-        processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-        assert len(processes) >= 5, "a controller, two engines, two nannies"
-        owner.kill()
-        deadline = time.monotonic() + 20
-        while any(watchdog.is_alive(p) for p in processes) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    assert [p.pid for p in processes if watchdog.is_alive(p)] == []
+def test_a_reserved_port_is_given_to_its_server_alone() -> None:
+    with reserved_ports(2) as [first, second], zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((LOOPBACK, first))
+        server.bind(f"tcp://{LOOPBACK}:{first}")
+        with socket.create_connection((LOOPBACK, first)), pytest.raises(ConnectionRefusedError):
+            socket.create_connection((LOOPBACK, second))
 
 
 def test_failures_are_told_in_the_order_of_time() -> None:

@@ -5,7 +5,7 @@ import gc
 import importlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from cluster import torch_private, torch_state
-from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, refuse_saved
+from lab_tests.support.refusing import RefusingDispatch, RefusingFunction, enter_all, refuse_saved
 
 
 @pytest.fixture
@@ -31,16 +31,14 @@ def group() -> Iterator[None]:
 
 
 def timeout_of(group: Any) -> timedelta:
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    assert isinstance(timeout, timedelta)
-    return timeout
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 @pytest.mark.usefixtures("group")
 def test_the_default_timeout_is_that_of_the_default_group_and_of_later_groups() -> None:
     limit = timedelta(seconds=123.5)
     assert timeout_of(dist.group.WORLD) != limit
-    torch_private.set_default_timeout(limit)
+    torch_private.set_timeout(123.5)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("rows", "columns"))
     assert timeout_of(dist.group.WORLD) == limit
     assert timeout_of(dist.new_group([0])) == limit
@@ -124,45 +122,32 @@ def gradient() -> list[float]:
     return x.grad.tolist()
 
 
-def test_dispatch_modes_are_left() -> None:
+@pytest.mark.parametrize(
+    ("enter", "refused", "leave"),
+    [
+        (RefusingDispatch, "an operator reached the mode", torch_private.pop_dispatch_modes),
+        (RefusingFunction, "a function reached the mode", torch_private.pop_function_modes),
+        (
+            lambda: torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved),
+            "a saved tensor reached the hook",
+            torch_private.pop_saved_tensors_hooks,
+        ),
+    ],
+    ids=["dispatch modes", "function modes", "hooks of saved tensors"],
+)
+def test_modes_are_left(enter: Callable[[], Any], refused: str, leave: Callable[[], None]) -> None:
     for _ in range(2):
-        RefusingDispatch().__enter__()
+        enter().__enter__()
     try:
-        with pytest.raises(AssertionError, match="an operator reached the mode"):
-            torch.ones(2) + 1
-    finally:
-        torch_private.pop_dispatch_modes()
-    assert gradient() == [4.0] * 3
-
-
-def test_function_modes_are_left() -> None:
-    for _ in range(2):
-        RefusingFunction().__enter__()
-    try:
-        with pytest.raises(AssertionError, match="a function reached the mode"):
-            torch.ones(2)
-    finally:
-        torch_private.pop_function_modes()
-    assert gradient() == [4.0] * 3
-
-
-def test_hooks_of_saved_tensors_are_removed() -> None:
-    for _ in range(2):
-        torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__()
-    try:
-        with pytest.raises(AssertionError, match="a saved tensor reached the hook"):
+        with pytest.raises(AssertionError, match=refused):
             gradient()
     finally:
-        torch_private.pop_saved_tensors_hooks()
+        leave()
     assert gradient() == [4.0] * 3
 
 
 def test_reset_undoes_all_modes_at_once() -> None:
-    torch.no_grad().__enter__()
-    torch.set_autocast_enabled("cpu", True)
-    torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__()
-    RefusingDispatch().__enter__()
-    RefusingFunction().__enter__()
+    enter_all()
     torch_state.reset()
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")

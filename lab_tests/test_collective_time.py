@@ -10,7 +10,8 @@ from click.testing import CliRunner
 import lab
 from lab.commands.cli import main
 from lab.errors import LabError
-from lab.memory.timeline import Op, TimelineBuilder
+from lab.memory.moment import Op
+from lab.memory.timeline import TimelineBuilder
 from lab.planning.costs import Costs
 from lab.planning.hardware import nearest
 from lab.recipe.jobs import make_job
@@ -70,7 +71,7 @@ def test_the_device_of_the_table_that_torch_names():
     assert nearest("Tesla T4") == "rtx4090"  # the slowest of the table
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_layers_where_that_is_more(capsys):
     job = make_job(small_config(), "upipe", ranks=2, tokens=TOKENS)
     layer = lab.plan(small_config(), "upipe", tokens=TOKENS, ranks=2).longest_layer
@@ -90,20 +91,18 @@ def test_the_verbs_pass_the_timeout_on(monkeypatch, tmp_path, digits, verb, devi
     cluster = GpuCluster(timeout=1e-9)
     monkeypatch.setattr(cluster, "device_type", device)
     folder = {"checkpoint": tmp_path / "run"} if verb == "train" else {}
+    job = {"tokens": TOKENS, "text": digits, "steps": 1, "cluster": cluster, **folder}
     with pytest.raises(EndOfCall) as asked:
-        getattr(lab, verb)(
-            small_config(), "upipe", tokens=TOKENS, text=digits, steps=1, cluster=cluster, **folder
-        )
+        getattr(lab, verb)(small_config(), "upipe", **job)
     layer = lab.plan(small_config(), "upipe", tokens=TOKENS, ranks=2).longest_layer
     assert asked.value.args == ((3 * layer,) if device == "cuda" else (None,))
 
 
 def test_trains_own_timeout_comes_first(monkeypatch, tmp_path):
     monkeypatch.setattr(collective_time, "plan_job", lambda *_, **__: pytest.fail("planned"))
+    cluster = GpuCluster(timeout=1e-9)
     with pytest.raises(EndOfCall) as asked:
-        lab.train(
-            "tiny", tokens=128, steps=1, cluster=GpuCluster(timeout=1e-9), checkpoint=tmp_path, timeout=7
-        )
+        lab.train("tiny", tokens=128, steps=1, cluster=cluster, checkpoint=tmp_path, timeout=7)
     assert asked.value.args == (7,)
 
 
@@ -124,27 +123,19 @@ def gpu_rank(patch, default):
     return limits
 
 
-def train_as_a_rank(model, digits, folder, timeout=None):
-    lab.train(
-        model,
-        "plain",
-        tokens=TOKENS,
-        text=digits,
-        steps=1,
-        checkpoint=folder,
-        cluster=None,
-        timeout=timeout,
-    )
+def train_as_a_rank(digits, folder, timeout=None):
+    job = {"tokens": TOKENS, "text": digits, "steps": 1, "checkpoint": folder, "cluster": None}
+    lab.train(small_config(), "plain", **job, timeout=timeout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_of_torchruns_asks_a_plan(alone, digits, tmp_path, monkeypatch, capfd):
     """This process has joined a process group, so the plan is made in another one."""
     gpu_rank(monkeypatch, default=1e-9)
     limits = []
     monkeypatch.setattr(train, "set_timeout", limits.append)
     with pytest.raises(EndOfCall):
-        train_as_a_rank(small_config(), digits, tmp_path)
+        train_as_a_rank(digits, tmp_path)
     [limit] = limits
     assert 1e-9 < limit < 1
     assert f"a collective may take {format_seconds(limit)} and not " in capfd.readouterr().err
@@ -154,14 +145,14 @@ def test_a_plan_that_fails_is_a_line_on_every_rank(alone, digits, tmp_path, monk
     gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(planning_process, "watched", lambda _: ["false"])
     with pytest.raises(LabError, match="how long a collective may take failed: its process ended with code"):
-        train_as_a_rank(small_config(), digits, tmp_path)
+        train_as_a_rank(digits, tmp_path)
 
 
 def test_a_rank_of_torchruns_takes_the_timeout_that_is_given(alone, digits, tmp_path, monkeypatch):
     limits = gpu_rank(monkeypatch, default=1e-9)
     monkeypatch.setattr(train, "on_this_rank", lambda *_: pytest.fail("planned"))
     with pytest.raises(EndOfCall):
-        train_as_a_rank(small_config(), digits, tmp_path, timeout=7.0)
+        train_as_a_rank(digits, tmp_path, timeout=7.0)
     assert limits == [7.0]
 
 

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 import lab
 from lab import models
 from lab.bench.compiled import measure_tiles
-from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.bench.software import versions
 from lab.commands.cli import main
 from lab.errors import RecipeError
@@ -20,7 +19,7 @@ from lab.recipe.recipe import Recipe, parse_knobs
 from lab.step.one_rank import one_rank
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.tiling import apply_tiled_mlp, apply_tiled_norms
-from lab_tests.support.reference import tokens
+from lab_tests.support.reference import build, config, error, gradients, loss_of, tokens
 
 # Torch's compiler imports a part of torch that uses another, deprecated part; and asks every tensor for its
 # gradient, the warning of which it hides where warnings are shown, and not where they are errors.
@@ -43,7 +42,7 @@ def loss_and_gradients(model):
     return value.item(), gradients(model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_loss_and_gradients_are_the_plain_models():
     cfg = config()
     right_value, right = loss_and_gradients(build(cfg))
@@ -105,7 +104,7 @@ def gradients_of_step(recipe):
     return found, torch._dynamo.utils.counters["frames"]["ok"] - before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
     recipe = Recipe(
         fsdp=True, ulysses=2, head_chunk=8, overlap=True, checkpoint=True, offload="attention", mlp_tile=20,
@@ -122,7 +121,7 @@ def test_under_everything_in_bf16_what_is_compiled_is_as_far_from_fp32():
     assert error(fused, truth) < 1.2 * error(eager, truth) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
     plain, fused = (
         lab.rehearse(
@@ -136,6 +135,7 @@ def test_a_rehearsal_times_compiled_steps_and_measures_the_others():
     assert fused.loss == plain.loss
 
 
+@pytest.mark.long
 def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler, none of c\+\+, .* or set compile='none'"):
@@ -160,6 +160,7 @@ def test_compiling_is_for_tiles():
     assert resolve_recipe("fast", "tiny", 4, 4096, compile="norms").compile == "norms"
 
 
+@pytest.mark.long
 def test_the_bench_of_a_tile():
     said = []
     rows = measure_tiles("tiny", said.append, tile=64, dtype=torch.float32, device="cpu", repeats=1)

@@ -10,9 +10,9 @@ from transformers import Qwen2Config
 
 import lab
 from lab import models
-from lab.bench.reference import config
-from lab.planning.costs import CostCounter, Costs
+from lab.planning.costs import Costs, price
 from lab.planning.hardware import hardware
+from lab.planning.work_counter import WorkCounter
 from lab.recipe.recipe import Recipe
 from lab.techniques.exchange import AllToAll, all_to_all
 from lab.techniques.experts import grouped_outer_product, grouped_product
@@ -31,6 +31,8 @@ from lab_tests.support.costs import (
     model_config,
     planned_costs,
 )
+from lab_tests.support.long_run import mostly_long
+from lab_tests.support.reference import config
 
 LAYER = 2 * E * H * D + 2 * E * K * D + 3 * E * I
 MATMULS = L * LAYER + V * E
@@ -88,6 +90,20 @@ def test_fsdp_gathers_a_layer_twice_and_the_rest_once():
     assert halves.link_bytes == gathered + scattered + the_loss
 
 
+@pytest.mark.long
+def test_replicas_gather_among_their_ranks_and_sum_shards_between_them():
+    """Two replicas of four ranks, each on a node of its own: the sums alone use the network."""
+    knobs = {"ranks": 8, "fsdp": True, "replicas": 2}
+    within = L * 3 * sent_bytes(LAYER_BYTES) + 2 * sent_bytes(ROOT_BYTES) + 2 * sent_bytes(FP32)
+    between = 2 * sent_bytes((L * LAYER_BYTES + ROOT_BYTES) // 4, 2)
+    one, two = planned_costs(**knobs), planned_costs(ranks_per_node=4, **knobs)
+    assert one.link_bytes == two.link_bytes == within + between
+    h100 = hardware("h100")
+    links = h100.link.value * h100.link_share.value
+    network = h100.network.value * h100.network_share.value
+    assert two.link_seconds - one.link_seconds == pytest.approx(between * (1 / network - 1 / links))
+
+
 def test_ulysses_exchanges_q_k_v_and_out_both_ways():
     for degree in (2, 4, 8):  # K = 4: with 8 ranks each key and value head goes to two
         more = {"ranks": 8, "fsdp": True}
@@ -96,17 +112,28 @@ def test_ulysses_exchanges_q_k_v_and_out_both_ways():
         assert sent == 2 * L * sent_bytes(payload, degree)
 
 
-@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize("ring", mostly_long([2, 4], 1))
 def test_a_ring_sends_to_one_rank(ring):
     sent = planned_costs(fsdp=True, ring=ring).link_bytes - planned_costs(fsdp=True).link_bytes
     kv = 2 * (S // ring) * K * D * FP32
     assert sent == L * ((ring - 1) * kv + (ring - 1) * kv + ring * kv)
 
 
+class Priced(WorkCounter):
+    """The work of one rank of eight on an H100, priced whenever it is asked for."""
+
+    @property
+    def total(self) -> Costs:
+        return price(self.work(), hardware("h100"), 8, 8)[0]
+
+    def seconds(self) -> float:
+        return self.total.device_seconds
+
+
 @pytest.fixture
 def counter(eight):
     """What this rank of eight does is counted, as if on an H100; nothing is computed."""
-    with FakeTensorMode(), CostCounter(hardware("h100"), 8) as counted:
+    with FakeTensorMode(), Priced() as counted:
         yield counted
 
 
@@ -125,9 +152,9 @@ def travel() -> float:
 
 def compute(counted, rows: int) -> float:
     """Seconds of so many rows times a square matrix."""
-    before, x = counted.now(), torch.empty(SQUARE, SQUARE)
+    before, x = counted.seconds(), torch.empty(SQUARE, SQUARE)
     x[:rows] @ x
-    return counted.now() - before
+    return counted.seconds() - before
 
 
 @pytest.mark.parametrize("rows", [64, SQUARE])
@@ -137,7 +164,7 @@ def test_an_exchange_is_waited_for_where_its_result_is_used(counter, rows):
     assert (meanwhile < travel()) == (rows == 64)
     assert counter.total.link_seconds == 0
     exchange.wait()
-    assert counter.now() == pytest.approx(max(travel(), meanwhile))
+    assert counter.seconds() == pytest.approx(max(travel(), meanwhile))
     waited = counter.total.link_seconds
     assert waited == pytest.approx(max(travel() - meanwhile, 0))
     # What comes after hides nothing of it.
@@ -147,9 +174,9 @@ def test_an_exchange_is_waited_for_where_its_result_is_used(counter, rows):
 
 def test_several_exchanges_follow_each_other_and_are_waited_for_one_by_one(counter):
     first, second, third = start_exchange(), start_exchange(), start_exchange()
-    assert counter.now() == 0
+    assert counter.seconds() == 0
     first.wait()
-    assert counter.now() == counter.total.link_seconds == pytest.approx(travel())
+    assert counter.seconds() == counter.total.link_seconds == pytest.approx(travel())
     # Long enough for the second, and not for the third.
     meanwhile = 0.0
     while meanwhile < 1.2 * travel():
@@ -158,16 +185,16 @@ def test_several_exchanges_follow_each_other_and_are_waited_for_one_by_one(count
     second.wait()
     assert counter.total.link_seconds == pytest.approx(travel())
     third.wait()
-    assert counter.now() == pytest.approx(3 * travel())
+    assert counter.seconds() == pytest.approx(3 * travel())
     assert counter.total.link_seconds == pytest.approx(3 * travel() - meanwhile)
 
 
 def test_an_exchange_that_is_waited_for_at_once_waits_for_the_links(counter):
     exchange, send = start_exchange(), torch.empty(8, SENT)
     all_to_all(send, dist.group.WORLD)
-    assert counter.now() == pytest.approx(2 * travel())
+    assert counter.seconds() == pytest.approx(2 * travel())
     exchange.wait()
-    assert counter.now() == counter.total.link_seconds == pytest.approx(2 * travel())
+    assert counter.seconds() == counter.total.link_seconds == pytest.approx(2 * travel())
 
 
 def test_an_exchange_that_goes_ahead_costs_what_attention_does_not_hide():
@@ -213,7 +240,7 @@ def test_offload_copies_all_layer_inputs_but_the_last_to_and_from_the_host():
     assert offloaded.device_seconds == pytest.approx(kept.device_seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("ulysses", [1, 2, 4])
+@pytest.mark.parametrize("ulysses", mostly_long([1, 2, 4], 1))
 def test_groups_across_nodes_use_the_network(ulysses):
     """On nodes of two ranks: gathers with both adapters, exchanges with each rank's own."""
     h100 = hardware("h100")
@@ -235,13 +262,6 @@ def test_matmuls_take_fp32_at_half_the_rate_and_devices_differ():
     assert planned_costs(device="h200").flops == h100.flops
 
 
-def test_costs_add_and_multiply():
-    one, two = Costs(1, 2, 3, 4.0, 5.0), Costs(10, 20, 30, 70.0, 50.0)
-    assert one + two == Costs(11, 22, 33, 74.0, 55.0)
-    assert two * 3 == Costs(30, 60, 90, 210.0, 150.0)
-    assert two + one * -1 == Costs(9, 18, 27, 66.0, 45.0)
-
-
 def test_copies_run_beside_the_device():
     assert Costs(device_seconds=4.0, host_seconds=5.0).seconds == 5.0
     assert Costs(device_seconds=5.0, host_seconds=4.0).seconds == 5.0
@@ -261,7 +281,7 @@ def test_the_products_of_experts_take_the_time_of_one_matrix(counter, dtype):
     ):
         before = counter.total
         run()
-        found.append((counter.total.flops - before.flops, counter.now() - before.device_seconds))
+        found.append((counter.total.flops - before.flops, counter.seconds() - before.device_seconds))
     assert found == [(2 * SQUARE**3, pytest.approx(found[0][1], rel=1e-9))] * 4
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lab
 from lab.errors import LabError
 from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, limit_memory
+from lab.memory.meter import Meter
 from lab.memory.stopwatch import Stopwatch
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.step.on_ranks import RankState
@@ -118,6 +119,19 @@ def test_events_have_the_names_of_the_meter() -> None:
     assert peak.by_category["parameters"] == weights
     known = sum(size for name, size in peak.by_category.items() if name != "other")
     assert peak.by_category["other"] == 12 * MIB - known > 4 * MIB
+
+
+def test_names_do_not_depend_on_how_long_the_meter_takes_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's clock and the meter's have one zero, also where the process waits between two lines."""
+
+    made = Meter.__init__
+
+    def slowly(self: Meter, **settings: Any) -> None:
+        made(self, **settings)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Meter, "__init__", slowly)
+    test_events_have_the_names_of_the_meter()
 
 
 def test_bytes_that_were_given_back_are_not_counted_twice() -> None:
@@ -231,6 +245,16 @@ def test_a_cap_leaves_what_is_outside_torch_to_it(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(LabError, match=said) as caught, limit_memory(7 * GiB // 2, absent=3 * GiB):
         pass
     assert "\n" not in str(caught.value)
+
+
+def test_a_phase_of_the_stopwatch_has_the_seconds_of_all_micro_batches() -> None:
+    """Seen red: those of the last one alone."""
+    watch = Stopwatch()
+    with watch.measure():
+        for seconds in (0.3, 0.0):
+            with watch.phase("forward"):
+                time.sleep(seconds)
+    assert 0.3 <= watch.seconds[0]["forward"] < 5
 
 
 def test_the_stopwatch_has_seconds_by_phase_and_sees_no_operator() -> None:

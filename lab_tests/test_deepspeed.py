@@ -94,7 +94,7 @@ def steps_on_rank(backend, family, dtype, size, checkpoint, kept):
     return got, kinds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "dtype", "size", "checkpoint", "kept"),
     [
@@ -133,7 +133,7 @@ def refusals():
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fake_tensors_and_degrees_that_heads_do_not_allow_are_refused(ranks4):
     for said in ranks4.apply(refusals):
         assert "ulysses_backend='lab'" in said["fake"]
@@ -163,7 +163,7 @@ for without in ("a compiler", "DeepSpeed"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_compiler_or_deepspeed_the_backend_is_refused(tmp_path):
     nothing = {"PATH": str(tmp_path), "CXX": "nothing", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
     ran = subprocess.run(

@@ -1,6 +1,7 @@
 """GPUs that cannot be used are refused in one line; stand-ins give the answers of torch and nvidia-smi."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,11 @@ def join():
         pass
 
 
+def wait_for_nobody(patch):
+    for module in ("cluster.devices", "lab.rehearsing.rehearse"):
+        patch.setattr(f"{module}.FREE_SECONDS", 0)
+
+
 def patch_group(patch):
     """Stands in for the process group; the timeouts that are set for it, in seconds."""
     limits = []
@@ -70,8 +76,7 @@ def test_a_driver_older_than_torchs_cuda(monkeypatch):
 
 
 def test_a_gpu_that_another_process_fills(monkeypatch):
-    for module in ("cluster.torchrun", "lab.rehearsing.rehearse"):
-        monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
+    wait_for_nobody(monkeypatch)
     patch_gpus(monkeypatch, 1, taken=61 * GiB + GiB // 2)
     as_torchruns(monkeypatch, 0, 1)
     said = {refusal(run) for run in (rehearse, join, devices.check_free)}
@@ -89,8 +94,7 @@ def test_a_gpu_that_another_process_fills(monkeypatch):
 @pytest.mark.parametrize("failing", ["set_device", "mem_get_info"])
 def test_a_gpu_that_cuda_refuses(monkeypatch, failing):
     """One that is full to the last byte, or that another process holds in exclusive mode."""
-    for module in ("cluster.torchrun", "lab.rehearsing.rehearse"):
-        monkeypatch.setattr(f"{module}.FREE_SECONDS", 0)
+    wait_for_nobody(monkeypatch)
     patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
 
@@ -107,38 +111,24 @@ def test_a_gpu_that_cuda_refuses(monkeypatch, failing):
         assert {refusal(rehearse), refusal(devices.check_free)} == {f"the GPU{end}"}
 
 
-def test_a_process_that_was_killed_may_still_be_leaving(monkeypatch):
-    patch_gpus(monkeypatch, 1)
-    began = time.monotonic()
-    asked = iter([GiB, 2 * GiB, 79 * GiB])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GiB))
-    devices.check_free(wait=10)
-    assert time.monotonic() - began < 5
-    assert next(asked, None) is None
-
-
-@pytest.mark.parametrize("run", [join, lambda: machine_for(None)], ids=["torchrun", "rehearse"])
-def test_a_rank_and_a_rehearsal_wait_for_a_process_that_is_leaving(monkeypatch, run):
+def test_a_rank_and_a_rehearsal_wait_for_a_process_that_was_killed_and_is_leaving(monkeypatch):
     patch_gpus(monkeypatch, 1)
     as_torchruns(monkeypatch, 0, 1)
     limits = patch_group(monkeypatch)
-    asked = iter([GiB, 79 * GiB])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(asked), 80 * GiB))
-    run()
-    assert next(asked, None) is None
-    assert limits == ([600] if run is join else [])
-
-
-def test_a_rank_of_torchruns_has_a_clusters_timeout(monkeypatch):
-    """As its two backends, gloo and NCCL, have half an hour by default."""
-    patch_gpus(monkeypatch, 1)
-    as_torchruns(monkeypatch, 0, 1)
-    on_gpus = patch_group(monkeypatch)
-    join()
+    slept = []
+    monkeypatch.setattr(devices, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
+    for wait in (lambda: devices.check_free(wait=10), join, lambda: machine_for(None)):
+        asked = iter([GiB, 2 * GiB, 79 * GiB])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda asked=asked: (next(asked), 80 * GiB))
+        wait()
+        assert next(asked, None) is None
+    assert slept == [devices.POLL_SECONDS] * 6
+    # As its two backends, gloo and NCCL, have half an hour by default.
+    assert limits == [600], "a rank of torchrun's has a cluster's timeout"
     patch_gpus(monkeypatch, 0, usable=False)
-    on_cpus = patch_group(monkeypatch)
+    limits = patch_group(monkeypatch)
     join()
-    assert (on_gpus, on_cpus) == ([600], [60])
+    assert limits == [60]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +178,9 @@ def join_beside_another(rank, *told):
     return remote.join(rank, *told)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_rank_finds_ends_the_start_in_one_line(monkeypatch):
-    monkeypatch.setattr("cluster.ranks.remote.join", join_beside_another)
+    monkeypatch.setattr(remote, "join", join_beside_another)
     cluster = Cluster(ranks=2)
     said = refusal(cluster.start)
     assert said == "rank 1: NVIDIA H100 80GB HBM3: other processes use 61.5 of its 80.0 GiB"

@@ -15,7 +15,8 @@ from IPython.utils.capture import RichOutput, capture_output
 from traitlets.config import Config
 
 import lab
-from lab.memory.timeline import Moment, Timeline, TimelineBuilder
+from lab.memory.moment import Moment
+from lab.memory.timeline import Timeline, TimelineBuilder
 from lab.models import config_of
 from lab.planning.fit import Fits
 from lab.planning.max_context import MaxContext
@@ -80,9 +81,7 @@ def with_disk(plan: Plan) -> Plan:
 def held(result: Any) -> list[int]:
     """Every number of bytes that the table of a result has."""
     match result:
-        case Plan():
-            return [result.device_peak, *result.peak.by_category.values(), result.host_peak]
-        case Timeline():
+        case Plan() | Timeline():
             return [result.device_peak, *result.peak.by_category.values(), result.host_peak]
         case MaxContext():
             return held(result.plan) + held(result.next_plan)
@@ -177,7 +176,7 @@ def test_the_texts(results, plan):
     longest = repr(results["MaxContext"])
     assert longest.startswith(f"MaxContext of {job}")
     assert "max context   320 tokens (320)" in longest
-    for limit, memory in (("device", "device_peak"), ("host", "host_peak_per_node")):
+    for limit, memory in (("device", "device_need"), ("host", "host_peak_per_node")):
         needed = format_bytes(getattr(results["MaxContext"].next_plan, memory))
         stopped = f"stopped by    {limit} memory at 1344 tokens, which need {needed}\n"
         assert stopped in repr(replace(results["MaxContext"], limit=limit))

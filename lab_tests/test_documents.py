@@ -10,9 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import lab
-from lab.bench import reference
-from lab.bench.parity import whole_gradients
-from lab.decoder import Patch
+from lab.decoder import FAMILIES, Patch
 from lab.errors import RecipeError
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.recipe.recipe import Recipe
@@ -23,6 +21,7 @@ from lab.techniques.attention.sinks import sink_kernel
 from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.attention.window import windowed_kernel
 from lab.techniques.loss import IGNORED
+from lab_tests.support import reference
 from lab_tests.support.documents import (
     DOCUMENTS,
     TOKENS,
@@ -32,6 +31,7 @@ from lab_tests.support.documents import (
     token_ids,
 )
 from lab_tests.support.mesh import Mesh
+from lab_tests.support.parity import whole_gradients
 
 H, G, D, SCALE = 6, 2, 10, 0.3
 LENGTHS = ((5, 20, 1, 18), (44,), (1, 43), (1, 43))
@@ -125,7 +125,7 @@ def test_attention_that_is_not_causal_is_refused():
         (kernel.backward, (dout, q, k, v, *results)),
         (kernel.accumulate, (dout, q, k, v, *results, k, v)),
     ):
-        with pytest.raises(ValueError, match="causal=False are not supported"):
+        with pytest.raises(ValueError, match="causal=False with documents is not supported"):
             call(*arguments, causal=False)
 
 
@@ -260,7 +260,7 @@ def test_documents_given_twice_are_refused():
 @pytest.mark.parametrize("name", ["documents", "position_ids"])
 def test_a_ring_is_refused(name):
     given = {"documents": DOCUMENTS, "position_ids": positions_of(DOCUMENTS)}[name]
-    message = "several documents in a row with ring=2, .*set ring=1, and shard the sequence by ulysses"
+    message = "several documents in a row with ring=2, .*set ring_exchange='gather', or ring=1 and shard"
     refused(message, recipe=Recipe(ring=2), mesh=Mesh(2, 0), **{name: given})
 
 
@@ -273,8 +273,9 @@ FEW = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("family", reference.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_passes_documents_on(tmp_path, family):
     """Every family, because a layer that drops keywords would let documents see each other."""
     folder = save(tmp_path, family)
@@ -283,6 +284,7 @@ def test_each_family_passes_documents_on(tmp_path, family):
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.long
 def test_every_named_recipe_on_one_rank(tmp_path):
     folder = save(tmp_path)
     recipes = {name: resolve_recipe(name, folder, 1, TOKENS, compute_dtype=None) for name in RECIPE_NAMES}

@@ -9,10 +9,7 @@ import torch
 import lab
 from lab import models
 from lab.errors import CheckpointError, LabError
-from lab.planning import fit as fit_module
-from lab.planning import max_context as max_context_module
 from lab.planning.plan import plan_ladder
-from lab.planning.quick_plan import quick_plan
 from lab_tests.support.models import small_config
 
 small = partial(small_config, num_attention_heads=24, vocab_size=104)
@@ -61,6 +58,7 @@ def test_adapters_are_fp32_beside_frozen_weights_in_bf16():
     )
 
 
+@pytest.mark.long
 def test_every_planning_verb_takes_a_dtype_and_says_it():
     """Half of the state: 8 bytes a parameter, over 4 ranks."""
     said, name = f"bfloat16 {HELD} (as was asked for)", "tiny in bfloat16"
@@ -80,12 +78,14 @@ def test_every_planning_verb_takes_a_dtype_and_says_it():
 def test_a_dtype_that_is_none_is_refused_and_so_is_one_for_a_callable(verb):
     tokens = {} if verb == "max_context" else {"tokens": 64}
     ask = partial(getattr(lab, verb), ranks=4, **tokens)
-    with pytest.raises(LabError, match=r"^dtype='fp8': it takes float32, bfloat16, float16 or float64$"):
+    told = r"^dtype='fp8': it takes float32, bfloat16, float16 or float64; the lab has no float8: use compute"
+    with pytest.raises(LabError, match=told):
         ask("tiny", dtype="fp8")
     with pytest.raises(LabError, match=r"^dtype='bfloat16' for a callable: let it return a model with"):
         ask(lambda: models.build("tiny"), dtype="bfloat16")
 
 
+@pytest.mark.long
 def test_a_config_with_a_dtype_of_no_training_is_refused_until_one_is_given(folder):
     (folder / "model.safetensors").unlink()
     write(folder, dtype="float8_e4m3fn")
@@ -119,29 +119,10 @@ def test_a_quantized_config_object_is_the_same():
     assert config.quantization_config == {"quant_method": "fp8"}
 
 
-def test_the_closed_form_refuses_a_dtype(capsys):
-    from lab.commands.cli import main
-
-    with pytest.raises(SystemExit):
-        main(["plan", "tiny", "--tokens", "64", "--ranks", "4", "--quick", "--dtype", "bfloat16"])
-    assert "--quick answers by the closed form, which has fp32 parameters" in capsys.readouterr().err
-    assert quick_plan("tiny", "fsdp", tokens=64, ranks=4).device_peak
+# ---- searches ------------------------------------------------------------------------------------------
 
 
-# ---- without the closed form ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_closed_form(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("the closed form has fp32 parameters")
-
-    monkeypatch.setattr(fit_module, "estimate_on", refuse)
-    monkeypatch.setattr(max_context_module, "estimate_on", refuse)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_closed_form")
+@pytest.mark.long
 def test_the_longest_context_in_bf16_is_searched_by_plans_alone():
     tried = []
     asked = {"ranks": 4, "workspace": False, "dtype": "bfloat16", "device_memory": "40MiB"}
@@ -158,31 +139,10 @@ def test_the_longest_context_in_bf16_is_searched_by_plans_alone():
         assert not lab.plan("tiny", "upipe", tokens=found.tokens + step, **asked, **degrees).fits
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_closed_form")
-def test_fit_in_bf16_plans_every_recipe_of_the_ladders_degrees(monkeypatch):
-    """One of them fits in bf16 alone, so the closed form would have left it out."""
-    every = fit_module.candidates
-    monkeypatch.setattr(
-        fit_module,
-        "candidates",
-        lambda *of: [r for r in every(*of) if not (r.stream or r.head_chunk or r.mlp_tile)],
-    )
-    asked = {"tokens": 1024, "ranks": 4, "workspace": False}
-    model = small(num_hidden_layers=1, hidden_size=480)
-    limit = lab.plan(model, "ulysses", dtype="bfloat16", **asked).device_peak
-    assert lab.plan(model, "ulysses", **asked).device_peak > 1.1 * limit
-    seen = []
-    fits = lab.fit(model, dtype="bfloat16", device_memory=limit, watch=lambda *it: seen.append(it), **asked)
-    assert lab.ladder(model, 4, 1024)["ulysses"] in [plan.recipe for plan in fits]
-    assert {plan.recipe.ulysses for _, _, plan in seen} == {2}
-    assert all(number <= of == len(seen) for number, of, _ in seen)
-
-
 # ---- on ranks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["plain", "fsdp", "upipe", "long"])
 def test_a_run_in_bf16_holds_what_is_planned(ranks4, recipe):
     planned = lab.plan("tiny", recipe, tokens=256, ranks=4, dtype="bfloat16", workspace=False)
@@ -192,7 +152,7 @@ def test_a_run_in_bf16_holds_what_is_planned(ranks4, recipe):
     assert run.title.startswith("tiny in bfloat16 · ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rehearsal_in_bf16_holds_what_is_planned():
     for layers in (None, 1):
         asked = {"tokens": 256, "ranks": 4, "dtype": "bfloat16", "layers": layers}
@@ -201,7 +161,7 @@ def test_a_rehearsal_in_bf16_holds_what_is_planned():
         assert rehearsed.to_json()["state"] == f"bfloat16 {HELD} (as was asked for)"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_are_cast_to_the_dtype_and_a_checkpoint_keeps_its_own(ranks4, folder, tmp_path):
     asked = {"tokens": 64, "cluster": ranks4, "checkpoint": tmp_path / "kept", "recipe": "fsdp"}
     lab.train(folder, steps=1, dtype="float32", **asked)

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import lab
-from lab.bench.reference import VOCABULARY, build, config, error, exact_rotary, gradients, loss_of
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.techniques.frequencies import inverse_frequencies
 from lab.techniques.inputs import apply_input_checks
 from lab.techniques.loss import apply_loss
 from lab.techniques.rope import apply_rope, check_lengths
+from lab_tests.support.reference import VOCABULARY, build, config, error, exact_rotary, gradients, loss_of
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0}
 LIMIT, ROWS = 30, 2

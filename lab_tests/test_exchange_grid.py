@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from matplotlib.colors import to_hex
 
 import lab.show
 from lab.errors import LabError
 from lab.show.palette import SERIES_COLOURS
 from lab.techniques.exchange import heads_from_sequence
 from lab.techniques.ring import local_positions
+from lab_tests.support.shown import rectangles
 
 TOKENS, HEADS, KV_HEADS = 8, 12, 2
 
@@ -23,14 +23,10 @@ def exchange_heads(heads):
 
 def cells_of(axes):
     """Colour at (token, place across the heads), read off the rectangles."""
-    found = {}
-    for collection in axes.collections:
-        for path in collection.get_paths():
-            (left, top), (right, _) = path.vertices.min(axis=0), path.vertices.max(axis=0)
-            found[int(top), float(left)] = to_hex(collection.get_facecolor()[0]).upper(), float(right - left)
-    return found
+    return {(top, left): (colour, right - left) for left, top, right, _, colour in rectangles(axes)}
 
 
+@pytest.mark.long
 def test_what_the_ranks_exchanged_is_what_is_drawn(ranks4):
     before, after = zip(*ranks4.apply(exchange_heads, HEADS), strict=True)
     picture = lab.show.exchange({"before": before, "after": after}, title="q")

@@ -5,14 +5,13 @@ import torch
 import torch.distributed as dist
 
 import lab.show
-from lab.bench.reference import build, config
 from lab.errors import LabError
 from lab.memory.exchanges import Exchange, Exchanges, memory_ranges
 from lab.techniques.exchange import all_to_all
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
-from lab_tests.support.reference import tokens
+from lab_tests.support.reference import build, config, tokens
 
 
 def exchange(sent, received, size=100):

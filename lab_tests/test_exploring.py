@@ -42,15 +42,15 @@ def test_none_is_a_value_like_others():
 
 def test_a_refused_value_is_explained_and_the_picture_stays():
     found = lab.show.explore(lab.show.schedule, heads=[32], kv_heads=[8], ranks=[4], head_chunk=[12, 4])
-    assert found.refusal == ""
+    assert found._refusal.value == ""
     before = found._image.value
     found.sliders["head_chunk"].index = 0
     said = "head_chunk=12: it does not divide the 32 query heads; these work: 4, 8, 16, 32"
-    assert found.refusal == f"{said}<br>(The picture is that of the last values that worked.)"
+    assert found._refusal.value == f"{said}<br>(The picture is that of the last values that worked.)"
     assert found._image.value == before
     assert "lab-stale" in found._image._dom_classes
     found.sliders["head_chunk"].index = 1
-    assert found.refusal == ""
+    assert found._refusal.value == ""
     assert "lab-stale" not in found._image._dom_classes
 
 

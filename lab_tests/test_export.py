@@ -36,7 +36,7 @@ def test_a_chrome_trace_has_the_bytes_of_each_row_and_a_slice_for_each_tensor(ti
     assert len(begun) == len(ended) == len(timeline.storages)
     middle = float(timeline.seconds[len(timeline) // 2]) * 1e6 + 1e-3
     held = [e["args"]["bytes"] for i, e in begun.items() if e["ts"] <= middle < ended[i]["ts"]]
-    moment = timeline.at(middle / 1e6)
+    moment = timeline.holders(middle / 1e6).moment
     assert sum(held) == moment.device + moment.host
 
 

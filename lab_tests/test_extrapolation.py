@@ -1,7 +1,8 @@
 """A step that is extrapolated from a few layers is the step of all layers, in every row and storage."""
 
+import gc
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -11,14 +12,17 @@ from transformers import LlamaForCausalLM, PretrainedConfig
 
 import lab
 from lab import models
-from lab.bench import reference
 from lab.decoder import kinds_of
+from lab.errors import LabError
 from lab.memory.timeline import Timeline
 from lab.planning import plan as planning
+from lab.planning import whole_step
 from lab.planning.costs import Costs
 from lab.planning.extrapolation import depths_to_walk, extrapolate
-from lab.planning.fake_step import fake_step, walk, workspace_of
+from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
+from lab_tests.support import reference
+from lab_tests.support.costs import walked
 from lab_tests.support.models import small_config
 
 TOKENS, RANKS = 120, 2
@@ -41,15 +45,11 @@ def walks(monkeypatch) -> list[int]:
     """How many layers each walk had."""
     depths = []
 
-    def recorded(make):
-        def walked(job, machine, layers, **of_ring):
-            depths.append(layers)
-            return make(job, machine, layers, **of_ring)
+    def recorded(job, layers, **settings):
+        depths.append(layers)
+        return fake_step(job, layers, **settings)
 
-        return walked
-
-    monkeypatch.setattr(planning, "fake_step", recorded(fake_step))
-    monkeypatch.setattr(planning, "walk", recorded(walk))
+    monkeypatch.setattr(whole_step, "fake_step", recorded)
     return depths
 
 
@@ -69,14 +69,14 @@ The two rungs that are left out add no rows of their own: "checkpoint" has the e
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rung", WALKED)
 def test_layers_are_those_walked_in_full(walks, rung):
     layers, workspace = WALKED[rung]
     job, machine = asked(rung, workspace)
     plan = lab.plan(config(layers), job.recipe, tokens=TOKENS, ranks=RANKS, workspace=workspace)
     assert walks == [2, 5]
-    check(plan, *fake_step(plan.job, machine, layers))
+    check(plan, *walked(plan.job, machine, layers))
 
 
 SEGMENTS = {
@@ -89,7 +89,7 @@ SEGMENTS = {
 """The layers, the recipe and its knobs."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_segments_are_those_walked_in_full(walks, name):
     layers, rung, knobs = SEGMENTS[name]
@@ -101,7 +101,7 @@ def test_segments_are_those_walked_in_full(walks, name):
     assert len(walks) == walks[0] == 2
     assert k + 4 <= walks[1] < 2 * k + 4
     assert (layers - walks[1]) % k == 0
-    whole, costs = fake_step(plan.job, plan.machine, layers)
+    whole, costs = walked(plan.job, plan.machine, layers)
     check(plan, whole, costs)
     on_disk, whole_on_disk = plan.timeline.with_tiles_on_disk(), whole.with_tiles_on_disk()
     assert on_disk.disk.tolist() == whole_on_disk.disk.tolist()
@@ -116,29 +116,29 @@ MIXED = {
 """A recipe, its knobs, the layers of the model, and those of the two walks."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rung", MIXED)
 def test_layers_of_several_kinds_repeat_after_their_period(walks, rung):
-    layers, knobs, walked = MIXED[rung]
+    layers, knobs, depths = MIXED[rung]
     pattern = ["sliding_attention", "sliding_attention", "full_attention"] * layers
     mixed = reference.config("gemma3_text", 24, 6, layers, layer_types=pattern[:layers], sliding_window=13)
     recipe = make_job(mixed, rung, tokens=TOKENS, ranks=RANKS, **knobs).recipe
     plan = lab.plan(mixed, recipe, tokens=TOKENS, ranks=RANKS)
-    assert walks == walked
-    check(plan, *fake_step(plan.job, plan.machine, layers))
+    assert walks == depths
+    check(plan, *walked(plan.job, plan.machine, layers))
     # A model of one kind more at the end has no period, and is walked whole.
     pattern[layers - 1] = "full_attention" if pattern[layers - 1] != "full_attention" else "sliding_attention"
     odd = reference.config("gemma3_text", 24, 6, layers, layer_types=pattern[:layers], sliding_window=13)
     assert depths_to_walk(kinds_of(models.build(odd)), 1).deep > layers
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rung", ["plain", "checkpoint"])
 def test_micro_batches_are_those_walked_in_full(walks, rung):
     job, machine = make_job(config(), rung, tokens=TOKENS, ranks=RANKS, accumulate=2), Machine()
     plan = planning.plan_job(job, machine)
     assert walks == [2, 5]
-    check(plan, *fake_step(job, machine, 9))
+    check(plan, *walked(job, machine, 9))
 
 
 def check(plan: planning.Plan, whole: Timeline, costs: Costs) -> None:
@@ -177,7 +177,7 @@ def storages(timeline):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("layers", "walked"), [(1, [1]), (7, [7]), (8, [2, 5])])
 def test_few_layers_are_walked(walks, layers, walked):
     plan = lab.plan(config(layers), "plain", tokens=TOKENS, ranks=RANKS)
@@ -198,7 +198,7 @@ def one_wider(wide: int | None):
     return make
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_that_differ_are_walked_in_full(walks):
     alike = lab.plan(one_wider(None), "plain", tokens=TOKENS, ranks=RANKS, compute_dtype=None)
     assert walks == [2, 5]
@@ -209,16 +209,40 @@ def test_layers_that_differ_are_walked_in_full(walks):
         assert plan.costs.flops - alike.costs.flops == 6 * TOKENS * 3 * 48 * 24
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_rests_during_a_plan_and_is_as_before_after_one_that_fails(monkeypatch, was_on):
+    seen = []
+
+    def fails(*_, **__):
+        seen.append(gc.isenabled())
+        raise LabError("no step")
+
+    monkeypatch.setattr(whole_step, "fake_step", fails)
+    try:
+        if not was_on:
+            gc.disable()
+        with pytest.raises(LabError, match="no step"):
+            planning.plan_job(*asked("plain"))
+        assert (seen, gc.isenabled()) == ([False], was_on)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.long
 def test_steps_that_do_not_correspond_are_not_extrapolated(walks, monkeypatch):
     (job, machine), other = asked("plain"), asked("checkpoint")
-    extrapolated = partial(
-        extrapolate, depths=depths_to_walk([None] * 9, 1), allocation=workspace_of(job, machine).allocation
-    )
-    shallow, deep = walk(job, machine, 2), walk(job, machine, 5)
+    extrapolated = partial(extrapolate, depths=depths_to_walk([None] * 9, 1))
+    shallow, deep = (fake_step(job, layers, workspace=machine.workspace) for layers in (2, 5))
     assert extrapolated(shallow, deep) is not None
-    assert extrapolated(shallow, walk(*other, 5)) is None
-    monkeypatch.setattr(planning, "extrapolate", lambda *_: None)
+    assert extrapolated(shallow, fake_step(other[0], 5, workspace=False)) is None
+    # One storage is larger: in a repeated layer, in a layer that is not repeated, and outside the layers.
+    for walk, module in ((deep, "model.layers.2.mlp.up_proj"), (deep, "model.layers.4"), (shallow, "")):
+        held, modules = walk.timeline.storages, walk.timeline.modules
+        larger = held.size.copy()
+        larger[np.flatnonzero(held.module == modules.index(module))[0]] += 8
+        changed = walk._replace(timeline=replace(walk.timeline, storages=replace(held, size=larger)))
+        assert extrapolated(*(changed if one is walk else one for one in (shallow, deep))) is None, module
+    monkeypatch.setattr(whole_step, "extrapolate", lambda *_: None)
     plan = lab.plan(config(8), "plain", tokens=TOKENS, ranks=RANKS, rows=3)
     assert walks == [2, 5, 8]
     assert "model.layers.7.mlp" in plan.timeline.modules

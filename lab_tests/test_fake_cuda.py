@@ -9,7 +9,7 @@ import torch
 from lab_tests.fake_cuda import CASES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch has no CUDA: bash lab_tests/fake_cuda.sh does")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs these branches itself")
 def test_every_recipe_runs_on_fake_cuda_tensors():

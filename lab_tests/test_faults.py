@@ -3,7 +3,6 @@
 import importlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import lab
 from cluster import registry, remote
-from cluster.errors import RankError
+from cluster.errors import ClusterError, RankError
 from cluster.ranks import Cluster
+from cluster.watchdog import ProcessId
 from lab import models
 from lab.commands.cli import main
 from lab.memory.meter import Meter
@@ -35,15 +36,14 @@ from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.records import Run, Started
 from lab.training.run import Interrupted
 from lab_tests.support.models import small_config
+from lab_tests.support.on_ranks import within
 
 TOKENS = 1024
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Cluster]:
-    """Ranks new to torch: after dozens of calls torch now and then keeps a sharded parameter, and with it a
-    group that was left, so that its peers wait on and are told to recover.
-    """
+    """Ranks new to torch; see ``_fresh_ranks``."""
     with Cluster(ranks=2) as cluster:
         yield cluster
 
@@ -68,7 +68,7 @@ def failing_model() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_failed_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
     seen: list[Any] = []
     with pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught:
@@ -99,14 +99,12 @@ class Last:
     """Stands for the last object of all."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(two_ranks: Cluster) -> None:
     whole = lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=two_ranks)
     limit = whole.device_peak * 2 // 3
-    began = time.monotonic()
-    with pytest.raises(RankOutOfMemory) as caught:
+    with within(30), pytest.raises(RankOutOfMemory) as caught:
         lab.run(small(), "ulysses", tokens=TOKENS, steps=1, cluster=two_ranks, device_memory=limit)
-    assert time.monotonic() - began < 30
     error, text = caught.value, str(caught.value)
     moment = error.moment
     assert moment.device > limit
@@ -136,7 +134,7 @@ def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(two_ranks: Cl
     assert fits.device_peak == error.plan.device_peak <= limit
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_no_rung_fits_the_leanest_is_named(two_ranks: Cluster) -> None:
     with pytest.raises(
         RankOutOfMemory, match=r"no rung fits that, the leanest is 'streamed', planned at"
@@ -184,7 +182,7 @@ def after_a_step(act: Callable[[], None]) -> Callable[[Any], None]:
     return watch
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_run_is_what_it_measured(two_ranks: Cluster) -> None:
     stops: list[Callable[[], None]] = []
     stop_later = after_a_step(lambda: threading.Thread(target=stops[0]).start())
@@ -204,7 +202,7 @@ def test_a_stopped_run_is_what_it_measured(two_ranks: Cluster) -> None:
     assert again.losses[0] == run.losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
     watch = after_a_step(lambda: signal.raise_signal(signal.SIGINT))
@@ -226,119 +224,105 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sleeper() -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-
-
-def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
-    gone, orphan, bystander = sleeper(), sleeper(), sleeper()
+@contextmanager
+def sleepers(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that the block ends, or that end with it."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(number)
+    ]
     try:
-        ours, theirs = state / "cluster-ours", state / "cluster-theirs"
-        theirs.mkdir()
-        registry.record("local", 2, {psutil.Process(bystander.pid)}, ours)
-        registry.record("local", 3, {psutil.Process(orphan.pid)}, theirs)
-        path = registry.folder() / "cluster-theirs.json"
-        facts = json.loads(path.read_text())
-        facts["owner"] = vars(registry.ProcessId.of(psutil.Process(gone.pid)))
-        # An id that has a new bearer: created at another time, it is another process.
-        facts["processes"].append({"pid": bystander.pid, "created": facts["started"] - 900})
-        path.write_text(json.dumps(facts))
-        gone.kill()
-        gone.wait()
-
-        lines = registry.status_text().splitlines()
-        assert any("cluster-ours" in line and "2 ranks" in line and "alive, 1 of 1" in line for line in lines)
-        assert any("cluster-theirs" in line and "gone, 1 of 2" in line for line in lines)
-        assert lines[-1] == "lab cluster clean ends the clusters whose owner is gone"
-
-        assert registry.clean() == [("cluster-theirs", 1)]
-        assert orphan.wait(5) != 0
-        assert bystander.poll() is None
-        assert not theirs.exists()
-        assert [entry.name for entry in registry.entries()] == ["cluster-ours"]
-        assert registry.clean() == []
-        registry.forget(ours)
-        assert registry.status_text() == "no cluster is running"
+        yield started
     finally:
-        for process in (gone, orphan, bystander):
+        for process in started:
             process.kill()
             process.wait()
 
 
-def test_clean_removes_what_an_owner_left_that_was_killed_before_it_was_registered(state: Path) -> None:
-    """Its directory has keys, and nothing else names it."""
-    gone = sleeper()
-    abandoned, ours, elsewhere, other = (state / f"cluster-{name}" for name in ("a", "ours", "host", "b"))
-    for directory in (abandoned, ours, elsewhere, other):
-        directory.mkdir()
-        registry.claim(directory)
-    owner = {"host": socket.gethostname(), **vars(registry.ProcessId.of(psutil.Process(gone.pid)))}
-    (abandoned / registry.OWNER).write_text(json.dumps(owner))
-    (elsewhere / registry.OWNER).write_text(json.dumps(owner | {"host": "another"}))
-    (other / registry.OWNER).unlink()
-    assert registry.clean() == []
-    gone.kill()
-    gone.wait()
-    assert registry.clean() == [("cluster-a", 0)]
-    assert sorted(path.name for path in state.glob("cluster-*")) == [
-        "cluster-b",
-        "cluster-host",
-        "cluster-ours",
-    ]
+def rewrite(name: str, process: subprocess.Popen[bytes], **facts: Any) -> None:
+    """Give the entry of a cluster this process as its owner, and other facts."""
+    path = registry.folder() / f"{name}.json"
+    facts = {"owner": ProcessId.of(psutil.Process(process.pid)), **facts}
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
+def said_by(command: str) -> list[str]:
+    return CliRunner().invoke(main, ["cluster", command]).output.splitlines()
+
+
+def test_clean_ends_what_has_no_owner_and_nothing_else(state: Path) -> None:
+    assert said_by("status") == ["no cluster is running"]
+    with sleepers(3) as (gone, orphan, bystander):
+        ours, theirs = state / "cluster-ours", state / "cluster-theirs"
+        theirs.mkdir()
+        registry.record("local", 2, {psutil.Process(bystander.pid)}, ours)
+        registry.record("local", 3, {psutil.Process(orphan.pid)}, theirs)
+        # An id that has a new bearer: created at another time, it is another process.
+        again = ProcessId(bystander.pid, time.time() - 900)
+        rewrite(theirs.name, gone, processes=[ProcessId.of(psutil.Process(orphan.pid)), again])
+        assert said_by("clean") == ["nothing to clean"]
+        gone.kill()
+        gone.wait()
+
+        *lines, advice = said_by("status")
+        assert any("cluster-ours" in line and "2 ranks" in line and "alive, 1 of 1" in line for line in lines)
+        assert any("cluster-theirs" in line and "gone, 1 of 2" in line for line in lines)
+        assert advice == "lab cluster clean ends the clusters whose owner is gone"
+
+        assert said_by("clean") == ["cluster-theirs: 1 processes ended, its directory removed"]
+        assert orphan.wait(5) != 0
+        assert bystander.poll() is None
+        assert not theirs.exists()
+        assert [entry.name for entry in registry.entries()] == ["cluster-ours"]
+        assert said_by("clean") == ["nothing to clean"]
+        registry.forget(ours)
+        assert said_by("status") == ["no cluster is running"]
+
+
+def test_a_cluster_has_an_entry_before_it_has_a_process_or_a_key(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the directory of an owner that is killed at its start is removed, too."""
+    seen: list[registry.Entry] = []
+
+    def refuse(*_: Any) -> None:
+        seen.extend(registry.entries())
+        raise OSError("no controller")
+
+    monkeypatch.setattr("ipyparallel.Cluster.start_controller", refuse)
+    with pytest.raises(ClusterError, match="the controller did not start"):
+        Cluster(ranks=2).start()
+    [entry] = seen
+    assert (entry.processes, entry.orphaned) == ((), False)
+    assert Path(entry.directory).parent == state
+    assert registry.entries() == []
 
 
 def test_an_entry_that_was_written_by_hand_removes_no_directory_of_others(state: Path) -> None:
-    gone, precious, link = sleeper(), state / "precious", state / "cluster-link"
+    precious, link = state / "precious", state / "cluster-link"
     precious.mkdir()
     link.symlink_to(precious)
-    for name, directory in (("cluster-a", precious), ("cluster-b", link), ("cluster-c", state / "c")):
-        registry.record("local", 1, set(), state / name)
-        path = registry.folder() / f"{name}.json"
-        owner = vars(registry.ProcessId.of(psutil.Process(gone.pid)))
-        facts = json.loads(path.read_text()) | {"directory": str(directory), "owner": owner}
-        # The last one has no time, so it is damaged, and no entry.
-        path.write_text(json.dumps(facts | ({"started": "noon"} if name == "cluster-c" else {})))
-    gone.kill()
-    gone.wait()
-    assert len(registry.entries()) == 2
-    registry.clean()
+    with sleepers(1) as [gone]:
+        # The last three are no entries: they have no time, an owner that is none, and another host.
+        for name, directory, facts in (
+            ("cluster-a", precious, {}), ("cluster-b", link, {}), ("cluster-c", state, {"started": "noon"}),
+            ("cluster-d", state, {"owner": ["one", 1.0]}), ("cluster-e", state, {"host": "another"}),
+        ):  # fmt: skip
+            registry.record("local", 1, set(), state / name)
+            rewrite(name, gone, directory=str(directory), **facts)
+    assert [entry.name for entry in registry.entries()] == ["cluster-a", "cluster-b"]
+    assert registry.clean() == [("cluster-a", 0), ("cluster-b", 0)]
     assert precious.is_dir()
     assert link.is_symlink()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_labs_at_once(state: Path) -> None:
     with Cluster(ranks=1) as one, Cluster(ranks=1) as other:
-        names = {entry.name for entry in registry.entries()}
-        assert len(names) == 2
-        assert all(len(entry.running()) >= 3 for entry in registry.entries()), (
-            "a controller, an engine, a nanny"
-        )
+        assert len({entry.name for entry in registry.entries()}) == 2
+        least = min(len(entry.running()) for entry in registry.entries())
+        assert least >= 3, "a controller, an engine, a nanny"
         assert registry.clean() == []
         one.stop()
         assert other.apply(dist.get_rank) == [0]
         assert len(registry.entries()) == 1
     assert registry.entries() == []
-
-
-def test_the_commands_report_and_end_what_has_no_owner(state: Path) -> None:
-    assert CliRunner().invoke(main, ["cluster", "status"]).output == "no cluster is running\n"
-    assert CliRunner().invoke(main, ["cluster", "clean"]).output == "nothing to clean\n"
-    orphan, gone = sleeper(), sleeper()
-    try:
-        registry.record("local", 3, {psutil.Process(orphan.pid)}, state / "cluster-a")
-        path = registry.folder() / "cluster-a.json"
-        facts = json.loads(path.read_text()) | {
-            "owner": vars(registry.ProcessId.of(psutil.Process(gone.pid)))
-        }
-        path.write_text(json.dumps(facts))
-        gone.kill()
-        gone.wait()
-        assert CliRunner().invoke(main, ["cluster", "clean"]).output == (
-            "cluster-a: 1 processes ended, its directory removed\n"
-        )
-        assert orphan.wait(5) != 0
-    finally:
-        for process in (orphan, gone):
-            process.kill()
-            process.wait()

@@ -1,130 +1,116 @@
-"""The cheapest knobs that would free so many bytes: against every combination, and in words."""
+"""The cheapest knobs that would free so many bytes: held against plans, and in words."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
-from lab import models
 from lab.errors import LabError, RecipeError
-from lab.planning.closed_form import estimate_job
-from lab.planning.freeing import CHEAPEST_FIRST, cheapest_changes
-from lab.recipe.jobs import make_job
-from lab.units import GiB, MiB
+from lab.planning.freeing import CHEAPEST_FIRST, Freed, cheapest_changes
+from lab.planning.plan import plan_job
+from lab.planning.whole_step import walk
+from lab.recipe.jobs import Machine, make_job
+from lab.recipe.recipe import BY_NAME
+from lab.units import MiB
+from lab_tests.support.models import quick_config
 
-TOKENS, RANKS = 1536, 4
-
-
-def job_of(rung, model="tiny", tokens=TOKENS, ranks=RANKS, **knobs):
-    shape = models.shape_of(model)
-    return shape, make_job(model, rung, tokens=tokens, ranks=ranks, shape=shape, **knobs)
+MODEL = quick_config()
 
 
-def freed_by(shape, job, changes):
-    recipe = replace(job.recipe, **changes)
-    recipe.check(shape, job.ranks)
-    after = estimate_job(shape, replace(job, recipe=recipe))
-    return estimate_job(shape, job).device_peak - after.device_peak
+@pytest.fixture(scope="module")
+def planned():
+    return {}
 
 
-def all_changes(job):
-    """Every combination of some values of each knob, as changes."""
-    recipe = job.recipe
-    values = {
-        "fsdp": {True, recipe.fsdp},
-        "checkpoint": {True, recipe.checkpoint},
-        "offload": ["none", "inputs"],
-        "degrees": [(recipe.ulysses, recipe.ring), (4, 1), (2, 2)],
-        "head_chunk": [recipe.head_chunk, 16, 4],
-        "loss_tile": [recipe.loss_tile, 256, 32],
-        "norm_tile": [recipe.norm_tile, 256, 32],
-        "mlp_tile": [recipe.mlp_tile, 256, 32],
-    }
-    for chosen in product(*values.values()):
-        fields = dict(zip(values, chosen, strict=True))
-        fields["ulysses"], fields["ring"] = fields.pop("degrees")
-        yield {name: value for name, value in fields.items() if value != getattr(recipe, name)}
+@pytest.fixture
+def plan(planned):
+    def plan(job):
+        if job.recipe not in planned:
+            planned[job.recipe] = plan_job(job, Machine(workspace=False))
+        return planned[job.recipe]
+
+    return plan
 
 
-def knobs_of(changes):
-    """The degrees are one knob."""
-    return set(changes) - ({"ring"} if "ulysses" in changes else set())
+def job_of(rung, **knobs):
+    return make_job(MODEL, rung, tokens=2048, ranks=2, **knobs)
 
 
-@pytest.mark.parametrize("rung", ["fsdp", "ulysses", "checkpoint"])
-def test_no_smaller_set_frees_as_much(rung):
-    shape, job = job_of(rung)
-    every = []
-    for changes in all_changes(job):
-        try:
-            every.append((freed_by(shape, job, changes), changes))
-        except RecipeError:
-            continue
-    most = max(freed for freed, _ in every)
-    assert most > MiB
-    for wanted in (1, most // 3, most // 2, most * 9 // 10, most):
-        found = cheapest_changes(shape, job, wanted)
+def freed_by(plan, job, changes):
+    return plan(job).device_peak - plan(replace(job, recipe=replace(job.recipe, **changes))).device_peak
+
+
+def fresh_peak(job):
+    """The device peak of a step whose code is run again."""
+    found = walk(job, workspace=False)
+    return max(found.facts.start.device, *(step.timeline.device_peak for step in found.steps))
+
+
+def test_the_knobs_are_fields_of_a_recipe():
+    assert set(CHEAPEST_FIRST) <= set(BY_NAME)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rung", ["ulysses", "checkpoint"])
+def test_what_is_proposed_frees_as_much_and_no_part_of_it_does(rung, plan):
+    job = job_of(rung)
+    most = cheapest_changes(job, "1TiB", plan)
+    assert not most.enough
+    assert most.device == freed_by(plan, job, most.changes) > 0
+    freshly = fresh_peak(job) - fresh_peak(replace(job, recipe=replace(job.recipe, **most.changes)))
+    assert freshly == most.device
+    for wanted in (1, most.device // 2, most.device):
+        seen = []
+        found = cheapest_changes(job, wanted, plan, seen.append)
         assert found.enough
-        assert found.device == freed_by(shape, job, found.changes) >= wanted
-        assert len(knobs_of(found.changes)) <= min(
-            len(knobs_of(changes)) for freed, changes in every if freed >= wanted
-        )
+        assert found.device == freed_by(plan, job, found.changes) >= wanted
+        assert len(seen) <= 24
+        for name in found.changes:
+            fewer = {other: value for other, value in found.changes.items() if other != name}
+            try:
+                assert freed_by(plan, job, fewer) < wanted
+            except RecipeError:
+                continue
 
 
-def test_of_sets_of_one_size_the_cheapest_comes_first_with_its_mildest_value():
-    shape, job = job_of("ulysses", "llama3-8b", "256K", 8)
-    assert cheapest_changes(shape, job, "4 GiB").changes == {"loss_tile": 16384}
-    assert freed_by(shape, job, {"loss_tile": 16384}) < 40 * GiB <= freed_by(shape, job, {"loss_tile": 8192})
-    assert cheapest_changes(shape, job, 40 * GiB).changes == {"loss_tile": 8192}
-    assert freed_by(shape, job, {"norm_tile": 512, "loss_tile": 512}) < 100 * GiB
-    assert cheapest_changes(shape, job, "100GiB").changes == {"mlp_tile": 16384}
-    assert CHEAPEST_FIRST.index("mlp_tile") < CHEAPEST_FIRST.index("checkpoint")
+@pytest.mark.long
+def test_one_knob_comes_before_two_the_cheapest_first_with_its_mildest_value(plan):
+    job = job_of("ulysses")
+    tiles = {tile: freed_by(plan, job, {"loss_tile": tile}) for tile in (512, 256, 128, 64)}
+    assert tiles[512] > 0
+    assert cheapest_changes(job, 1, plan).changes == {"loss_tile": 512}
+    if tiles[512] < tiles[64]:
+        mildest = next(tile for tile, freed in tiles.items() if freed >= tiles[64])
+        assert cheapest_changes(job, tiles[64], plan).changes == {"loss_tile": mildest}
+    checkpointed = freed_by(plan, job, {"checkpoint": True})
+    assert len(cheapest_changes(job, checkpointed, plan).changes) == 1
+
+
+@pytest.mark.long
+def test_a_knob_that_the_recipe_forbids_is_not_proposed(plan):
+    job = job_of("upipe", compile="norms")
+    changes = cheapest_changes(job, "1TiB", plan).changes
+    assert changes
+    assert "stream" not in changes
 
 
 def test_the_answer_is_one_line():
-    shape, job = job_of("ulysses", "llama3-8b", "256K", 8)
-    freed = cheapest_changes(shape, job, "4 GiB")
-    assert freed.text == "set loss_tile=16384: 39.7 GiB less at the peak, by the closed form"
-    offloaded = cheapest_changes(shape, job, "240GiB").text
-    assert "checkpoint=true: " in offloaded
-    assert "stream=8192, " in offloaded
-    assert ", and 8.50 GiB more on the host, by the closed form" in offloaded
-
-
-def test_where_nothing_frees_as_much_the_most_is_said():
-    shape, job = job_of("ulysses", "llama3-8b", "256K", 8)
-    found = cheapest_changes(shape, job, "1TiB")
-    assert not found.enough
-    assert found.device == freed_by(shape, job, found.changes)
-    assert found.text.startswith("no set of knobs frees 1.00 TiB; the most is 243.8 GiB with ")
-    # Each change of it frees something beside the others.
-    for name in found.changes:
-        fewer = {other: value for other, value in found.changes.items() if other != name}
-        if name != "checkpoint":  # which the offload needs
-            assert freed_by(shape, job, fewer) < found.device
-    shape, job = job_of("streamed", "llama3-8b", "5M", 8, ulysses=2, ring=4)
-    none = cheapest_changes(shape, job, "1GiB")
-    assert none.changes == {}
-    assert none.text == "no set of knobs frees 1.00 GiB; none makes the peak smaller, by the closed form"
-
-
-def test_offloaded_layers_can_be_streamed_and_take_the_tile_of_the_mlps_place():
-    shape, job = job_of("upipe", "llama3-8b", "5M", 8)
-    found = cheapest_changes(shape, job, "8GiB")
-    assert found.changes == {"stream": 16384, "mlp_tile": None}
-    assert found.text.startswith("set stream=16384, mlp_tile=none: 23.2 GiB less at the peak, and 15.1 GiB")
-
-
-def test_a_knob_that_the_recipe_forbids_is_not_proposed():
-    shape, job = job_of("ulysses", "llama3-8b", "256K", 8, loss_kernel="liger", ulysses_backend="deepspeed")
-    for size in ("4GiB", "40GiB", "1TiB"):
-        changes = cheapest_changes(shape, job, size).changes
-        assert changes
-        assert not {"loss_tile", "head_chunk", "ring"} & set(changes)
-        freed_by(shape, job, changes)
+    freed = Freed(MiB, {"loss_tile": 512, "checkpoint": True, "mlp_tile": None}, 2 * MiB, MiB)
+    changes = "loss_tile=512, checkpoint=true, mlp_tile=none: 2.00 MiB less at the peak, and 1.00 MiB more on"
+    assert freed.text == f"set {changes} the host"
+    assert replace(freed, wanted=4 * MiB).text == (
+        f"no set of knobs frees 4.00 MiB; the most is with {changes} the host"
+    )
+    assert Freed(MiB, {}, 0, 0).text == "no set of knobs frees 1.00 MiB; none makes the peak smaller"
 
 
 @pytest.mark.parametrize("size", ["", "lots", "4 GB", "-1GiB", "0", 0])
-def test_a_size_that_is_none_is_refused(size):
+def test_a_size_that_is_none_is_refused(size, plan):
     with pytest.raises(LabError, match="is not an amount of memory: write 80GiB"):
-        cheapest_changes(*job_of("fsdp"), size)
+        cheapest_changes(job_of("fsdp"), size, plan)
+
+
+@pytest.mark.long
+def test_a_larger_degree_is_tried_with_another_chunk_than_that_of_the_degree_before(plan):
+    """The smallest chunk at ulysses=1 has one head, which no degree of two divides."""
+    most = cheapest_changes(job_of("fsdp"), "1TiB", plan)
+    assert most.changes["ulysses"] == 2

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +25,17 @@ from lab.bench.gpu import measure_gpu, row_text
 from lab.bench.gpu_items import FIRST, ITEMS, SECOND, Item
 from lab.bench.hidden_copies import hidden_share
 from lab.bench.hollow import hollow_attention
-from lab.bench.lines import read_lines
+from lab.bench.json_lines import read_lines
 from lab.commands.cli import main
 from lab.errors import LabError
 from lab.planning.plan_cache import sources_hash
 from lab.techniques.attention.flash import flash_backward
 from lab.techniques.attention.kernels import KERNELS
+from lab_tests.support.long_run import mostly_long
 
 FEW = (
-    Item("copies", 1, knobs=(("gib", 1),)),
-    Item("attention", 1, tokens=64, knobs=(("kernel", "cudnn"), ("heads", 2), ("kv_heads", 1)), steps=0),
+    Item("copies", 60, knobs=(("gib", 1),)),
+    Item("attention", 60, tokens=64, knobs=(("kernel", "cudnn"), ("heads", 2), ("kv_heads", 1)), steps=0),
 )
 RUN = """
 from pathlib import Path
@@ -55,7 +57,14 @@ def measure(out, minutes=5.0, items=FEW, machine="cpu"):
 
 
 @pytest.fixture
-def instant_rows(monkeypatch):
+def on_cpu(monkeypatch):
+    """A machine that no process is asked for, and items at their own size."""
+    monkeypatch.setattr(gpu, "_find_machine", lambda _: ("cpu", "CPU", torch.__version__))
+    monkeypatch.setattr(Item, "small", lambda item: item)
+
+
+@pytest.fixture
+def instant_rows(monkeypatch, on_cpu):
     """Rows without processes: what is asked for, in order; each takes a minute of a clock that stands in."""
     asked, now = [], [0.0]
 
@@ -64,7 +73,6 @@ def instant_rows(monkeypatch):
         now[0] += min(60, limit)
         return None if limit < 60 else {"failed": None, "seconds": 7.0}
 
-    monkeypatch.setattr(gpu, "_find_machine", lambda _: ("cpu", "CPU", torch.__version__))
     monkeypatch.setattr(gpu, "_in_a_process", answer)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     return asked
@@ -73,7 +81,7 @@ def instant_rows(monkeypatch):
 # ---- killed and started again ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_measuring_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_path):
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
@@ -112,8 +120,7 @@ def test_measuring_goes_on_after_sigkill_and_after_a_line_that_was_cut_off(tmp_p
 # ---- what is begun, and in which order -------------------------------------------------------------------
 
 
-def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, monkeypatch, instant_rows):
-    monkeypatch.setattr(Item, "small", lambda item: item)
+def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, instant_rows):
     items = [Item("rehearse", seconds, recipe=name) for name, seconds in (("a", 50), ("b", 500), ("c", 70))]
     rows, notes = measure(tmp_path, minutes=200 / 60, items=items)
     assert [row["recipe"] for row in rows] == ["a", "c"]
@@ -123,8 +130,11 @@ def test_nothing_is_begun_that_cannot_end_and_what_is_missing_is_said(tmp_path, 
     assert [row["recipe"] for row in measure(tmp_path, items=items, minutes=9)[0]] == ["b"]
 
 
-def test_a_row_of_another_torch_is_measured_again(tmp_path, monkeypatch, instant_rows):
-    assert [row["torch"] for row in measure(tmp_path)[0]] == [torch.__version__] * 2
+def test_a_row_of_another_torch_or_another_machine_is_measured_again(tmp_path, monkeypatch, instant_rows):
+    (tmp_path / "gpu.jsonl").write_text(json.dumps({"name": FEW[0].name, "machine": "NVIDIA X"}) + "\n")
+    done = {"name": FEW[1].name, "machine": "CPU", "torch": torch.__version__}
+    (tmp_path / "other.jsonl").write_text(json.dumps(done) + "\n")
+    assert [(row["name"], row["torch"]) for row in measure(tmp_path)[0]] == [(FEW[0].name, torch.__version__)]
     assert measure(tmp_path) == ([], [])
     monkeypatch.setattr(gpu, "_find_machine", lambda _: ("cpu", "CPU", "9.0"))
     assert [row["torch"] for row in measure(tmp_path)[0]] == ["9.0"] * 2
@@ -140,8 +150,7 @@ def test_a_second_run_on_one_folder_is_refused(tmp_path, instant_rows):
     assert measure(tmp_path) == ([], [])
 
 
-def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypatch, instant_rows):
-    monkeypatch.setattr(Item, "small", lambda item: item)
+def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, instant_rows):
     items = [Item("rehearse", 30, recipe="a")]
     rows, notes = measure(tmp_path, minutes=40 / 60, items=items)
     assert rows == []
@@ -149,10 +158,8 @@ def test_what_the_end_of_the_time_finds_running_stays_missing(tmp_path, monkeypa
     assert notes[1].startswith("1 of 1 are not measured yet")
 
 
-def test_a_row_that_takes_too_long_is_tried_twice(tmp_path, monkeypatch):
+def test_a_row_that_takes_too_long_is_tried_twice(tmp_path, monkeypatch, on_cpu):
     limits = []
-    monkeypatch.setattr(Item, "small", lambda item: item)
-    monkeypatch.setattr(gpu, "_find_machine", lambda _: ("cpu", "CPU", torch.__version__))
     monkeypatch.setattr(gpu, "_in_a_process", lambda *_, limit: limits.append(limit))
     items = [Item("rehearse", 10, recipe="a")]
     [row], notes = measure(tmp_path, items=items)
@@ -164,17 +171,18 @@ def test_a_row_that_takes_too_long_is_tried_twice(tmp_path, monkeypatch):
     assert limits == [20, 20]
 
 
-def test_a_gpu_that_is_in_use_is_no_row(tmp_path, monkeypatch):
+def test_a_gpu_that_is_in_use_is_no_row(tmp_path, monkeypatch, on_cpu):
     taken = {"failed": "NVIDIA X: 61.5 of its 80.0 GiB are taken", "error": "ClusterError"}
-    answers = iter([{"where": "cpu", "name": "CPU", "torch": torch.__version__}, taken, {"failed": None}])
+    answers = iter([taken, {"failed": None}])
     monkeypatch.setattr(gpu, "_in_a_process", lambda *_, **__: next(answers))
     rows, notes = measure(tmp_path)
-    assert [row["name"] for row in rows] == [FEW[1].name]
     assert notes[0] == f"{FEW[0].name} stays missing: NVIDIA X: 61.5 of its 80.0 GiB are taken"
     assert notes[1].startswith("1 of 2 are not measured yet")
-    assert [row["name"] for row in read_lines(tmp_path / "cpu.jsonl", pytest.fail)] == [FEW[1].name]
+    of_file = read_lines(tmp_path / "cpu.jsonl", pytest.fail)
+    assert [row["name"] for row in rows] == [row["name"] for row in of_file] == [FEW[1].name]
 
 
+@pytest.mark.long
 def test_the_process_that_starts_the_rows_asks_cuda_nothing(tmp_path, monkeypatch):
     """Torch's first answer takes a context of GPU memory, for as long as the process lives."""
     for name in ("is_available", "mem_get_info", "current_device", "get_device_name"):
@@ -187,29 +195,25 @@ def test_the_process_that_starts_the_rows_asks_cuda_nothing(tmp_path, monkeypatc
     assert {row["machine"] for row in measure(tmp_path, machine="cuda")[0]} == {"NVIDIA X"}
 
 
-def test_results_of_another_machine_are_not_this_ones(tmp_path, instant_rows):
-    (tmp_path / "gpu.jsonl").write_text(json.dumps({"name": FEW[0].name, "machine": "NVIDIA X"}) + "\n")
-    done = {"name": FEW[1].name, "machine": "CPU", "torch": torch.__version__}
-    (tmp_path / "other.jsonl").write_text(json.dumps(done) + "\n")
-    assert [row["name"] for row in measure(tmp_path)[0]] == [FEW[0].name]
-
-
 def test_the_list_of_items():
-    assert len({item.name for item in ITEMS}) == len(ITEMS)
+    names = {item.name for item in ITEMS}
+    assert len(names) == len(ITEMS)
     assert ITEMS[0].name == "copies gib=4"
-    assert "rehearse llama3-8b 1M upipe layers=2 kernel=torch" in {item.name for item in ITEMS}
-    assert "hollow llama3-8b 2M upipe layers=1 fixed-segments" in {item.name for item in ITEMS}
+    assert "rehearse llama3-8b 1M upipe layers=2 kernel=torch" in names
+    assert "hollow llama3-8b 2M upipe layers=1 fixed-segments" in names
     assert max(item.seconds for item in ITEMS) < 600
     for item in ITEMS:
         small = item.small()
-        assert (small.model, small.kind, small.recipe, small.steps) == (
-            "tiny",
-            item.kind,
-            item.recipe,
-            item.steps,
-        )
+        assert replace(item, seconds=60, model="tiny", tokens=small.tokens, layers=small.layers,
+                       knobs=small.knobs) == small  # fmt: skip
         assert small.tokens <= 2560
         assert ("kernel", "cudnn") not in small.knobs
+
+
+def test_the_first_two_commands_fit_into_fifteen_minutes():
+    assert sum(item.seconds for item in FIRST) <= 300
+    assert sum(item.seconds for item in SECOND) <= 350
+    assert [item.recipe for item in SECOND] == ["tiling", "upipe", "upipe"]
 
 
 # ---- rows that fail --------------------------------------------------------------------------------------
@@ -226,6 +230,7 @@ def fail(*_):
     os._exit(1)
 
 
+@pytest.mark.long
 def test_a_process_that_has_no_group_yet_is_ended():
     start = time.monotonic()
     assert gpu._in_a_process(time.sleep, 60, limit=0.0) is None
@@ -250,10 +255,11 @@ def tell(*_):
 
 @pytest.mark.parametrize(
     ("work", "failed"),
-    [(kill_itself, "its process was killed by signal 9"), (fail, "its process ended with code 1")],
+    mostly_long(
+        [(kill_itself, "its process was killed by signal 9"), (fail, "its process ended with code 1")], 1
+    ),
 )
-def test_a_process_that_crashes_is_a_row(tmp_path, monkeypatch, work, failed):
-    monkeypatch.setattr(gpu, "_find_machine", lambda _: ("cpu", "CPU", torch.__version__))
+def test_a_process_that_crashes_is_a_row(tmp_path, monkeypatch, on_cpu, work, failed):
     monkeypatch.setattr(gpu, "_measure", work)
     rows, _ = measure(tmp_path)
     assert [row["failed"] for row in rows] == [failed] * 2
@@ -311,15 +317,20 @@ def test_an_error_in_a_row_is_its_text(monkeypatch):
 # ---- the other kinds of rows, in this process ------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_rehearsal_and_its_recipe():
+@pytest.mark.long
+def test_a_rehearsal_and_its_recipe_and_its_plans_are_found_by_the_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _: tmp_path)
     item = Item("rehearse", 1, "tiny", 64, 1, "upipe", (("overlap", True),), steps=0)
     found = gpu_row.figures(item, "cpu")
     assert row_text(found | {"name": "x"}).endswith(" in a first step")
-    assert found["failed"] is None
+    assert (found["failed"], found["plans made in the row"]) == (None, 2)
     assert (found["recipe"], found["recipe_knobs"]["overlap"], found["ranks"]) == ("upipe", True, 8)
     assert (found["timed_steps"], found["plan_over_measured"]) == (0, 1)
     assert "machine" not in found
+    for file in (tmp_path / "plans").iterdir():
+        file.unlink()
+    gpu_row.make_plans(item, "cpu")
+    assert gpu_row.figures(item, "cpu")["plans made in the row"] == 0
 
 
 def test_compiling_is_measured_where_the_row_is(monkeypatch):
@@ -357,7 +368,7 @@ def test_a_hollow_attention_has_the_bytes_and_the_strides_of_the_whole(monkeypat
         assert not x[:, :, 8:].any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_within_a_hollow_row_is_that_of_the_whole_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda _: tmp_path)
     monkeypatch.setattr(hollow, "TOKENS", 8)
@@ -369,7 +380,7 @@ def test_a_plan_within_a_hollow_row_is_that_of_the_whole_kernels(tmp_path, monke
     assert within.to_json() | {"planning_seconds": 0} == plan().to_json() | {"planning_seconds": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hollow_row_has_bytes_and_no_seconds():
     found = gpu_row.figures(Item("hollow", 1, "tiny", 256, 2, "upipe", steps=0), "cpu")
     assert (found["failed"], found["plan_over_measured"]) == (None, 1)
@@ -401,14 +412,14 @@ def test_a_profile_without_kernels_on_a_gpu_is_no_result(monkeypatch):
     assert found["failed"].startswith("the profiler saw 0 events of the GPU")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_is_profiled_where_no_copy_can_be_hidden():
     item = Item("hidden", 1, "tiny", 256, 2, "fast")
     found = gpu_row.figures(item, "cpu")
     assert (found["failed"], found["copies to host"]) == (None, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_are_right_at_their_edges(monkeypatch):
     found = measure_edges("cpu")
     assert found["failed cases"] == {}
@@ -424,24 +435,7 @@ def swapped_backward(*arguments, **settings):
     return dq, dv, dk
 
 
-@pytest.mark.slow
-def test_plans_are_found_by_the_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda _: tmp_path)
-    item = Item("rehearse", 1, "tiny", 64, 1, "upipe", steps=0)
-    assert gpu_row.figures(item, "cpu")["plans made in the row"] == 2
-    for file in (tmp_path / "plans").iterdir():
-        file.unlink()
-    gpu_row.make_plans(item, "cpu")
-    assert gpu_row.figures(item, "cpu")["plans made in the row"] == 0
-
-
-def test_the_first_two_commands_fit_into_fifteen_minutes():
-    assert sum(item.seconds for item in FIRST) <= 300
-    assert sum(item.seconds for item in SECOND) <= 350
-    assert [item.recipe for item in SECOND] == ["tiling", "upipe", "upipe"]
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_technique_changes_a_gradient():
     found = gpu_row.figures(Item("gradients", 1, "tiny", 128, 2), "cpu")
     assert found["failed"] is None

@@ -16,7 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from cluster import hangs, stacks
@@ -26,6 +28,7 @@ from cluster.ranks import Cluster
 from cluster.stacks import ASK, StackReport
 from cluster.waiting import Call
 from cluster.work import Work, work_so_far
+from lab_tests.support.on_ranks import wait_until, within
 
 TIMEOUT = 100.0
 
@@ -89,19 +92,22 @@ PROGRESS: dict[str, Callable[[Ranks, int], None]] = {
     "a record": lambda ranks, n: setattr(ranks.call, "heard", ranks.now),
     "no report": lose_the_report,
 }
-HANGS: dict[str, Callable[[Ranks, int], None]] = {
-    "nothing": lambda ranks, n: None,
-    "polling": lambda ranks, n: ranks.work(3, seconds=POLLING),
-    "the other has answered": answer,
+OUTSIDE = (STUCK, "rank 3: no rank has made progress for 125 s")
+HANGS: dict[str, tuple[StackReport, Callable[[Ranks, int], None], tuple[str, str]]] = {
+    "nothing": (LOCK, lambda ranks, n: None, OUTSIDE),
+    "polling": (LOCK, lambda ranks, n: ranks.work(3, seconds=POLLING), OUTSIDE),
+    "the other has answered": (LOCK, answer, OUTSIDE),
+    "collectives alone": (BARRIER, lambda ranks, n: None, ("Hang", f"rank 1: {HANG} for 100 s")),
 }
+"""Where rank 3 is, what changes, and the kind and message of the hang."""
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, seconds: float) -> tuple[float, str, str] | None:
-    """Return when a hang is found within so many seconds, its kind and its message."""
+def watch(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> tuple[float, str, str] | None:
+    """Return when a hang is found within 100 timeouts, its kind and its message."""
     clock = SimpleNamespace(monotonic=lambda: ranks.now, time=lambda: ranks.now)
     monkeypatch.setattr(hangs, "time", clock)
     watch = HangWatch(ranks.call, TIMEOUT, ranks.ask)
-    while ranks.now < seconds:
+    while ranks.now < 100 * TIMEOUT:
         ranks.now += 0.5
         failure = watch.look()
         if failure is not None:
@@ -111,21 +117,15 @@ def watch(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, seconds: float) -> tupl
 
 @pytest.mark.parametrize("name", PROGRESS)
 def test_a_rank_that_makes_progress_is_never_given_up(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    assert watch(monkeypatch, Ranks({1: BARRIER, 3: LOCK}, PROGRESS[name]), 100 * TIMEOUT) is None
+    assert watch(monkeypatch, Ranks({1: BARRIER, 3: LOCK}, PROGRESS[name])) is None
 
 
 @pytest.mark.parametrize("name", HANGS)
 def test_ranks_that_only_wait_are_reported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    found = watch(monkeypatch, Ranks({1: BARRIER, 3: LOCK}, HANGS[name]), 100 * TIMEOUT)
-    assert found is not None
-    assert LATER * TIMEOUT < found[0] < 2 * LATER * TIMEOUT
-    assert found[1:] == (STUCK, "rank 3: no rank has made progress for 125 s")
-
-
-def test_a_hang_of_collectives_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = watch(monkeypatch, Ranks({1: BARRIER, 3: BARRIER}, HANGS["nothing"]), 100 * TIMEOUT)
-    assert found is not None
-    assert found[1:] == ("Hang", f"rank 1: {HANG} for 100 s")
+    report, change, hang = HANGS[name]
+    when, *found = watch(monkeypatch, Ranks({1: BARRIER, 3: report}, change))
+    assert LATER * TIMEOUT < when < 2 * LATER * TIMEOUT
+    assert tuple(found) == hang
 
 
 def burn(seconds: float) -> None:
@@ -135,6 +135,7 @@ def burn(seconds: float) -> None:
 
 
 def test_the_work_of_threads_and_of_children_counts() -> None:
+    """In processor time, which the load of the machine does not change."""
     code = "import time\nwhile time.process_time() < 0.4: pass"
     before = work_so_far().seconds
     thread = threading.Thread(target=burn, args=(0.4,))
@@ -143,16 +144,16 @@ def test_the_work_of_threads_and_of_children_counts() -> None:
     after = work_so_far().seconds
     assert 0.3 < after - before < 1
     with subprocess.Popen([sys.executable, "-c", code + "\ninput()"], stdin=subprocess.PIPE) as child:
-        deadline = time.monotonic() + 60
-        while work_so_far().seconds - after < 0.35 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: work_so_far().seconds - after >= 0.35, "the work of the child", seconds=60)
         running = work_so_far().seconds
         child.communicate(b"\n")
     assert 0.3 < running - after < 1
     assert work_so_far().seconds > after + 0.3, "of children that have ended, too"
 
 
-def test_the_work_of_polling_threads_does_not_count() -> None:
+def test_the_work_of_polling_threads_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks that other tests have started may work now.
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [])
     polled, done = threading.Event(), threading.Event()
 
     def poll() -> None:
@@ -175,36 +176,15 @@ def test_the_work_of_polling_threads_does_not_count() -> None:
 # ---- with ranks --------------------------------------------------------------------------------------------
 
 
-def wait_for_lock(path: str) -> None:
+def wait_for_a_lock(path: Path) -> None:
     group = dist.new_group([0, 1], timeout=timedelta(hours=1))
-    if dist.get_rank() == 1:
-        with open(path, "w") as file:
+    if dist.get_rank() == 0:
+        with (path / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
     dist.barrier(group=group)
 
 
-@pytest.mark.slow
-def test_a_rank_that_waits_for_a_lock_is_named(impatient: Cluster, tmp_path: Path) -> None:
-    with (tmp_path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        began = time.monotonic()
-        with pytest.raises(RankError) as caught:
-            impatient.apply(wait_for_lock, str(tmp_path / "lock"))
-        assert time.monotonic() - began < 20
-    first, others, *_ = str(caught.value).split("\n\n")
-    assert re.fullmatch(
-        r"rank 1 waits in wait_for_lock \(test_hangs\.py:\d+\): no rank has made progress for 2\.5 s", first
-    )
-    assert re.fullmatch(r"rank 0 still waiting, in barrier, at test_hangs\.py:\d+ in wait_for_lock", others)
-    assert "fcntl.flock(file, fcntl.LOCK_EX)" in caught.value.stacks[1]
-    assert "dist.barrier(group=group)" in caught.value.stacks[0]
-    assert str(caught.value).endswith("cluster.recover() restarts the ranks")
-    assert impatient.broken
-    impatient.recover()
-    assert impatient.apply(dist.get_rank) == [0, 1]
-
-
-def wait_for_a_thread_or_a_peer() -> None:
+def wait_for_a_thread_or_a_peer(path: Path) -> None:
     if dist.get_rank() == 0:
         threading.Event().wait()
     else:
@@ -212,21 +192,33 @@ def wait_for_a_thread_or_a_peer() -> None:
         ends[0].recv(1)
 
 
-@pytest.mark.slow
-def test_ranks_in_no_collective_are_named(impatient: Cluster) -> None:
-    with pytest.raises(RankError) as caught:
-        impatient.apply(wait_for_a_thread_or_a_peer)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("wait", "lines", "other"),
+    [
+        (wait_for_a_lock, ("fcntl.flock(file, fcntl.LOCK_EX)", "dist.barrier(group=group)"),
+         r"in barrier, at test_hangs\.py:\d+ in wait_for_a_lock"),
+        (wait_for_a_thread_or_a_peer, ("threading.Event().wait()", "ends[0].recv(1)"),
+         r"in wait_for_a_thread_or_a_peer \(test_hangs\.py:\d+\)"),
+    ],
+    ids=["lock", "no collective"],
+)  # fmt: skip
+def test_ranks_that_wait_are_named(
+    impatient: Cluster, tmp_path: Path, wait: Callable[[Path], None], lines: tuple[str, str], other: str
+) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with within(20), pytest.raises(RankError) as caught:
+            impatient.apply(wait, tmp_path)
     first, others, *_ = str(caught.value).split("\n\n")
-    assert re.fullmatch(
-        r"rank 0 waits in wait_for_a_thread_or_a_peer \(test_hangs\.py:\d+\): no rank has made progress .*",
-        first,
-    )
-    assert re.fullmatch(
-        r"rank 1 still waiting, in wait_for_a_thread_or_a_peer \(test_hangs\.py:\d+\)", others
-    )
-    assert "threading.Event().wait()" in caught.value.stacks[0]
-    assert "ends[0].recv(1)" in caught.value.stacks[1]
+    place = rf"{wait.__name__} \(test_hangs\.py:\d+\)"
+    assert re.fullmatch(rf"rank 0 waits in {place}: no rank has made progress for 2\.5 s", first)
+    assert re.fullmatch(f"rank 1 still waiting, {other}", others)
+    assert all(line in caught.value.stacks[rank] for rank, line in enumerate(lines))
+    assert str(caught.value).endswith("cluster.recover() restarts the ranks")
+    assert impatient.broken
     impatient.recover()
+    assert impatient.apply(dist.get_rank) == [0, 1]
 
 
 SECONDS = 7.0
@@ -255,9 +247,23 @@ def print_now_and_then() -> None:
             time.sleep((print(number, flush=True), 1.0)[1])  # in one line, so that the stack stays the same
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("work", [run_a_compiler, print_now_and_then], ids=["a child process", "output"])
+def work_at_one_place() -> None:
+    end, turns, more = time.monotonic() + SECONDS, 0, torch.ones(1)
+    while more.item():
+        turns += 1
+        more.fill_(float(time.monotonic() < end))
+        dist.all_reduce(more, op=dist.ReduceOp.MIN)
+    assert turns > 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "work",
+    [run_a_compiler, print_now_and_then, work_at_one_place],
+    ids=["a child process", "output", "one place"],
+)
 def test_ranks_that_make_progress_go_on(impatient: Cluster, work: Callable[[], None]) -> None:
+    assert impatient.timeout == 2
     assert 2 * LATER * impatient.timeout < SECONDS
     assert impatient.apply(work) == [None, None]
 

@@ -8,6 +8,7 @@ import lab
 from lab.errors import LabError
 from lab.planning import cuda_workspace as workspace_model
 from lab.planning import hardware as table
+from lab.planning import scaling
 from lab.planning.cuda_workspace import (
     cuda_workspace,
     fixed_workspace,
@@ -49,8 +50,11 @@ def test_every_field_of_a_device_is_a_figure():
     assert set(HARDWARE) == {*devices.split()}
     for device in HARDWARE.values():
         assert [n for n, f in vars(device).items() if not isinstance(f, Figure)] == ["name"]
-        assert (device.disk_write, device.disk_read) == (table.NVME_WRITE, table.NVME_READ)
-    assert len(FIGURES) == 11 * 15 + 8 + 2
+        assert (device.disk_write, device.disk_read) == (
+            hardware("h100").disk_write,
+            hardware("h100").disk_read,
+        )
+    assert len(FIGURES) == 11 * 15 + 8
     assert len({device.name for device in HARDWARE.values()}) == 11
 
 
@@ -65,25 +69,15 @@ def test_what_a_device_takes_from_another_says_so():
 @pytest.mark.parametrize(
     ("torch_name", "name"),
     [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA B300 SXM6 AC", "b300"),
-        ("NVIDIA GB200", "gb200"),
-        ("NVIDIA GB300", None),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("AMD Instinct MI300X OAM", "mi300x"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 5090", "rtx5090"),
-        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"), ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"), ("NVIDIA GB300", None), ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI300X OAM", "mi300x"), ("NVIDIA L40S", "l40s"), ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"), ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
         ("Tesla T4", None),
     ],
-)
+)  # fmt: skip
 def test_torchs_names_of_devices(torch_name, name):
     assert of_name(torch_name) == name
     assert nearest(torch_name) == (name or "rtx4090")
@@ -229,7 +223,7 @@ def both(**knobs):
 
 
 def test_at_the_peak_a_plan_adds_the_fixed_part_and_the_kernels_own(monkeypatch):
-    monkeypatch.setattr(workspace_model, "BLOCK", Figure(1, "B", "nothing is rounded here"))
+    monkeypatch.setattr(scaling, "BLOCK", Figure(1, "B", "nothing is rounded here"))
     cuda, seen = both(checkpoint=True, compute_dtype="bfloat16")
     assert seen.peak.op == cuda.peak.op == "aten._scaled_dot_product_flash_attention_for_cpu_backward"
     own = flash_backward_workspace(1, 24, 6, 200, 200, 10)

@@ -1,15 +1,12 @@
 """The picture of UPipe's schedule: right pairs, wrong pairs, and the stage of each transfer."""
 
-import io
-
-import numpy as np
 import pytest
-from PIL import Image
 
 import lab.show
 from lab.errors import RecipeError
 from lab.show.head_schedule import KEYS, RIGHT, WRONG, in_model_order, pairs
 from lab.techniques.upipe.schedule import schedule
+from lab_tests.support.shown import count_pixels
 
 SHAPES = [(32, 8, 4, 4), (32, 8, 4, 16), (12, 4, 2, 4), (24, 2, 4, 4), (64, 8, 8, 64), (24, 24, 4, 4)]
 
@@ -54,12 +51,6 @@ def test_the_methods_own_example_and_where_both_are_the_same():
     assert all(in_model_order(plan, *place) == pairs(plan, *place) for place in everywhere(plan))
 
 
-def count_pixels(picture, colour):
-    pixels = np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGBA")).astype(int)
-    wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)] + [255]
-    return int((np.abs(pixels - wanted).max(axis=2) < 10).sum())
-
-
 def test_the_picture_says_and_shows_how_many_pairs_are_wrong():
     picture = lab.show.schedule(32, 8, 4, 4)
     assert picture.text == (
@@ -76,9 +67,8 @@ def test_the_picture_says_and_shows_how_many_pairs_are_wrong():
 
 
 def test_many_heads_a_stage_are_drawn_below_one_another():
-    assert lab.show.schedule(64, 8, 8, 64).figure.axes[1].get_position().y0 < (
-        lab.show.schedule(64, 8, 8, 64).figure.axes[0].get_position().y0
-    )
+    above, below = lab.show.schedule(64, 8, 8, 64).figure.axes
+    assert below.get_position().y0 < above.get_position().y0
 
 
 def test_what_the_heads_do_not_allow_is_refused_with_what_works():

@@ -44,7 +44,7 @@ from lab_tests.support.small_trainings import (
 )
 from lab_tests.support.trainers import launch, whole
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 UPDATES, MICRO_BATCHES, CLIP = 3, 2, 0.5
 CASE = Case()

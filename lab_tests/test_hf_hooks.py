@@ -76,7 +76,7 @@ def _names():
         pytest.skip(f"lab.hf cannot be used without {', '.join(missing)}")
 
 
-HOOKS: dict[str, tuple[str, Callable[[Any], None]]] = {}
+HOOKS: list[tuple[str, str, Callable[[Any], None]]] = []
 
 
 class NotCalled(Exception):
@@ -87,8 +87,7 @@ def hook(package, name):
     """Registers a check of one hook; it gets the calls of the trainer that was watched."""
 
     def register(check):
-        assert name not in HOOKS
-        HOOKS[name] = package, check
+        HOOKS.append((package, name, check))
         return check
 
     return register
@@ -102,6 +101,7 @@ class Call:
 
     def __init__(self, name, arguments, had):
         self.name, self.arguments, self.had, self.result, self.inside = name, arguments, had, None, []
+        self.trainer = arguments["self"]
 
 
 class Watched(Trainer):
@@ -183,11 +183,6 @@ def every(trainer, name):
     return found
 
 
-def only(trainer, name):
-    [call] = every(trainer, name)
-    return call
-
-
 def first(trainer, name):
     return every(trainer, name)[0]
 
@@ -196,11 +191,73 @@ def comes_before(trainer, one, other):
     return trainer.calls.index(first(trainer, one)) < trainer.calls.index(first(trainer, other))
 
 
-@hook("transformers", "Trainer.create_accelerator_and_postprocess")
-def _(trainer):
-    had = only(trainer, "create_accelerator_and_postprocess").had
-    assert {"model", "args"} <= had, "it is called with the model and the arguments"
-    assert "accelerator" not in had, "it makes the accelerator"
+def called(name, needed, is_so):
+    """Registers a check of the first call of a method of Trainer, and what lab.hf needs of it."""
+
+    @hook("transformers", f"Trainer.{name}")
+    def _(trainer):
+        assert is_so(first(trainer, name)), needed
+
+
+for each in (
+    "create_accelerator_and_postprocess", "_prepare_for_training", "create_optimizer", "_load_best_model",
+    "_load_optimizer_and_scheduler",
+):  # fmt: skip
+    called(each, "it is called once", lambda call: len(every(call.trainer, call.name)) == 1)
+
+SIGNATURES = {
+    "_track_num_input_tokens": "inputs",
+    "_move_model_to_device": "model device",
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
+    "_save": "output_dir state_dict",
+    "save_model": "output_dir _internal_call",
+    "_clip_grad_norm": "model",
+    "training_step": "model inputs num_items_in_batch",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_method_of_trainer_has_its_parameters(name):
+    found = list(inspect.signature(getattr(Trainer, name)).parameters)
+    assert found == ["self", *SIGNATURES[name].split()], f"of transformers {version('transformers')}"
+
+
+CALLED = [
+    ("create_accelerator_and_postprocess", "it is called with the model and the arguments",
+     lambda call: {"model", "args"} <= call.had),
+    ("create_accelerator_and_postprocess", "it makes the accelerator",
+     lambda call: "accelerator" not in call.had),
+    ("_move_model_to_device", "it is called", lambda call: "device" in call.arguments),
+    ("_run_epoch", "the steps of an epoch run in it", lambda call: "training_step" in call.inside),
+    ("_prepare_for_training", "the optimizer is made in it", lambda call: "create_optimizer" in call.inside),
+    ("_prepare_for_training", "there is no optimizer before",
+     lambda call: "optimizer" not in call.had or comes_before(call.trainer, call.name, "create_optimizer")),
+    ("create_optimizer", "it returns it", lambda call: isinstance(call.result, torch.optim.AdamW)),
+    ("_clip_grad_norm", "its norm goes to _get_grad_norm",
+     lambda call: first(call.trainer, "_get_grad_norm").arguments["grad_norm"] is call.result),
+    ("_clip_grad_norm", "it takes the model", lambda call: set(call.arguments) == {"self", "model"}),
+    ("_get_grad_norm", "it returns the norm to log", lambda call: call.result is call.arguments["grad_norm"]),
+    ("evaluation_loop", "it calls prediction_step", lambda call: "prediction_step" in call.inside),
+    ("prediction_step", "it returns a loss alone",
+     lambda call: (call.result[0].dim(), *call.result[1:]) == (0, None, None)),
+    ("_save", "save_model writes by it", lambda call: "_save" in first(call.trainer, "save_model").inside),
+    ("save_model", "a checkpoint's weights are written by it",
+     lambda call: call.arguments["output_dir"].endswith("checkpoint-2") and call.arguments["_internal_call"]),
+    ("_save_optimizer_and_scheduler", "it gets the checkpoint's folder",
+     lambda call: call.arguments["output_dir"].endswith("checkpoint-2")),
+    ("_load_optimizer_and_scheduler", "it gets the checkpoint that is resumed",
+     lambda call: call.arguments["checkpoint"].endswith("checkpoint-1")),
+    ("_load_optimizer_and_scheduler", "there is an optimizer to load into",
+     lambda call: comes_before(call.trainer, "create_optimizer", call.name)),
+    ("_load_from_checkpoint", "it gets the checkpoint that is resumed",
+     lambda call: call.arguments["resume_from_checkpoint"].endswith("checkpoint-1")),
+    ("_load_from_checkpoint", "weights are loaded before",
+     lambda call: comes_before(call.trainer, call.name, "_prepare_for_training")),
+    ("_load_best_model", "the trainer knows which is the best",
+     lambda call: "checkpoint-" in call.trainer.state.best_model_checkpoint),
+]  # fmt: skip
+for each in CALLED:
+    called(*each)
 
 
 @hook("transformers", "AcceleratorConfig.gradient_accumulation_kwargs")
@@ -209,34 +266,9 @@ def _(trainer):
     assert found == {"sync_each_batch": True, "num_steps": 1}, "Trainer adds the number of steps"
 
 
-@hook("transformers", "Trainer._move_model_to_device")
-def _(trainer):
-    call = first(trainer, "_move_model_to_device")
-    assert list(call.arguments) == ["self", "model", "device"]
-
-
-@hook("transformers", "Trainer._run_epoch")
-def _(trainer):
-    every(trainer, "training_step")
-    assert "training_step" in first(trainer, "_run_epoch").inside, "the steps of an epoch run in it"
-
-
 @hook("transformers", "Trainer.get_cp_size and get_tp_size")
 def _(trainer):
     assert (trainer.get_cp_size(), trainer.get_tp_size()) == (1, 1)
-
-
-@hook("transformers", "Trainer._prepare_for_training")
-def _(trainer):
-    call = only(trainer, "_prepare_for_training")
-    every(trainer, "create_optimizer")
-    assert "create_optimizer" in call.inside, "the optimizer is made in it"
-    assert "optimizer" not in call.had or comes_before(trainer, "_prepare_for_training", "create_optimizer")
-
-
-@hook("transformers", "Trainer.create_optimizer")
-def _(trainer):
-    assert isinstance(only(trainer, "create_optimizer").result, torch.optim.AdamW), "it returns the optimizer"
 
 
 @hook("transformers", "Trainer.get_batch_samples")
@@ -256,11 +288,6 @@ def _(trainer):
     assert int(count) in (4, 6), "it counts labels"
 
 
-@hook("transformers", "Trainer._track_num_input_tokens")
-def _(trainer):
-    assert list(inspect.signature(Trainer._track_num_input_tokens).parameters) == ["self", "inputs"]
-
-
 @hook("transformers", "Trainer.training_step")
 def _(trainer):
     samples, count = first(trainer, "get_batch_samples").result
@@ -271,81 +298,9 @@ def _(trainer):
         assert step["num_items_in_batch"] is count, "it gets the count that get_batch_samples returns"
 
 
-@hook("transformers", "Trainer._clip_grad_norm")
-def _(trainer):
-    clipped, logged = first(trainer, "_clip_grad_norm"), first(trainer, "_get_grad_norm")
-    assert set(clipped.arguments) == {"self", "model"}, "it takes the model"
-    assert logged.arguments["grad_norm"] is clipped.result, "its norm goes to _get_grad_norm"
-
-
-@hook("transformers", "Trainer._get_grad_norm")
-def _(trainer):
-    call = first(trainer, "_get_grad_norm")
-    assert call.result is call.arguments["grad_norm"], "it returns the norm to log"
-
-
 @hook("transformers", "Trainer.gather_function")
 def _(trainer):
     assert trainer.gather_function == trainer.accelerator.gather_for_metrics, "evaluation_loop sets it again"
-
-
-@hook("transformers", "Trainer.evaluation_loop")
-def _(trainer):
-    every(trainer, "prediction_step")
-    assert "prediction_step" in first(trainer, "evaluation_loop").inside, "it calls prediction_step"
-
-
-@hook("transformers", "Trainer.prediction_step")
-def _(trainer):
-    call = first(trainer, "prediction_step")
-    names = ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"]
-    assert list(inspect.signature(Trainer.prediction_step).parameters) == names
-    loss, logits, labels = call.result
-    assert (loss.dim(), logits, labels) == (0, None, None), "it returns a loss alone"
-
-
-@hook("transformers", "Trainer._save")
-def _(trainer):
-    every(trainer, "_save")
-    assert "_save" in first(trainer, "save_model").inside, "save_model writes by it"
-    assert list(inspect.signature(Trainer._save).parameters) == ["self", "output_dir", "state_dict"]
-
-
-@hook("transformers", "Trainer.save_model")
-def _(trainer):
-    call = first(trainer, "save_model")
-    assert call.arguments["output_dir"].endswith("checkpoint-2"), "a checkpoint's weights are written by it"
-    assert call.arguments["_internal_call"] is True
-    assert list(inspect.signature(Trainer.save_model).parameters) == ["self", "output_dir", "_internal_call"]
-
-
-@hook("transformers", "Trainer._save_optimizer_and_scheduler")
-def _(trainer):
-    folder = first(trainer, "_save_optimizer_and_scheduler").arguments["output_dir"]
-    assert folder.endswith("checkpoint-2"), "it gets the checkpoint's folder"
-
-
-@hook("transformers", "Trainer._load_optimizer_and_scheduler")
-def _(trainer):
-    call = only(trainer, "_load_optimizer_and_scheduler")
-    assert call.arguments["checkpoint"].endswith("checkpoint-1"), "it gets the checkpoint that is resumed"
-    assert comes_before(trainer, "create_optimizer", call.name), "there is an optimizer to load into"
-
-
-@hook("transformers", "Trainer._load_from_checkpoint")
-def _(trainer):
-    assert (
-        first(trainer, "_load_from_checkpoint").arguments["resume_from_checkpoint"].endswith("checkpoint-1")
-    )
-    assert comes_before(trainer, "_load_from_checkpoint", "_prepare_for_training"), (
-        "weights are loaded before"
-    )
-
-
-@hook("transformers", "Trainer._load_best_model")
-def _(trainer):
-    only(trainer, "_load_best_model")
-    assert "checkpoint-" in trainer.state.best_model_checkpoint
 
 
 # ---- accelerate --------------------------------------------------------------------------------------------
@@ -371,8 +326,8 @@ def _(_):
     assert accelerator._models == [model]
 
 
-def noting():
-    """An accelerator, and the methods of its ParallelismConfig that it called."""
+@hook("accelerate", "ParallelismConfig.build_device_mesh and _validate_accelerator")
+def _(_):
     called = []
 
     class Noting(SharedSequences):
@@ -383,30 +338,15 @@ def noting():
         def _validate_accelerator(self, accelerator):
             called.append("_validate_accelerator")
 
-    return Accelerator(cpu=True, parallelism_config=Noting(dp_shard_size=1, cp_size=1)), called
-
-
-@hook("accelerate", "ParallelismConfig.build_device_mesh")
-def _(_):
-    accelerator, called = noting()
-    assert "build_device_mesh" in called, "an Accelerator calls it"
+    accelerator = Accelerator(cpu=True, parallelism_config=Noting(dp_shard_size=1, cp_size=1))
+    assert set(called) == {"build_device_mesh", "_validate_accelerator"}, "an Accelerator calls them"
     assert accelerator.state.device_mesh.mesh_dim_names[:2] == ("dp_shard", "cp"), "its mesh is kept"
 
 
-@hook("accelerate", "ParallelismConfig._validate_accelerator")
-def _(_):
-    _, called = noting()
-    assert "_validate_accelerator" in called, "an Accelerator calls it"
-
-
-@hook("accelerate", "ParallelismConfig.cp_enabled")
+@hook("accelerate", "ParallelismConfig.cp_enabled and total_size")
 def _(_):
     assert SharedSequences.__base__(cp_size=2, dp_shard_size=3).cp_enabled
     assert not SharedSequences(cp_size=2, dp_shard_size=3).cp_enabled
-
-
-@hook("accelerate", "ParallelismConfig.total_size")
-def _(_):
     assert SharedSequences(cp_size=2, dp_shard_size=3).total_size == 6
 
 
@@ -451,20 +391,14 @@ def _(_):
     assert fsdp2_prepare_model(None, model) is model, "a model that is sharded is left alone"
 
 
-@hook("accelerate", "Accelerator._schedulers")
+@hook("accelerate", "Accelerator._schedulers and _optimizers")
 def _(_):
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
-    scheduler = LambdaLR(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), lambda _: 1.0)
-    prepared = accelerator.prepare_scheduler(scheduler)
-    assert accelerator._schedulers == [prepared]
-    assert (prepared.step_with_optimizer, prepared.split_batches) == (False, False)
-
-
-@hook("accelerate", "Accelerator._optimizers")
-def _(_):
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
-    assert accelerator._optimizers == [prepared]
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    scheduler = accelerator.prepare_scheduler(LambdaLR(optimizer, lambda _: 1.0))
+    assert accelerator._schedulers == [scheduler]
+    assert (scheduler.step_with_optimizer, scheduler.split_batches) == (False, False)
+    assert [accelerator.prepare(optimizer)] == accelerator._optimizers
 
 
 @hook("accelerate", "Accelerator.accumulate")
@@ -537,10 +471,9 @@ def _(_):
 # ---- the test ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("package", "name", "check"), HOOKS)
 @pytest.mark.usefixtures("alone")
-def test_a_hook_is_as_it_is_used(name, calls):
-    package, check = HOOKS[name]
+def test_a_hook_is_as_it_is_used(package, name, check, calls):
     try:
         with fresh_process():
             check(calls)

@@ -12,14 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -29,6 +26,7 @@ import lab.hf
 from lab.bench.reference import error
 from lab.hf.ranks import fresh_process
 from lab_tests.support.models import small_config
+from lab_tests.support.small_trainings import QUIET, tokenizer
 from lab_tests.support.trainers import Gradients, launch, whole
 
 VOCAB = 67
@@ -54,9 +52,7 @@ def llama(dtype=torch.float64):
 
 
 def collator(**settings):
-    words = {str(token): token for token in range(VOCAB)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="0")
-    return DataCollatorForLanguageModeling(tokenizer, mlm=False, **settings)
+    return DataCollatorForLanguageModeling(tokenizer(), mlm=False, **settings)
 
 
 def rows_of(*lengths):
@@ -69,10 +65,8 @@ def rows_of(*lengths):
 
 def train(folder, rows, *, recipe=None, knobs=None, dtype=torch.float64, collate=None, **settings):
     """Trains, and returns the losses, norms and gradients of the updates, and the weights after them."""
-    settings = {
-        "output_dir": str(folder), "per_device_train_batch_size": 1, "logging_steps": 1, "report_to": [],
-        "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "max_grad_norm": 0.3, **settings,
-    }  # fmt: skip
+    common = {"output_dir": str(folder), "per_device_train_batch_size": 1, "max_grad_norm": 0.3, **QUIET}
+    settings = {**common, **settings}
     kind, make = Trainer, TrainingArguments
     if recipe is not None:
         kind = LongTrainer
@@ -116,6 +110,7 @@ def what_accelerate_sees():
     return state.num_processes, state.process_index, int(one), os.environ["LOCAL_RANK"]
 
 
+@pytest.mark.long
 def test_accelerate_takes_two_ranks_for_processes_of_torchrun(ranks4):
     assert launch(ranks4, 2, what_accelerate_sees) == [(2, rank, 2, str(rank)) for rank in range(2)]
     assert ranks4.apply(dist.get_world_size) == [4] * 4
@@ -136,6 +131,7 @@ TEXTS = rows_of(*(13, 17, 18, 23) * 2)
 TEN = {"max_steps": 10, "seed": 42}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("degrees", [{"ring": 2}, {"ulysses": 2}], ids=str)
 def test_ten_losses_are_those_of_whole_sequences(degrees, without, ranks4, tmp_path):
     knobs = {"ulysses": 1, "ring": 1, "compute_dtype": None, **degrees}
@@ -150,6 +146,7 @@ def test_ten_losses_are_those_of_whole_sequences(degrees, without, ranks4, tmp_p
 FOUR = {"max_steps": 4, "learning_rate": 1e-2, "seed": 7}
 
 
+@pytest.mark.long
 def test_two_accumulated_rows_are_those_of_two_ranks(ranks4, tmp_path):
     """Each update has the same two rows: a rank has one of them, or both ranks have half of each in turn."""
     rows = rows_of(11, 18, 20, 15, 9, 14, 21, 12)
@@ -235,6 +232,7 @@ def theirs(ranks4, _fresh_ranks_after_deepspeed):
     return launch(ranks4, 2, deepspeed_run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["ulysses", "upipe"])
 def test_loss_and_gradients_are_those_of_deepspeeds_own_run(recipe, theirs, ranks4, tmp_path):
     rows = [{"input_ids": row} for row in ROWS]

@@ -1,7 +1,5 @@
 """A trainer's plan is what four ranks measure, to the byte; and what fits."""
 
-import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,12 @@ from cluster.ranks import Cluster
 from lab.errors import LabError
 from lab.hf.ranks import fresh_process
 from lab.memory.meter import Meter
+from lab_tests.support.few_recipes import plan_few_recipes
 from lab_tests.support.small_trainings import Case, long_trainer
 from lab_tests.support.trainers import launch
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     # PEFT asks a model for what transformers is about to call otherwise.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
@@ -124,11 +123,11 @@ def test_a_plan_of_documents_is_what_ranks_measure(
     with fresh_process():
         alone = trainer_of(FLAT["flattened"], tmp_path)
         alone.data_collator = DataCollatorWithFlattening()
-        for ask, advice in (
-            (lab.hf.plan, "give documents"),
-            (lab.hf.fit, r"ask lab\.hf\.plan\(trainer"),
+        for ask, words in (
+            (lab.hf.plan, "whose collator makes one row of a batch: give documents"),
+            (lab.hf.fit, r"this collator packs several; use lab\.hf\.plan\(trainer, documents="),
         ):
-            with pytest.raises(LabError, match=f"whose collator makes one row of a batch: .*{advice}"):
+            with pytest.raises(LabError, match=words):
                 ask(alone, ranks=4, device_memory="1GiB")
         plan = lab.hf.plan(alone, ranks=4, documents=[TOKENS] * 3, workspace=False)
     assert (plan.job.rows, plan.job.tokens) == (1, 3 * TOKENS)
@@ -150,9 +149,7 @@ def test_a_plan_is_of_the_model_as_it_is_trained(tmp_path: Path) -> None:
 
 
 def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["lab.planning.fit"]
-    candidates = module.candidates  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "candidates", lambda *args: islice(candidates(*args), 2))
+    plan_few_recipes(monkeypatch, "ulysses", "tiling")
     with fresh_process():
         alone = trainer_of(CASES["accumulation"], tmp_path, bf16=True)
         fits = lab.hf.fit(alone, ranks=4, device_memory="1GiB", workspace=False)
@@ -160,36 +157,29 @@ def test_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for plan in fits:
             assert (plan.job.tokens, plan.job.rows, plan.job.accumulate) == (TOKENS, 2, 2)
             assert plan.device_peak <= 2**30
+        in_fp32 = trainer_of(CASES["tiling"], tmp_path)
+        assert (
+            lab.hf.fit(in_fp32, ranks=4, device_memory="1GiB", workspace=False)[0].recipe.compute_dtype
+            is None
+        )
         with pytest.raises(LabError, match="no recipe fits 41 tokens on 4 ranks: the leanest needs"):
             lab.hf.fit(alone, ranks=4, device_memory="1KiB", workspace=False)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 def test_what_fits_with_adapters(targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["lab.planning.fit"]
-    candidates = module.candidates  # type: ignore[attr-defined]
-    monkeypatch.setattr(module, "candidates", lambda *args: islice(candidates(*args), 1))
+    plan_few_recipes(monkeypatch, "tiling")
     with fresh_process():
         alone = trainer_of(CASES["upipe"], tmp_path, bf16=True)
         adapted = get_peft_model(alone.model, LoraConfig(r=3, target_modules=targets))
         alone.model = alone.model_wrapped = adapted
         [plan] = lab.hf.fit(alone, ranks=4, device_memory="1GiB", workspace=False)
-        assert plan.job.lora is not None
-        trained = {name for name, value in adapted.named_parameters() if value.requires_grad}
-        assert set(plan.job.lora.targets or ()) == {name.split(".")[-4] for name in trained}
-        # They are the same in all layers, or nothing is said of them.
-        adapted.base_model.model.model.layers[1].self_attn.q_proj.lora_A.default.weight.requires_grad_(False)
-        with pytest.raises(LabError, match=r"plain LoRA adapters of one rank, the same in all layers; ask"):
-            lab.hf.fit(alone, ranks=4, device_memory="1GiB", workspace=False)
+        assert "frozen parameters" in plan.state
 
 
 def test_what_cannot_be_planned(tmp_path: Path) -> None:
     with fresh_process():
         alone = trainer_of(CASES["upipe"], tmp_path)
-        with pytest.raises(
-            LabError, match=r"weights in torch.float32 that computes in None: .* ask lab.hf.plan"
-        ):
-            lab.hf.fit(alone, ranks=4, device_memory="1GiB")
         replicas = trainer_of(Case("tiling", knobs={"fsdp": False}), tmp_path)
         with pytest.raises(
             LabError, match=r"which DDP keeps equal: .* use fsdp=True in the recipe, or bf16=True"

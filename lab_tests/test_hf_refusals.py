@@ -1,5 +1,6 @@
 """What lab.hf refuses: each by name, in one line that says what would work."""
 
+import os
 import pydoc
 import re
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,23 +35,19 @@ from lab.hf.ranks import fresh_process
 from lab.hf.training_arguments import check_arguments
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
-from lab_tests.support.small_trainings import tokenizer
+from lab_tests.support.small_trainings import QUIET, LongSFTTrainer, LongTrainer, tokenizer
 
-pytestmark = pytest.mark.filterwarnings(
+pytestmark = [
     # PEFT asks a model for what transformers is about to call otherwise.
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # TRL's default is named by what transformers has renamed.
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 TOKENS = 20
 VOCABULARY = 101
 
-
-class LongTrainer(lab.hf.LongContext, Trainer):
-    """Trainer with a recipe."""
-
-
-class LongSFTTrainer(lab.hf.LongContext, SFTTrainer):
-    """SFTTrainer with a recipe."""
+Action = Callable[[Path], object]
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +69,14 @@ def model(**config: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(small_config(**config))
 
 
+def plain_arguments(kind: Any, folder: Path, **settings: Any) -> Any:
+    return kind(output_dir=str(folder), report_to=[], use_cpu=True, **settings)
+
+
 def arguments(folder: Path, kind: Any = TrainingArguments, recipe: Any = "tiling", **settings: Any) -> Any:
-    common = {
-        "output_dir": str(folder),
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "max_steps": 1,
-    }
     tokens = {"max_length": TOKENS} if kind is SFTConfig else {"tokens": TOKENS}
-    return lab.hf.arguments(kind, recipe=recipe, **{**common, **tokens, **settings})
+    common = {"output_dir": str(folder), "max_steps": 1, **QUIET, **tokens}
+    return lab.hf.arguments(kind, recipe=recipe, **common | settings)
 
 
 def rows() -> list[dict[str, list[int]]]:
@@ -91,95 +87,72 @@ def rows() -> list[dict[str, list[int]]]:
 
 # ---- arguments -------------------------------------------------------------------------------------------
 
-SETTINGS = {
-    "gradient checkpointing": (
-        {"gradient_checkpointing": True},
-        "gradient_checkpointing=True with a recipe ... recomputed twice ... recipe with checkpoint=True",
-    ),
-    "the other name of gradient checkpointing": (
-        {"gradient_checkpointing": False, "activation_checkpointing": True},
-        "activation_checkpointing=True with a recipe ... recomputed twice ... recipe with checkpoint=True",
-    ),
-    "offload by gradient checkpointing": (
-        {"gradient_checkpointing_kwargs": {"offload": True}},
-        "gradient_checkpointing_kwargs={'offload': True} with ... leave it out ... offload='inputs'",
-    ),
-    "reentrant checkpointing": (
-        {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-        "activation_checkpointing_kwargs={'use_reentrant': True} with a recipe ... leave it out",
-    ),
-    "fp16": ({"fp16": True}, "fp16=True with a recipe: ... loss scale ... use bf16=True"),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 ... set it to 0"),
-    "neftune": ({"neftune_noise_alpha": 5}, "neftune_noise_alpha=5 ... leave it out"),
-    "another optimizer": ({"optim": "adafactor"}, "optim='adafactor' ... use 'adamw_torch'"),
-    "dispatched batches": (
-        {"accelerator_config": {"dispatch_batches": True}},
-        "dispatch_batches ... must read the same batch themselves; leave both out",
-    ),
-    "split batches": (
-        {"accelerator_config": {"split_batches": True}}, "split_batches with a recipe ... leave both out"
-    ),
-    "deepspeed": ({"deepspeed": {"train_batch_size": 1}}, "DeepSpeed's engine ... fsdp=True in the recipe"),
-    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True ... loss_kernel='liger' in the recipe"),
-    "compile": ({"torch_compile": True}, "torch_compile=True ... compile='tiles' in the recipe"),
-    "means over ranks": (
-        {"average_tokens_across_devices": False}, "average_tokens_across_devices=False ... set it to True"
-    ),
-    "an empty cache": ({"torch_empty_cache_steps": 2}, "torch_empty_cache_steps=2 ... leave it out"),
-    "a batch size that is found": ({"auto_find_batch_size": True}, "auto_find_batch_size=True ... hf.fit"),
-    "logits": ({"prediction_loss_only": False}, "prediction_loss_only=False ... set it to True"),
-    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval=True ... set it to False"),
-    "no tokens": ({"tokens": None}, "recipe='tiling' without tokens ... give tokens, such as tokens='128K'"),
-    "two dtypes": (
-        {"bf16": True, "knobs": {"compute_dtype": None}},
-        "bf16=True with compute_dtype=None in the recipe ... set compute_dtype='bfloat16' ... or bf16=False",
-    ),
-    "knobs without values": ({"knobs": ["a"]}, "knobs=['a']: give fields of a recipe ... {'head_chunk': 16}"),
-    "knobs of a command line": ({"knobs": "fsdp=True"}, "knobs='fsdp=True': give ... {'head_chunk': 16}"),
-    "no such knob": ({"knobs": {"head_chunks": 2}}, "no field 'head_chunks': its fields are fsdp, ulysses"),
-}  # fmt: skip
 
-SFT_SETTINGS = {
-    "gradient checkpointing": ({"gradient_checkpointing": True}, SETTINGS["gradient checkpointing"][1]),
-    "dft": ({"loss_type": "dft"}, "loss_type='dft' ... cross-entropy; use 'nll'"),
-    "offloading": ({"activation_offloading": True}, "activation_offloading=True ... offload='inputs'"),
-}
+def made(kind: Any = TrainingArguments, **settings: Any) -> Action:
+    """Make arguments of a class."""
+    return lambda folder: arguments(folder, kind, **settings)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_trainer(name: str, tmp_path: Path) -> None:
-    settings, words = SETTINGS[name]
-    refused(words, lambda: arguments(tmp_path, **settings))
+def parsed(recipe: Any = "tiling", tokens: Any = TOKENS, more: Any = None, **settings: Any) -> Action:
+    """Give a recipe to arguments that a script has parsed, and perhaps more settings."""
+
+    def action(folder: Path) -> object:
+        given = plain_arguments(TrainingArguments, folder, **settings)
+        return lab.hf.arguments(given, recipe=recipe, tokens=tokens, **more or {})
+
+    return action
 
 
-@pytest.mark.parametrize("name", SFT_SETTINGS)
-def test_settings_of_sfttrainer(name: str, tmp_path: Path) -> None:
-    settings, words = SFT_SETTINGS[name]
-    refused(words, lambda: arguments(tmp_path, SFTConfig, **settings))
+TWICE = "recomputed twice ... recipe with checkpoint=True"
+NO_CLASS = "give the class TrainingArguments, or SFTConfig for SFTTrainer, and the settings by name, or an "
+NO_KNOBS = "give fields of a recipe with their values, such as {'head_chunk': 16}"
+TWO_DTYPES = "bf16=True with compute_dtype=None in ... set compute_dtype='bfloat16' in ... , or bf16=False"
+
+ARGUMENTS: list[tuple[str, Action]] = [
+    (f"gradient_checkpointing=True with a recipe ... {TWICE}", made(gradient_checkpointing=True)),
+    (f"gradient_checkpointing=True with a recipe ... {TWICE}", made(SFTConfig, gradient_checkpointing=True)),
+    (f"activation_checkpointing=True with a recipe ... {TWICE}",
+     made(gradient_checkpointing=False, activation_checkpointing=True)),
+    ("gradient_checkpointing_kwargs={'offload': True} with ... leave it out ... offload='inputs'",
+     made(gradient_checkpointing_kwargs={"offload": True})),
+    ("activation_checkpointing_kwargs={'use_reentrant': True} with a recipe ... leave it out",
+     made(activation_checkpointing_kwargs={"use_reentrant": True})),
+    ("fp16=True with a recipe: ... loss scale ... use bf16=True", made(fp16=True)),
+    ("label_smoothing_factor=0.1 ... set it to 0", made(label_smoothing_factor=0.1)),
+    ("neftune_noise_alpha=5 ... leave it out", made(neftune_noise_alpha=5)),
+    ("optim='adafactor' with a recipe: ... use 'adamw_torch'", made(optim="adafactor")),
+    ("dispatch_batches ... must read the same batch themselves; leave both out",
+     made(accelerator_config={"dispatch_batches": True})),
+    ("split_batches with a recipe ... leave both out", made(accelerator_config={"split_batches": True})),
+    ("even_batches=False with a recipe: ... leave it out", made(accelerator_config={"even_batches": False})),
+    ("DeepSpeed's engine ... fsdp=True in the recipe", made(deepspeed={"train_batch_size": 1})),
+    ("use_liger_kernel=True ... loss_kernel='liger' in the recipe", made(use_liger_kernel=True)),
+    ("torch_compile=True ... compile='tiles' in the recipe", made(torch_compile=True)),
+    ("average_tokens_across_devices=False ... set it to True", made(average_tokens_across_devices=False)),
+    ("torch_empty_cache_steps=2 ... leave it out", made(torch_empty_cache_steps=2)),
+    ("auto_find_batch_size=True ... hf.fit", made(auto_find_batch_size=True)),
+    ("prediction_loss_only=False ... set it to True", made(prediction_loss_only=False)),
+    ("bf16_full_eval=True ... set it to False", made(bf16_full_eval=True)),
+    ("recipe='tiling' without tokens ... give tokens, such as tokens='128K'", made(tokens=None)),
+    (TWO_DTYPES, made(bf16=True, knobs={"compute_dtype": None})),
+    (f"knobs=['a']: {NO_KNOBS}", made(knobs=["a"])),
+    (f"knobs='fsdp=True': {NO_KNOBS}", made(knobs="fsdp=True")),
+    ("no field 'head_chunks': its fields are fsdp, replicas, ulysses", made(knobs={"head_chunks": 2})),
+    ("loss_type='dft' ... cross-entropy; use 'nll'", made(SFTConfig, loss_type="dft")),
+    ("activation_offloading=True ... offload='inputs'", made(SFTConfig, activation_offloading=True)),
+    (f"arguments of an object of type Trainer: {NO_CLASS}",
+     lambda folder: arguments(folder, Trainer(model(), plain_arguments(TrainingArguments, folder)))),
+    (f"arguments of SFTTrainer: {NO_CLASS}", made(SFTTrainer)),
+    (f"arguments of an object of type str: {NO_CLASS}", made("SFTConfig")),
+    ("label_smoothing_factor=0.1 ... set it to 0", parsed(label_smoothing_factor=0.1)),
+    ("gradient_checkpointing_kwargs={'offload': True} ... leave it out ... offload='inputs'",
+     parsed(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})),
+    ("recipe='tiling' without tokens ... give tokens", parsed(tokens=None)),
+    ("seed together with arguments that are made: set them in the arguments", parsed(more={"seed": 3})),
+    (TWO_DTYPES, parsed(recipe=Recipe(), bf16=True)),
+]  # fmt: skip
 
 
-KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a trainer": (
-        lambda folder: Trainer(model(), plain_arguments(TrainingArguments, folder)),
-        "arguments of an object of type Trainer",
-    ),
-    "the class of a trainer": (lambda _: SFTTrainer, "arguments of SFTTrainer"),
-    "a name": (lambda _: "SFTConfig", "arguments of an object of type str"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_no_class_of_arguments(name: str, tmp_path: Path) -> None:
-    make, words = KINDS[name]
-    ends = "give the class TrainingArguments, or SFTConfig for SFTTrainer, and the settings by name, or an "
-    refused(f"{words} ... {ends}", lambda: arguments(tmp_path, make(tmp_path)))
-
-
-# ---- arguments that a script has parsed ------------------------------------------------------------------
-
-
-# TRL's default is named by what transformers has renamed.
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_parsed_arguments_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their defaults are bf16=True and gradient_checkpointing=True. What changes is said in one line."""
     given = plain_arguments(SFTConfig, tmp_path, max_length=TOKENS, learning_rate=3e-4)
@@ -208,32 +181,10 @@ def test_parsed_arguments_of_transformers(tmp_path: Path, caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.name.startswith("lab.")]
 
 
-PARSED = {
-    "label smoothing": ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1 ... set it to 0"),
-    "offload": (
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}, {},
-        "gradient_checkpointing_kwargs={'offload': True} ... leave it out ... offload='inputs'",
-    ),
-    "no tokens": ({}, {"tokens": None}, "recipe='tiling' without tokens ... give tokens"),
-    "settings": ({}, {"seed": 3}, "seed together with arguments that are made: set them in the arguments"),
-    "two dtypes": (
-        {"bf16": True}, {"recipe": Recipe()},
-        "bf16=True with compute_dtype=None ... set compute_dtype='bfloat16' in the recipe, or bf16=False",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PARSED)
-def test_parsed_arguments_that_are_refused(name: str, tmp_path: Path) -> None:
-    settings, more, words = PARSED[name]
-    given = plain_arguments(TrainingArguments, tmp_path, **settings)
-    with_recipe = {"recipe": "tiling", "tokens": TOKENS, **more}
-    refused(words, lambda: lab.hf.arguments(given, **with_recipe))
-
-
 # ---- what accelerate launch puts into the environment ----------------------------------------------------
 
 
+@pytest.mark.long
 def test_bf16_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is what bf16=True is, for a class, for an object, and for a model that is given by hand."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -254,228 +205,144 @@ def test_bf16_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert lab.hf.apply(model(), "tiling", found, tokens=TOKENS).recipe.compute_dtype == "bfloat16"
 
 
-LAUNCHED: dict[str, tuple[dict[str, str], Callable[[Path], object], str]] = {
-    "fp16": (
-        {"ACCELERATE_MIXED_PRECISION": "fp16"}, arguments,
-        "mixed_precision='fp16' with a recipe ... use bf16; ACCELERATE_MIXED_PRECISION=fp16 is in the "
-        "environment: accelerate launch sets it by mixed_precision, or the flag --mixed_precision",
-    ),
-    "two dtypes": (
-        {"ACCELERATE_MIXED_PRECISION": "bf16"}, lambda folder: arguments(folder, recipe=Recipe()),
-        "mixed_precision='bf16' with compute_dtype=None ... or mixed_precision='no'; ACCELERATE_MIXED",
-    ),
-    "no bf16": (
-        {"ACCELERATE_MIXED_PRECISION": "bf16"}, lambda folder: arguments(folder, bf16=False),
-        "bf16=False with mixed_precision='bf16': leave one of them out; ACCELERATE_MIXED_PRECISION=bf16 is",
-    ),
-    "a parallelism": (
-        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
-        lambda folder: LongTrainer(model(), arguments(folder)),
-        "a parallelism_config with a recipe, which makes its own: leave it out; ACCELERATE_USE_PARALLELISM",
-    ),
-    "fsdp": (
-        {"ACCELERATE_USE_FSDP": "true"},
-        lambda _: check_parallelism(Recipe(), accelerator(fsdp_plugin=plugin())),
-        "leave accelerate's FSDP out; ACCELERATE_USE_FSDP=true is ... sets it by distributed_type, or the",
-    ),
-}  # fmt: skip
+def launched(action: Action, **variables: str) -> Action:
+    def in_environment(folder: Path) -> None:
+        with patch.dict(os.environ, variables):
+            action(folder)
+
+    return in_environment
 
 
-@pytest.mark.parametrize("name", LAUNCHED)
-def test_settings_of_accelerate_launch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables, action, words = LAUNCHED[name]
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    refused(words, lambda: action(tmp_path))
+LAUNCHED = [
+    ("mixed_precision='fp16' with a recipe ... use bf16; ACCELERATE_MIXED_PRECISION=fp16 is in the "
+     "environment: accelerate launch sets it by mixed_precision, or the flag --mixed_precision",
+     launched(arguments, ACCELERATE_MIXED_PRECISION="fp16")),
+    ("mixed_precision='bf16' with compute_dtype=None ... or mixed_precision='no'; ACCELERATE_MIXED",
+     launched(made(recipe=Recipe()), ACCELERATE_MIXED_PRECISION="bf16")),
+    ("bf16=False with mixed_precision='bf16': leave one of them out; ACCELERATE_MIXED_PRECISION=bf16 is",
+     launched(made(bf16=False), ACCELERATE_MIXED_PRECISION="bf16")),
+    ("a parallelism_config with a recipe, which makes its own: leave it out; ACCELERATE_USE_PARALLELISM",
+     launched(lambda folder: LongTrainer(model(), arguments(folder)),
+              ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_CP_SIZE="2")),
+    ("leave accelerate's FSDP out; ACCELERATE_USE_FSDP=true is ... sets it by distributed_type, or the",
+     launched(lambda _: check_parallelism(Recipe(), accelerator(fsdp={})), ACCELERATE_USE_FSDP="true")),
+]  # fmt: skip
+
+# ---- models and trainers -----------------------------------------------------------------------------------
 
 
-def test_a_setting_that_was_changed_after_the_arguments_were_made(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    args.label_smoothing_factor = 0.1
-    refused("label_smoothing_factor=0.1", lambda: LongTrainer(model(), args))
+def changed(change: Callable[[LlamaForCausalLM], object]) -> nn.Module:
+    one = model()
+    change(one)
+    return one
 
 
-# ---- trainers --------------------------------------------------------------------------------------------
+def quantize(one: Any) -> None:
+    up = one.model.layers[0].mlp.up_proj
+    up.weight = nn.Parameter(torch.zeros_like(up.weight, dtype=torch.int8), requires_grad=False)
 
 
-def checkpointing_model() -> nn.Module:
-    made = model()
-    made.activation_checkpointing_enable()
-    return made
-
-
-def adapters(**settings: Any) -> nn.Module:
-    return get_peft_model(model(), LoraConfig(target_modules=["q_proj"], **settings))
-
-
-def quantized_model() -> nn.Module:
-    made = model()
-    weight = torch.zeros_like(made.model.layers[0].mlp.up_proj.weight, dtype=torch.int8)
-    made.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight, requires_grad=False)
-    return made
-
-
-def bitsandbytes_model() -> nn.Module:
-    made = model()
+def make_bitsandbytes(one: Any) -> None:
     kind = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
-    made.model.layers[0].mlp.up_proj.__class__ = kind
-    return made
+    one.model.layers[0].mlp.up_proj.__class__ = kind
 
 
-def model_with_a_loss() -> nn.Module:
-    made = model()
-    made.loss_function = lambda logits, labels, **_: logits.sum()
-    return made
-
-
-def prompts() -> nn.Module:
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+def adapted(config: Any) -> nn.Module:
     return get_peft_model(model(), config)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "checkpointing": (checkpointing_model, "transformers' gradient checkpointing is on ... checkpoint=True"),
-    "dropout": (lambda: adapters(lora_dropout=0.1), "has p=0.1: dropout is not supported ... lora_dropout=0"),
-    "dora": (lambda: adapters(use_dora=True), "variant of LoRA ... without options such as use_dora"),
-    "int8": (quantized_model, "int8 ... quantized ... load the model without quantization"),
-    "bitsandbytes": (bitsandbytes_model, "bitsandbytes.nn.modules.Linear4bit ... replace it"),
-    "a loss": (model_with_a_loss, "loss_function of its own ... build the model again, and leave it out"),
-    "prompts": (prompts, "prompt and prefix tuning are not supported; use LoRA"),
-}
+def training(make: Callable[[], nn.Module] = model, data: Any = None, **settings: Any) -> Action:
+    """Train a model; its optimizer is made of it by the settings of the trainer."""
+
+    def action(folder: Path) -> None:
+        one = make()
+        args = arguments(folder, recipe=settings.pop("recipe", "tiling"))
+        given = {name: make(one) for name, make in settings.items()}
+        LongTrainer(one, args, train_dataset=data or rows(), **given).train()
+
+    return action
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str, tmp_path: Path) -> None:
-    make, words = MODELS[name]
-    refused(words, lambda: LongTrainer(make(), arguments(tmp_path), train_dataset=rows()).train())
+def trainer(args: Action = arguments, kind: Any = LongTrainer, **given: Any) -> Action:
+    """Make a trainer with these arguments."""
+    return lambda folder: kind(args=args(folder), **{"model": model(), "train_dataset": rows()} | given)
 
 
-def plain_arguments(kind: Any, folder: Path, **settings: Any) -> Any:
-    return kind(output_dir=str(folder), report_to=[], use_cpu=True, **settings)
+def plain(kind: Any = TrainingArguments, **settings: Any) -> Action:
+    return lambda folder: plain_arguments(kind, folder, **settings)
 
 
-def of_trainer(trainer: Any) -> Callable[[Path], object]:
-    """Declare a trainer with a recipe."""
-    return lambda _: type("Long", (lab.hf.LongContext, trainer), {})
+def declared(*bases: type) -> Action:
+    """Declare a trainer."""
+    return lambda _: type("Long", bases, {})
 
 
-def with_settings(**settings: Any) -> Callable[[Path], object]:
-    """Make a trainer whose model and arguments are right."""
-    return lambda folder: LongTrainer(model(), arguments(folder), train_dataset=rows(), **settings)
-
-
-def overriding(name: str) -> Callable[[Path], object]:
+def overriding(name: str) -> Action:
     """Declare a trainer with a recipe in front of one with a method of its own."""
-    own = type("Own", (Trainer,), {name: lambda self, *_, **__: None})
-    return lambda _: type("Long", (lab.hf.LongContext, own), {})
+    return declared(lab.hf.LongContext, type("Own", (Trainer,), {name: lambda self, *_, **__: None}))
 
 
-def adamw_of_whole_parameters(trained: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-    return torch.optim.AdamW(trained.parameters()), None
+def with_setting(name: str, value: object, kind: Any = TrainingArguments) -> Action:
+    """Make arguments, and change a setting afterwards."""
+
+    def action(folder: Path) -> Any:
+        args = arguments(folder, kind)
+        setattr(args, name, value)
+        return args
+
+    return action
 
 
-def with_optimizer(folder: Path, recipe: str = "tiling", **settings: Callable[[nn.Module], object]) -> None:
-    """Train with an optimizer that was not made by LongContext."""
-    made = model()
-    given = {name: make(made) for name, make in settings.items()}
-    LongTrainer(made, arguments(folder, recipe=recipe), train_dataset=rows(), **given).train()
+def of_class(kind: type, **settings: Any) -> Callable[[object], tuple[type, dict[str, Any]]]:
+    return lambda _: (kind, {"lr": 0.1, **settings})
 
 
-NO_CHECKPOINTING = {"gradient_checkpointing": False, "activation_checkpointing": False}
-
+UNUSED = "of Own with LongContext ... leave it out"
+NOT_COMPARED = "... use Trainer or SFTTrainer"
 NO_RECIPE = "training arguments without a recipe: make them by lab.hf.arguments ... SFTConfig for SFTTrainer"
 
-TRAINERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "dpo": (of_trainer(DPOTrainer), "LongContext with DPOTrainer ... use Trainer or SFTTrainer"),
-    "grpo": (of_trainer(GRPOTrainer), "LongContext with GRPOTrainer ... use Trainer or SFTTrainer"),
-    "no arguments": (lambda _: LongTrainer(model()), "no arguments: make them by lab.hf.arguments"),
-    "plain arguments": (
-        lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder)), NO_RECIPE
-    ),
-    "plain arguments of trl": (
-        lambda folder: LongSFTTrainer(
-            model(), plain_arguments(SFTConfig, folder, bf16=False, **NO_CHECKPOINTING)
-        ),
-        NO_RECIPE,
-    ),
-    "autocast": (
-        lambda folder: LongTrainer(model(), plain_arguments(TrainingArguments, folder, bf16=True)), NO_RECIPE
-    ),
-    "a loss": (with_settings(compute_loss_func=lambda *_: 0), "compute_loss_func ... leave it out"),
-    "a loss by its place": (
-        lambda folder: LongTrainer(
-            model(), arguments(folder), None, rows(), None, None, None, lambda *_: 0
-        ),
-        "compute_loss_func ... leave",
-    ),
-    "metrics": (with_settings(compute_metrics=lambda _: {}), "compute_metrics ... leave it out"),
-    "a model to be made": (
-        lambda folder: LongTrainer(args=arguments(folder), model_init=model), "model_init ... give the model"
-    ),
-    "the parallelism of another": (
-        lambda folder: LongTrainer(
-            model(), arguments(folder, parallelism_config=ParallelismConfig(cp_size=2, tp_size=3))
-        ),
-        "parallelism_config of cp_size=2, sp_size=1, tp_size=3 ... leave it out",
-    ),
-    "no such recipe": (
-        lambda folder: LongTrainer(model(), arguments(folder, recipe="upipes")), "upipes"
-    ),
-    "degrees that ranks do not have": (
-        lambda folder: LongTrainer(model(), arguments(folder, knobs={"ulysses": 2})), "ulysses=2 ... 1 rank"
-    ),
-    "batches without labels": (
-        lambda folder: LongTrainer(
-            model(), arguments(folder), train_dataset=[{"input_ids": row["input_ids"]} for row in rows()]
-        ).train(),
-        "batches without labels: give a collator for language modeling",
-    ),
-    "another loss": (overriding("compute_loss"), "compute_loss of Own with LongContext ... leave it out"),
-    "another step": (overriding("training_step"), "training_step of Own with LongContext ... leave it out"),
-    "a trainer before LongContext": (
-        lambda _: type("Long", (Trainer, lab.hf.LongContext), {}), "Long ... write LongContext first"
-    ),
-    "parameters that the recipe replaces": (
-        lambda folder: with_optimizer(folder, recipe="fsdp", optimizers=adamw_of_whole_parameters),
-        "an optimizer that was made before the recipe ... leave it out, and set learning_rate",
-    ),
-    "sgd": (
-        lambda folder: with_optimizer(
-            folder, optimizer_cls_and_kwargs=lambda _: (torch.optim.SGD, {"lr": 0.1})
-        ),
-        "the optimizer SGD with a recipe ... give torch.optim.AdamW",
-    ),
-    "amsgrad": (
-        lambda folder: with_optimizer(
-            folder, optimizer_cls_and_kwargs=lambda _: (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True})
-        ),
-        "AdamW with amsgrad=True ... set amsgrad=False",
-    ),
-    "what the recipe was applied to, too early": (
-        lambda folder: LongTrainer(model(), arguments(folder)).applied,
-        "has not applied its recipe yet: call train or evaluate before",
-    ),
-    "another loss of trl": (
-        lambda folder: LongSFTTrainer(
-            model(),
-            setting(arguments(folder, SFTConfig), "loss_type", "dft"),
-            train_dataset=Dataset.from_list(rows()),
-            processing_class=tokenizer(),
-        ),
-        "loss_type='dft'",
-    ),
-}  # fmt: skip
-
-
-def setting(args: Any, name: str, value: object) -> Any:
-    setattr(args, name, value)
-    return args
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_trainers(name: str, tmp_path: Path) -> None:
-    action, words = TRAINERS[name]
-    refused(words, lambda: action(tmp_path))
+TRAINERS: list[tuple[str, Action]] = [
+    ("int8 ... quantized ... load the model without quantization", training(lambda: changed(quantize))),
+    ("bitsandbytes.nn.modules.Linear4bit ... replace it", training(lambda: changed(make_bitsandbytes))),
+    ("loss_function of its own ... build the model again, and leave it out",
+     training(lambda: changed(lambda one: setattr(one, "loss_function", torch.sum)))),
+    ("prompt and prefix tuning are not supported; use LoRA",
+     training(lambda: adapted(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)))),
+    (f"LongContext with DPOTrainer {NOT_COMPARED}", declared(lab.hf.LongContext, DPOTrainer)),
+    (f"LongContext with GRPOTrainer {NOT_COMPARED}", declared(lab.hf.LongContext, GRPOTrainer)),
+    (f"compute_loss {UNUSED}", overriding("compute_loss")),
+    (f"training_step {UNUSED}", overriding("training_step")),
+    ("Long ... write LongContext first", declared(Trainer, lab.hf.LongContext)),
+    ("no arguments: make them by lab.hf.arguments", trainer(lambda _: None)),
+    (NO_RECIPE, trainer(plain())),
+    (NO_RECIPE, trainer(plain(bf16=True))),
+    (NO_RECIPE, trainer(plain(SFTConfig, activation_checkpointing=False, bf16=False), LongSFTTrainer)),
+    ("compute_loss_func ... leave it out", trainer(compute_loss_func=lambda *_: 0)),
+    ("compute_loss_func ... leave it out",
+     lambda folder: LongTrainer(model(), arguments(folder), None, rows(), None, None, None, lambda *_: 0)),
+    ("compute_metrics ... leave it out", trainer(compute_metrics=lambda _: {})),
+    ("preprocess_logits_for_metrics ... leave it out", trainer(preprocess_logits_for_metrics=max)),
+    ("model_init ... give the model", trainer(model=None, model_init=model)),
+    ("parallelism_config of cp_size=2, sp_size=1, tp_size=3 ... leave it out",
+     lambda folder: trainer(made(parallelism_config=ParallelismConfig(cp_size=2, tp_size=3)))(folder)),
+    ("upipes", trainer(made(recipe="upipes"))),
+    ("ulysses=2 ... 1 rank", trainer(made(knobs={"ulysses": 2}))),
+    ("label_smoothing_factor=0.1", trainer(with_setting("label_smoothing_factor", 0.1))),
+    ("loss_type='dft'",
+     lambda folder: trainer(
+         with_setting("loss_type", "dft", SFTConfig), LongSFTTrainer,
+         train_dataset=Dataset.from_list(rows()), processing_class=tokenizer())(folder)),
+    ("batches without labels: give a collator for language modeling",
+     training(data=[{"input_ids": row["input_ids"]} for row in rows()])),
+    ("an optimizer that was made before the recipe ... leave it out, and set learning_rate",
+     training(recipe="fsdp", optimizers=lambda one: (torch.optim.AdamW(one.parameters()), None))),
+    ("the optimizer SGD with a recipe ... give torch.optim.AdamW",
+     training(optimizer_cls_and_kwargs=of_class(torch.optim.SGD))),
+    ("AdamW with amsgrad=True ... set amsgrad=False",
+     training(optimizer_cls_and_kwargs=of_class(torch.optim.AdamW, amsgrad=True))),
+    ("has not applied its recipe yet: call train or evaluate before",
+     lambda folder: LongTrainer(model(), arguments(folder)).applied),
+]  # fmt: skip
 
 
 # ---- batches ---------------------------------------------------------------------------------------------
@@ -486,51 +353,33 @@ MASK[1, 5:] = 0
 LABELS = IDS.masked_fill(MASK == 0, -100)
 BATCH = {"input_ids": IDS, "labels": LABELS, "attention_mask": MASK}
 
-BATCHES = {
-    "no labels": ({"labels": None}, "a batch without labels ... collator for language modeling"),
-    "embeddings": (
-        {"inputs_embeds": IDS},
-        "a batch with inputs_embeds, which a recipe does not give to the model: it gives input_ids, labels, "
-        "attention_mask and position_ids alone; leave inputs_embeds out of the rows and of what the collator",
-    ),
-    "types of tokens": (
-        {"token_type_ids": torch.zeros_like(IDS)},
-        "a batch with token_type_ids, which ... out of the rows ... tokenizer takes return_token_type_ids=F",
-    ),
-    "lengths of packed rows": (
-        {"cu_seq_lens_q": IDS},
-        "a batch with cu_seq_lens_q and without position_ids ... return_position_ids=True",
-    ),
-    "labels that are no whole numbers": (
-        {"labels": LABELS.float()}, "labels in torch.float32: give whole numbers, those of the tokens"
-    ),
-    "labels of another shape": ({"labels": IDS[:, 1:]}, "labels of shape [2, 6]: give two of shape"),
-    "padding at the beginning": (
-        {"attention_mask": MASK.flip(1), "labels": IDS.masked_fill(MASK.flip(1) == 0, -100)},
-        "attention_mask of row 1 has padding before a token ... tokenizer.padding_side='right'",
-    ),
-    "labels on padding": ({"labels": IDS}, "labels on padding: give -100 there"),
-    "positions that skip": (
-        {"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7]])},
-        "position_ids of row 0 have 4 at token 3: give positions that count from 0 in each document",
-    ),
-    "labels across documents": (
-        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])},
-        "labels at the first token of a document ... give -100 there",
-    ),
-    "a token after the vocabulary": (
-        {"input_ids": IDS + VOCABULARY - 13}, "token 101: the model's vocabulary ends at 100; take the"
-    ),
-    "a token before the vocabulary": ({"input_ids": IDS - 3}, "token -3: the model's vocabulary ends at 100"),
-    "labels after the vocabulary": (
-        {"labels": LABELS.masked_fill(LABELS == 3, VOCABULARY)}, "labels outside of 0 to 100: give tokens"
-    ),
-    "labels with another sign": ({"labels": LABELS.masked_fill(LABELS == -100, -1)}, "or -100 where nothing"),
-}  # fmt: skip
-
 
 def part_of(batch: dict[str, Any]) -> Any:
     return shard_rows(batch, ulysses=2, ring=1, index=1, vocab_size=VOCABULARY, sequence=None, everyone=None)
+
+
+def batch(**more: Any) -> Action:
+    return lambda _: part_of(BATCH | more)
+
+
+BATCHES = [
+    ("a batch without labels ... collator for language modeling", batch(labels=None)),
+    ("the batch has inputs_embeds; with a recipe the model gets only input_ids, labels, attention_mask and "
+     "position_ids: remove inputs_embeds from the rows or the collator", batch(inputs_embeds=IDS)),
+    ("the batch has token_type_ids; ... from the rows ... tokenizer takes return_token_type_ids=F",
+     batch(token_type_ids=torch.zeros_like(IDS))),
+    ("labels in torch.float32: give whole numbers, those of the tokens", batch(labels=LABELS.float())),
+    ("labels of shape [2, 6]: give two of shape", batch(labels=IDS[:, 1:])),
+    ("attention_mask of row 1 has padding before a token ... tokenizer.padding_side='right'",
+     batch(attention_mask=MASK.flip(1), labels=IDS.masked_fill(MASK.flip(1) == 0, -100))),
+    ("labels on padding: give -100 there", batch(labels=IDS)),
+    ("position_ids of row 0 have 4 at token 3: give positions that count from 0 in each document",
+     batch(position_ids=torch.tensor([[0, 1, 2, 4, 5, 6, 7]]))),
+    ("token 101: the model's vocabulary ends at 100; take the", batch(input_ids=IDS + VOCABULARY - 13)),
+    ("token -3: the model's vocabulary ends at 100", batch(input_ids=IDS - 3)),
+    ("labels outside of 0 to 100: give tokens", batch(labels=LABELS.masked_fill(LABELS == 3, VOCABULARY))),
+    ("or -100 where nothing", batch(labels=LABELS.masked_fill(LABELS == -100, -1))),
+]  # fmt: skip
 
 
 def test_a_batch_that_is_right() -> None:
@@ -540,12 +389,6 @@ def test_a_batch_that_is_right() -> None:
     assert part["shifted_labels"].tolist() == [[5, 6, -100, -100], [-100] * 4]
     assert part["position_ids"].tolist() == [[4, 5, 6, 7]]
     assert part["padding"] == 1
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_batches(name: str) -> None:
-    changed, words = BATCHES[name]
-    refused(words, lambda: part_of({**BATCH, **changed}))
 
 
 def test_labels_that_a_collator_has_shifted() -> None:
@@ -562,108 +405,78 @@ def test_labels_that_a_collator_has_shifted() -> None:
 # ---- accelerate ------------------------------------------------------------------------------------------
 
 
-def accelerator(**settings: Any) -> Any:
+def accelerator(parallelism: Any = None, precision: str = "no", fsdp: Any = None, **plugins: Any) -> Any:
     """What check_parallelism reads of an accelerator, of which a process without GPUs would make few."""
-    fields = {"parallelism_config": None, "mixed_precision": "no", **settings}
-    plugins = {name: fields.pop(name) for name in list(fields) if name.endswith("plugin")}
-    return SimpleNamespace(state=SimpleNamespace(**plugins), **fields)
+    if fsdp is not None:
+        settings = {"fsdp_version": 2, "reshard_after_forward": True, **fsdp}
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(**settings)
+    if isinstance(parallelism, dict):
+        parallelism = ParallelismConfig(**parallelism)
+    state = SimpleNamespace(**plugins)
+    return SimpleNamespace(state=state, parallelism_config=parallelism, mixed_precision=precision)
 
 
-def plugin(**settings: Any) -> Any:
-    return FullyShardedDataParallelPlugin(**{"fsdp_version": 2, "reshard_after_forward": True, **settings})
+def checked(recipe: Recipe, **settings: Any) -> Action:
+    return lambda _: check_parallelism(recipe, accelerator(**settings))
 
 
 SHARED = Recipe(fsdp=True, ulysses=2)
 OWN = Recipe(fsdp=True)
+IN_BF16 = Recipe(compute_dtype="bfloat16")
 
-ACCELERATORS: dict[str, tuple[Recipe, Callable[[], Any], str]] = {
-    "tensor parallelism": (
-        SHARED,
-        lambda: accelerator(parallelism_config=ParallelismConfig(tp_size=2)),
-        "tp_size=2 in the parallelism_config together with a recipe ... leave it out",
-    ),
-    "ulysses of deepspeed": (
-        SHARED,
-        lambda: accelerator(parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed")),
-        "sp_size=2 in the parallelism_config together with a recipe ... leave it out",
-    ),
-    "more ranks": (
-        SHARED,
-        lambda: accelerator(parallelism_config=ParallelismConfig(cp_size=4)),
-        "cp_size=4 ... ulysses=2, ring=1: 2 ranks share a sequence; give lab.hf.parallelism(recipe, ranks)",
-    ),
-    "none": (SHARED, accelerator, "cp_size=1 ... give lab.hf.parallelism(recipe, ranks)"),
-    "deepspeed": (
-        OWN, lambda: accelerator(deepspeed_plugin=object()), "DeepSpeed's engine ... fsdp=True in the recipe"
-    ),
-    "autocast": (
-        OWN,
-        lambda: accelerator(mixed_precision="bf16"),
-        "mixed_precision='bf16' ... compute_dtype='bfloat16' in the recipe, or set mixed_precision='no'",
-    ),
-    "fp8": (
-        Recipe(compute_dtype="bfloat16"), lambda: accelerator(mixed_precision="fp8"), "='fp8' ... use bf16"
-    ),
-    "context parallelism of accelerate": (
-        SHARED,
-        lambda: accelerator(parallelism_config=ParallelismConfig(cp_size=2)),
-        "cp_size=2 ... ulysses=2, ring=1: 2 ranks share a sequence; give lab.hf.parallelism(recipe, ranks)",
-    ),
-    "compile": (
-        OWN,
-        lambda: accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor")),
-        "dynamo_backend='INDUCTOR' with a recipe ... compile='tiles' in the recipe",
-    ),
-    "fsdp and none": (
-        Recipe(),
-        lambda: accelerator(fsdp_plugin=plugin()),
-        "accelerate's FSDP together with a recipe of fsdp=False ... set fsdp=True",
-    ),
-    "fsdp of version 1": (
-        OWN,
-        lambda: accelerator(fsdp_plugin=plugin(fsdp_version=1, reshard_after_forward="FULL_SHARD")),
-        "FSDP version 1 ... use version 2"
-    ),
-    "checkpointing of fsdp": (
-        OWN,
-        lambda: accelerator(fsdp_plugin=plugin(activation_checkpointing=True)),
-        "activation_checkpointing=True of accelerate's FSDP ... leave it out",
-    ),
-    "offload of fsdp": (
-        OWN,
-        lambda: accelerator(fsdp_plugin=plugin(cpu_offload=True)),
-        "cpu_offload= ... of accelerate's FSDP ... leave it out",
-    ),
-    "whole parameters after forward": (
-        OWN,
-        lambda: accelerator(fsdp_plugin=plugin(reshard_after_forward=False)),
-        "reshard_after_forward=False of accelerate's FSDP ... leave it out",
-    ),
-}  # fmt: skip
+OTHER_RANKS = "ulysses=2, ring=1: 2 ranks share a sequence; give lab.hf.parallelism(recipe, ranks)"
+NOT_OURS = "of accelerate's FSDP ... leave it out"
+
+ACCELERATORS = [
+    ("tp_size=2 in the parallelism_config together with a recipe ... leave it out; the lab has no tensor "
+     "parallelism: use fsdp=true for the parameters, ulysses and head_chunk for attention, mlp_tile for the "
+     "MLPs",
+     checked(SHARED, parallelism={"tp_size": 2})),
+    ("dp_replicate_size=2 in the parallelism_config with replicas=1 ... set replicas in the recipe, and "
+     "leave it out", checked(OWN, parallelism={"dp_replicate_size": 2})),
+    ("sp_size=2 in the parallelism_config together with a recipe ... leave it out",
+     checked(SHARED, parallelism={"sp_size": 2, "sp_backend": "deepspeed"})),
+    (f"cp_size=4 ... {OTHER_RANKS}", checked(SHARED, parallelism={"cp_size": 4})),
+    # Accelerate's own context parallelism, for as many ranks.
+    (f"cp_size=2 ... {OTHER_RANKS}", checked(SHARED, parallelism={"cp_size": 2})),
+    (f"cp_size=1 ... {OTHER_RANKS}", checked(SHARED)),
+    ("DeepSpeed's engine ... fsdp=True in the recipe", checked(OWN, deepspeed_plugin=object())),
+    ("mixed_precision='bf16' ... compute_dtype='bfloat16' in the recipe, or set mixed_precision='no'",
+     checked(OWN, precision="bf16")),
+    ("='fp8' ... use bf16", checked(IN_BF16, precision="fp8")),
+    ("dynamo_backend='INDUCTOR' with a recipe ... compile='tiles' in the recipe",
+     checked(OWN, dynamo_plugin=TorchDynamoPlugin(backend="inductor"))),
+    ("accelerate's FSDP together with a recipe of fsdp=False ... set fsdp=True", checked(Recipe(), fsdp={})),
+    ("FSDP version 1 ... use version 2",
+     checked(OWN, fsdp={"fsdp_version": 1, "reshard_after_forward": "FULL_SHARD"})),
+    (f"activation_checkpointing=True {NOT_OURS}", checked(OWN, fsdp={"activation_checkpointing": True})),
+    (f"cpu_offload= ... {NOT_OURS}", checked(OWN, fsdp={"cpu_offload": True})),
+    (f"reshard_after_forward=False {NOT_OURS}", checked(OWN, fsdp={"reshard_after_forward": False})),
+    ("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda _: lab.hf.parallelism(SHARED, 5)),
+    ("recipe='upipe' without a model ... give model, such", lambda _: lab.hf.parallelism("upipe", 2)),
+    ("recipe='upipe' without tokens ... tokens='128K'",
+     lambda _: lab.hf.apply(model(), "upipe", Accelerator(cpu=True))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACCELERATORS)
-def test_accelerators(name: str) -> None:
-    recipe, make, words = ACCELERATORS[name]
-    refused(words, lambda: check_parallelism(recipe, make()))
+@pytest.mark.parametrize(("words", "action"), ARGUMENTS + LAUNCHED + TRAINERS + BATCHES + ACCELERATORS)
+def test_what_is_refused(words: str, action: Action, tmp_path: Path) -> None:
+    refused(words, lambda: action(tmp_path))
 
 
 def test_an_accelerator_that_is_right() -> None:
-    check_parallelism(SHARED, accelerator(parallelism_config=lab.hf.parallelism(SHARED, 6)))
-    check_parallelism(OWN, accelerator(fsdp_plugin=plugin()))
-    check_parallelism(Recipe(compute_dtype="bfloat16"), accelerator(mixed_precision="bf16"))
+    check_parallelism(SHARED, accelerator(lab.hf.parallelism(SHARED, 6)))
+    check_parallelism(OWN, accelerator(fsdp={}))
+    check_parallelism(IN_BF16, accelerator(precision="bf16"))
     assert lab.hf.parallelism(OWN, 6) is None
-    refused("ulysses=2 x ring=1 on 5 ranks ... must divide the ranks", lambda: lab.hf.parallelism(SHARED, 5))
 
 
 def test_the_name_of_a_recipe() -> None:
-    made, found = model(), Accelerator(cpu=True)
-    for of in made, made.config:
+    one = model()
+    for of in one, one.config:
         assert lab.hf.parallelism("upipe", 2, model=of).cp_size == 2
-    refused("recipe='upipe' without a model ... give model, such", lambda: lab.hf.parallelism("upipe", 2))
-    refused("recipe='upipe' without tokens ... tokens='128K'", lambda: lab.hf.apply(made, "upipe", found))
-    applied = lab.hf.apply(made, "upipe", found, tokens="4K")
-    assert applied.recipe == lab.ladder(made.config, 1, 4096, compute_dtype=None)["upipe"]
+    applied = lab.hf.apply(one, "upipe", Accelerator(cpu=True), tokens="4K")
+    assert applied.recipe == lab.ladder(one.config, 1, 4096, compute_dtype=None)["upipe"]
 
 
 def test_rows_of_several_lengths_with_dynamic_frequencies() -> None:
@@ -679,8 +492,9 @@ def test_rows_of_several_lengths_with_dynamic_frequencies() -> None:
 
 def test_adapters_with_accelerates_fsdp() -> None:
     found = Accelerator(cpu=True)
-    found.state.fsdp_plugin = plugin()
-    refused("FSDP with a PeftModel ... leave accelerate's FSDP", lambda: lab.hf.apply(adapters(), OWN, found))
+    found.state.fsdp_plugin = accelerator(fsdp={}).state.fsdp_plugin
+    one = adapted(LoraConfig(target_modules=["q_proj"]))
+    refused("FSDP with a PeftModel ... leave accelerate's FSDP", lambda: lab.hf.apply(one, OWN, found))
 
 
 def test_a_scheduler_that_accelerate_prepares() -> None:
@@ -699,7 +513,7 @@ def test_a_scheduler_that_accelerate_prepares() -> None:
 def test_an_optimizer_that_was_made_before_the_recipe() -> None:
     """Its parameters have no gradients, and it would train nothing."""
     words = "an optimizer that was made before the recipe ... after the recipe was applied"
-    for recipe in OWN, Recipe(compute_dtype="bfloat16"):
+    for recipe in OWN, IN_BF16:
         found, made = Accelerator(cpu=True), model()
         found.prepare(torch.optim.AdamW(made.parameters()))
         refused(words, lambda made=made, recipe=recipe, found=found: lab.hf.apply(made, recipe, found))
@@ -758,6 +572,7 @@ def _read_ahead(steps: int, accumulate: bool, micro_batches: int) -> int:
     return len(taken)
 
 
+@pytest.mark.long
 def test_an_update_that_ends_at_another_micro_batch() -> None:
     words = " an update of which 1 counted micro-batches are left ... accelerator.no_sync(model) around"
     refused("accelerator.accumulate ends" + words, lambda: read_ahead(2))
@@ -779,23 +594,19 @@ def test_an_evaluation_ends_no_update() -> None:
     assert not applied.outstanding
 
 
-def test_a_model_of_replicas_that_is_given_another_recipe(tmp_path: Path) -> None:
-    """DDP combined the gradients, and the arguments leave it out."""
-    made = model()
-    lab.apply_recipe(made, Recipe(), mesh_of_all(Accelerator(cpu=True)))
-    made.lab_sharding = "accelerate"
-    trainer = LongTrainer(made, arguments(tmp_path, recipe=OWN), train_dataset=rows())
-    refused("DDP keeps replicas equal, and arguments with ... fsdp=True ... fsdp=False", trainer.train)
-
-
 def test_a_model_that_was_given_another_recipe(tmp_path: Path) -> None:
-    made = model()
-    lab.apply_recipe(made, Recipe(), mesh_of_all(Accelerator(cpu=True)))
-    made.forward.sequence = (2, 3)
-    trainer = LongTrainer(made, arguments(tmp_path), train_dataset=rows())
-    refused("ulysses=2, ring=3, and arguments with one of ulysses=1, ring=1", trainer.train)
+    """Its degrees are others; or DDP combined the gradients, and the arguments leave DDP out."""
+    one = model()
+    lab.apply_recipe(one, Recipe(), mesh_of_all(Accelerator(cpu=True)))
+    one.lab_sharding = "accelerate"
+    words = "DDP keeps replicas equal, and arguments with ... fsdp=True ... fsdp=False"
+    refused(words, lambda: training(lambda: one, recipe=OWN)(tmp_path))
+    one.forward.sequence = (2, 3)
+    words = "ulysses=2, ring=3, and arguments with one of ulysses=1, ring=1"
+    refused(words, lambda: training(lambda: one)(tmp_path))
 
 
+@pytest.mark.long
 def test_a_package_of_the_extra_that_is_not_installed_is_named():
     """In a new process, because this one has imported it."""
     code = "import sys; sys.modules['accelerate'] = None; import lab.hf; lab.hf.LongContext"

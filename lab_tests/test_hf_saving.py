@@ -16,7 +16,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from cluster.ranks import Cluster
@@ -25,10 +24,10 @@ from lab.hf.ranks import fresh_process
 from lab.hf.saving import FOLDER, GROUPS, load_optimizer, load_whole_state, whole_state
 from lab_tests.support import killed_training
 from lab_tests.support.small_trainings import Case, long_trainer, model, plain_trainer
-from lab_tests.support.trainers import launch
+from lab_tests.support.trainers import launch, whole
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     # PEFT asks a model for what transformers is about to call otherwise.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
@@ -45,6 +44,13 @@ CASES = {
     "full": Case(dtype="float32", steps=STEPS, settings=SETTINGS, accumulate=2),
     "adapters": Case(dtype="float32", steps=STEPS, settings=SETTINGS, lora=True),
     "streamed": Case("streamed", dtype="float32", steps=STEPS, settings=SETTINGS),
+    "replicas": Case(
+        "ulysses",
+        knobs={"ulysses": 2, "ring": 1, "replicas": 2},
+        dtype="float32",
+        steps=STEPS,
+        settings=SETTINGS,
+    ),
     "ddp": Case("tiling", knobs={"fsdp": False}, dtype="float32", steps=STEPS, settings=SETTINGS),
 }
 ON_OTHER_RANKS = Case(steps=STEPS, settings=SETTINGS)
@@ -72,11 +78,7 @@ def trained(trainer: Any, resume: str | None = None) -> Training:
     return Training(logs, whole(trainer.model))
 
 
-def whole(trained: Any) -> dict[str, Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in trained.state_dict().items()
-    }
+OnRanks = list[dict[str, dict[str, Any]]]
 
 
 def on_ranks(folder: Path) -> dict[str, dict[str, Any]]:
@@ -110,7 +112,7 @@ def of_one(folder: Path) -> Training:
 
 
 @pytest.fixture(scope="module")
-def on_four(ranks4: Cluster, of_one: Training, folder: Path) -> list[dict[str, dict[str, Any]]]:
+def on_four(ranks4: Cluster, of_one: Training, folder: Path) -> OnRanks:
     return launch(ranks4, 4, on_ranks, folder)
 
 
@@ -169,9 +171,7 @@ def check_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_steps_after_a_resume_are_those_of_the_unbroken_training(
-    name: str, on_four: list[dict[str, dict[str, Any]]]
-) -> None:
+def test_the_steps_after_a_resume_are_those_of_the_unbroken_training(name: str, on_four: OnRanks) -> None:
     unbroken = on_four[0]["unbroken"][name]
     assert list(unbroken.logs) == [1, 2, 3, 4, 5]
     assert len(set(unbroken.logs.values())) == STEPS
@@ -181,18 +181,14 @@ def test_the_steps_after_a_resume_are_those_of_the_unbroken_training(
 
 
 @pytest.mark.parametrize("name", ["full", "ddp"])
-def test_a_model_is_saved_as_a_plain_checkpoint(
-    name: str, folder: Path, on_four: list[dict[str, dict[str, Any]]]
-) -> None:
+def test_a_model_is_saved_as_a_plain_checkpoint(name: str, folder: Path, on_four: OnRanks) -> None:
     for saved in "saved", "by the model":
         loaded = LlamaForCausalLM.from_pretrained(folder / name / saved)
         assert loaded.config.architectures == ["LlamaForCausalLM"]
         check_equal(loaded.state_dict(), on_four[0]["unbroken"][name].weights)
 
 
-def test_adapters_are_saved_as_peft_saves_them(
-    folder: Path, on_four: list[dict[str, dict[str, Any]]]
-) -> None:
+def test_adapters_are_saved_as_peft_saves_them(folder: Path, on_four: OnRanks) -> None:
     for saved in "saved", "by the model":
         files = {path.name for path in (folder / "adapters" / saved).glob("*.safetensors")}
         assert files == {"adapter_model.safetensors"}
@@ -202,9 +198,7 @@ def test_adapters_are_saved_as_peft_saves_them(
 
 
 @pytest.mark.parametrize("name", BEST_FIRST)
-def test_the_best_model_is_loaded_at_the_end(
-    name: str, folder: Path, on_four: list[dict[str, dict[str, Any]]]
-) -> None:
+def test_the_best_model_is_loaded_at_the_end(name: str, folder: Path, on_four: OnRanks) -> None:
     losses, after, weights = on_four[0]["best"][name]
     assert losses[0] > losses[1] > losses[2]
     assert after == losses[0]
@@ -223,19 +217,14 @@ def check_close(found: Training, right: Training) -> None:
         assert found.logs[step][2] == rate
 
 
-def test_one_rank_goes_on_from_what_four_wrote(
-    folder: Path, of_one: Training, on_four: list[dict[str, dict[str, Any]]]
-) -> None:
-    with fresh_process():
-        trainer = long_trainer(ON_OTHER_RANKS, folder / "of four")
-        check_close(trained(trainer, str(folder / "of four" / "checkpoint-3")), of_one)
-
-
-def test_four_ranks_go_on_from_what_one_wrote(
-    of_one: Training, on_four: list[dict[str, dict[str, Any]]]
+def test_four_ranks_go_on_from_what_one_wrote_and_one_from_what_four_wrote(
+    folder: Path, of_one: Training, on_four: OnRanks
 ) -> None:
     for rank in on_four:
         check_close(rank["other"]["one"], of_one)
+    with fresh_process():
+        trainer = long_trainer(ON_OTHER_RANKS, folder / "of four")
+        check_close(trained(trainer, str(folder / "of four" / "checkpoint-3")), of_one)
 
 
 def test_a_checkpoint_without_the_optimizer_is_refused(

@@ -17,10 +17,9 @@ import torch.distributed as dist
 import trl.scripts.sft
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import lab.hf
 from cluster.ranks import Cluster
@@ -28,11 +27,11 @@ from lab.hf.ranks import fresh_process
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm
 from lab.techniques.rope import apply_rope
-from lab_tests.support.small_trainings import VOCABULARY, Case, collate, model, rows
+from lab_tests.support.small_trainings import VOCABULARY, Case, collate, model, rows, tokenizer
 from lab_tests.support.trainers import launch
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     # TRL's default is named by what transformers has renamed.
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
     # PEFT asks a model for what transformers is about to call otherwise.
@@ -86,11 +85,7 @@ PROMPT_ALONE = 1
 def write_inputs(folder: Path) -> None:
     """Write a model with its tokenizer, and rows of 13, 17, 9 and 20 tokens."""
     model(Case(dtype="float32")).save_pretrained(folder / "model")
-    words = Tokenizer(models.WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(
-        folder / "model"
-    )
+    tokenizer().save_pretrained(folder / "model")
     generator, lines = torch.Generator().manual_seed(3), []
     for row, length in enumerate((13, 17, 9, 20)):
         ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
@@ -180,13 +175,11 @@ def loop(
 def loop_with_a_recipe(folder: Path, out: Path, precision: str) -> list[float]:
     """Runs on ranks."""
     config = lab.hf.parallelism("upipe", RANKS, model=str(folder / "model"))
-    return loop(
-        folder,
-        out,
-        precision,
-        {"parallelism_config": config},
-        lambda trained, accelerator: lab.hf.apply(trained, "upipe", accelerator, tokens=TOKENS),
-    )
+
+    def change(trained: Any, accelerator: Accelerator) -> None:
+        lab.hf.apply(trained, "upipe", accelerator, tokens=TOKENS)
+
+    return loop(folder, out, precision, {"parallelism_config": config}, change)
 
 
 @pytest.mark.parametrize(("precision", "near"), [("no", 1e-5), ("bf16", 1e-2)])

@@ -1,15 +1,17 @@
 """The callback that shows the memory of a Trainer's step: losses, files, logs, and what is refused."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -17,19 +19,20 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 import lab.hf
 from lab.errors import LabError
 from lab.hf import timeline as module
+from lab.hf.ranks import fresh_process
 from lab.memory.timeline import Timeline
 from lab.show.live import timeline as live_timeline
 from lab.show.live import widget as live_widget
 from lab_tests.support.models import small_config
+from lab_tests.support.small_trainings import QUIET, LongTrainer
 
 ROWS, TOKENS = 2, 20
 
 
 @pytest.fixture(autouse=True)
-def _own_group() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _own_process() -> Iterator[None]:
+    with fresh_process():
+        yield
 
 
 def small_model() -> LlamaForCausalLM:
@@ -37,28 +40,18 @@ def small_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(small_config())
 
 
-def trainer(
-    folder: Path, *callbacks: TrainerCallback, recipe: Any = None, model: Any = None, **settings: Any
-) -> Trainer:
+def trainer(folder: Path, *callbacks: TrainerCallback, recipe: Any = None, **settings: Any) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 101, (TOKENS,), generator=generator) for _ in range(24)]
     data = [{"input_ids": row, "labels": row} for row in rows]
-    settings = {
-        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": ROWS, "logging_steps": 1,
-        "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **settings,
-    }  # fmt: skip
+    common = {"output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": ROWS, **QUIET}
+    settings = {**common, **settings}
     if recipe is None:
         kind, args = Trainer, TrainingArguments(**settings)
     else:
-        kind = type("LongTrainer", (lab.hf.LongContext, Trainer), {})
+        kind = LongTrainer
         args = lab.hf.arguments(TrainingArguments, recipe=recipe, tokens=TOKENS, bf16=False, **settings)
-    return kind(
-        small_model() if model is None else model,
-        args,
-        train_dataset=data,
-        eval_dataset=data[:3],
-        callbacks=list(callbacks),
-    )
+    return kind(small_model(), args, train_dataset=data, eval_dataset=data[:3], callbacks=list(callbacks))
 
 
 def logged(trained: Trainer, name: str) -> dict[int, float]:
@@ -77,6 +70,7 @@ def check_left(trained: Trainer) -> None:
 # ---- what it measures ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_plain_trainer_has_a_timeline_files_and_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,9 +93,9 @@ def test_a_plain_trainer_has_a_timeline_files_and_logs(
     timeline = callback.timeline
     assert timeline is not None
     # Two micro-batches, and no evaluation.
-    assert [(phase, step) for phase, step, *_ in timeline.spans()] == [
-        ("forward", 1), ("backward", 1), ("forward", 1), ("backward", 1), ("optimizer", 1),
-    ]  # fmt: skip
+    phases = [timeline.phases[phase] for phase, _ in groupby(timeline.phase.tolist())]
+    assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
+    assert set(timeline.step.tolist()) == {1}
     operators = [timeline.ops[op].name for op in timeline.op]
     assert operators.count("aten.embedding") == 2
     assert timeline.highest(module="model.layers.1.mlp").device > 0
@@ -189,16 +183,22 @@ class Failure(TrainerCallback):
             raise RuntimeError("failed in the middle")
 
 
-def test_an_error_in_the_step_passes_on_and_leaves_what_was_measured(tmp_path: Path) -> None:
-    callback = lab.hf.MemoryTimeline()
-    failing = trainer(tmp_path, callback, Failure(step=2))
+def fail(folder: Path, callback: lab.hf.MemoryTimeline) -> Trainer:
+    """Train until the second step fails; return the trainer."""
+    failing = trainer(folder, callback, Failure(step=2))
     with pytest.raises(RuntimeError, match=r"^failed in the middle$"):
         failing.train()
+    check_left(failing)
+    return failing
+
+
+def test_an_error_in_the_step_passes_on_and_leaves_what_was_measured(tmp_path: Path) -> None:
+    callback = lab.hf.MemoryTimeline()
+    failing = fail(tmp_path, callback)
     assert callback.timeline is not None
-    assert [phase for phase, *_ in callback.timeline.spans()] == ["forward", "backward", "optimizer"]
+    assert callback.timeline.phases == ("forward", "backward", "optimizer")
     stored = Timeline.from_json((tmp_path / "memory_timeline.json").read_text())
     assert stored.device_peak == callback.timeline.device_peak
-    check_left(failing)
     # The trainer can train again, and is measured again.
     failing.pop_callback(Failure)
     failing.train()
@@ -208,12 +208,9 @@ def test_an_error_in_the_step_passes_on_and_leaves_what_was_measured(tmp_path: P
 
 def test_an_error_in_another_step_leaves_nothing(tmp_path: Path) -> None:
     callback = lab.hf.MemoryTimeline(step=3)
-    failing = trainer(tmp_path, callback, Failure(step=2))
-    with pytest.raises(RuntimeError, match=r"^failed in the middle$"):
-        failing.train()
+    fail(tmp_path, callback)
     assert callback.timeline is None
     assert not (tmp_path / "memory_timeline.json").exists()
-    check_left(failing)
 
 
 def test_a_step_that_never_comes_is_a_warning(tmp_path: Path) -> None:
@@ -275,38 +272,46 @@ def test_a_step_is_one_number(step: Any) -> None:
         lab.hf.MemoryTimeline(step)
 
 
-def test_what_would_be_measured_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled(one: Any) -> Any:
+    return patch.object(one, "model_wrapped", torch.compile(one.model, backend="eager"))
+
+
+def of_fsdp(version: int) -> Callable[[Any], Any]:
+    plugin = SimpleNamespace(fsdp_version=version)
+    return lambda one: patch.dict(vars(one.accelerator.state), fsdp_plugin=plugin)
+
+
+def offloading(device: str) -> Callable[[Any], Any]:
+    args = {"n_gpu": 1, "torch_compile": False, "activation_offloading": True, "device": torch.device(device)}
+    return lambda one: patch.object(one, "args", SimpleNamespace(**args))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: patch.object(type(one.args), "n_gpu", 3), "one process that sees 3 GPUs: start one"),
+        (lambda one: patch.object(one, "is_deepspeed_enabled", True), "DeepSpeed's engine, .*: leave it out"),
+        (of_fsdp(1), "FSDP version 1, .*: use version 2"),
+        (compiled, "torch_compile=False"),
+        (offloading("cuda"), "activation_offloading=True: .*; set it to False"),
+        (of_fsdp(2), None),
+        (offloading("cpu"), None),
+    ],
+)
+def test_what_would_be_measured_wrongly_is_refused(
+    change: Callable[[Any], Any], words: str | None, tmp_path: Path
+) -> None:
+    one = trainer(tmp_path, lab.hf.MemoryTimeline())
+    module._check(one)
+    with change(one), pytest.raises(LabError, match=words) if words else nullcontext():
+        module._check(one)
+
+
+def test_two_of_them_are_refused(tmp_path: Path) -> None:
     twice = trainer(tmp_path, lab.hf.MemoryTimeline(), lab.hf.MemoryTimeline(step=3))
     with pytest.raises(LabError, match=r"^two MemoryTimelines in one trainer"):
         twice.train()
     check_left(twice)
-    one = trainer(tmp_path, lab.hf.MemoryTimeline())
-    module._check(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(type(one.args), "n_gpu", 3)
-        with pytest.raises(LabError, match="one process that sees 3 GPUs"):
-            module._check(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(one, "is_deepspeed_enabled", True)
-        with pytest.raises(LabError, match="DeepSpeed"):
-            module._check(one)
-    with monkeypatch.context() as patch:
-        plugin = SimpleNamespace(fsdp_version=1)
-        patch.setitem(one.accelerator.state.__dict__, "fsdp_plugin", plugin)
-        with pytest.raises(LabError, match="use version 2"):
-            module._check(one)
-        plugin.fsdp_version = 2
-        module._check(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(one, "model_wrapped", torch.compile(one.model, backend="eager"))
-        with pytest.raises(LabError, match="torch_compile=False"):
-            module._check(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(one.args, "activation_offloading", True, raising=False)
-        module._check(one)
-        patch.setattr(type(one.args), "device", torch.device("cuda"))
-        with pytest.raises(LabError, match="set it to False"):
-            module._check(one)
 
 
 def test_it_is_of_use_in_a_trainer_alone() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import lab
-from lab.bench.reference import build, config, gradients, loss_of
 from lab.errors import HostFileError
 from lab.memory.meter import Meter
 from lab.planning.host_folder import file_bytes
@@ -23,6 +22,7 @@ from lab.techniques.host_file import HostFile, HostFolder, file_system
 from lab.techniques.rope import apply_rope
 from lab.techniques.streaming.layer import apply_streaming
 from lab_tests.support.models import small_config
+from lab_tests.support.reference import build, config, gradients, loss_of
 
 PAGE = 4096
 
@@ -48,6 +48,7 @@ def backward(model):
     return gradients(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knobs", [{}, {"segment": 2}, {"attention": True}], ids=str)
 def test_gradients_are_bit_for_bit_those_without_the_file(folder, knobs):
     model = build(config("qwen3", 24, 6, layers=3))
@@ -220,7 +221,7 @@ MODEL = small_config(num_attention_heads=24, vocab_size=104)
 RECIPE = Recipe(fsdp=True, ulysses=2, head_chunk=8, checkpoint=True, offload="inputs", stream=24, segment=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_planned_bytes_are_measured_on_every_rank_and_losses_are_the_same(ranks4, digits, folder):
     model, recipe = MODEL, RECIPE
     settings = {"tokens": 64, "text": digits, "steps": 2, "cluster": ranks4}
@@ -241,6 +242,7 @@ def test_planned_bytes_are_measured_on_every_rank_and_losses_are_the_same(ranks4
     assert os.listdir(folder) == ["a"]
 
 
+@pytest.mark.long
 def test_a_rehearsal_measures_what_the_plan_has_on_disk(digits, folder):
     model, recipe = MODEL, RECIPE
     settings = {"tokens": 64, "ranks": 2, "text": digits, "machine": "cpu"}

@@ -10,23 +10,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
-from lab.bench.input_cases import EVERY_LINEAR, token_ids, with_lora
-from lab.bench.reference import config
 from lab.errors import RecipeError
 from lab.memory.meter import FROM_HOST, TO_HOST, Meter
 from lab.memory.timeline import Timeline
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE
-from lab.planning.plan import fake_model
 from lab.planning.start import start_of
-from lab.recipe.jobs import Job, Machine
+from lab.planning.whole_step import fake_model
+from lab.recipe.jobs import Job
 from lab.recipe.recipe import Recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import NoMeter, gradient_norm, train_step
 from lab.techniques.host_transfer import PinnedMemory
+from lab_tests.proofs.input_cases import EVERY_LINEAR, token_ids, with_lora
 from lab_tests.support.costs import FP32, RANKS, D, E, H, I, K, L, S, V, model_config, planned_costs
 from lab_tests.support.models import small_config
 from lab_tests.support.operators import Calls
 from lab_tests.support.recipes import EVERYTHING
+from lab_tests.support.reference import config
 from lab_tests.support.training import ROWS, TOKENS
 
 HOST = Recipe(fsdp=True, optimizer="host")
@@ -144,7 +144,7 @@ def bf16() -> Any:
     return models.build(config("llama")).bfloat16()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_training_is_the_same_bit_for_bit_and_no_operator_sees_both_memories(ranks4):
     everything = replace(EVERYTHING, compute_dtype="bfloat16")
@@ -183,12 +183,12 @@ def test_costs_are_the_copies_and_the_hosts_memory():
 
 def test_a_start_holds_no_state_on_the_device():
     job = Job("llama3-8b", HOST, 1024, 8)
-    moment = start_of(job, Machine(workspace=False), fake_model(job))
+    moment = start_of(job, fake_model(job), workspace=False)
     assert moment.device < 1024  # rope's frequencies
     assert moment.host / 2**30 == pytest.approx(3 * 3.74, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_with_the_optimizer_elsewhere(ranks4, digits, tmp_path):
     settings = {"tokens": TOKENS, "rows": ROWS, "text": digits, "cluster": ranks4, "compute_dtype": None}
     unbroken = lab.train(small_config(), "fsdp", steps=4, checkpoint=tmp_path / "one", every=2, **settings)

@@ -5,9 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
+
+from lab_tests.support.changed import reached_tests
+from lab_tests.support.long_run import third_of_day
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -18,7 +22,7 @@ README = (ROOT / "README.md").read_text()
     [
         ["-m", "ruff", "check"],
         ["-m", "ruff", "format", "--check"],
-        pytest.param(["-m", "mypy"], marks=pytest.mark.slow),
+        ["-m", "mypy"],
         ["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
     ],
     ids=["ruff", "format", "mypy", "layers"],
@@ -49,9 +53,38 @@ def test_no_test_imports_another_test():
         assert imports.findall(path.read_text()) == [], path
 
 
-def test_the_ci_runs_the_readmes_test_command():
+def test_each_long_test_has_one_day_in_three():
+    days = [third_of_day(range(11), date(2024, 2, 28) + timedelta(number)) for number in range(3)]
+    assert sorted(test for tests in days for test in tests) == list(range(11))
+
+
+def test_the_ci_runs_the_readmes_test_command_and_then_the_long_run():
     [command] = re.findall(r"^(pip install .* && pytest)$", README, re.M)
-    assert command in (ROOT / ".ci" / "run").read_text()
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == [command, "pytest -m long --third"]
+
+
+def test_a_change_reaches_the_tests_that_import_it():
+    schedule, support = "lab/techniques/upipe/schedule.py", "lab_tests/support/parity.py"
+    assert (
+        {"lab_tests/test_head_schedule.py"} <= reached_tests([schedule]) < reached_tests([schedule, support])
+    )
+    assert "lab_tests/test_adapters.py" in reached_tests([support])
+    # By what it imports of the tests' own modules.
+    assert "lab_tests/test_parity.py" in reached_tests(["lab/step/batches.py"])
+    assert "lab_tests/test_house.py" in reached_tests([".ci/run"])
+    assert reached_tests(["lab_tests/test_step.py"]) == {"lab_tests/test_step.py"}
+    assert reached_tests(["lab/no_more.py"]) == set()
+
+
+def test_the_examples_of_contributing_are_lines_of_the_files():
+    page, files = (ROOT / ".github" / "CONTRIBUTING.md").read_text(), set[str]()
+    for example in re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S):
+        for part in example.split("--- ")[1:]:
+            name, *added = part.splitlines()
+            files.add(name)
+            lines = (ROOT / name).read_text().splitlines()
+            assert [line for line in added if line.removeprefix("+") not in lines] == [], name
+    assert len(files) == 4
 
 
 def test_the_project_speaks_of_itself_alone():

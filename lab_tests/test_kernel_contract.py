@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.bench import reference
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.step import compose
 from lab.step.batches import shard_batch
@@ -22,6 +21,7 @@ from lab.step.training_step import loss
 from lab.techniques.attention import kernel_calls
 from lab.techniques.attention.kernels import KERNELS
 from lab.torch_private import cpu_flash_attention, cpu_flash_attention_backward
+from lab_tests.support import reference
 
 TOKENS = 48
 DOCUMENTS = [[20, 1, 27], [20, 1, 27], [48]]
@@ -102,6 +102,7 @@ def strides(x: Tensor) -> list[int]:
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_what_cudnn_is_given(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, name, knobs = CASES[case]

@@ -7,7 +7,7 @@ import lab
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.rehearsing import rehearse as rehearsing
-from lab.techniques.attention.kernels import KernelSupport
+from lab.techniques.attention.kernels import KernelSupport, kernel_support
 from lab.training import collective_time, train
 from lab.units import Mi
 from lab_tests.support.gpus import Card
@@ -33,7 +33,7 @@ class GpuCluster:
     def apply(self, function, *args, **_):
         if function is torch.cuda.get_device_name:
             return ["NVIDIA A100"] * self.ranks
-        assert function is collective_time.kernel_support
+        assert function is kernel_support
         return [self.machine] * self.ranks
 
 
@@ -70,6 +70,7 @@ def test_the_verbs_refuse_too_many_tokens_for_the_kernel_before_a_plan(monkeypat
         call(monkeypatch, verb, HOPPER, "auto", tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_plan_names_the_attention_that_runs_for_its_dtype_and_head_dim():
     def notes(model, **knobs):
         return " ".join(lab.plan(model, Recipe(**knobs), tokens=64, ranks=1).notes)

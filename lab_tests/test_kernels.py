@@ -5,9 +5,11 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,15 +17,15 @@ import lab
 from cluster.errors import RankError
 from lab import models
 from lab.commands import doctor
-from lab.commands.base import one_line_errors
+from lab.commands.base import OneLineErrors
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.recipe.knobs import BY_NAME
-from lab.recipe.recipe import Recipe
+from lab.recipe.recipe import BY_NAME, Recipe
 from lab.step.compose import apply_recipe
 from lab.techniques.attention import kernels
 from lab.techniques.attention.documents import Documents, documents_kernel
-from lab.techniques.attention.flash import FLASH, Kernel, flash_backward, flash_forward
+from lab.techniques.attention.flash import FLASH, flash_backward, flash_forward
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernel_calls import MODULES
 from lab.techniques.attention.kernels import (
     FASTEST_FIRST,
@@ -517,22 +519,23 @@ def test_the_doctor_says_which_kernel_is_used_and_what_the_others_lack(monkeypat
 # ---- in a recipe -------------------------------------------------------------------------------------------
 
 
-def test_ranks_and_a_command_refuse_a_missing_kernel_in_one_line(ranks4, capsys):
+@pytest.mark.long
+def test_ranks_and_a_command_refuse_a_missing_kernel_in_one_line(ranks4):
     with pytest.raises(RankError) as refused:
         lab.run("tiny", Recipe(kernel="flash-attn-3"), tokens=64, cluster=ranks4)
     assert isinstance(refused.value.cause, RecipeError)
     assert str(refused.value.cause).startswith("kernel='flash-attn-3': it needs an NVIDIA GPU")
 
-    @one_line_errors
+    @click.group(cls=OneLineErrors, invoke_without_command=True)
     def command():
         raise refused.value
 
-    with pytest.raises(SystemExit) as ended:
-        command()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"lab: {refused.value.cause}\n"
+    said = CliRunner().invoke(command)
+    assert said.exit_code == 2
+    assert said.stderr == f"lab: {refused.value.cause}\n"
 
 
+@pytest.mark.long
 def test_a_plan_is_the_same_for_all_kernels():
     plans = [lab.plan("tiny", "plain", tokens=64, ranks=1, kernel=name) for name in ("torch", "flash-attn-3")]
     assert plans[0].timeline.to_json() == plans[1].timeline.to_json()

@@ -6,6 +6,7 @@ import pytest
 import lab.show
 from lab.errors import LabError
 from lab_tests.support.runs import timeline_builder
+from lab_tests.support.shown import rectangles
 
 RUNS = {
     "ahead": {"layers": [("1", 10.0, 12.0), ("0", 12.0, 14.5)], "copies": [("0", 10.5, 10.5001)]},
@@ -15,12 +16,7 @@ RUNS = {
 
 def bars(axes):
     """(start, end, row, colour) of every bar."""
-    found = []
-    for lane in axes.collections:
-        for path in lane.get_paths():
-            (left, top), (right, bottom) = path.vertices.min(axis=0), path.vertices.max(axis=0)
-            found.append((float(left), float(right), (top + bottom) / 2, lane.get_facecolor()[0].tolist()))
-    return found
+    return [(left, right, (low + high) / 2, colour) for left, low, right, high, colour in rectangles(axes)]
 
 
 def test_every_span_is_a_bar_from_its_runs_beginning():
@@ -66,11 +62,6 @@ def test_timelines_by_name_stand_one_above_the_other_on_the_same_axes():
     assert np.allclose([line.min() for line in drawn], 0)
     assert "before peaks at" in repr(picture)
     assert "after peaks at" in repr(picture)
-
-
-def test_no_timelines():
-    with pytest.raises(LabError, match="no rows"):
-        lab.show.timeline({})
 
 
 def test_a_kind_of_which_nothing_ran_has_an_empty_lane():

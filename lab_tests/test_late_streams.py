@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.bench import reference
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
 from lab.step.batches import shard_batch
 from lab.step.compose import apply_recipe
@@ -31,6 +30,7 @@ from lab.techniques.streaming import layer, passes
 from lab.techniques.streaming.tensors import HostTensors
 from lab.techniques.upipe.buffers import StageBuffers
 from lab.torch_private import local_part
+from lab_tests.support import reference
 from lab_tests.support.late_streams import EXCHANGE, FETCH, SCHEDULES, SEND, Race, late_streams
 
 TOKENS = 48
@@ -84,12 +84,13 @@ def is_equal(found: dict[str, Tensor], case: str) -> bool:
 
 SLOW = (
     "long", "fast, documents", "streamed, overlap, documents", "streamed, overlap, two stages",
-    "streamed, one tile", "streamed, attention, segments",
+    "streamed, one tile", "streamed, attention, segments", "streamed", "streamed, segments", "fast",
+    "streamed, overlap, ring", "tiling, ring", "offload",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in SLOW)) for case in CASES]
 )
 def test_a_step_is_the_same_to_the_bit(case: str) -> None:
     for early in SCHEDULES.values():
@@ -123,7 +124,7 @@ MUTANTS: list[tuple[Callable[..., Any], str, str, str]] = [
     (HostCopier.send, "append((x,", "append((None,", "fast"),
     (HostCopier.write, "append((x,", "append((None,", "streamed"),
     # Two buffers for tiles that are read.
-    (host_tiles.read_tiles, "start // tile % 2", "0", "streamed"),
+    (host_tiles.read_tiles, "number % 2", "0", "streamed"),
     # The waits of streamed layers.
     (layer._StreamedLayer.forward, ".wait_until_sent()", "", "streamed"),
     (passes.run_tail, ".wait_until_written()", "", "streamed, segments"),

@@ -2,19 +2,10 @@
 
 from pathlib import Path
 
-import pytest
+from lab_tests.support.browser import IN_BROWSER, notebook_page, wait_for
 
-from lab_tests.support.browser import CHROMIUM, jupyter_page, one_cell_notebook, run_all_cells, wait_for
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
-]
-
-ROOT = Path(__file__).parents[1]
-PLAYER = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}]
+pytestmark = IN_BROWSER
+PLAYER = """
 import lab
 
 lab.show.layer(lab.plan("tiny", "upipe", tokens=1024, ranks=4))
@@ -22,9 +13,7 @@ lab.show.layer(lab.plan("tiny", "upipe", tokens=1024, ranks=4))
 
 
 def test_the_player_plays_steps_and_follows_the_curve(tmp_path: Path) -> None:
-    _, command = one_cell_notebook(tmp_path, PLAYER)
-    with jupyter_page(command, "lab/tree/live.ipynb", home=tmp_path) as page:
-        run_all_cells(page)
+    with notebook_page(tmp_path, PLAYER) as (page, _):
         counter, canvas = page.locator(".lab-layer-counter"), page.locator(".lab-layer canvas")
         canvas.wait_for(timeout=120_000)
         wait_for(lambda: counter.inner_text().startswith("frame 1 of "))

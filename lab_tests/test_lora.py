@@ -5,23 +5,32 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
-from lab.bench import reference
 from lab.commands.cli import main
 from lab.errors import LabError, ModelError
+from lab.memory.meter import Meter
+from lab.models.first_values import shard_of
 from lab.models.lora import Lora, is_adapter, parse_lora, plain_name
-from lab.planning.closed_form import estimate
-from lab.planning.plan import fake_model, whole_step
+from lab.planning.answers import entry_files
+from lab.planning.plan import plan_job
 from lab.planning.start import start_of
+from lab.planning.whole_step import fake_model
 from lab.recipe.jobs import Machine, make_job
 from lab.recipe.recipe import Recipe
+from lab.step.batches import shard_batch
 from lab.step.compose import start
 from lab.step.one_rank import one_rank
+from lab.step.training_step import loss, train_step
 from lab.torch_private import local_part
-from lab.units import Mi
+from lab.units import MiB
+from lab_tests.proofs.cases import answers, differences, fill
+from lab_tests.proofs.input_cases import expected_result, gradients_of, token_ids
+from lab_tests.support import reference
 from lab_tests.support.models import small_config
 
 SMALL = small_config()
@@ -34,6 +43,8 @@ def test_a_text_names_the_adapters():
     assert asked == Lora(16, 32, ("q_proj", "v_proj"))
     assert parse_lora(str(asked)) == asked
     assert (asked.scale, Lora(16).scale) == (2.0, 1.0)
+    narrow = parse_lora("r=16,dtype=bfloat16")
+    assert narrow == Lora(16, dtype="bfloat16") == parse_lora(str(narrow))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +59,7 @@ def test_a_text_names_the_adapters():
         ("r=1000000", "give a rank from 1 to 65536"),
         ("r=4,alpha=0", "alpha=0: give a finite number above 0"),
         ("r=4,alpha=inf", "alpha=inf: give a finite number above 0"),
+        ("r=4,dtype=float8", "lora: dtype='float8': give bfloat16 or float32, or leave it out"),
         (
             "r=4,targets=lm_head",
             "no projection 'lm_head' in the layers of this model: targets are",
@@ -101,6 +113,75 @@ def test_a_directory_in_bf16_keeps_its_weights_and_gets_adapters_in_fp32(tmp_pat
             assert torch.equal(parameter, plain.get_parameter(plain_name(name)))
 
 
+def test_adapters_have_the_dtype_that_was_asked_for(tmp_path):
+    models.save(models.build(SMALL, seed=5).to(torch.bfloat16), tmp_path)
+    narrow = Lora(4, 12, dtype="bfloat16")
+    adapted, usual = (models.build(tmp_path, lora=lora) for lora in (narrow, LORA))
+    for name, parameter in adapted.named_parameters():
+        assert parameter.dtype == torch.bfloat16, name
+        assert torch.equal(parameter, usual.get_parameter(name).to(torch.bfloat16)), name
+    with pytest.raises(ModelError, match=r"dtype=bfloat16 in a model in float32: .* make the model bfloat16"):
+        models.build(SMALL, lora=narrow)
+
+
+NARROW = "r=3,alpha=7,dtype=bfloat16"
+IN_BF16 = {
+    "plain": {"rows": 4},
+    "fsdp": {"rows": 2, "loss_tile": 7, "checkpoint": True},
+    "upipe": {"ulysses": 2, "ring": 2, "rows": 2, "loss_tile": 7},
+    "streamed": {"ulysses": 2, "ring": 1, "optimizer": "host", "replicas": 2, "rows": 2},
+}
+
+
+def far_from_fp32(folder):
+    """Runs on each rank: errors of PEFT's own adapters in bf16 against fp32, and those under each recipe.
+
+    Also what differs between the meter of a step and the plan.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    own, right = (models.build(folder, lora=parse_lora(NARROW)) for _ in range(2))
+    found = {}
+    for model, dtype in ((own, torch.bfloat16), (right.float(), torch.float32)):
+        fill(model)
+        found[dtype] = expected_result(model)[1]
+        assert {gradient.dtype for gradient in found[dtype].values()} == {dtype}
+    errors, told = {"PEFT": reference.error(found[torch.bfloat16], found[torch.float32])}, {}
+    for name, knobs in IN_BF16.items():
+        job = make_job(folder, name, tokens=22, ranks=4, lora=NARROW, compute_dtype=None, **knobs)
+        applied = start(job.model, job.recipe, mesh, lora=job.lora)
+        fill(applied.model)
+        batch = shard_batch(token_ids()[: job.rows].repeat(job.rows, 1)[: job.rows], job.recipe, mesh)
+        optimizer = applied.make_optimizer(learning_rate=1e-3)
+        assert {x.dtype for of in optimizer.state.values() for x in of.values() if x.dim()} == {
+            torch.bfloat16
+        }
+        meter = Meter()
+        train_step(applied.model, optimizer, batch, meter=meter)
+        told[name] = answers(meter.timeline())
+        fill(applied.model)
+        for key, parameter in applied.model.named_parameters():
+            if ".lora_A." in key:
+                whole = models.build(folder, lora=job.lora).get_parameter(key)
+                local, first = shard_of(parameter)
+                with torch.no_grad():
+                    local.copy_(whole[first : first + len(local)])
+        loss(applied.model, shard_batch(token_ids(), job.recipe, mesh)).backward()
+        errors[name] = reference.error(gradients_of(applied.model), found[torch.float32])
+    return errors, told
+
+
+@pytest.mark.long
+def test_adapters_in_bf16_are_as_near_to_fp32_as_those_of_peft_and_as_large_as_planned(ranks4, tmp_path):
+    models.save(reference.build(reference.config("qwen3"), torch.bfloat16), tmp_path)
+    for rank, (errors, told) in enumerate(ranks4.apply(far_from_fp32, tmp_path)):
+        for name, knobs in IN_BF16.items():
+            assert 1e-4 < errors[name] < 1.5 * errors["PEFT"], (name, errors)
+            job = make_job(tmp_path, name, tokens=22, ranks=4, lora=NARROW, compute_dtype=None, **knobs)
+            planned = plan_job(job, Machine(workspace=False))
+            if rank == planned.ring_rank * job.recipe.ulysses:
+                assert differences(answers(planned.timeline), told[name]) == [], name
+
+
 def test_ranks_with_other_seeds_for_their_adapters_differ(tmp_path):
     models.save(models.build(SMALL), tmp_path)
     origins = {models.build_on_meta(tmp_path, lora=LORA, seed=seed).origin() for seed in (1, 2)}
@@ -112,7 +193,7 @@ def test_the_planned_start_has_the_moments_of_the_adapters_alone(monkeypatch):
     job, machine = make_job(SMALL, Recipe(fsdp=True), tokens=64, ranks=2, lora=LORA), Machine(workspace=False)
     # Without the scratch memory of first values, the start is highest when the optimizer has its state.
     monkeypatch.setattr("lab.planning.start.piece_elements", lambda _: 1)
-    planned = start_of(job, machine, fake_model(job))
+    planned = start_of(job, fake_model(job), workspace=machine.workspace)
     with one_rank(job.recipe, 2, "loopback") as mesh:
         started = start(SMALL, job.recipe, mesh, lora=LORA)
         optimizer = started.make_optimizer(learning_rate=1e-3)
@@ -127,34 +208,35 @@ def test_the_planned_start_has_the_moments_of_the_adapters_alone(monkeypatch):
     assert planned.by_category["optimizer"] == moments
 
 
-def test_plans_of_other_adapters_are_other_plans(monkeypatch):
-    keys = set()
-    monkeypatch.setattr("lab.planning.plan.cached", lambda _, facts, *__, **___: keys.add(str(facts)))
-    for lora in (None, "r=4", "r=4,alpha=8", "r=4,targets=q_proj"):
-        job = make_job(SMALL, "fsdp", tokens=64, ranks=2, lora=lora)
-        whole_step(job, Machine(), fake_model(job), 0)
-    assert len(keys) == 4
+def test_plans_of_other_adapters_are_other_plans():
+    jobs = [
+        make_job(SMALL, "fsdp", tokens=64, ranks=2, lora=lora)
+        for lora in (None, "r=4", "r=4,alpha=8", "r=4,targets=q_proj")
+    ]
+    assert len({entry_files(job, workspace=True, shipped=False)[0] for job in jobs}) == 4
 
 
+@pytest.mark.long
 def test_the_state_of_llama3_8b_is_4_bytes_a_parameter():
     of_model, of_adapters = (
-        estimate("llama3-8b", "upipe", tokens=5 * Mi, ranks=8, lora=lora).moments["optimizer"]["model state"]
+        lab.plan("llama3-8b", "fsdp", tokens=8192, ranks=8, workspace=False, lora=lora).start.by_category
         for lora in (None, "r=16")
     )
     parameters, adapters = 8_030_261_248, 41_943_040
-    assert sum(of_model.values()) == 16 * parameters // 8
-    assert of_adapters == {
-        "parameters": 4 * (parameters + adapters) // 8,
-        "optimizer": 8 * adapters // 8,
-        "gradients": 4 * adapters // 8,
-    }
+    # The counters of Adam's steps and the tables of the positions take the rest, less than a MiB.
+    for held, expected in (
+        (of_model["parameters"], 4 * parameters // 8),
+        (of_model["optimizer"], 8 * parameters // 8),
+        (of_adapters["parameters"], 4 * (parameters + adapters) // 8),
+        (of_adapters["optimizer"], 8 * adapters // 8),
+    ):
+        assert 0 <= held - expected < MiB
 
 
 SOME = "r=4,targets=q_proj+v_proj"
 
 COMMANDS = {
     "plan": "plan tiny --tokens 64 --ranks 2",
-    "quick plan": "plan tiny --tokens 64 --ranks 2 --quick",
     "ladder": "ladder tiny --tokens 64 --ranks 2",
     "max-context": "max-context tiny --ranks 2 --device-memory 1GiB",
     "fit": "fit tiny --tokens 64 --ranks 2 --device-memory 1GiB",
@@ -181,6 +263,7 @@ def test_a_command_refuses_other_adapters_in_one_line(monkeypatch, command, text
     assert run.stderr.startswith(f"lab: {said}")
 
 
+@pytest.mark.long
 def test_the_command_plans_adapters():
     arguments = ["plan", "tiny", "--tokens", "64", "--ranks", "2", "--recipe", "fsdp", "--json"]
 
@@ -188,7 +271,5 @@ def test_the_command_plans_adapters():
         return json.loads(CliRunner().invoke(main, [*arguments, *more]).output)
 
     of_model, *of_adapters = answer(), answer("--lora", "r=4"), answer("--lora", SOME)
-    for text, planned in zip(("r=4", SOME), of_adapters, strict=True):
+    for planned in of_adapters:
         assert planned["by_category"]["optimizer"] < of_model["by_category"]["optimizer"] / 20
-        quick = answer("--lora", text, "--quick")
-        assert quick["device_peak"] == pytest.approx(planned["device_peak"], rel=0.01)

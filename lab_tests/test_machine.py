@@ -24,15 +24,16 @@ def test_a_device_gives_its_memory_and_a_number_by_hand_is_taken_whole(device):
     assert make_machine(device=device, device_memory="80GiB").available("device", 8) == 80 * GiB
 
 
+@pytest.mark.long
 def test_every_verb_has_the_memory_of_the_device():
     of_h100, of_4090 = 81089 * MiB, int(HARDWARE["rtx4090"].memory.value)
     plans = [lab.plan(MODEL, "upipe", **ASKED), *plan_ladder(MODEL, **ASKED).values()]
     assert {plan.machine.device_memory for plan in plans} == {of_h100}
     assert lab.plan(MODEL, "upipe", device="rtx4090", **ASKED).machine.device_memory == of_4090
-    assert lab.show.tuner().state.device_memory == of_h100
+    assert lab.show.tuner("tiny", tokens=1024, ranks=4).state.device_memory == of_h100
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fit_and_max_context_fill_the_device_that_was_named():
     found = lab.max_context(MODEL, "plain", ranks=1, device="rtx4090")
     assert (

@@ -12,7 +12,7 @@ from cluster.errors import ClusterError, RankError
 from cluster.magic import merge_output
 from cluster.ranks import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("_fresh_ranks")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("_fresh_ranks")]
 
 
 @pytest.fixture

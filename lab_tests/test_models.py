@@ -1,6 +1,7 @@
 """Models by preset, config, directory or callable; anything else is refused in one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,41 +21,32 @@ from transformers import (
     Qwen3Config,
 )
 
+import lab
 from lab import models
-from lab.decoder import head_dim_of
+from lab.decoder import FAMILIES, head_dim_of
 from lab.errors import ModelError, RecipeError
 from lab.models.presets import PRESETS
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 
 PUBLISHED = {
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-32b": 32_762_123_264,
-    "mistral-7b": 7_248_023_552,
-    "gemma3-27b": 27_009_346_304,
-    "olmo2-7b": 7_298_617_344,
-    "phi3-mini": 3_821_079_552,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "gpt-oss-20b": 20_914_757_184,
-    "command-r7b": 8_028_033_024,
+    "llama3-8b": (8_030_261_248, 500_000.0, 128, False, 8192, 1e-5),
+    "llama3-70b": (70_553_706_496, 500_000.0, 128, False, 8192, 1e-5),
+    "llama3.2-1b": (1_235_814_400, 500_000.0, 64, True, 131072, 1e-5),
+    "llama3.2-3b": (3_212_749_824, 500_000.0, 128, True, 131072, 1e-5),
+    "qwen3-8b": (8_190_735_360, 1_000_000.0, 128, False, 40960, 1e-6),
+    "qwen3-32b": (32_762_123_264, 1_000_000.0, 128, False, 40960, 1e-6),
+    "mistral-7b": (7_248_023_552, 1_000_000.0, 128, False, 32768, 1e-5),
+    "gemma3-27b": (27_009_346_304, 1_000_000.0, 128, True, 131072, 1e-6),
+    "olmo2-7b": (7_298_617_344, 500_000.0, 128, False, 4096, 1e-6),
+    "phi3-mini": (3_821_079_552, 10_000.0, 96, False, 4096, 1e-5),
+    "mixtral-8x7b": (46_702_792_704, 1_000_000.0, 128, False, 32768, 1e-5),
+    "qwen3-30b-a3b": (30_532_122_624, 1_000_000.0, 128, False, 40960, 1e-6),
+    "gpt-oss-20b": (20_914_757_184, 150_000.0, 64, False, 131072, 1e-5),
+    "command-r7b": (8_028_033_024, 50_000.0, 128, True, 132096, 1e-5),
 }
-
-
-ROTATIONS = {
-    "gemma3-27b": (1_000_000.0, 128, True, 131072, 1e-6),
-    "olmo2-7b": (500_000.0, 128, False, 4096, 1e-6),
-    "phi3-mini": (10_000.0, 96, False, 4096, 1e-5),
-    "mixtral-8x7b": (1_000_000.0, 128, False, 32768, 1e-5),
-    "qwen3-30b-a3b": (1_000_000.0, 128, False, 40960, 1e-6),
-    "gpt-oss-20b": (150_000.0, 64, False, 131072, 1e-5),
-    "command-r7b": (50_000.0, 128, True, 132096, 1e-5),
-}
-"""The base of the angles (of layers without a window), D, a tied head, the length, and the norms' epsilon."""
+"""The parameters, the base of the angles (of layers without a window), D, a tied head, the length, and the
+norms' epsilon."""
 
 
 def test_tiny_has_the_head_geometry_of_llama3_8b():
@@ -70,11 +62,17 @@ def test_every_preset_but_tiny_is_a_published_model():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_has_its_published_number_of_parameters(name):
+def test_a_preset_has_what_its_model_was_published_with(name):
     with torch.device("meta"):
         model = models.build(name)
+    config = model.config
+    of_all = config.rope_parameters.get("full_attention", config.rope_parameters)
     # A tied head is counted once, as the published numbers count it.
-    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name]
+    assert PUBLISHED[name] == (
+        sum(p.numel() for p in model.parameters()), of_all["rope_theta"], head_dim_of(config),
+        config.tie_word_embeddings, config.max_position_embeddings,
+        getattr(config, "layer_norm_eps", None) or config.rms_norm_eps,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -86,30 +84,12 @@ def test_every_preset_can_be_sharded_over_eight_ranks(name):
         Recipe(ulysses=7).check(config, 7)
 
 
-def test_the_presets_rotate_as_the_published_models_do():
-    """Parameter counts cannot see any of this: heads, bases of angles, lengths."""
-    for name, (theta, head_dim, tied, length, epsilon) in ROTATIONS.items():
-        config = models.config_of(name)
-        of_all = config.rope_parameters.get("full_attention", config.rope_parameters)
-        found = (
-            of_all["rope_theta"], head_dim_of(config), config.tie_word_embeddings,
-            config.max_position_embeddings, getattr(config, "layer_norm_eps", None) or config.rms_norm_eps,
-        )  # fmt: skip
-        assert found == (theta, head_dim, tied, length, epsilon), name
+def test_the_presets_have_their_windows_and_rotate_as_the_published_models_do():
     assert models.shape_of("gemma3-27b").windows == ((1024,) * 5 + (None,)) * 10 + (1024, 1024)
     assert set(models.shape_of("phi3-mini").windows) == {2047}
     assert models.shape_of("gpt-oss-20b").windows == (128, None) * 12
     assert models.shape_of("command-r7b").windows == ((4096,) * 3 + (None,)) * 8
     assert models.shape_of("command-r7b").rotates == ((True,) * 3 + (False,)) * 8
-    for name in PUBLISHED.keys() - ROTATIONS.keys():
-        config = models.config_of(name)
-        theta = 500_000.0 if name.startswith("llama") else 1_000_000.0
-        assert config.rope_parameters["rope_theta"] == theta, name
-        assert config.head_dim == (64 if name == "llama3.2-1b" else 128), name
-        assert config.tie_word_embeddings is name.startswith("llama3.2"), name
-        lengths = {"llama3-": 8192, "llama3.": 131072, "qwen3-8": 40960, "qwen3-3": 40960, "mistral": 32768}
-        assert config.max_position_embeddings == lengths[name[:7]], name
-        assert config.rms_norm_eps == (1e-6 if name.startswith("qwen3") else 1e-5), name
     assert models.config_of("llama3.2-1b").rope_parameters == {
         "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -239,11 +219,14 @@ def fail():
     raise OSError("No disk.\nLook behind the desk. It may be there.")
 
 
-FAMILY = (
-    "is not a family that the lab computes right: Arcee, Cohere, Cohere 2, Gemma, Gemma 3, GLM-4, gpt-oss, "
-    "Granite, Llama, Ministral, Mistral, Mixtral, OLMo, OLMo 2, OLMo 3, Phi-3, Qwen2, Qwen3, Qwen3-MoE, "
-    "Seed-OSS, SmolLM3 and Starcoder2 are"
-)
+*_FIRST, _LAST = (family.name for family in FAMILIES.values())
+NAMES = f"{', '.join(_FIRST)} and {_LAST}"
+FAMILY = f"is not a family that the lab computes right: {NAMES} are"
+
+
+def test_the_table_of_supported_inputs_has_all_families():
+    table = Path(lab.techniques.__file__).with_name("README.md").read_text()
+    assert f"| models | {NAMES}, in the shapes of any config" in table
 
 
 class OwnConfig(LlamaConfig):

@@ -10,81 +10,46 @@ from click.testing import CliRunner
 from nbval.plugin import IPyNbFile, coalesce_streams
 
 from lab import models
-from lab.bench.notebooks import FACT, changed_facts
 from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter.executing import execute, execute_one, find_notebooks, parse_parameters
 from lab.jupyter.notebook_files import FOLDER
 from lab.show.sources import source
+from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
 
 NAMES = [notebook.name for notebook in find_notebooks([])]
 SMALL = {
-    "00_memory_wall": {"tokens": "256", "lengths": "[64, 128, 256]", "ranks": "2"},
-    "04_cpu_offload": {"tokens": "768", "ranks": "2"},
-    "05_sequence_tiling": {"tokens": "768", "ranks": "2"},
-    "06_untied_ulysses": {
-        "tokens": "512",
-        "layer_tokens": "1024",
-        "lessons": "70",
-        "ranks": "2",
-        "big": "{model}",
-        "big_ranks": "8",
-        "big_tokens": "64K",
-    },
-    "07_profiling": {"tokens": "80", "ranks": "2"},
-    "90_reproduce_paper": {
-        "models": "['llama3-8b']",
-        "methods": "['upipe', 'fpdt']",
-        "lengths": "['128K']",
-        "stacks": "['upipe']",
-        "ablation": "False",
-        "searched": "[]",
-        "trl_ranks": "[]",
-        "stages": "[1, 2]",
-        "stage_tokens": "128K",
-    },
-    "08_road_to_5m": {
-        "model": "{model}",
-        "yours": "{model}",
-        "your_ranks": "8",
-        "tokens": "64K",
-        "ladder_tokens": "32K",
-        "fit_tokens": "16K",
-        "stacks": "['upipe']",
-    },
-    "10_past_five_million": {
-        "model": "{model}",
-        "tokens": "64K",
-        "segment": "2",
-        "further": "96K",
-        "further_ranks": "8",
-        "further_ulysses": "8",
-        "tiny_tokens": "512",
-        "yours": "{model}",
-        "your_tokens": "64K",
-        "your_ranks": "8",
-        "your_ulysses": "8",
-    },
-    "11_your_trainer": {
-        "model": "{model}",
-        "tokens": "256",
-        "big": "{model}",
-        "big_tokens": "4K",
-        "big_lora": "4",
-    },
-    "12_stages_and_overlap": {
-        "layer_tokens": "1024",
-        "ranks": "2",
-        "big": "tiny",
-        "planned": "[[8, '64K']]",
-    },
-    "13_ring": {"tokens": "256", "ranks": "2", "big": "{model}", "big_tokens": "64K"},
+    "00_memory_wall": "model={model} tokens=128 lengths=[32,64,128] ranks=2 steps=2",
+    "01_fsdp": "model={model} tokens=128 ranks=2 steps=2",
+    "02_ulysses": "model={model} tokens=128 ranks=2",
+    "03_activation_checkpointing": "model={model} tokens=1024 ranks=2",
+    "04_cpu_offload": "model={model} tokens=384 ranks=2",
+    "05_sequence_tiling": "model={model} tokens=384 layers=1 ranks=2",
+    "06_untied_ulysses": (
+        "model={model} tokens=512 layer_tokens=1024 lessons=70 ranks=2 big={model} big_ranks=8 big_tokens=64K"
+    ),
+    "07_profiling": "model={model} tokens=80 ranks=2 steps=2",
+    "08_road_to_5m": (
+        "model={model} yours={model} your_ranks=8 tokens=64K ladder_tokens=32K fit_tokens=16K "
+        "stacks=['upipe']"
+    ),
+    "09_your_model": "model={model} tokens=128 ranks=2 your_tokens=64K",
+    "10_past_five_million": (
+        "model={model} tokens=64K segment=2 further=96K further_ranks=8 further_ulysses=8 tiny_tokens=512 "
+        "yours={model} your_tokens=64K your_ranks=8 your_ulysses=8"
+    ),
+    "11_your_trainer": "model={model} tokens=256 big={model} big_tokens=4K big_lora=4",
+    "12_stages_and_overlap": "model={model} layer_tokens=1024 ranks=2 big=tiny planned=[[8,'64K']]",
+    "13_ring": "model={model} tokens=256 ranks=2 big={model} big_tokens=64K",
+    "90_reproduce_paper": (
+        "models=['llama3-8b'] methods=['upipe','fpdt'] lengths=['128K'] stacks=['upipe'] ablation=False "
+        "searched=[] others=False trl_ranks=[] stages=[1,2] stage_tokens=128K"
+    ),
 }
-"""Another size than the stored one: a notebook must hold at more than the numbers it was written with."""
+"""Another size than the stored one: a notebook must hold at more than the numbers it was written with.
 
-
-STORED = ("01_fsdp", "02_ulysses", "03_activation_checkpointing", "09_your_model")
-"""A sample at the stored size, where the others take minutes; `lab bench notebooks` executes all of them."""
+The model is a small one too, so that each takes less than half a minute.
+"""
 
 
 def of_eight_heads():
@@ -121,8 +86,8 @@ def differences(session, stored, copy):
     return found, facts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, tmp_path, request):
     """nbval alone would execute it, and papermill once more: here papermill executes and nbval compares."""
     [notebook] = find_notebooks([name])
@@ -134,7 +99,7 @@ def test_each_notebook_runs_to_its_end_and_its_facts_are_the_stored_ones(name, t
     assert facts > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fact_that_changed_is_found(tmp_path, request):
     path = write(tmp_path / "n.ipynb", "a = 7", "print(a)", "print(id(a))")
     marked = nbformat.read(path, as_version=4)
@@ -151,18 +116,14 @@ def test_a_fact_that_changed_is_found(tmp_path, request):
     assert "8" in "".join(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_at_another_size(name, tmp_path):
     models.save(models.build(of_eight_heads()), tmp_path / "model")
-    given = {parameter: value.format(model=tmp_path / "model") for parameter, value in SMALL[name].items()}
+    given = dict(pair.split("=", 1) for pair in SMALL[name].format(model=tmp_path / "model").split())
     assert execute([name], given, tmp_path) == []
     cells = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4).cells
     assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
-
-
-def test_each_notebook_is_executed():
-    assert {*STORED, *SMALL} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,6 +137,7 @@ def test_each_notebook_is_stored_executed_small_and_without_a_trace_of_the_machi
     assert all(cell["execution_count"] for cell in code)
     assert not [o for cell in code for o in cell["outputs"] if o["output_type"] == "error"]
     assert any("image/png" in o.get("data", {}) for cell in code for o in cell["outputs"])
+    assert sum(FACT in cell["metadata"].get("tags", []) for cell in code) > 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,7 +149,9 @@ def test_each_notebook_has_the_shape_of_all(name):
     order = ["Predict", "Run", "Look", "Explain", "Break it", "Exercise"]
     positions = [headings.index(heading) for heading in order]
     assert positions == sorted(positions)
-    assert any("solution" in cell.metadata.get("tags", []) for cell in cells)
+    tags = [tag for cell in cells for tag in cell.metadata.get("tags", [])]
+    assert "solution" in tags
+    assert tags.count(FACT) > 1
     assert cells[-1].source == f'lab.show.questions("{name}")'
     assert "(README.md#letters-terms-and-colours)" in cells[0].source
     for cell in cells:
@@ -236,7 +200,7 @@ def test_a_parameter_that_is_no_literal_is_refused(tmp_path):
         find_notebooks([write(tmp_path / "n.ipynb", "a = 1", tags=())])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_failure_names_the_cell_and_the_rank_and_exits_with_1(tmp_path):
     fails = """
 import lab
@@ -262,19 +226,34 @@ with lab.Cluster(ranks=2) as cluster:
     assert nbformat.read(out / "good.ipynb", as_version=4).cells[-1].execution_count
 
 
-@pytest.mark.slow
-def test_the_bench_counts_failures_and_seconds(tmp_path):
+@pytest.mark.long
+def test_failures_and_seconds_are_counted(tmp_path):
     bad = write(tmp_path / "bad.ipynb", "a = 0", "1 / a")
     good = write(tmp_path / "good.ipynb", "a = 0")
     dead = write(tmp_path / "dead.ipynb", "a = 0", "import os\nos._exit(3)")
-    result = CliRunner().invoke(main, ["bench", "notebooks", bad, dead, good, "--times", "2", "--json"])
-    failed, gone, fine = json.loads(result.stdout)
+    failed, gone, fine = measure_notebooks([bad, dead, good], 2, print)
     assert gone["failed"] == 2
     assert gone["first failure"].startswith("DeadKernelError")
     assert (failed["notebook"], failed["executed"], failed["failed"]) == ("bad", 2, 2)
     assert failed["first failure"] == "cell 1: ZeroDivisionError: division by zero"
     assert (fine["failed"], fine["first failure"]) == (0, None)
     assert 0 < fine["seconds, median"] <= fine["worst"]
+
+
+def test_a_notebook_is_stored_in_place_without_papermills_traces(tmp_path):
+    """And executed once more it is the same file: the widget keeps its random ids."""
+    shown = "from ipywidgets import HBox, IntSlider\ndisplay(HBox([IntSlider(n), IntSlider(8)]))\nn"
+    path = Path(write(tmp_path / "n.ipynb", "n = 7", shown))
+    assert execute([str(path)], {}, tmp_path / "copies", in_place=True) == []
+    stored = path.read_text()
+    cells = nbformat.reads(stored, as_version=4).cells
+    assert [cell.execution_count for cell in cells] == [1, 2]
+    assert [output.output_type for output in cells[1].outputs] == ["display_data", "execute_result"]
+    assert "papermill" not in stored
+    assert execute([str(path)], {}, tmp_path / "copies", in_place=True) == []
+    assert path.read_text() == stored
+    with pytest.raises(NotebookError, match=r"--in-place stores .*: leave out -p"):
+        execute([str(path)], {"n": "8"}, tmp_path / "copies", in_place=True)
 
 
 def test_the_originals_are_never_written_over(tmp_path):

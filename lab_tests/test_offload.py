@@ -10,8 +10,7 @@ from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
-from lab.techniques.host_pieces import piece_sizes
-from lab.techniques.host_transfer import HostCopier, HostTensor
+from lab.techniques.host_transfer import HostCopier, HostTensor, piece_sizes
 from lab.techniques.offload import apply_offload
 from lab_tests.support.decoder_step import (
     BATCH,

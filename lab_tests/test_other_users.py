@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from cluster.live import publish
 from cluster.ranks import Cluster
+from lab_tests.support.on_ranks import listening_at
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user"),
 ]
 
@@ -99,15 +99,6 @@ def chatter(until: str) -> None:
         time.sleep(0.05)
 
 
-def listening_ports(processes: set[psutil.Process]) -> set[int]:
-    return {
-        connection.laddr.port
-        for process in processes
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-
-
 def secrets(directory: Path) -> set[str]:
     """The values in connection files that let their reader in."""
     found = [json.loads(path.read_text()) for path in directory.glob("security/*.json")]
@@ -131,22 +122,20 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             ) as spy,
             Cluster(ranks=2) as cluster,
         ):
-            assert cluster._engines is not None
-            directory, processes = cluster._engines.directory, cluster._engines._processes
-            ranks = {process for process in processes if "cluster.engine" in process.cmdline()}
+            engines = cluster._caller.engines
+            directory, processes = engines.directory, engines._processes
+            ranks = {process for process in processes if "cluster.forks" in process.cmdline()}
             paths = list(directory.rglob("*"))
             known: dict[str, Any] = {
                 "folders": [str(path) for path in (directory, *paths) if path.is_dir()],
                 "files": [str(path) for path in paths if path.is_file()],
                 "processes": [f"/proc/{process.pid}" for process in processes],
-                "message ports": sorted(listening_ports(processes - ranks)),
-                "rank ports": sorted(listening_ports(ranks)),
+                "message ports": sorted({address.port for address in listening_at(processes - ranks)}),
+                "rank ports": sorted({address.port for address in listening_at(ranks)}),
                 "secrets": secrets(directory),
                 "mark": mark,
                 "profile": ipython,
             }
-            assert spy.stdin is not None
-            assert spy.stdout is not None
             assert spy.stdout.readline() == "ready\n"
             spy.stdin.write(json.dumps(known, default=str) + "\n")
             spy.stdin.flush()
@@ -164,7 +153,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_another_user_reads_no_file(attempts: dict[str, Any]) -> None:
     names = {Path(path).name.partition("-")[0] for path in attempts["files"]}
-    assert names >= {"ipcontroller", "ipengine", "store", "owner.json"}
+    assert names >= {"ipcontroller", "ipengine", "store"}
     assert attempts["read"] == []
     assert attempts["listed"] == []
 

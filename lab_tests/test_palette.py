@@ -7,7 +7,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from lab.memory.categories import CATEGORIES
-from lab.show.palette import CATEGORY_COLOURS, COLOURS, SERIES_COLOURS, SERIES_LINES
+from lab.show.palette import CATEGORY_COLOURS, COLOURS, SERIES_COLOURS, SERIES_LINES, TEXT
 
 EYES = {
     "normal": np.eye(3),
@@ -108,6 +108,11 @@ def test_every_area_stands_out_from_the_page():
         (c, page): contrast(c, page) for c in (*COLOURS.values(), *SERIES_COLOURS) for page in (WHITE, DARK)
     }
     assert {pair: value for pair, value in pale.items() if value < 1.5} == {}
+
+
+def test_text_is_readable_on_paper_and_on_black():
+    """WCAG's contrast of small text."""
+    assert min(contrast(TEXT, page) for page in ("#FFFFFF", "#000000")) > 4.5
 
 
 def test_no_series_has_the_colour_of_a_category_and_eight_lines_have_eight_styles():

@@ -71,11 +71,12 @@ def test_the_names_of_methods_are_read_as_what_they_stand_for():
     assert "does not state" in guide.differs
 
 
-def test_contexts_of_a_broken_million_are_whole_and_a_step_is_taken_at_its_methods_longest():
+def test_alst_counts_in_thousands_and_a_step_is_taken_at_its_methods_longest():
     method = "tiled loss + ulysses + tiled mlp + offload"
     longest = one(what="longest context", method=method)
     assert longest.tokens is None
-    assert longest.value == 3788 * Ki
+    assert longest.value == 3_700_000
+    assert one(what="longest context", method="tiled loss").value == 160_000
     assert one(what="step", method=method).tokens == longest.value
 
 

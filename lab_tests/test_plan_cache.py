@@ -1,15 +1,14 @@
 """Plans on disk: each is found under everything that it depends on."""
 
-import gzip
-import json
 import os
+import zlib
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 import lab
-from lab.planning import plan as planning
-from lab.planning import plan_cache
+from lab.planning import answers, plan_cache, whole_step
 from lab.planning.fake_step import fake_step
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
@@ -27,11 +26,11 @@ def folder(monkeypatch, tmp_path):
 def walks(monkeypatch, folder):
     made = []
 
-    def walked(job, machine, layers, **of_ring):
+    def walked(job, layers, **settings):
         made.append(job)
-        return fake_step(job, machine, layers, **of_ring)
+        return fake_step(job, layers, **settings)
 
-    monkeypatch.setattr(planning, "fake_step", walked)
+    monkeypatch.setattr(whole_step, "fake_step", walked)
     return made
 
 
@@ -61,9 +60,7 @@ CHANGES = {
     "tokens": {"tokens": 26},
     "ranks": {"ranks": 4},
     "rows": {"rows": 2},
-    "device": {"device": "a100"},
     "workspace": {"workspace": True},
-    "ranks_per_node": {"ranks_per_node": 1},
     "compute_dtype": {"recipe": Recipe(compute_dtype="bfloat16")},
     "vocabulary": {"model": config(vocab_size=108)},
     "layers": {"model": config(num_hidden_layers=2)},
@@ -72,6 +69,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_is_changed_makes_a_new_plan(walks, folder, name):
     plan()
@@ -91,7 +89,7 @@ def test_other_sources_or_versions_make_a_new_plan(walks, monkeypatch):
 
 def test_sources_and_versions_are_known():
     versions = plan_cache._versions()
-    assert set(versions) == {"lab", "torch", "transformers"}
+    assert set(versions) == {"lab", "torch", "transformers", "peft"}
     assert len(versions["lab"]) == 64
 
 
@@ -99,17 +97,25 @@ def spoiled(whole: bytes) -> dict[str, bytes]:
     middle = len(whole) // 2
     return {
         "empty": b"",
-        "text": b"no gzip",
+        "text": b"not compressed",
         "cut off": whole[:middle],
         "flipped": whole[:12] + bytes(255 - b for b in whole[12:middle]) + whole[middle:],
-        "no json": gzip.compress(b"{"),
-        "no text": gzip.compress(b"\xff\xfe"),
-        "a list": gzip.compress(b"[]"),
-        "no costs": gzip.compress(json.dumps({"timeline": {}}).encode()),
-        "other costs": gzip.compress(gzip.decompress(whole).replace(b'"flops"', b'"flips"')),
+        "no columns": zlib.compress(b"no columns"),
+        "cut off inside": zlib.compress(zlib.decompress(whole)[:-200]) if whole else b"",
+        "other columns": zlib.compress(zlib.decompress(whole).replace(b"flops0", b"flips0"))
+        if whole
+        else b"",
     }
 
 
+def test_a_device_and_its_nodes_are_no_part_of_what_is_kept(walks):
+    here = plan().costs
+    others = [plan(device="a100").costs, plan(ranks_per_node=1).costs]
+    assert len(walks) == 1
+    assert all(other.seconds > here.seconds and other.flops == here.flops for other in others)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("how", spoiled(b""))
 def test_a_file_that_cannot_be_read_is_made_anew(walks, folder, how):
     first = plan()
@@ -150,6 +156,7 @@ def test_a_callable_is_never_remembered(walks, folder):
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.long
 def test_the_plans_used_last_are_kept(walks, folder, monkeypatch):
     monkeypatch.setattr(plan_cache, "KEPT", 3)
     for age, tokens in enumerate((10, 12, 14)):
@@ -165,3 +172,20 @@ def test_the_plans_used_last_are_kept(walks, folder, monkeypatch):
     assert len(walks) == 4
     plan(tokens=12)
     assert len(walks) == 5
+
+
+def test_a_preset_and_a_directory_of_its_name_are_two_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    given = ["tiny", "./tiny", Path("tiny")]
+    assert len({str(plan_cache.model_identity(model)) for model in given}) == 3
+
+
+def test_an_answer_that_is_in_memory_is_not_read_again(monkeypatch):
+    first = plan()
+    reads = []
+    own = answers.decode
+    monkeypatch.setattr(answers, "decode", lambda data: reads.append(data) or own(data))
+    assert plan().device_peak == plan().device_peak == first.device_peak
+    assert len(reads) <= 1

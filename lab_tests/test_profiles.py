@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import shutil
 import socket
 from pathlib import Path
@@ -9,23 +10,25 @@ from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 from click.testing import CliRunner
 from traitlets.config import Config
 
-from cluster import capacity, environment, host, logs
+from cluster import capacity, engine, environment, host, logs
 from cluster import permissions as private
 from cluster.environment import device_of, rank_environment, share_of_cores
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, interface_of
-from cluster.placement import Placement, Start, launcher_placement, tasks_per_node
+from cluster.placement import Placement, Start, launcher_placement
 from cluster.profiles import PROFILES, find_profile
+from cluster.profiles.base import Profile
 from cluster.profiles.parsing import parse_fields
 from cluster.profiles.showing import describe
 from cluster.ranks import Cluster
+from cluster.watchdog import ProcessId
 from lab.commands.cli import main
 from lab.jupyter import security
 from lab.jupyter.serving import jupyterlab_arguments
+from lab_tests.support.on_ranks import describe_rank, no_process_left
 
 NINE_PORTS = "7300-7308"
 
@@ -104,11 +107,14 @@ def test_every_controller_encrypts_also_on_loopback(name: str) -> None:
     assert "--IPController.enable_curve=True" in PROFILES[name].controller_arguments()
 
 
-def test_no_room_for_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_logs_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     used = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used._replace(free=5 * 2**20 + 1))
-    with pytest.raises(ClusterError, match=r"5 MiB free and a cluster's logs need 16; TMPDIR"):
+    said = rf"{tmp_path} has 5 MiB free and a cluster's logs need 16; TMPDIR"
+    with no_process_left(), pytest.raises(ClusterError, match=said):
         Cluster(ranks=2).start()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: used)
@@ -147,29 +153,24 @@ def test_the_line_that_says_why(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_ranks_over_ssh_take_the_slots_in_order() -> None:
-    ssh = find_profile("ssh", hosts=("a*2", "me@b:2200*3", "a"), python="/opt/bin/python")
-    places = [ssh.start(5, rank, (1, 2.0)).placement for rank in range(5)]
-    assert places == [
-        Placement(0, 0, 2),
-        Placement(1, 1, 2),
-        Placement(2, 0, 3),
-        Placement(3, 1, 3),
-        Placement(4, 2, 3),
-    ]
-    assert ssh.start(6, 5, (1, 2.0)).placement == Placement(5, 2, 3)
-    assert ssh.start(6, 0, (1, 2.0)).owner is None, "another host sees no process of this one"
-    command = ssh.command(5, 3, ["/opt/bin/python", "it's"])
-    assert command[-4:] == ["-p", "2200", "me@b", """/opt/bin/python 'it'"'"'s'"""]
-    assert "BatchMode=yes" in command
+    hosts, variables = ("a*2", "me@b:2200*3", "a"), {"A": "it's"}
+    ssh = find_profile("ssh", hosts=hosts, python="/opt/bin/python", variables=variables)
+    places = [ssh.start(5, rank).placement for rank in range(5)]
+    assert places == [Placement(*place) for place in ((0, 0, 2), (1, 1, 2), (2, 0, 3), (3, 1, 3), (4, 2, 3))]
+    assert ssh.start(6, 5).placement == Placement(5, 2, 3)
+    assert ssh.start(6, 0).owner is None, "another host sees no process of this one"
+    *options, port, host, words = ssh.command(5, 3)
+    assert (options[-1], port, host) == ("-p", "2200", "me@b")
+    assert shlex.split(words) == ssh.start(5, 3).command("/opt/bin/python")
+    assert "BatchMode=yes" in options
 
 
 def test_a_start_survives_the_command_line() -> None:
     for start in (
-        Start(Placement(3, 1, 2), (77, 1.25), variables={"A": "b c"}),
+        Start(Placement(3, 1, 2), ProcessId(77, 1.25), variables={"A": "b c"}),
         Start(stdin=True, numa=True),
     ):
-        command = start.command("python")
-        assert Start.from_json(command[3]) == start
+        assert Start.from_json(start.command("python")[3]) == start
 
 
 @pytest.mark.parametrize(
@@ -181,17 +182,13 @@ def test_a_start_survives_the_command_line() -> None:
         ("PMI_RANK=9 SLURM_PROCID=7 SLURM_LOCALID=0 SLURM_NODEID=3 SLURM_STEP_TASKS_PER_NODE=2(x3),1",
          Placement(7, 0, 1)),
         ("SLURM_PROCID=4 SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3(x2)", Placement(4, 1, 3)),
+        ("SLURM_PROCID=4 SLURM_LOCALID=4 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=5", Placement(4, 4, 5)),
     ],
 )  # fmt: skip
 def test_what_the_launcher_says(variables: str, place: Placement) -> None:
     assert launcher_placement(dict(part.split("=", 1) for part in variables.split())) == place
     with pytest.raises(ClusterError, match="neither mpiexec nor srun"):
         launcher_placement({})
-
-
-def test_tasks_per_node() -> None:
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_per_node("5") == [5]
 
 
 def test_each_rank_of_a_host_sees_one_gpu() -> None:
@@ -206,19 +203,25 @@ def test_each_rank_of_a_host_sees_one_gpu() -> None:
 def test_the_variables_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "interface_of", {"10.1.2.3": "eth7", LOOPBACK: "lo0"}.get)
     cores = [{0, 1, 2, 3, 4, 5}] * 2 + [{6, 7, 8}]
-    made = rank_environment(Placement(4, 1, 3), ["0", "3", "6"], cores, "10.1.2.3", {"NCCL_DEBUG": "INFO"})
+    made = rank_environment(Placement(4, 1, 3), ["0", "3", "6"], cores, "10.1.2.3")
     assert {v.name: v.value for v in made} == {
         "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": "3",
         "CLUSTER_ADDRESS": "10.1.2.3", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7",
-        "NCCL_DEBUG": "INFO",
     }  # fmt: skip
     assert all(v.why for v in made)
     assert share_of_cores(Placement(5, 2, 3), cores) == 3
     assert share_of_cores(Placement(0, 0, 5), [{1, 2}] * 5) == 1
-    local = rank_environment(Placement(0, 0, 1), [], [{1}], LOOPBACK, {})
+    local = rank_environment(Placement(0, 0, 1), [], [{1}], LOOPBACK)
     assert {v.value for v in local if "SOCKET" in v.name} == {"lo0"}
-    last = rank_environment(Placement(0, 0, 1), [], [{1}], LOOPBACK, {"GLOO_SOCKET_IFNAME": "ib0"})
-    assert {v.name: v.value for v in last}["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_the_variables_of_a_profile_override_those_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    given = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_DEBUG": "INFO", "NCCL_NVLS_ENABLE": "7"}
+    start = find_profile("node8", variables=given, numa=False).start(2, 1)
+    engine.set_environment(start, start.placement, LOOPBACK)
+    assert given.items() <= os.environ.items()
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
 
 
 def test_loopback_has_an_interface() -> None:
@@ -253,7 +256,7 @@ def test_the_slurm_job() -> None:
     slurm = find_profile(
         "slurm", partition="gpu", account="me", time="02:00:00", gpus_per_node=8, options=("--exclusive",)
     )
-    lines = slurm.script(16, ["python", '{"a": 1}'], "/x/job.log").splitlines()
+    lines = slurm.script(16, "/x/job.log").splitlines()
     assert lines[0] == "#!/bin/sh"
     assert set(lines[1:-1]) == {
         "#SBATCH --job-name=ranks", "#SBATCH --export=ALL", "#SBATCH --output=/x/job.log",
@@ -262,9 +265,13 @@ def test_the_slurm_job() -> None:
         "#SBATCH --account=me", "#SBATCH --gpus-per-node=8", "#SBATCH --exclusive",
     }  # fmt: skip
     assert lines[-1].startswith("exec srun ")
-    assert lines[-1].endswith("""python '{"a": 1}'""")
+    assert lines[-1].endswith(shlex.join(slurm.engine(16, 0)))
     assert find_profile("slurm").layout(5) == (1, 5)
     assert find_profile("slurm", ranks_per_node=3).layout(9) == (3, 3)
+
+
+def settings(profile: Profile) -> dict[str, str]:
+    return {variable.name: variable.value for variable in profile.settings()}
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -276,18 +283,16 @@ def test_a_profile_is_shown_with_its_reasons(name: str, monkeypatch: pytest.Monk
     for field in dataclasses.fields(profile):
         assert f"  {field.name} " in text
         assert " ".join(field.metadata["why"].split()) in words or len(field.metadata["why"]) > 60
-    for variable in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", *profile.settings()):
+    for variable in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", *settings(profile)):
         assert f"  {variable} " in text
-    assert all(profile.reasons().get(variable) for variable in profile.settings())
+    assert all(variable.why for variable in profile.settings())
     assert ("nothing would run: ranks=2: hosts=()" if name == "ssh" else "-m cluster.engine") in text
     assert max(map(len, text.partition("the command that would run")[0].splitlines())) <= 110
 
 
 def test_show_from_the_command_line() -> None:
-    shown = CliRunner().invoke(
-        main,
-        ["cluster", "show", "ssh", "--ranks", "3", "--set", "hosts=a*2,b", "--set", f"address={LOOPBACK}"],
-    )
+    words = ["--ranks", "3", "--set", "hosts=a*2,b", "--set", f"address={LOOPBACK}"]
+    shown = CliRunner().invoke(main, ["cluster", "show", "ssh", *words])
     assert shown.exit_code == 0, shown.output
     assert "('a*2', 'b')" in shown.output
     assert '"local_ranks": 2' in shown.output
@@ -298,7 +303,8 @@ def test_show_from_the_command_line() -> None:
     assert all(f"  {name} " in page for name in PROFILES)
     with pytest.raises(ClusterError, match="FIELD=VALUE is needed"):
         parse_fields("local", ["numa"])
-    assert find_profile("node8", **parse_fields("node8", ["nvls=yes"])).settings()["NCCL_NVLS_ENABLE"] == "1"
+    node8 = find_profile("node8", **parse_fields("node8", ["nvls=yes"]))
+    assert settings(node8)["NCCL_NVLS_ENABLE"] == "1"
     assert find_profile("slurm", **parse_fields("slurm", ["nodes=3"])).layout(6) == (3, 2)
 
 
@@ -365,35 +371,24 @@ def test_open_keeps_its_token_and_its_loopback(tmp_path: Path, monkeypatch: pyte
 
 
 def test_eight_ranks_that_pin_at_once_have_threads_for_it() -> None:
-    allocator = find_profile("node8").settings()["PYTORCH_ALLOC_CONF"]
-    options = dict(option.split(":") for option in allocator.split(","))
+    options = dict(option.split(":") for option in find_profile("node8").allocator.split(","))
     assert options["expandable_segments"] == options["pinned_use_cuda_host_register"] == "True"
     threads = int(options["pinned_num_register_threads"])
     assert threads > 1
     assert threads & (threads - 1) == 0, "torch takes powers of two alone"
 
 
-def describe_rank() -> dict[str, Any]:
-    from ipyparallel.engine.app import IPEngine
-
-    return {
-        "id": IPEngine.instance().id,
-        "rank": dist.get_rank(),
-        "cores": os.sched_getaffinity(0),
-        "variables": dict(os.environ),
-    }
-
-
+@pytest.mark.long
 def test_node8_gives_each_of_eight_ranks_its_settings() -> None:
     """Eight CPU ranks stand for eight GPUs: the environment and the numbers are the same."""
     profile = find_profile("node8", variables={"NCCL_DEBUG": "INFO"})
     cores = host.near_cores(capacity.visible_devices(), 8)
     with Cluster(ranks=8, profile="node8", variables={"NCCL_DEBUG": "INFO"}, start_timeout=120) as cluster:
         found = cluster.apply(describe_rank)
-    assert [f["id"] for f in found] == [f["rank"] for f in found] == list(range(8))
+    assert [f["engine"] for f in found] == [f["rank"] for f in found] == list(range(8))
     assert [f["cores"] for f in found] == cores
     for rank, f in enumerate(found):
-        assert profile.settings().items() <= f["variables"].items()
+        assert settings(profile).items() <= f["variables"].items()
         assert f["variables"]["NCCL_DEBUG"] == "INFO"
         assert f["variables"]["OMP_NUM_THREADS"] == str(share_of_cores(Placement(rank, rank, 8), cores))
         assert f["variables"]["GLOO_SOCKET_IFNAME"] == interface_of(LOOPBACK)

@@ -12,7 +12,7 @@ from lab.memory.meter import Meter
 from lab.memory.profiling import Call, Profile, ProfilingMeter, name_of
 from lab_tests.support.metered_step import FP32, TwoLayers, metered_step
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STEPS = 3
 

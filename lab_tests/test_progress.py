@@ -14,8 +14,8 @@ from cluster import progress as module
 from cluster.live import notify
 from cluster.progress import hide_progress, progress, say
 from cluster.ranks import Cluster
-from lab.bench.notebooks import FACT, changed_facts
 from lab.jupyter.executing import drop_erased_lines
+from lab_tests.proofs.notebooks import FACT, changed_facts
 
 
 class WaitedError(Exception):

@@ -11,11 +11,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from lab import models
-from lab.bench import reference
 from lab.commands.cli import main
+from lab.decoder import FAMILIES
 from lab.errors import ModelError
 from lab.models.quantized import quantization_of
 from lab.planning import plan_cache
+from lab_tests.support import reference
 from lab_tests.support.models import small_config
 
 PROJECTION = "model.layers.1.mlp.down_proj"
@@ -122,7 +123,7 @@ def test_a_config_says_it_for_itself_or_for_its_text_model(field, how):
 
 
 def test_plain_weights_are_not_quantized(tmp_path):
-    for number, family in enumerate(reference.FAMILIES):
+    for number, family in enumerate(FAMILIES):
         folder = tmp_path / str(number)
         models.save(reference.build(reference.config(family), torch.float32), folder)
         assert quantization_of({"model_type": family}, folder) is None

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import re
-from dataclasses import fields
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,11 +14,13 @@ import lab
 from lab import memory, models, planning, step, techniques
 from lab.errors import LabError, RecipeError
 from lab.models import shape_of
-from lab.planning.fit import candidates
-from lab.recipe.knobs import BY_NAME, KNOBS
-from lab.recipe.ladder import RUNGS, ladder, resolve_recipe
-from lab.recipe.recipe import Recipe
+from lab.planning.fit import candidates, with_other_degrees
+from lab.recipe.jobs import make_job
+from lab.recipe.ladder import RECIPE_NAMES, RUNGS, ladder, resolve_recipe
+from lab.recipe.recipe import BY_NAME, KNOBS, Recipe, parse_knobs
+from lab.techniques.unsupported import UNSUPPORTED
 from lab.units import Mi
+from lab_tests.proofs.tables import README, TECHNIQUES, with_knobs, with_unsupported
 
 
 def test_the_default_is_the_plain_model():
@@ -129,8 +129,16 @@ def test_frozen_and_by_keyword_only():
             "DeepSpeed's exchange knows neither; set head_chunk=None and ring=1",
         ),
         ({"overlap": 2, "head_chunk": 4}, "overlap=2: it takes True or False"),
+        ({"replicas": 0, "fsdp": True}, "replicas=0: it takes a whole number, 1 or more"),
+        ({"replicas": 2}, "replicas=2 without fsdp: .* set fsdp=True with it, or replicas=1"),
         ({"overlap": True}, "overlap=True without UPipe: .* set head_chunk with it, or overlap=False"),
-        ({"fsdp2": True}, "a recipe has no field 'fsdp2': its fields are fsdp, ulysses"),
+        ({"tp": 2}, "no field 'tp'; the lab has no tensor parallelism: use fsdp=true for the parameters, "),
+        ({"zero_stage": 1}, "no field 'zero_stage'; the lab has no ZeRO-1 or ZeRO-2: use fsdp=true, which"),
+        (
+            {"optimizer": "8bit"},
+            "it takes 'device' or 'host'; the lab has no 8-bit AdamW: use optimizer=host",
+        ),
+        ({"fsdp2": True}, "a recipe has no field 'fsdp2': its fields are fsdp, replicas, ulysses"),
     ],
 )
 def test_a_knob_that_is_none_is_refused_with_the_values_that_work(knobs, message):
@@ -151,10 +159,14 @@ def llama(**changed):
         (llama(), {"ulysses": 2, "head_chunk": 3}, 2, "head_chunk=3: .* 2, 4, 6, 8, 12, 24"),
         (llama(), {"ulysses": 2, "head_chunk": 10}, 2, "head_chunk=10: .* 2, 4, 6, 8, 12, 24"),
         (llama(), {"ulysses": 2, "ring": 2}, 6, r"ulysses=2 x ring=2 on 6 ranks: .* work: 1, 2, 3, 6"),
-        (MistralConfig(), {"ring": 2}, 2, "ring=2 with .* sliding windows: .* set ring=1"),
+        (
+            llama(), {"fsdp": True, "replicas": 4, "ulysses": 2}, 12,
+            "replicas=4 with ulysses=2, ring=1 on 12 ranks: .* these work: 1, 2, 3, 6",
+        ),
+        (MistralConfig(), {"ring": 2}, 2, "ring=2 with .* windows: .* set ring_exchange='gather', or ring=1"),
         (
             Qwen2Config(use_sliding_window=True, sliding_window=32, max_window_layers=1), {"ring": 4}, 4,
-            "ring=4 with .* sliding windows: .* set ring=1",
+            "ring=4 with .* sliding windows: .* set ring_exchange='gather', or ring=1",
         ),
         (llama(attention_dropout=0.1), {}, 1, "attention_dropout=0.1 .*only with attention_dropout=0.0"),
         (
@@ -198,9 +210,9 @@ def test_no_public_name_of_a_package_is_that_of_a_module_in_it(package):
             assert find_spec(f"{package.__name__}.{name}") is None, name
 
 
-def test_each_field_of_a_recipe_has_a_row_and_the_rows_neutral_value_is_its_default():
-    assert {f.name: f.default for f in fields(Recipe)} == {knob.name: knob.neutral for knob in KNOBS}
-    assert [f.name for f in fields(Recipe)] == [knob.name for knob in KNOBS]
+def test_the_documentation_of_a_recipe_has_what_each_knob_sets():
+    assert f"Attributes:\n        fsdp: {BY_NAME['fsdp'].sets}.\n" in Recipe.__doc__
+    assert Recipe.__doc__.count("\n        ") == len(KNOBS)
 
 
 def test_the_rung_of_a_row_is_the_one_that_introduces_the_knob():
@@ -212,19 +224,42 @@ def test_the_rung_of_a_row_is_the_one_that_introduces_the_knob():
         excluded = {"head_chunk": None} if value == "deepspeed" else {}
         if knob.name in ("mlp_tile", "compile", "ulysses_backend", "loss_kernel"):
             excluded["stream"] = None
+        if knob.name == "ring_exchange":
+            excluded["ulysses"] = 4  # which leaves a ring of two
         rungs = ladder("tiny", 8, 4096, **excluded, **{knob.name: value})
         having = [name for name, recipe in rungs.items() if getattr(recipe, knob.name) == value]
         assert having == list(rungs)[list(rungs).index(knob.rung) :], knob.name
 
 
 def test_fit_varies_the_knobs_that_are_searched_and_no_other():
-    base = ladder("tiny", 2, 4096)["upipe"]
-    recipes = [recipe.to_json() for recipe in candidates(base, shape_of("tiny"), 2, 4096)]
+    shape, job = shape_of("tiny"), make_job("tiny", "long", tokens=4096, ranks=2)
+    named = {name: resolve_recipe(name, "tiny", 2, 4096) for name in RECIPE_NAMES[1:]}
+    tried = [*candidates(named, shape, 128), *with_other_degrees(named, shape, 128, job)]
+    recipes = [recipe.to_json() for recipe in tried]
     varied = {name for name in BY_NAME if len({recipe[name] for recipe in recipes}) > 1}
     assert varied == {knob.name for knob in KNOBS if knob.searched}
 
 
-def test_the_readme_has_a_line_a_row():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    lines = [f"| `{knob.name}` | {knob.values} | {knob.sets} |" for knob in KNOBS]
-    assert "\n".join(["| knob | values | what it sets |", "| --- | --- | --- |", *lines, ""]) in readme
+def test_the_table_of_the_readme_is_made_from_the_rows():
+    text = README.read_text()
+    assert with_knobs(text) == text
+    assert with_knobs(text.replace("| `fsdp` | `true`", "| `fsdp` | `yes`")) == text
+
+
+def test_the_table_of_what_is_not_supported_is_made_from_the_rows():
+    text = TECHNIQUES.read_text()
+    assert with_unsupported(text) == text
+    assert with_unsupported(text.replace("| float8 |", "| float16 |")) == text
+
+
+def test_no_word_of_what_is_not_supported_is_a_value_that_works():
+    """Nor is a word in two rows; what is to be used instead names knobs with values that they take."""
+    words = [word for row in UNSUPPORTED for word in row.words]
+    assert len(set(words)) == len(words)
+    values = {str(value).replace("_", "") for knob in KNOBS for value in (knob.name, *knob.choices)}
+    assert values.isdisjoint(words)
+    settings = [one for row in UNSUPPORTED for one in re.findall(r"`(\w+=\w+)`", row.instead)]
+    assert len(settings) > 8
+    for setting in settings:
+        for name, value in parse_knobs([setting]).items():
+            BY_NAME[name].check(value)

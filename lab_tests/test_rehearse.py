@@ -11,14 +11,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import PretrainedConfig
 
 import lab
 from lab import models
 from lab.bench import rehearsals
 from lab.bench.rehearsals import _row
-from lab.commands.cli import main
 from lab.commands.report import rehearsal_text
 from lab.errors import DivergedError, LabError, RecipeError
 from lab.memory.cuda import History
@@ -28,6 +26,7 @@ from lab.recipe.ladder import RECIPE_NAMES, RUNGS
 from lab.rehearsing.rehearsal import RehearsalOutOfMemory, RehearsalTooLarge
 from lab.rehearsing.rehearse import _beyond, _capped, _limit
 from lab.units import GiB
+from lab_tests.support.commands import answer, invoke, refusal
 from lab_tests.support.gpus import Card
 from lab_tests.support.models import small_config, tiny_with_infinite_head
 
@@ -39,12 +38,10 @@ def odd() -> PretrainedConfig:
     return small_config(num_hidden_layers=3, vocab_size=260)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_of_the_readme() -> None:
     """2K tokens on 8 ranks: the plan's bytes, and every figure that is promised."""
-    result = CliRunner().invoke(main, ["rehearse", "tiny", "--tokens", "2K", "--ranks", "8", "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    found = json.loads(answer("rehearse tiny --tokens 2K --ranks 8 --json"))
     assert found["plan_over_measured"] == 1
     assert found["device_peak"] == found["planned_device_peak"] > 2**20
     # The inputs of all layers but the last: [2K/8, 256] in fp32.
@@ -56,7 +53,7 @@ def test_the_command_of_the_readme() -> None:
     assert 5 < found["loss"] < 12
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_rung_is_as_planned(rung: str) -> None:
     found = lab.rehearse(odd(), rung, tokens=TOKENS, ranks=4, compute_dtype=None)
@@ -67,7 +64,7 @@ def test_every_rung_is_as_planned(rung: str) -> None:
     assert found.whole is found.plan
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hybrid_with_a_ring_in_bf16() -> None:
     said: list[str] = []
     found = lab.rehearse(
@@ -80,7 +77,7 @@ def test_a_hybrid_with_a_ring_in_bf16() -> None:
     assert said[-1] == "step 1 of 1 by the clock"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     part = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4, layers=2)
     whole = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4)
@@ -90,8 +87,7 @@ def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     # 2 of 4 layers, the loss and the embedding: between half and all.
     assert 1.2 < part.whole_seconds / part.step_seconds < 2
     assert part.tokens_per_second == pytest.approx(TOKENS / 4 / part.whole_seconds)
-    asked = f"rehearse tiny --recipe tiling --tokens {TOKENS} --ranks 4 --layers 2"
-    text = CliRunner().invoke(main, asked.split()).output
+    text = answer(f"rehearse tiny --recipe tiling --tokens {TOKENS} --ranks 4 --layers 2")
     assert "2 of 4 layers" in text
     assert "extrapolated  to 4 layers" in text
 
@@ -104,6 +100,7 @@ class WithWorkspace:
         self.timeline, self.job = SimpleNamespace(device_peak=peak), made.job
 
 
+@pytest.mark.long
 def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
     found = lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=2)
     plans: Any = {name: WithWorkspace(getattr(found, name)) for name in ("plan", "whole")}
@@ -112,6 +109,7 @@ def test_what_lies_outside_torch_is_in_neither_of_the_peaks_compared() -> None:
     assert on_cuda.whole_device_peak == found.whole_device_peak > found.device_peak
 
 
+@pytest.mark.long
 def test_layers_of_a_callable() -> None:
     found = lab.rehearse(lambda: models.build(odd()), "fsdp", tokens=TOKENS, ranks=4, layers=2)
     assert (found.layers, found.plan_over_measured) == (2, 1)
@@ -212,11 +210,12 @@ def test_commands_on_a_gpu_use_segments_that_grow(name: str | None, monkeypatch:
             monkeypatch.setenv(each, "backend:native")
             if each != name:
                 monkeypatch.delenv(each)
-        CliRunner().invoke(main, arguments)
+        invoke(arguments)
         found = {each: value for each, value in os.environ.items() if each.endswith("ALLOC_CONF")}
         assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
+@pytest.mark.long
 def test_the_bench_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample of the recipes, with those that others are compared with; the bench has all of them."""
     assert rehearsals.RECIPE_NAMES is RECIPE_NAMES
@@ -224,9 +223,7 @@ def test_the_bench_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rehearsals, "RECIPE_NAMES", sample)
     small_config(vocab_size=260).save_pretrained(tmp_path)
     tried = "--ranks 4 --tokens 256 --layers 1 --steps 1 --json --device-memory 1900KiB"
-    result = CliRunner().invoke(main, ["bench", "rehearsals", str(tmp_path), *tried.split()])
-    assert result.exit_code == 0, result.output
-    rows = {row["recipe"]: row for row in json.loads(result.output)}
+    rows = {row["recipe"]: row for row in json.loads(answer(f"bench rehearsals {tmp_path} {tried}"))}
     assert tuple(rows) == sample
     assert rows["plain"]["failed"].startswith("out of memory in forward, aten.")
     assert rows["plain"]["seconds"] is None
@@ -235,11 +232,13 @@ def test_the_bench_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert rows["fast"]["over upipe"] == pytest.approx(rows["fast"]["seconds"] / rows["upipe"]["seconds"])
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_ends_a_rehearsal() -> None:
     with pytest.raises(DivergedError, match=r"^the loss of step 1 is nan; no update had been made yet"):
         lab.rehearse(tiny_with_infinite_head, "fsdp", tokens=64, ranks=4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["rehearse", "bench rehearsals"])
 def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of five letters is repeated; a missing one is refused, and a folder without a tokenizer.
@@ -250,46 +249,28 @@ def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path, monkeypatch
     (tmp_path / "text").write_text("abcde")
     recipe = "--recipe plain" if verb == "rehearse" else ""
     asked = f"{verb} tiny {recipe} --tokens 64 --ranks 1 --layers 1 --steps 1 --json"
-
-    def said(*more: str) -> Any:
-        return CliRunner().invoke(main, [*asked.split(), *more])
-
-    given = said("--text", str(tmp_path / "text"))
-    assert given.exit_code == 0, given.output
-    missing = said("--text", str(tmp_path / "none"))
-    assert (missing.exit_code, "no text at" in missing.stderr) == (2, True)
-    tokenizer = said("--tokenizer", str(tmp_path))
-    assert (tokenizer.exit_code, "no tokenizer in" in tokenizer.stderr) == (2, True)
+    answer(f"{asked} --text {tmp_path / 'text'}")
+    assert "no text at" in refusal(f"{asked} --text {tmp_path / 'none'}")
+    assert "no tokenizer in" in refusal(f"{asked} --tokenizer {tmp_path}")
 
 
+@pytest.mark.long
 def test_the_loss_is_that_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("abcde")
     plain = lab.rehearse(odd(), "fsdp", tokens=64, ranks=2)
     assert lab.rehearse(odd(), "fsdp", tokens=64, ranks=2, text=tmp_path / "text").loss != plain.loss
 
 
+@pytest.mark.long
 def test_no_timed_step_times_the_metered_one() -> None:
-    asked = [
-        "rehearse",
-        "tiny",
-        "--recipe",
-        "plain",
-        "--tokens",
-        "64",
-        "--ranks",
-        "1",
-        "--layers",
-        "1",
-        "--steps",
-        "0",
-    ]
     said: list[str] = []
     found = lab.rehearse("tiny", "plain", tokens=64, ranks=1, layers=1, steps=0, watch=said.append)
     assert said[-1] == "a step under the meter"
     assert found.timed_steps == found.to_json()["timed_steps"] == 0
     assert list(found.seconds) == ["forward", "backward", "optimizer"]
     assert found.plan_over_measured == 1
-    assert "the first one, with pinning and the meter: forward" in CliRunner().invoke(main, asked).output
+    text = answer("rehearse tiny --recipe plain --tokens 64 --ranks 1 --layers 1 --steps 0")
+    assert "the first one, with pinning and the meter: forward" in text
 
 
 class Refusing:
@@ -305,6 +286,7 @@ class Refusing:
         return self.function(*args, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "call", "phase"),
     [
@@ -328,6 +310,7 @@ def test_out_of_memory_where_no_meter_stands(
     assert caught.value.plan.device_peak > 0
 
 
+@pytest.mark.long
 def test_rows_are_written_as_they_are_measured_and_a_failing_row_is_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,8 +330,8 @@ def test_rows_are_written_as_they_are_measured_and_a_failing_row_is_a_row(
 
     plain = lab.rehearse("tiny", "plain", tokens=64, ranks=1, layers=1)
     monkeypatch.setattr("lab.bench.rehearsals.rehearse", stand_in)
-    asked = f"bench rehearsals tiny --ranks 1 --tokens 64 --out {out}".split()
-    assert isinstance(CliRunner().invoke(main, asked).exception, ZeroDivisionError)
+    asked = f"bench rehearsals tiny --ranks 1 --tokens 64 --out {out}"
+    assert isinstance(invoke(asked).exception, ZeroDivisionError)
     assert seen == list(range(9))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["recipe"] for row in rows] == list(RUNGS)
@@ -357,9 +340,3 @@ def test_rows_are_written_as_they_are_measured_and_a_failing_row_is_a_row(
     assert rows[3]["failed"] is None
     assert rows[3]["seconds"] == plain.step_seconds
     assert all(f"torch {torch.__version__}" in row["machine"] for row in rows)
-
-
-def test_a_bench_of_a_model_that_there_is_not_is_refused_at_once(tmp_path: Path) -> None:
-    asked = f"bench rehearsals tiy --ranks 1 --tokens 64 --out {tmp_path / 'rows'}".split()
-    said = CliRunner().invoke(main, asked)
-    assert (said.exit_code, "unknown model 'tiy'" in said.stderr) == (2, True)

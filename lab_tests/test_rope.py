@@ -10,11 +10,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import lab
 from lab import models
-from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
 from lab.techniques.frequencies import check_rope, inverse_frequencies
 from lab.techniques.rope import apply_rope, rotary_tables, rotate_
+from lab_tests.support.reference import build, config, error
 
 FAR = 5 * 2**20
 KINDS = {
@@ -129,7 +129,7 @@ def test_padding_never_decides_on_the_frequencies_of_longrope():
     assert not torch.equal(short, long)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [18, 44])
 def test_longrope_under_upipe_and_in_streamed_layers(tokens, ranks4):
     """18 tokens, which have the frequencies of short rows, are padded to 20."""

@@ -9,7 +9,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab.bench.reference import build, config, error
 from lab.decoder import Patch
 from lab.errors import RecipeError
 from lab.memory.categories import HOST
@@ -33,7 +32,7 @@ from lab_tests.support.decoder_step import (
     step_timeline,
 )
 from lab_tests.support.operators import Calls, TransfersAndAttention
-from lab_tests.support.reference import tokens
+from lab_tests.support.reference import build, config, error, tokens
 
 HEADS, HEAD_DIM, LAYERS = 6, 10, 4
 INPUT = BATCH * TOKENS * HIDDEN * 8
@@ -202,6 +201,7 @@ def test_what_is_pinned_is_bounded_and_pinned_again_in_every_step(pinned):
     assert pinned.nbytes == limit
 
 
+@pytest.mark.long
 def test_the_next_model_of_a_process_finds_what_the_last_one_pinned(pinned):
     limit = 2 * INPUT_HELD
     for _ in range(2):

@@ -1,24 +1,18 @@
 """Pictures, the words beside them, and the messages to the browser while ranks run."""
 
-import io
 import json
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
 from matplotlib import pyplot
-from nbclient import NotebookClient
-from PIL import Image
 
 import lab
 import lab.show
 from lab.errors import LabError, ResultError
-from lab.memory.categories import CATEGORIES
 from lab.memory.timeline import Timeline, TimelineBuilder
 from lab.show import palette, panels
 from lab.show.live import messages, thinning
@@ -27,54 +21,31 @@ from lab.show.live import widget as live_widget
 from lab.training.records import Progress, Started
 from lab.units import GiB, MiB
 from lab_tests.support.runs import OPERATORS, PEAK, finished_run, follow, timeline_builder
+from lab_tests.support.shown import Page, count_pixels, execute_cell, pixels
 
 ROOT = Path(__file__).parents[1]
-
-
-def pixels(picture: lab.show.Picture) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(picture.png)).convert("RGBA")).astype(int)
-
-
-def count_pixels(picture: lab.show.Picture, colour: str) -> int:
-    """How many pixels have this colour, as nearly as the stored palette has it."""
-    wanted = [int(colour[n : n + 2], 16) for n in (1, 3, 5)] + [255]
-    return int((np.abs(pixels(picture) - wanted).max(axis=2) < 10).sum())
 
 
 # ---- pictures ------------------------------------------------------------------------------------------
 
 
 def test_each_category_has_its_colour_everywhere() -> None:
-    assert dict(zip(CATEGORIES, palette.CATEGORY_COLOURS, strict=True)) == {
-        "parameters": "#0072B2",
-        "gradients": "#E69F00",
-        "optimizer": "#009E73",
-        "activations": "#D55E00",
-        "recomputed activations": "#DDCC88",
-        "gradients of activations": "#882255",
-        "temporary buffers": "#56B4E9",
-        "other": "#AAAAAA",
-    }
+    assert " ".join(palette.CATEGORY_COLOURS) == (
+        "#0072B2 #E69F00 #009E73 #D55E00 #DDCC88 #882255 #56B4E9 #AAAAAA"
+    )
 
 
 def test_a_timeline_is_drawn_in_its_colours_and_said_in_words() -> None:
     picture = lab.show.timeline(timeline_builder().since())
     assert picture.png.startswith(b"\x89PNG")
     assert 5_000 < len(picture.png) < 200_000
+    # A page shows through at the edges.
+    assert (pixels(picture)[0, 0, 3], pixels(picture)[-1, -1, 3]) == (0, 0)
     areas = [count_pixels(picture, colour) for colour in palette.CATEGORY_COLOURS]
     # As held: activations most, then parameters, gradients, optimizer; other is a ripple on top.
     assert areas[3] > areas[0] > areas[1] > areas[2] > areas[7] > 500
     assert repr(picture) == "Memory timeline: peaks at 700.0 MiB (backward: aten.mm in layers.3)."
     assert pyplot.get_fignums() == []
-
-
-def test_a_picture_reads_on_white_and_on_black() -> None:
-    picture = pixels(lab.show.timeline(timeline_builder().since()))
-    assert (picture[0, 0, 3], picture[-1, -1, 3]) == (0, 0)
-    level = int(palette.TEXT[1:3], 16) / 255
-    linear = ((level + 0.055) / 1.055) ** 2.4
-    # WCAG's contrast of small text.
-    assert min(1.05 / (linear + 0.05), (linear + 0.05) / 0.05) > 4.5
 
 
 def test_a_run_has_a_panel_for_each_rank_and_names_every_peak() -> None:
@@ -101,9 +72,8 @@ def test_many_steps_are_drawn_with_few_shapes() -> None:
 def test_host_bytes_get_a_lane_of_their_own() -> None:
     without, lane = lab.show.timeline(finished_run(2)), lab.show.timeline(finished_run(2, host=MiB))
     assert len(lane.figure.axes) == 2 * len(without.figure.axes)
-    assert (
-        count_pixels(lane, palette.COLOURS["host"]) > 10_000 > count_pixels(without, palette.COLOURS["host"])
-    )
+    host = palette.COLOURS["host"]
+    assert count_pixels(lane, host) > 10_000 > count_pixels(without, host)
 
 
 def test_a_disk_has_a_lane_below_that_of_the_host() -> None:
@@ -124,8 +94,9 @@ def test_operators_can_stand_where_seconds_would_lie() -> None:
 
 
 def test_an_empty_timeline_is_refused() -> None:
-    with pytest.raises(LabError, match="no rows"):
-        lab.show.timeline(TimelineBuilder().since())
+    for empty in (TimelineBuilder().since(), {}):
+        with pytest.raises(LabError, match="no rows"):
+            lab.show.timeline(empty)
 
 
 def test_a_plan_lies_on_the_measured_clock() -> None:
@@ -163,27 +134,14 @@ def test_a_micro_batch_is_compared_with_the_same_micro_batch_of_the_plan() -> No
     assert [held[0] for _, held in panels.align_plan(run, one, run.seconds)] == [0, 100, 400]
 
 
-@dataclass(frozen=True)
-class Planned:
-    timeline: Timeline
-
-
-def test_a_plan_is_taken_for_its_timeline() -> None:
-    plan = Planned(timeline_builder().since())
-    assert lab.show.timeline(plan).text == lab.show.timeline(plan.timeline).text
-    assert "planned peak" in lab.show.timeline(plan, planned=plan).text
-
-
 def test_bars_are_stacked_and_summed() -> None:
     bars = {"plain": {"parameters": 3 * GiB, "activations": 9 * GiB}, "fsdp": timeline_builder().since().peak}
     picture = lab.show.stack(bars, title="tiny", limit=8 * GiB)
     assert picture.text == "tiny: plain 12.0 GiB, fsdp 700.0 MiB; the line stands at 8.00 GiB."
     written = [text.get_text() for text in picture.figure.axes[0].texts]
     assert written == ["12.0 GiB", "700.0 MiB", "8.00 GiB"]
-    ratio = count_pixels(picture, palette.COLOURS["activations"]) / count_pixels(
-        picture, palette.COLOURS["parameters"]
-    )
-    assert 2.7 < ratio < 3.3
+    nine, three = (count_pixels(picture, palette.COLOURS[name]) for name in ("activations", "parameters"))
+    assert 2.7 < nine / three < 3.3
     assert picture.figure.axes[0].get_xlabel() == "GiB"
 
 
@@ -211,17 +169,14 @@ def test_curves_of_another_length_are_refused() -> None:
 
 
 def test_source_is_named_within_the_project() -> None:
-    shown = lab.show.source(Timeline.at)
-    line = next(n for n, text in enumerate(_lines("lab/memory/timeline.py"), 1) if "def at(" in text)
+    shown = lab.show.source(Timeline.moment)
+    lines = (ROOT / "lab/memory/timeline.py").read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if "def moment(" in text)
     assert shown.place == f"lab/memory/timeline.py:{line}"
-    assert shown.code.startswith("def at(self, seconds: float) -> Moment:\n    ")
+    assert shown.code.startswith("def moment(self, row: int) -> Moment:\n    ")
     assert str(ROOT) not in shown._repr_markdown_() + repr(shown)
-    assert "~~~~python\ndef at(" in shown._repr_markdown_()
+    assert "~~~~python\ndef moment(" in shown._repr_markdown_()
     assert re.fullmatch(r"json:\d+", lab.show.source(json.dumps).place)
-
-
-def _lines(path: str) -> list[str]:
-    return (ROOT / path).read_text().splitlines()
 
 
 # ---- thinning ------------------------------------------------------------------------------------------
@@ -259,7 +214,7 @@ def decode(content: dict[str, Any], buffer: bytes, names: dict[int, str]) -> lis
 
 
 def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
-    builder, known, names = timeline_builder(host=3 * MiB), messages.Names(), {}
+    builder, known, names = timeline_builder(host=3 * MiB), {}, {}
     first, second = builder.since(), builder.since(170)
     sent = decode(*messages.browser_message(Progress(1, 5, 0, 2, None, first.rows(range(170))), known), names)
     content, buffer = messages.browser_message(Progress(1, 5, 1, 2, 2.5, second), known)
@@ -271,49 +226,17 @@ def test_a_message_brings_new_rows_only_and_each_name_once() -> None:
     assert min(row[0] for row in again) == pytest.approx(second.seconds[0], abs=0.5)
     assert min(row[0] for row in again) > max(row[0] for row in sent)
     for row in sent + again:
-        moment = first.at(row[0] + 1e-5)
-        assert row[1:] == (
-            moment.device,
-            moment.host,
-            moment.disk,
-            moment.phase,
-            moment.module,
-            f"{moment.op} {moment.shapes}",
-            moment.step,
-        )
+        moment = first.moment(int(np.searchsorted(first.seconds, row[0] + 1e-5)) - 1)
+        held = moment.device, moment.host, moment.disk
+        assert row[1:] == (*held, moment.phase, moment.module, f"{moment.op} {moment.shapes}", moment.step)
 
 
 def test_a_message_is_small_and_holds_the_peak() -> None:
     timeline = timeline_builder(rows=4000).since()
-    content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), messages.Names())
+    content, buffer = messages.browser_message(Progress(0, 1, 1, 2, 2.5, timeline), {})
     assert len(buffer) <= 2 * messages.INTERVALS * 15 * 4
     assert len(json.dumps(content)) < 1000
     assert max(row[1] for row in decode(content, buffer, {})) == PEAK
-
-
-class Page:
-    """Stands for a notebook's page: takes what is displayed and sent."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, metadata: dict[str, str]) -> None:
-        self.shown: list[tuple[Any, dict[str, Any]]] = []
-        self.sent: list[tuple[dict[str, Any], list[bytes]]] = []
-        self.open_at_update: list[bool] = []
-        monkeypatch.setattr(live_widget, "get_ipython", lambda: self)
-        monkeypatch.setattr(live_widget, "display", self._display)
-        monkeypatch.setattr(
-            live_widget.TimelineWidget,
-            "send",
-            lambda _, content, buffers: self.sent.append((content, buffers)),
-        )
-        self._metadata = metadata
-
-    def get_parent(self) -> dict[str, Any]:
-        return {"metadata": self._metadata}
-
-    def _display(self, thing: Any, **where: Any) -> None:
-        if where.get("update"):
-            self.open_at_update.append(self.shown[-1][0].comm is not None)
-        self.shown.append((thing, where))
 
 
 def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,8 +252,7 @@ def test_a_run_ends_in_one_picture_where_the_widget_was(monkeypatch: pytest.Monk
     assert page.open_at_update == [True]
     # It stays on the page, in the picture's place, and has the timelines to their end.
     assert widget.comm is not None
-    kinds = [content["kind"] for content, _ in page.sent]
-    assert kinds == ["rows"] * 6 * 3 + ["recorded"] * 3 + ["replaced"]
+    assert page.kinds == ["rows"] * 6 * 3 + ["recorded"] * 3 + ["replaced"]
     for sent in (page.sent[:18], page.sent[18:21]):
         names: dict[int, str] = {}
         rows = [decode(content, buffers[0], names) for content, buffers in sent]
@@ -369,54 +291,53 @@ def test_one_watcher_follows_several_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert page.sent[first][0]["names"]
 
 
-def test_the_widgets_stop_calls_what_the_run_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, watch, stopped = Page(monkeypatch, {"cellId": "a"}), lab.show.live(), []
-    for run in ("first", "second"):
-        watch(Started(partial(stopped.append, run), 1))
-        watch(Progress(0, 1, 0, 2, None, timeline_builder().since()))
-        widget = page.shown[-1][0]
-        widget._handle_custom_msg({"stop": True}, [])
-        watch(finished_run(1))
-    assert stopped == ["first", "second"]
-
-
-def test_a_stop_where_no_run_said_how_does_nothing(
+def test_the_widgets_stop_calls_what_the_run_said_first(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    page, watch = Page(monkeypatch, {"cellId": "a"}), lab.show.live()
-    watch(Progress(0, 1, 0, 2, None, timeline_builder().since()))
-    ((widget, _),) = page.shown
-    widget._handle_custom_msg({"stop": True}, [])
+    page, watch, stopped = Page(monkeypatch, {"cellId": "a"}), lab.show.live(), []
+    # The first run does not say how it is stopped.
+    for run in ("", "second", "third"):
+        if run:
+            watch(Started(partial(stopped.append, run), 1))
+        watch(Progress(0, 1, 0, 2, None, timeline_builder().since()))
+        page.shown[-1][0]._handle_custom_msg({"stop": True}, [])
+        watch(finished_run(1))
+    assert stopped == ["second", "third"]
     # A widget logs what its callbacks raise.
     assert not caplog.records
 
 
-def test_where_nobody_looks_on_there_is_the_picture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, run = Page(monkeypatch, {}), finished_run(2)
+def test_where_nobody_looks_on_there_is_the_picture_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(2)
+    # A script is told in words.
+    follow(lab.show.live(), run)
+    assert capsys.readouterr().out == f"{lab.show.timeline(run).text}\n"
+    page = Page(monkeypatch, {})
     follow(lab.show.live(), run)
     assert [(thing.text, where) for thing, where in page.shown] == [(lab.show.timeline(run).text, {})]
     assert page.sent == []
 
 
-def test_a_script_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    follow(lab.show.live(), finished_run(1))
-    assert capsys.readouterr().out.startswith("Memory timeline of tiny · fsdp: peaks at 700.0 MiB")
+def test_a_plan_with_another_workspace_is_no_line_over_measured_bytes() -> None:
+    plans = [lab.plan("tiny", "fsdp", tokens=24, ranks=2, workspace=workspace) for workspace in (False, True)]
+    assert lab.show.timeline(plans[0], planned=plans[0].timeline).text
+    for number, said in (
+        (0, "the plan counts .* workspace=False$"),
+        (1, "the measured bytes have .* workspace=True$"),
+    ):
+        with pytest.raises(ResultError, match=f"^{said}"):
+            lab.show.timeline(plans[number], planned=plans[1 - number])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_executed_notebook_stores_a_picture_and_its_words(tmp_path: Path) -> None:
-    code = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}]
-from lab_tests.support.runs import finished_run, follow
-import lab.show
-follow(lab.show.live(), finished_run(2))
-lab.show.timeline(finished_run(1))
-"""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
-    ).execute()
+    notebook = execute_cell(
+        "from lab_tests.support.runs import finished_run, follow\nimport lab.show\n"
+        "follow(lab.show.live(), finished_run(2))\nlab.show.timeline(finished_run(1))",
+        tmp_path,
+    )
     outputs = notebook.cells[0].outputs
     assert [output.output_type for output in outputs] == ["display_data", "execute_result"]
     for output in outputs:
@@ -424,14 +345,3 @@ lab.show.timeline(finished_run(1))
         assert output.data["text/plain"].startswith("Memory timeline of tiny · fsdp: ")
         assert output.metadata["image/png"] == {"width": 900}
     assert "widgets" not in notebook.metadata
-
-
-def test_a_plan_with_another_workspace_is_no_line_over_measured_bytes() -> None:
-    plans = [lab.plan("tiny", "fsdp", tokens=24, ranks=2, workspace=workspace) for workspace in (False, True)]
-    assert lab.show.timeline(plans[0], planned=plans[0].timeline).text
-    with pytest.raises(ResultError, match=r"^the plan counts the workspace of CUDA, .* workspace=False$"):
-        lab.show.timeline(plans[0], planned=plans[1])
-    with pytest.raises(
-        ResultError, match=r"^the measured bytes have the workspace of CUDA, .* workspace=True$"
-    ):
-        lab.show.timeline(plans[1], planned=plans[0])

@@ -4,8 +4,9 @@ import pytest
 
 import lab.show
 from lab.errors import LabError
+from lab.memory.moment import Op
 from lab.memory.profiling import Call, Profile
-from lab.memory.timeline import Op, TimelineBuilder
+from lab.memory.timeline import TimelineBuilder
 from lab.show.profiles import _gaps
 from lab.units import MiB
 

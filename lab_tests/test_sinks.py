@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
-from lab.bench import parity, reference
 from lab.memory.meter import Meter
 from lab.models.lora import Lora
 from lab.recipe.recipe import Recipe
@@ -26,6 +25,7 @@ from lab.techniques.attention.window import windowed_kernel
 from lab.techniques.experts import grouped_outer_product, grouped_product, grouped_sum
 from lab.techniques.upipe.projections import HeadProjections
 from lab.techniques.upipe.schedule import schedule
+from lab_tests.support import parity, reference
 
 H, G, D, SCALE = 6, 2, 10, 0.3
 
@@ -167,7 +167,7 @@ def test_an_expert_without_rows_has_no_gradient_whatever_the_kernel_writes(monke
 # ---- what is refused, and what the settings mean -----------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_frozen_sinks_under_adapters(ranks4):
     """The adapters of attention get the gradients of one rank, and the sinks none."""
     for errors in ranks4.apply(adapter_errors, Recipe(fsdp=True, ulysses=2, head_chunk=8, mlp_tile=5)):

@@ -9,11 +9,12 @@ from transformers import MistralConfig
 
 from lab.memory.timeline import Timeline
 from lab.planning import fake_step as walking
-from lab.planning.fake_step import fake_step
 from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.recipe import Recipe
 from lab.techniques.slices import causal_slices, repetitions, short_loops, slices
 from lab.units import Ki
+from lab_tests.support.costs import walked
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
 
@@ -119,11 +120,11 @@ def asked(rung: str, workspace: bool, **changed: Any) -> tuple[Job, Machine]:
 
 
 # The workspace of CUDA has no part in loops, so it is on in one of the two.
-@pytest.mark.parametrize(("rung", "workspace"), [("tiling", False), ("upipe", True)])
+@pytest.mark.parametrize(("rung", "workspace"), mostly_long([("tiling", False), ("upipe", True)], 0))
 def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
-    short, short_costs = fake_step(*asked(rung, workspace), 2)
+    short, short_costs = walked(*asked(rung, workspace), 2)
     monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
-    whole, costs = fake_step(*asked(rung, workspace), 2)
+    whole, costs = walked(*asked(rung, workspace), 2)
     assert len(short) < 0.6 * len(whole)
     assert (short.device_peak, short.host_peak) == (whole.device_peak, whole.host_peak)
     assert short.peak.by_category == whole.peak.by_category
@@ -135,14 +136,15 @@ def test_a_shortened_step_is_the_whole_step(monkeypatch, rung, workspace):
     assert short.seconds[-1] == pytest.approx(whole.seconds[-1], rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_shortened_step_of_windows_is_the_whole_step(monkeypatch):
     """Of five pieces, the last one shorter, and of a block that is shorter than a window."""
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = small_config(MistralConfig, sliding_window=48 * Ki, **sizes)
     job, machine = Job(model, Recipe(), tokens=230 * Ki + 30, ranks=1), Machine()
-    short, short_costs = fake_step(job, machine, 1)
+    short, short_costs = walked(job, machine, 1)
     monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
-    whole, costs = fake_step(job, machine, 1)
+    whole, costs = walked(job, machine, 1)
     assert len(short) < len(whole)
     assert short.device_peak == whole.device_peak
     assert highest(short) == highest(whole)
@@ -160,6 +162,7 @@ def highest(timeline: Timeline) -> dict[tuple[str, str, str], int]:
     return found
 
 
+@pytest.mark.long
 # Copies to the host are under way while a tile is computed: of one stage, and of several; of tiles that are
 # copied on the device first, as those of several rows are.
 @pytest.mark.parametrize(
@@ -168,8 +171,8 @@ def highest(timeline: Timeline) -> dict[tuple[str, str, str], int]:
 def test_every_operator_of_a_shortened_step_of_streamed_layers_holds_as_much(monkeypatch, knobs):
     # s = 125: tiles of 23 leave 10.
     job, machine = asked("upipe", workspace=False, mlp_tile=None, stream=23, **knobs)
-    short = fake_step(job, machine, 2)[0]
+    short = walked(job, machine, 2)[0]
     monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
-    whole = fake_step(job, machine, 2)[0]
+    whole = walked(job, machine, 2)[0]
     assert len(short) < 0.7 * len(whole)
     assert highest(short) == highest(whole)

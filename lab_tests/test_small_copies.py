@@ -25,6 +25,7 @@ odd = partial(
 """D=60, E=720, MLP 780: 60, 30, 20 and 15 divide all three, and 30 and 15 also E/H=30."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_keeps_its_heads_and_its_proportions_and_trains(name):
     full, small = models.config_of(name), small_copy(name)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,15 +20,16 @@ from lab.errors import LabError, ModelError
 from lab.memory.meter import Meter
 from lab.models import weight_files
 from lab.models.first_values import piece_elements
-from lab.planning.plan import fake_model
 from lab.planning.start import start_of
-from lab.recipe.jobs import Machine, TrainSettings, make_job
+from lab.planning.whole_step import fake_model
+from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.ladder import resolve_recipe
 from lab.recipe.recipe import Recipe
 from lab.step.compose import start
 from lab.step.one_rank import one_rank
 from lab.techniques.sharding import apply_replication
 from lab.training.run import _train as train_on_rank
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
 FSDP = Recipe(fsdp=True)
@@ -75,26 +77,30 @@ def test_a_start_by_shards_trains_as_one_of_the_whole_model(ranks4, digits, conf
     assert by_shards == whole
 
 
-def peaks(model, recipe):
-    """Runs on every rank: what a start holds at most, then with the optimizer, and the bytes of the shard."""
+def peaks(model, recipe, ranks=4):
+    """Runs on every rank of four: what a start holds at most on the first ranks, then with the optimizer,
+    and the bytes of the shard."""
     gc.collect()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = dist.new_group(range(ranks))
+    if dist.get_rank() >= ranks:
+        return None
     meter, other = Meter(), Meter()
     with meter.measure(nn.Module()), meter.phase("start"):
-        applied = start(model, recipe, mesh)
-    made = applied.model
-    with other.measure(made), other.phase("start"):
+        applied = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
+    with other.measure(applied.model), other.phase("start"):
         applied.make_optimizer(learning_rate=1e-3)
-    held = sum(p.to_local().untyped_storage().nbytes() for p in made.parameters())
-    return meter.timeline().device_peak, other.timeline().device_peak, held, sum(map(len, shards(made)))
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in applied.model.parameters()]
+    held = sum(p.untyped_storage().nbytes() for p in local)
+    return meter.timeline().device_peak, other.timeline().device_peak, held
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["fsdp", "upipe"])
 def test_a_start_holds_its_shard_and_one_piece(ranks4, recipe):
     chosen = resolve_recipe(recipe, "tiny", 4, 512)
     whole = sum(p.nbytes for p in models.build("tiny").parameters())
     planned = lab.plan("tiny", chosen, tokens=512, ranks=4, workspace=False)
-    for peak, with_optimizer, held, _ in ranks4.apply(peaks, "tiny", chosen):
+    for peak, with_optimizer, held in ranks4.apply(peaks, "tiny", chosen):
         assert held == whole // 4
         assert held < peak <= held + SCRATCH + 1024
         assert 3 * held <= with_optimizer <= 3 * held + 1024
@@ -105,15 +111,16 @@ def test_a_start_holds_its_shard_and_one_piece(ranks4, recipe):
 def test_a_start_from_files_holds_its_shard_and_maps_one_parameter(ranks4, tmp_path):
     models.save(models.build("tiny", seed=5), tmp_path)
     largest = models.build("tiny").lm_head.weight.nbytes
-    for peak, _, held, _ in ranks4.apply(peaks, tmp_path, FSDP):
+    for peak, _, held in ranks4.apply(peaks, tmp_path, FSDP):
         assert held < peak <= held + largest + 1024
 
 
+@pytest.mark.long
 def test_a_callables_model_arrives_whole(ranks4):
     whole = sum(p.nbytes for p in models.build("tiny").parameters())
     model, tokens = partial(models.build, "tiny"), 32
     planned = lab.plan(model, FSDP, tokens=tokens, ranks=4, workspace=False)
-    for peak, _, _, _ in ranks4.apply(peaks, model, FSDP):
+    for peak, _, _ in ranks4.apply(peaks, model, FSDP):
         assert peak > whole
         assert planned.start.device == pytest.approx(peak, abs=1024)
     # So few tokens need less than the start, and the plan says so.
@@ -123,21 +130,7 @@ def test_a_callables_model_arrives_whole(ranks4):
     assert "at the peak   start: check_same_model" in report.plan_text(planned)
 
 
-def peaks_of_three(model, recipe):
-    """Runs on every rank of four: what the first three hold at most until the optimizer is made."""
-    gc.collect()
-    group = dist.new_group([0, 1, 2])
-    if dist.get_rank() == 3:
-        return None
-    meter = Meter()
-    with meter.measure(nn.Module()), meter.phase("start"):
-        applied = start(model, recipe, DeviceMesh.from_group(group, "cpu"))
-    with meter.measure(applied.model), meter.phase("start"):
-        applied.make_optimizer(learning_rate=1e-3)
-    return meter.timeline().device_peak
-
-
-@pytest.mark.parametrize("kind", ["a config", "a tied model", "a bf16 directory"])
+@pytest.mark.parametrize("kind", mostly_long(["a config", "a tied model", "a bf16 directory"], 2))
 def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
     """The vocabulary is so large that the scratch of the comparison is above the optimizer's state."""
     model = small_config(vocab_size=2003, tie_word_embeddings=kind == "a tied model")
@@ -146,15 +139,15 @@ def test_three_ranks_without_fsdp_compare_their_models(ranks4, tmp_path, kind):
         model = tmp_path
     planned = lab.plan(model, Recipe(), tokens=9, ranks=3, workspace=False)
     assert planned.start.op == "check_same_model"
-    for peak in ranks4.apply(peaks_of_three, model, Recipe())[:3]:
-        assert planned.start.device == pytest.approx(peak, abs=1024)
+    for peak, with_optimizer, _ in ranks4.apply(peaks, model, Recipe(), 3)[:3]:
+        assert planned.start.device == pytest.approx(max(peak, with_optimizer), abs=1024)
 
 
 @pytest.mark.parametrize(("name", "gib"), [("qwen3-32b", 49.7), ("llama3-70b", 102.5)])
 def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name, gib):
     """The whole of qwen3-32b, 122 GiB, was on every device before; llama3-70b needs more than eight ranks."""
     job = make_job(name, FSDP, tokens=2**20, ranks=8)
-    assert start_of(job, Machine(), fake_model(job)).device / 2**30 == pytest.approx(gib, abs=0.05)
+    assert start_of(job, fake_model(job), workspace=True).device / 2**30 == pytest.approx(gib, abs=0.05)
 
 
 # ---- from files ------------------------------------------------------------------------------------------
@@ -164,6 +157,11 @@ def test_the_start_of_a_large_model_is_its_shard_with_the_optimizers_state(name,
 def folder(tmp_path):
     models.build(MODELS["rows that no number of ranks divides"], seed=8).save_pretrained(tmp_path)
     return tmp_path
+
+
+def edit_config(folder, **fields):
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | fields))
 
 
 def of_rank(folder, rank, ranks=4):
@@ -183,6 +181,7 @@ def test_shards_of_a_directorys_weights_are_the_weights(folder):
     assert torch.equal(whole.lm_head.weight, models.build(models.config_of(folder), seed=8).lm_head.weight)
 
 
+@pytest.mark.long
 def test_weights_in_several_files_and_another_dtype(folder):
     whole = models.build(folder)
     (folder / "model.safetensors").unlink()
@@ -193,9 +192,8 @@ def test_weights_in_several_files_and_another_dtype(folder):
         assert torch.equal(parameter, whole.get_parameter(name)), name
 
 
+@pytest.mark.long
 def test_weights_of_a_model_without_its_heads_prefix(folder):
-    from safetensors.torch import load_file, save_file
-
     place = folder / "model.safetensors"
     weights = {name.removeprefix("model."): tensor for name, tensor in load_file(place).items()}
     expected = whole_parameters(folder)
@@ -205,8 +203,7 @@ def test_weights_of_a_model_without_its_heads_prefix(folder):
 
 
 def test_weights_of_another_shape_are_refused(folder):
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, "intermediate_size": 73}))
+    edit_config(folder, intermediate_size=73)
     for call in (lambda: models.build(folder), lambda: of_rank(folder, 0)):
         with pytest.raises(
             ModelError, match=r"mlp.gate_proj.weight has shape \[72, 48\] there, and \[73, 48\]"
@@ -216,8 +213,6 @@ def test_weights_of_another_shape_are_refused(folder):
 
 def tied_by_config(folder, *, equal=False, without=None):
     """Save an untied model whose config says that it is tied; return what transformers reads of it."""
-    from safetensors.torch import load_file, save_file
-
     models.build(small_config(), seed=8).save_pretrained(folder)
     place = folder / "model.safetensors"
     weights = load_file(place)
@@ -225,8 +220,7 @@ def tied_by_config(folder, *, equal=False, without=None):
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     weights.pop(without, None)
     save_file(weights, place, metadata={"format": "pt"})
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, "tie_word_embeddings": True}))
+    edit_config(folder, tie_word_embeddings=True)
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -236,12 +230,11 @@ def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path):
     for call in (lambda: models.build(tmp_path), lambda: of_rank(tmp_path, 0)):
         with pytest.raises(ModelError, match=r"ties lm_head.weight to model.embed_tokens.weight, and its "):
             call()
-    document = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**document, "tie_word_embeddings": False}))
+    edit_config(tmp_path, tie_word_embeddings=False)
     assert torch.equal(models.build(tmp_path).lm_head.weight, theirs.lm_head.weight)
 
 
-@pytest.mark.parametrize("without", [None, "lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("without", mostly_long([None, "lm_head.weight", "model.embed_tokens.weight"], 1))
 def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_name(
     tmp_path, monkeypatch, without
 ):

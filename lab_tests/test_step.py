@@ -12,6 +12,7 @@ from lab import models
 from lab.bench.reference import error
 from lab.recipe.ladder import RUNGS, resolve_recipe
 from lab.step.training_step import NoMeter, make_optimizer
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
 ROWS, TOKENS = 3, 40
@@ -75,7 +76,7 @@ def losses_on_rank(recipe, steps):
     return [lab.train_step(model, optimizer, b, meter=NoMeter(), clip_norm=0.1).item() for b in batches]
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", mostly_long(RUNGS, *map(RUNGS.index, ("upipe", "streamed"))))
 def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
     losses, expected = dense_losses_and_gradients(1)
     for loss, gradients in ranks4.apply(gradients_on_rank, rung(name)):
@@ -83,6 +84,7 @@ def test_loss_and_every_gradient_are_the_dense_models(ranks4, name):
         assert error(gradients, expected) < 5e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNGS)
 def test_four_clipped_steps_follow_the_dense_model(ranks4, name):
     expected, _ = dense_losses_and_gradients(4)

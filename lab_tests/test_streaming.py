@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab.bench.reference import build, config, error, exact_rotary, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
 from lab.techniques.rope import apply_rope
 from lab.techniques.streaming.layer import apply_streaming
 from lab.techniques.upipe.schedule import schedule
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.operators import Calls
+from lab_tests.support.reference import build, config, error, exact_rotary, gradients, loss_of
 
 ROWS, TOKENS, LAYERS = 3, 44, 5
 
@@ -170,7 +171,9 @@ def fail(*_):
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("knobs", "forwards"), [({}, 2), ({"segment": 2}, 2), ({"attention": True}, 1)])
+@pytest.mark.parametrize(
+    ("knobs", "forwards"), mostly_long([({}, 2), ({"segment": 2}, 2), ({"attention": True}, 1)], 2)
+)
 def test_attention_runs_twice_forward_and_once_where_its_outputs_are_kept(plain, knobs, forwards):
     model = streamed(copy.deepcopy(plain[0]), head_chunk=12, **knobs)
     with Calls() as calls:
@@ -205,13 +208,16 @@ def layer_timeline(cfg, local, dtype, **knobs) -> tuple[Timeline, int]:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "chunk", "dtype"),
-    [
-        (64, 16, 8, torch.bfloat16),
-        (64, 16, 16, torch.bfloat16),
-        (64, 16, 64, torch.bfloat16),
-        (64, 64, 32, torch.float64),
-        (48, 24, 16, torch.float32),
-    ],
+    mostly_long(
+        [
+            (48, 24, 16, torch.float32),
+            (64, 16, 8, torch.bfloat16),
+            (64, 16, 16, torch.bfloat16),
+            (64, 16, 64, torch.bfloat16),
+            (64, 64, 32, torch.float64),
+        ],
+        0,
+    ),
 )
 def test_bytes_of_a_layer_are_the_docstrings(eight, heads, kv_heads, chunk, dtype):
     cfg, local = config("llama", heads, kv_heads, layers=1), 600
@@ -232,6 +238,7 @@ def test_bytes_of_a_layer_are_the_docstrings(eight, heads, kv_heads, chunk, dtyp
     assert timeline.host[-1] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("segment", "attention"), [(1, False), (2, False), (3, False), (2, True)])
 def test_the_host_holds_the_inputs_that_the_docstring_counts(segment, attention):
     """Six layers: b*s*E and b*s*H*D elements are whole pages."""

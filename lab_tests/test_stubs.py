@@ -40,10 +40,6 @@ WRONG = [
     ("03", "torch.enable_grad()", "torch.no_grad()", r"does not require grad.*torch\.enable_grad\(\)"),
     ("05", "None, None, dx", "None, None, dx[:, :60]", r"invalid gradient at index 0 - got \[1, 60, 6\]"),
     (
-        "05", "ctx.mlp(x).backward(dy)", "x.grad = torch.autograd.grad(ctx.mlp(x), x, dy)[0]",
-        r"up\.weight has no gradient",
-    ),
-    (
         "05", "x = x.detach()", "ctx.mlp.zero_grad()\n            x = x.detach()",
         r"the gradient of up\.weight is wrong",
     ),
@@ -78,7 +74,6 @@ WRONG = [
     ),
     ("05", "            x = x.detach().requires_grad_()\n", "", "a tile of x has no gradient, because a"),
     ("03", "return None, x.grad", "dy.zero_()\n        return None, x.grad", "has changed dy"),
-    ("05", "return None, None, dx", "dy.zero_()\n        return None, None, dx", "has changed dy"),
     ("05", "ctx.mlp, ctx.tile = mlp, tile", "ctx.mlp, ctx.tile, x = mlp, tile, 2 * x", "output differs"),
     ("06", "return", "raise GeneratorExit\n    return", "line 6 of the cell, `raise GeneratorExit`"),
     ("06", "return", "return '\\ud800', 1\n    return", "must return two ints"),
@@ -93,18 +88,7 @@ WRONG_IN_A_ROW = [
     ("03", [("ctx.layer", "Checkpointed.layer")], "of layer 0 of 3 is wrong: what forward keeps"),
     ("05", [("ctx.mlp", "TiledMLP.mlp")], "of layer 0 of 3 is wrong: what forward keeps"),
     ("03", [(".detach().requires_grad_()", ""), ("None, x.grad", "None, None")], "must run on a detached x"),
-    (
-        "05",
-        [
-            ("for x, dy, place in zip(*parts, strict=True)", "for a in range(0, 62, ctx.tile)"),
-            ("x = x.detach().requires_grad_()", "b = a + ctx.tile"),
-            ("ctx.mlp(x).backward(dy)", "ctx.mlp(ctx.saved_tensors[0][:, a:b]).backward(dy[:, a:b])"),
-            ("            place.copy_(x.grad)\n", ""),
-            ("None, None, dx", "None, None, None"),
-        ],
-        "must run on a detached x",
-    ),
-]  # fmt: skip
+]
 """As ``WRONG``, with several changes, each wherever its text is: right for one call, and not in a row."""
 
 WRONG_ON_RANKS = [
@@ -137,9 +121,9 @@ def stub_named(number):
     return import_module(f"lab.jupyter.stubs.{STUBS[find_stub(number)]}").STUB
 
 
-def broken(right, old, new):
+def broken(right, old, new, count=1):
     assert old in right
-    return right.replace(old, new, 1)
+    return right.replace(old, new, count)
 
 
 @pytest.mark.parametrize("number", ["03", "05", "06"])
@@ -157,8 +141,7 @@ def test_the_solution_is_right_and_an_unwritten_stub_says_so(number):
 def test_code_that_is_right_for_one_call_alone_is_wrong_in_a_row(number, changes, said):
     code = solution_of(find_stub(number))
     for old, new in changes:
-        assert old in code
-        code = code.replace(old, new)
+        code = broken(code, old, new, -1)
     *before, (where, wrong) = process.report(stub_named(number), code, int)
     assert [one for _, one in before] == [None] * 4
     assert where.startswith("Three ")
@@ -167,9 +150,8 @@ def test_code_that_is_right_for_one_call_alone_is_wrong_in_a_row(number, changes
 
 @pytest.mark.parametrize(("number", "old", "new", "said"), WRONG)
 def test_wrong_code_is_told_what_is_wrong(number, old, new, said):
-    *before, (_, wrong) = process.report(
-        stub_named(number), broken(solution_of(find_stub(number)), old, new), int
-    )
+    code = broken(solution_of(find_stub(number)), old, new)
+    *before, (_, wrong) = process.report(stub_named(number), code, int)
     assert all(message is None for _, message in before)
     assert re.search(said, wrong)
 
@@ -180,7 +162,7 @@ def cluster():
         yield cluster
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_code_on_ranks_is_told_what_is_wrong_and_on_which_rank(cluster):
     """All in one test, on ranks that are started once."""
     stub = stub_named("02")
@@ -215,7 +197,7 @@ def participant(tmp_path, notebook, source):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lab_check_reads_the_saved_copy_and_turns_green(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     participant(tmp_path / "my_notebooks", "06_untied_ulysses", HEADS)
@@ -243,9 +225,7 @@ ORPHAN = "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_sessi
             r"line 7 of the cell, `input\(\)`, raised EOFError: EOF when reading a line",
         ),
         ("import os; os._exit(7)", 60, "The cell returns", "it ended its process, with exit code 7"),
-        (
-            ORPHAN, 60, "The cell leaves nothing running", "it left sleep running, now ended",
-        ),
+        (ORPHAN, 60, "The cell leaves nothing running", "it left sleep running, now ended"),
         (
             # The process that starts it is gone when this returns, and it is sleep by then.
             f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ORPHAN!r}])", 60,
@@ -253,17 +233,14 @@ ORPHAN = "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_sessi
         ),
     ],
 )  # fmt: skip
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cell_that_hangs_dies_or_leaves_a_process_is_ended_and_said(code, seconds, title, wrong):
     *_, last = check("06_untied_ulysses", f"{HEADS}\n{code}\n", seconds=seconds)
     assert last.title == title
     assert re.fullmatch(wrong, last.wrong), last.wrong
-    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "4321"]]
-    assert not [
-        one
-        for one in psutil.Process().children(recursive=True)
-        if "lab.jupyter.stubs.process" in " ".join(one.cmdline())
-    ]
+    assert ["sleep", "4321"] not in [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
+    commands = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+    assert not [command for command in commands if "lab.jupyter.stubs.process" in command]
 
 
 def test_what_cannot_be_checked_is_refused_in_a_line(tmp_path, monkeypatch):

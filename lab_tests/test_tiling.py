@@ -413,6 +413,7 @@ def test_what_a_cap_of_the_logits_holds(dtype, tile):
 # ---- without data ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_runs_on_fake_tensors_at_any_length():
     tokens, tile = 2**20, 2**17
     with FakeTensorMode():

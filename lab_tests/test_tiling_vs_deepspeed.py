@@ -34,6 +34,7 @@ def check_against_deepspeed(row):
         assert row["theirs, bytes"] < row["ours, bytes"] <= row["theirs, bytes"] + weights * (4 + 2)
 
 
+@pytest.mark.long
 def test_a_short_comparison():
     pytest.importorskip("trl")
     rows = compare()
@@ -49,6 +50,7 @@ def test_a_short_comparison():
         assert narrowed == (row["theirs, error"] > 1e6 * row["ours, error"])
 
 
+@pytest.mark.long
 def test_without_trl_its_rows_have_no_figures_of_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl.kernels", None)
     for row in compare():

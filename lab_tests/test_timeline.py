@@ -1,12 +1,11 @@
-"""A timeline: its peak, its moments and its spans."""
-
-import json
+"""A timeline: its peak and its moments."""
 
 import numpy as np
 import pytest
 
 from lab.memory.categories import CATEGORIES
-from lab.memory.timeline import Op, Timeline, TimelineBuilder
+from lab.memory.moment import Op
+from lab.memory.timeline import Timeline, TimelineBuilder
 
 
 @pytest.fixture
@@ -33,25 +32,6 @@ def test_the_peak_says_what_ran_where_and_who_held_what(timeline):
     )  # fmt: skip
     assert peak.by_category == dict(zip(CATEGORIES, (10, 0, 20, 333 % 97, 0, 0, 0, 900), strict=True))
     assert timeline.host_peak == 5
-
-
-def test_at_gives_the_last_point_before(timeline):
-    assert timeline.at(3.3349).device == timeline.device_peak
-    assert timeline.at(-1.0).seconds == 0.0
-
-
-def test_spans_cover_the_steps_in_order(timeline):
-    assert list(timeline.spans()) == [
-        ("forward", 0, 0.0, 3.0),
-        ("backward", 0, 3.0, 5.0),
-        ("backward", 1, 5.0, 6.99),
-    ]
-
-
-def test_a_timeline_is_the_same_after_json(timeline):
-    again = Timeline.from_json(json.dumps(timeline.to_json()))
-    assert again.to_json() == timeline.to_json()
-    assert again.moment(333) == timeline.moment(333)
 
 
 def test_since_hands_out_only_what_is_new(timeline):

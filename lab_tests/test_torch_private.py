@@ -93,6 +93,7 @@ def test_tensors_are_real_where_the_fake_mode_is_unset() -> None:
 
 def results() -> list[Any]:
     """Run operators whose arguments differ in one thing, and return what they returned."""
+    aten = torch.ops.aten
     x = torch.ones(6, 4)
     part, bits = x[1:].narrow(1, 1, 2), torch.ones(6, 4, dtype=torch.complex64)
     kinds = [
@@ -112,7 +113,28 @@ def results() -> list[Any]:
     copies = [part.clone(), x.t().clone(), x.t().clone(memory_format=torch.contiguous_format)]
     leaf = torch.ones(4, 3, requires_grad=True)
     products = [x @ leaf, (x @ leaf).detach() * 2, torch.mm(x, leaf, out=torch.empty(6, 3).detach())]
-    return [x, leaf, x.add_(1), *kinds, *strides, *sums, *views, *parts, *conjugates, *copies, *products]
+    y, out, empty = x.clone(), x.clone(), x.new_empty(0)
+    add_, add, addcmul_ = aten.add_.Tensor, aten.add.out, aten.addcmul_.default
+    same = [add_(x, x), add_(x, y), add(x, y, out=x), add(x, y, out=out), add(x, y, out=y), add(x, x, out=y)]
+    same += [addcmul_(part, part, x[1:, :2], value=2), addcmul_(part, x[1:, :2], part, value=2)]
+    grown = [torch.add(x, y, out=empty), torch.add(x, y, out=empty), y.t_(), y.t_(), y.unsqueeze_(0)]
+    moved = [x.clone().set_(x), part.clone().set_(part), x.clone().resize_(2, 3)]
+    return [
+        x,
+        leaf,
+        x.add_(1),
+        *same,
+        *grown,
+        *moved,
+        *kinds,
+        *strides,
+        *sums,
+        *views,
+        *parts,
+        *conjugates,
+        *copies,
+        *products,
+    ]
 
 
 def facts_of(tensor: Tensor) -> tuple[Any, ...]:

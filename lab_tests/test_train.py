@@ -14,16 +14,16 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
 import lab
 from lab import models
-from lab.commands.cli import main
 from lab.errors import CheckpointError, DivergedError
 from lab.recipe.jobs import TrainSettings
 from lab.step.on_ranks import RankState
 from lab.training import manifest
 from lab.training.loss_file import LossFile
+from lab_tests.support.commands import answer, refusal
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 from lab_tests.support.training import ROWS, TOKENS
 
@@ -76,7 +76,7 @@ def test_the_losses_after_a_resume_are_those_of_the_unbroken_run(ranks4, unbroke
     assert [line["loss"] for line in lines(train_settings["checkpoint"])] == list(unbroken_run.losses)
 
 
-@pytest.mark.parametrize("recipe", ["plain", "upipe"])
+@pytest.mark.parametrize("recipe", mostly_long(["plain", "upipe"], 1))
 def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken_run, train_settings, recipe):
     train_settings["checkpoint"].mkdir()
     shutil.copytree(unbroken_run.checkpoint / "step-00000002", train_settings["checkpoint"] / "step-00000002")
@@ -86,6 +86,7 @@ def test_what_four_ranks_wrote_one_goes_on_from(alone, unbroken_run, train_setti
     assert after.losses == pytest.approx(unbroken_run.losses[2:], rel=1e-5)
 
 
+@pytest.mark.long
 def test_what_one_rank_wrote_four_go_on_from(ranks4, alone, train_settings):
     config = small_config(tie_word_embeddings=True)
     first = lab.train(config, "plain", steps=4, cluster=None, compute_dtype=None, **train_settings)
@@ -130,59 +131,12 @@ def test_lines_that_the_disk_does_not_take_wait_for_the_next_try(tmp_path, monke
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--steps 0 --checkpoint new", "steps=0: it takes a whole number, 1 or more"),
-        ("--steps 2 --checkpoint new --every 0", "every=0: it takes a whole number, 1 or more"),
-        ("--steps 2 --checkpoint new --timeout 0", "timeout=0: it takes a number of seconds from 0.01"),
-        ("--steps 2 --checkpoint new --timeout 1e20", "timeout=1e+20: it takes a number of seconds from"),
-        ("--steps 2 --checkpoint new --start-timeout 1e20", "start_timeout=1e+20: it takes a number of"),
-        ("--steps 2 --checkpoint new --keep 0", "keep=0: it takes a whole number, 1 or more"),
-        ("--steps 2", "Missing option '--checkpoint'."),
-        ("--steps 2 --checkpoint new --resume", "no checkpoint in {}/new: give a folder that has one;"),
-        ("--steps 2 --checkpoint file", "no checkpoints can be kept in {}/file: File exists"),
-        ("--steps 2 --checkpoint new --set heads=4", "a recipe has no field 'heads'"),
-        ("--steps 2 --checkpoint new --text nowhere", "no text at 'nowhere'"),
-        ("--steps 2 --checkpoint new --accumulate 0", "accumulate=0: it takes a whole number, 1 or more"),
-        ("--steps 2 --checkpoint new --warmup 3", "warmup=3: it takes a whole number of steps from 0 to the"),
-        ("--steps 2 --checkpoint new --warmup -1", "warmup=-1: it takes a whole number of steps from 0 to"),
-        ("--steps 2 --checkpoint new --schedule linear", "schedule='linear': it takes constant or cosine"),
-        ("--steps 2 --checkpoint new --weight-decay nan", "weight_decay=nan: it takes a finite number, 0 or"),
-        ("--steps 2 --checkpoint new --weight-decay -1", "weight_decay=-1.0: it takes a finite number, 0 or"),
-        ("--steps 2 --checkpoint new --validate nowhere", "no text at 'nowhere'"),
-        ("--steps 2 --checkpoint new --validate one", "validate='one' has one token: give a text of 2"),
-        ("--steps 2 --checkpoint new --profile moon", ""),
-        ("--steps 2 --checkpoint new --ranks 0", "ranks=0: a whole number of ranks is needed"),
-    ],
-)  # fmt: skip
-def test_train_refuses_in_one_line_before_it_starts_ranks(tmp_path, monkeypatch, words, said):
-    monkeypatch.setattr("cluster.ranks.Cluster.start", lambda self: pytest.fail("started"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    (tmp_path / "one").write_text("1")
-    run = CliRunner().invoke(main, ["train", "tiny", "--tokens", "40", *words.split()])
-    assert run.exit_code == 2
-    assert run.stdout == ""
-    assert run.stderr.startswith(f"lab: {said.format(tmp_path)}"), run.stderr
-    assert run.stderr.count("\n") == 1
-
-
 def test_a_number_of_ranks_that_torchrun_did_not_start(monkeypatch, tmp_path):
     one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "0"}
     for name, value in one.items():
         monkeypatch.setenv(name, value)
-    words = ["train", "tiny", "--tokens", "40", "--steps", "2", "--checkpoint", str(tmp_path), "--ranks", "3"]
-    run = CliRunner().invoke(main, words)
-    assert run.exit_code == 2
-    assert run.stderr == "lab: --ranks 3: torchrun started 1; --ranks 1 would work, or no --ranks\n"
-
-
-def test_export_refuses_in_one_line(tmp_path):
-    run = CliRunner().invoke(main, ["export", str(tmp_path), str(tmp_path / "out")])
-    assert run.exit_code == 2
-    assert run.stderr.startswith(f"lab: no checkpoint in {tmp_path}: give a folder that has one; ")
-    assert run.stderr.count("\n") == 1
+    said = refusal(f"train tiny --tokens 40 --steps 2 --checkpoint {tmp_path} --ranks 3")
+    assert said == "--ranks 3: torchrun started 1; --ranks 1 would work, or no --ranks"
 
 
 def launch(*words):
@@ -201,6 +155,7 @@ def kill(process):
     process.communicate()
 
 
+@pytest.mark.long
 def test_killed_at_a_random_moment_under_torchrun_and_resumed(digits, tmp_path):
     models.build(small_config()).config.save_pretrained(tmp_path / "model")
     words = [
@@ -250,6 +205,7 @@ def scheduled(train_settings, digits):
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_scheduled_training_resumes_bit_for_bit_and_reports_its_validation(alone, scheduled, tmp_path):
     scheduled |= {"recipe": "plain"}
     whole = lab.train(small_config(), **scheduled)
@@ -286,8 +242,7 @@ def test_the_command_line_passes_every_setting_on(monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr("lab.training.train.train", lambda **settings: asked.update(settings))
     words = "train tiny --tokens 40 --steps 9 --checkpoint new --accumulate 3 --warmup 2 --schedule cosine"
-    run = CliRunner().invoke(main, [*words.split(), "--weight-decay", "0.1", "--validate", str(tmp_path)])
-    assert run.exit_code == 0, run.output
+    answer(f"{words} --weight-decay 0.1 --validate {tmp_path}")
     names = ("accumulate", "warmup", "schedule", "weight_decay", "validate")
     assert {name: asked[name] for name in names} == {
         "accumulate": 3, "warmup": 2, "schedule": "cosine", "weight_decay": 0.1, "validate": tmp_path,

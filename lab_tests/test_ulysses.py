@@ -4,13 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lab.bench.reference import build, config, error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.rope import apply_rope
 from lab.techniques.ulysses import apply_ulysses, ulysses_attention
 from lab_tests.support.operators import Calls
-from lab_tests.support.reference import subgroup, tokens, truth, worst_errors
+from lab_tests.support.reference import build, config, error, subgroup, tokens, truth, worst_errors
 
 # family, H, K, C, b, S: shapes where no two quotients coincide, and one of each kind of head sharing.
 CASES = [

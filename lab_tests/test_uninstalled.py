@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MISSING = (
     "__editable__", "anywidget", "cloudpickle", "deepspeed", "flash", "ipykernel", "ipyparallel",

@@ -31,7 +31,7 @@ def test_bytes():
     assert parse_bytes("12345") == 12345
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1", "0", "1.5", "5G", "3X", "9" * 400 + "M"])
+@pytest.mark.parametrize("text", ["", "many", "-1", "0", "1.5", "5G", "3X", "9" * 400 + "M", 0, -1])
 def test_what_is_no_number_of_tokens_is_refused_with_examples(text):
     with pytest.raises(LabError, match=r"is not a number of tokens: write 8192, 128K or 5M"):
         parse_tokens(text)

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lab.bench.reference import build, config, error, gradients, loss_of
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.rope import apply_rope
@@ -21,7 +20,17 @@ from lab.techniques.ulysses import apply_ulysses
 from lab.techniques.upipe.layer import apply_upipe
 from lab.techniques.upipe.schedule import schedule
 from lab_tests.support.operators import Calls
-from lab_tests.support.reference import subgroup, tokens, truth, worst_errors
+from lab_tests.support.reference import (
+    build,
+    config,
+    error,
+    gradients,
+    loss_of,
+    subgroup,
+    tokens,
+    truth,
+    worst_errors,
+)
 
 # family, H, K, C, b, S. With C=2, H=24, K=6 the chunks 2 to 24 meet every kind of schedule: parts of a slot,
 # whole slots, and slots that end in the middle of a stage (6: n=3 on G=4).
@@ -74,7 +83,7 @@ def errors_of(cases, dtype, rounded=None, overlap=False):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", [CASES[:3], CASES[3:6], CASES[6:]], ids=["first", "second", "third"])
 def test_loss_and_gradients_are_the_plain_models(ranks4, part):
     for rank in ranks4.apply(errors_of, part, torch.float64):
@@ -83,7 +92,7 @@ def test_loss_and_gradients_are_the_plain_models(ranks4, part):
             assert gradient < 1e-9, case
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", [CASES[1:5], CASES[5:]], ids=["first", "second"])
 def test_with_overlap_loss_and_gradients_are_the_plain_models(ranks4, part):
     for rank in ranks4.apply(errors_of, part, torch.float64, overlap=True):
@@ -98,6 +107,7 @@ def test_loss_and_gradients_in_single_precision(ranks4):
         assert gradient < 5e-6, case
 
 
+@pytest.mark.long
 def test_bf16_is_no_worse_than_plain_bf16(ranks4):
     cases = [CASES[1], CASES[4], CASES[7]]
     found = ranks4.apply(errors_of, cases, torch.bfloat16, rounded=torch.bfloat16)[0]
@@ -285,7 +295,7 @@ BF16, FP64 = torch.bfloat16, torch.float64
 SHAPES = [(64, 16, 60, BF16), (64, 64, 120, FP64), (64, 4, 60, BF16), (48, 24, 90, BF16), (64, 8, 3, BF16)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "local", "dtype"), SHAPES)
 def test_bytes_are_the_docstrings_and_grow_with_the_chunk(eight, heads, kv_heads, local, dtype, overlap):
@@ -318,7 +328,7 @@ def test_bytes_on_real_ranks_are_the_same(ranks4):
         assert found == [formula(cfg, chunk, 4, 100, torch.bfloat16, overlap)] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("technique", ["ulysses", "upipe"])
 def test_fake_tensors_go_through_at_five_million_tokens(eight, technique):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,7 +6,7 @@ from cluster.ranks import Cluster
 from lab.bench.upipe_vs_deepspeed import compare_attentions
 
 # The first use of DeepSpeed compiles an operator on this machine.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_short_comparison():

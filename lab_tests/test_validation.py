@@ -6,10 +6,12 @@ import torch
 
 from lab import models
 from lab.memory.meter import Meter
-from lab.memory.timeline import Op, Timeline
+from lab.memory.moment import Op
+from lab.memory.timeline import Timeline
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.recipe.recipe import Recipe
 from lab.step.on_ranks import make_rank_state
+from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
 ROWS, TOKENS, START, LENGTH = 2, 40, 500, 3 * 40 + 17
@@ -75,7 +77,7 @@ def attention_shapes(timeline: Timeline) -> set[str]:
     return {op.shapes for phase, _, op in operators(timeline) if phase == "forward" and "flash" in op.name}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_long(RECIPES, 2))
 def test_it_is_transformers_mean_and_leaves_the_training_as_it_was(ranks4, digits, tmp_path, name):
     # Another text than that of the training, which begins with other tokens.
     text = digits.read_bytes()[START : START + LENGTH]

@@ -11,7 +11,6 @@ from traitlets import Any
 from cluster.errors import ClusterError
 from cluster.launchers.local import LauncherBase
 from cluster.logs import last_error
-from cluster.watchdog import this_process
 
 # Many users share the scheduler: more frequent questions would slow it down for all.
 ASK_SECONDS = 2.0
@@ -35,10 +34,7 @@ class SlurmSetLauncher(LauncherBase, SlurmEngineSetLauncher):  # type: ignore[mi
         """Write the script of the job into the directory of the cluster."""
         self.n = n
         self.batch_file = str(Path(self.profile_dir) / "job.sh")
-        start = self.profile.start(n, 0, this_process())
-        engine = start.command(self.profile.interpreter())
-        script = self.profile.script(n, engine, self._log(), f"ranks-{self.cluster_id}")
-        Path(self.batch_file).write_text(script)
+        Path(self.batch_file).write_text(self.profile.script(n, self._log(), f"ranks-{self.cluster_id}"))
 
     def pids(self) -> list[int]:
         """Return nothing: the processes of the job belong to Slurm."""

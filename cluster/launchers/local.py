@@ -9,6 +9,7 @@ Every launcher of a set of ranks has these members:
   reported by then is removed from the controller's list.
 """
 
+import os
 import secrets
 import signal
 from contextlib import suppress
@@ -17,10 +18,13 @@ import psutil
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalEngineSetLauncher
 from traitlets import Any
 
+from cluster.environment import share_of_cores
 from cluster.errors import name_ranks
+from cluster.forks import Request, fork
+from cluster.host import own_cores
 from cluster.logs import last_error
 from cluster.placement import import_path
-from cluster.watchdog import this_process, watched
+from cluster.watchdog import watched
 
 
 class LauncherBase:
@@ -65,9 +69,26 @@ class RankLauncher(LauncherBase, LocalEngineLauncher):  # type: ignore[misc]
 
     def find_args(self) -> list[str]:
         """Return the command line."""
-        profile, ranks, rank = self.parent.profile, self.parent.n, int(self.identifier)
-        start = profile.start(ranks, rank, this_process())
-        return list(profile.command(ranks, rank, start.command(profile.interpreter())))
+        return list(self.parent.profile.command(self.parent.n, int(self.identifier)))
+
+
+class ForkedRankLauncher(RankLauncher):
+    """Starts one rank as a fork of a process that has imported torch already; see `cluster.forks`."""
+
+    def start(self) -> int:
+        """Fork the rank."""
+        ranks = self.parent.n
+        start = self.parent.profile.start(ranks, int(self.identifier))
+        # Read when torch is imported, before there is a rank.
+        threads = str(share_of_cores(start.placement, [own_cores()] * ranks))
+        shared = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        variables, folder = {**os.environ, **self.get_env()}, os.path.abspath(self.work_dir)
+        request = Request(start.arguments(), variables, folder, self.output_file)
+        self.process = fork({**os.environ, **shared, **start.variables}, request)
+        self.pid = self.process.pid
+        self.notify_start(self.pid)
+        self._start_waiting()
+        return int(self.pid)
 
 
 class RankSetLauncher(LauncherBase, LocalEngineSetLauncher):  # type: ignore[misc]
@@ -81,7 +102,8 @@ class RankSetLauncher(LauncherBase, LocalEngineSetLauncher):  # type: ignore[mis
 
     def pids(self) -> list[int]:
         """Return the process ids of the ranks."""
-        return [launcher.pid for launcher in self.launchers.values()]
+        # A launcher whose rank is being started has none yet.
+        return [launcher.pid for launcher in self.launchers.values() if launcher.pid > 0]
 
     def kill(self) -> None:
         """End the ranks. Their nannies stay for the moment, because they tell the controller."""
@@ -96,3 +118,9 @@ class RankSetLauncher(LauncherBase, LocalEngineSetLauncher):  # type: ignore[mis
             return None
         log = f"ipengine-{self.cluster_id}-{self.engine_set_id}-{gone[0]}.log"
         return f"{name_ranks(gone)} ended: {last_error(self.profile_dir, log)}"
+
+
+class ForkedSetLauncher(RankSetLauncher):
+    """Starts the ranks of one cluster as forks of one process."""
+
+    launcher_class = ForkedRankLauncher

@@ -1,13 +1,12 @@
 """Launch ranks by one mpiexec."""
 
-import psutil
 from ipyparallel.cluster.launcher import MPIEngineSetLauncher
 from traitlets import Any
 
 from cluster.launchers.local import LauncherBase
 from cluster.logs import last_error
 from cluster.processes import wait_for_end
-from cluster.watchdog import is_alive, this_process
+from cluster.watchdog import is_alive
 
 KILL_SECONDS = 10.0
 
@@ -22,8 +21,7 @@ class MpiSetLauncher(LauncherBase, MPIEngineSetLauncher):  # type: ignore[misc]
 
     def find_args(self) -> list[str]:
         """Return the command line."""
-        start = self.profile.start(self.n, 0, this_process())
-        return list(self.profile.command(self.n, 0, start.command(self.profile.interpreter())))
+        return list(self.profile.command(self.n, 0))
 
     def pids(self) -> list[int]:
         """Return the process id of mpiexec, or nothing before the start."""
@@ -38,9 +36,6 @@ class MpiSetLauncher(LauncherBase, MPIEngineSetLauncher):  # type: ignore[misc]
 
     def why_ended(self) -> str | None:
         """Return the last error in the log of mpiexec, None while mpiexec runs."""
-        try:
-            if is_alive(psutil.Process(self.pid)):
-                return None
-        except psutil.NoSuchProcess:
-            pass
+        if is_alive(self.process):
+            return None
         return f"mpiexec ended: {last_error(self.profile_dir, f'{self.identifier}.log')}"

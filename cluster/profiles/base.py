@@ -3,17 +3,21 @@
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cluster.environment import Variable
 from cluster.errors import ClusterError
 from cluster.network import LOOPBACK, check_ports, outward_address
 from cluster.placement import Start
+from cluster.watchdog import this_process
 
 # How many ports ipyparallel's controller opens for engines.
 ENGINE_PORTS = 9
+# The ranks of one node, because most nodes have so many GPUs.
+NODE_RANKS = 8
 
 
 def option(default: Any, why: str) -> Any:
@@ -23,8 +27,6 @@ def option(default: Any, why: str) -> Any:
         default: The default of the field.
         why: What the field does, and the reason for the default.
     """
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata={"why": why})
     return field(default=default, metadata={"why": why})
 
 
@@ -46,8 +48,9 @@ class Profile(ABC):
     program: ClassVar[str | None] = None
     package: ClassVar[str | None] = None
 
-    variables: Mapping[str, str] = option(
-        {}, "environment variables for every rank; they override those of the lab"
+    variables: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"why": "environment variables for every rank; they override those of the lab"},
     )
     numa: bool = option(
         False, "bind each rank to the cores of its GPU's NUMA node; most hosts have only one node"
@@ -61,15 +64,14 @@ class Profile(ABC):
             ClusterError: It cannot.
         """
 
-    @abstractmethod
-    def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
+    def command(self, ranks: int, rank: int) -> list[str]:
         """Return the command line that starts a rank. It runs on this machine.
 
         Args:
             ranks: The number of ranks.
-            rank: The rank. Where mpiexec or srun starts all ranks, the command line is that of all ranks.
-            engine: The command line of the rank itself.
+            rank: The rank. Where mpiexec starts all ranks, the command line is that of all ranks.
         """
+        return self.engine(ranks, rank)
 
     def check(self, ranks: int) -> None:
         """Check that the ranks can start, before any of them is launched.
@@ -85,27 +87,31 @@ class Profile(ABC):
             )
         self.check_ranks(ranks)
 
-    def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
-        """Return what a rank has to know at its start.
+    def start(self, ranks: int, rank: int) -> Start:
+        """Return what a rank has to know at its start. It ends with this process.
 
         Args:
             ranks: The number of ranks.
             rank: The rank.
-            owner: The id and the creation time of the process that it ends with.
         """
-        return Start(owner=owner, numa=self.numa, variables=self.settings())
+        variables = {variable.name: variable.value for variable in self.settings()}
+        return Start(owner=this_process(), numa=self.numa, variables=variables)
+
+    def engine(self, ranks: int, rank: int) -> list[str]:
+        """Return the command line of the rank itself, on its own host."""
+        return self.start(ranks, rank).command(self.interpreter())
+
+    def ranks_on_first_host(self, ranks: int) -> int:
+        """Return how many of `ranks` share rank 0's host."""
+        return ranks
 
     def interpreter(self) -> str:
         """Return the path of the Python that runs the ranks."""
         return sys.executable
 
-    def settings(self) -> dict[str, str]:
-        """Return the environment variables that this profile sets for every rank."""
-        return dict(self.variables)
-
-    def reasons(self) -> dict[str, str]:
-        """Return the reason for each variable that the profile itself sets."""
-        return {}
+    def settings(self) -> list[Variable]:
+        """Return the environment variables that this profile sets for every rank. The last of a name wins."""
+        return [Variable(name, value, "set by the profile") for name, value in self.variables.items()]
 
     def controller_address(self) -> str:
         """Return the address at which the controller listens for engines.
@@ -154,9 +160,9 @@ class RemoteProfile(Profile):
         f"{ENGINE_PORTS} ports for the controller, such as 7000-7008, for a firewall; default: any",
     )
 
-    def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
+    def start(self, ranks: int, rank: int) -> Start:
         """Return what a rank has to know at its start, without the owner, which another host cannot see."""
-        return Start(numa=self.numa, variables=self.settings())
+        return replace(super().start(ranks, rank), owner=None)
 
     def controller_address(self) -> str:
         """Return the address at which the controller listens for engines, after a check of its ports."""
@@ -172,10 +178,6 @@ class RemoteProfile(Profile):
     def store_folder(self, directory: Path) -> Path | None:
         """Return None: the ranks are on other hosts, which do not see the directory."""
         return None
-
-    def ranks_on_first_host(self, ranks: int) -> int:
-        """Return how many of `ranks` share rank 0's host."""
-        return ranks
 
     def port_list(self) -> list[int]:
         """Return the ports of the controller, an empty list for any.

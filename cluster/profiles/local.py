@@ -1,6 +1,5 @@
 """All ranks on this machine. They share the cores; where there are GPUs, each rank has one of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.capacity import check_capacity
@@ -23,10 +22,6 @@ class Local(Profile):
         """
         check_capacity(ranks)
 
-    def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
-        """Return the command line of a rank, which is that of its engine."""
-        return list(engine)
-
-    def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
+    def start(self, ranks: int, rank: int) -> Start:
         """Return what a rank has to know at its start, with its placement."""
-        return replace(super().start(ranks, rank, owner), placement=Placement(rank, rank, ranks))
+        return replace(super().start(ranks, rank), placement=Placement(rank, rank, ranks))

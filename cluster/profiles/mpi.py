@@ -1,6 +1,5 @@
 """Ranks that Open MPI's mpiexec starts, on this host or on the hosts of a host file."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +47,7 @@ class Mpi(RemoteProfile):
                 f"ranks={ranks}: {self.hostfile} has {slots} slots; ranks={slots} would work, or more slots"
             )
 
-    def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
+    def command(self, ranks: int, rank: int) -> list[str]:
         """Return the command line of mpiexec."""
         return [
             *("mpiexec", "-n", str(ranks)),
@@ -60,5 +59,5 @@ class Mpi(RemoteProfile):
             # By name, because everyone on the host can read the values on a command line.
             *("-x", "IPP_CONNECTION_INFO", "-x", "PYTHONPATH"),
             *self.options,
-            *engine,
+            *self.engine(ranks, rank),
         ]

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from cluster.environment import Variable
 from cluster.errors import ClusterError
-from cluster.profiles.base import option
+from cluster.profiles.base import NODE_RANKS, option
 from cluster.profiles.local import Local
-
-NODE_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +53,13 @@ class Node8(Local):
             )
         super().check_ranks(ranks)
 
-    def settings(self) -> dict[str, str]:
-        """Return the environment variables of every rank."""
-        return {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "PYTORCH_ALLOC_CONF": self.allocator,
-            "NCCL_NVLS_ENABLE": str(int(self.nvls)),
-            "NCCL_IB_DISABLE": str(int(not self.infiniband)),
-            **super().settings(),
-        }
-
-    def reasons(self) -> dict[str, str]:
-        """Return the reason for each variable."""
-        return {
-            "CUDA_DEVICE_ORDER": "the device numbers of nvidia-smi, by which the NUMA nodes are looked up",
-            "PYTORCH_ALLOC_CONF": "segments that grow, because tiles of many sizes fragment fixed ones; "
-            "and threads that pin host memory, because all ranks pin it in the first step",
-            "NCCL_NVLS_ENABLE": "NVLink SHARP would take device memory that torch does not see",
-            "NCCL_IB_DISABLE": "one node needs no network adapter",
-        }
+    def settings(self) -> list[Variable]:
+        """Return the environment variables of every rank. The field of each has the longer reason."""
+        order = "the device numbers of nvidia-smi, by which the NUMA nodes are looked up"
+        return [
+            Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", order),
+            Variable("PYTORCH_ALLOC_CONF", self.allocator, "see the field allocator"),
+            Variable("NCCL_NVLS_ENABLE", str(int(self.nvls)), "see the field nvls"),
+            Variable("NCCL_IB_DISABLE", str(int(not self.infiniband)), "see the field infiniband"),
+            *super().settings(),
+        ]

@@ -10,11 +10,9 @@ from cluster.capacity import visible_devices
 from cluster.environment import Variable, rank_environment
 from cluster.errors import ClusterError
 from cluster.host import near_cores, own_cores
-from cluster.network import LOOPBACK
 from cluster.placement import Placement
-from cluster.profiles.base import Profile, RemoteProfile
+from cluster.profiles.base import Profile
 from cluster.profiles.slurm import Slurm
-from cluster.watchdog import this_process
 
 WIDTH = 110
 
@@ -43,30 +41,23 @@ def describe(profile: Profile, ranks: int) -> str:
 
 def environment(profile: Profile, ranks: int) -> list[Variable]:
     """Return the environment variables of rank 0, on a host like this one."""
-    per_host = ranks
-    if isinstance(profile, RemoteProfile):
-        try:
-            per_host = profile.ranks_on_first_host(ranks)
-        except ClusterError:
-            per_host = 1
+    try:
+        per_host = profile.ranks_on_first_host(ranks)
+    except ClusterError:
+        per_host = 1
     devices = visible_devices()
     cores = near_cores(devices, per_host) if profile.numa else [own_cores()] * per_host
-    address = LOOPBACK
-    if isinstance(profile, RemoteProfile):
-        address = profile.address or profile.controller_address()
-    variables = rank_environment(
-        Placement(0, 0, per_host), devices[:per_host], cores, address, profile.settings()
-    )
-    reasons = profile.reasons()
-    return [variable._replace(why=reasons.get(variable.name, variable.why)) for variable in variables]
+    # An address that is given may be that of another machine.
+    address = getattr(profile, "address", None) or profile.controller_address()
+    place = Placement(0, 0, per_host)
+    return [*rank_environment(place, devices[:per_host], cores, address), *profile.settings()]
 
 
 def launch_command(profile: Profile, ranks: int) -> str:
     """Return the command line of rank 0 or of mpiexec, or the batch script."""
-    engine = profile.start(ranks, 0, this_process()).command(profile.interpreter())
     if isinstance(profile, Slurm):
-        return profile.script(ranks, engine, f"{profile.log_folder()}/cluster-.../log/job.log")
-    return shlex.join(profile.command(ranks, 0, engine))
+        return profile.script(ranks, f"{profile.log_folder()}/cluster-.../log/job.log")
+    return shlex.join(profile.command(ranks, 0))
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

@@ -1,15 +1,12 @@
 """Ranks as one Slurm job. sbatch requests the nodes, and srun starts the ranks on them."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import expanduser  # unlike Path.expanduser, it raises no error for an unknown user
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.profiles.base import RemoteProfile, option
-
-NODE_RANKS = 8
+from cluster.profiles.base import NODE_RANKS, RemoteProfile, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,24 +83,17 @@ class Slurm(RemoteProfile):
         """Return how many of `ranks` share rank 0's host."""
         return self.layout(ranks)[1]
 
-    def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
+    def command(self, ranks: int, rank: int) -> list[str]:
         """Return the command line that starts the ranks inside the job."""
         # The ranks share the cores themselves. srun must not end the other ranks when one ends: they report.
-        return [
-            "srun",
-            "--cpu-bind=none",
-            "--kill-on-bad-exit=0",
-            "--wait=0",
-            "--distribution=block",
-            *engine,
-        ]
+        options = ["--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0", "--distribution=block"]
+        return ["srun", *options, *self.engine(ranks, rank)]
 
-    def script(self, ranks: int, engine: Sequence[str], log: str, name: str = "ranks") -> str:
+    def script(self, ranks: int, log: str, name: str = "ranks") -> str:
         """Return the batch script of the job.
 
         Args:
             ranks: The number of ranks.
-            engine: The command line of a rank.
             log: The path of the job's log.
             name: The name of the job.
         """
@@ -124,7 +114,7 @@ class Slurm(RemoteProfile):
         }
         lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
         lines += [f"#SBATCH {line}" for line in self.options]
-        return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(self.command(ranks, 0, engine))}", ""])
+        return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(self.command(ranks, 0))}", ""])
 
     def log_folder(self) -> str:
         """Return the folder, which every node must see."""

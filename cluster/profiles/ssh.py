@@ -2,15 +2,14 @@
 
 import re
 import shlex
-import stat
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import expanduser  # unlike Path.expanduser, it raises no error for an unknown user
 from pathlib import Path
 
 from cluster.errors import ClusterError
+from cluster.permissions import mode
 from cluster.placement import Placement, Start, import_path
 from cluster.profiles.base import RemoteProfile, option
 
@@ -75,19 +74,19 @@ class Ssh(RemoteProfile):
         if self.key is not None:
             check_key(Path(expanduser(self.key)))
 
-    def start(self, ranks: int, rank: int, owner: tuple[int, float]) -> Start:
+    def start(self, ranks: int, rank: int) -> Start:
         """Return what a rank has to know at its start, with its placement."""
         slots = self.slots()[:ranks]
         before = Counter(slots[:rank])[slots[rank]]
         placement = Placement(rank, before, Counter(slots)[slots[rank]])
-        return replace(super().start(ranks, rank, owner), placement=placement, stdin=True)
+        return replace(super().start(ranks, rank), placement=placement, stdin=True)
 
     def ranks_on_first_host(self, ranks: int) -> int:
         """Return how many of `ranks` share rank 0's host."""
         self.check_ranks(ranks)
         return Counter(self.slots()[:ranks])[self.slots()[0]]
 
-    def command(self, ranks: int, rank: int, engine: Sequence[str]) -> list[str]:
+    def command(self, ranks: int, rank: int) -> list[str]:
         """Return the command line of ssh for a rank."""
         host, port = self.slots()[rank]
         # Another Python has libraries of its own. The same Python finds those of this process on a shared
@@ -101,7 +100,7 @@ class Ssh(RemoteProfile):
             *(["-p", port] if port else []),
             *self.options,
             host,
-            shlex.join([*shared, *engine]),
+            shlex.join([*shared, *self.engine(ranks, rank)]),
         ]
 
     def interpreter(self) -> str:
@@ -116,8 +115,8 @@ def check_key(path: Path) -> None:
         ClusterError: There is none, or other users can read it.
     """
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        own = mode(path)
     except OSError as error:
         raise ClusterError(f"key={str(path)!r}: {error.strerror}") from None
-    if mode & 0o077:
-        raise ClusterError(f"key={str(path)!r} can be read by others (mode {mode:04o}); chmod 600 would work")
+    if own & 0o077:
+        raise ClusterError(f"key={str(path)!r} can be read by others (mode {own:04o}); chmod 600 would work")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch import Tensor
 from lab.bench.slice_check import slice_errors
 from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
+from lab.bench.timing import rounds, seconds
+from lab.memory.cuda import AllocatedPeak
 from lab.planning.costs import BACKWARD_FLOPS
-from lab.techniques.attention.flash import Kernel, cuda_forward, flash_backward
+from lab.techniques.attention.flash import cuda_forward, flash_backward
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernels import FASTEST_FIRST, KERNELS, kernel_support, missing_requirement
 from lab.units import Ki, Mi, format_tokens
 
@@ -90,15 +93,7 @@ def measure_kernel(
     ``repeats`` more runs give the seconds, as medians. With ``repeats=0`` the first run gives the seconds
     too.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
-
-    q, k, v, dout = (
-        random(1, tokens, count, HEAD_DIM).transpose(1, 2) for count in (heads, kv_heads, kv_heads, heads)
-    )
+    q, k, v, dout = attention_inputs(device, 1, (heads, kv_heads), HEAD_DIM, tokens, tokens)
     # At its first call a kernel makes plans and handles, which no figure should include.
     first_dout, first_q, first_k, first_v = (x[:, :, :FIRST_TOKENS] for x in (dout, q, k, v))
     kernel.backward(first_dout, first_q, first_k, first_v, *kernel.forward(first_q, first_k, first_v))
@@ -109,21 +104,26 @@ def measure_kernel(
     worst = torch.tensor([*slice_errors(q, k, v, out, lse, (dout, *gradients)).values()]).max()
     del gradients
     size = 8192 if device.type == "cuda" else 512
+    random = random_tensors(device)
     a, b = random(size, size), random(size, size)
-    work: tuple[Callable[[], object], ...] = (
+
+    def products() -> None:
+        for _ in range(10):
+            a @ b
+
+    products()
+    turns = rounds(
+        repeats,
         lambda: kernel.forward(q, k, v),
         lambda: kernel.backward(dout, q, k, v, out, lse),
-        lambda: [a @ b for _ in range(10)],
-    )
-    work[-1]()
-    turns = [[_seconds(each, device) for each in work] for _ in range(repeats)]
-    turns = turns or [[forward_once, backward_once, _seconds(work[-1], device)]]
+        products,
+    ) or [[forward_once, backward_once, seconds(products)]]
     # Causal attention computes half of the scores. Forward has two products over them.
     flops = (1 + BACKWARD_FLOPS) * 2 * heads * tokens**2 * HEAD_DIM
     rates = [flops / (forward + backward) for forward, backward, _ in turns]
-    products = [10 * 2 * size**3 / seconds for *_, seconds in turns]
-    forward, backward, _ = (median(seconds) for seconds in zip(*turns, strict=True))
-    shares = (rate / product for rate, product in zip(rates, products, strict=True))
+    products_flops = 10 * 2 * size**3
+    shares = [rate * turn[-1] / products_flops for rate, turn in zip(rates, turns, strict=True)]
+    forward, backward, _ = map(median, zip(*turns, strict=True))
     figures = (
         forward, backward, median(rates) / 1e12, median(shares), float(worst), forward_bytes,
         backward_bytes,
@@ -131,24 +131,38 @@ def measure_kernel(
     return dict(zip(FIGURES, figures, strict=True))
 
 
+def random_tensors(device: torch.device) -> Callable[..., Tensor]:
+    """Return a function of a shape that makes random tensors, in bf16 on CUDA and in fp32 on CPU.
+
+    The tensors are the same in each process.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    return partial(torch.randn, generator=generator, dtype=dtype, device=device)
+
+
+def attention_inputs(
+    device: torch.device, rows: int, heads: tuple[int, int], head_dim: int, tokens: int, keys: int
+) -> list[Tensor]:
+    """Return random q, k, v and gradient of the output, [rows, heads, length, D] with tokens first in memory.
+
+    Args:
+        device: Where they are.
+        rows: The rows of the batch.
+        heads: The query heads and the key/value heads.
+        head_dim: D.
+        tokens: The length of q and of the gradient.
+        keys: The length of k and v.
+    """
+    random, (query_heads, kv_heads) = random_tensors(device), heads
+    sizes = ((tokens, query_heads), (keys, kv_heads), (keys, kv_heads), (tokens, query_heads))
+    return [random(rows, length, count, head_dim).transpose(1, 2) for length, count in sizes]
+
+
 def _measure_once(work: Callable[[], Any], device: torch.device) -> tuple[Any, float, int | None]:
     """Return the result of ``work``, its seconds, and the most bytes that it allocated, with its result."""
-    if device.type == "cpu":
-        start = time.perf_counter()
-        return work(), time.perf_counter() - start, None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before, start = torch.cuda.memory_allocated(device), time.perf_counter()
-    result = work()
-    torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start, torch.cuda.max_memory_allocated(device) - before
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    peak, results = AllocatedPeak(device), list[Any]()
+    before = peak.bytes()
+    once = seconds(lambda: results.append(work()))
+    after = peak.bytes()
+    return results.pop(), once, None if before is None or after is None else after - before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lab import models
 from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
+from lab.bench.timing import rounds, seconds
 from lab.techniques.compiling import apply_compiled
 
 REPEATS = 9
@@ -56,11 +57,11 @@ def measure_tiles(
     rows: list[Row] = []
     for name, part in {"norm": "input_layernorm", "MLP": "mlp"}.items():
         say(f"a tile of {name}")
-        eager, fused = (getattr(net.model.layers[0], part) for net in (plain, other))
-        first = _seconds(fused, x)
-        _seconds(eager, x)
-        rounds = [(_seconds(eager, x), _seconds(fused, x)) for _ in range(repeats)]
-        without, with_it = (median(times) for times in zip(*rounds, strict=True))
+        eager, fused = (partial(_run, getattr(net.model.layers[0], part), x) for net in (plain, other))
+        first = seconds(fused)
+        eager()
+        times = rounds(repeats, eager, fused)
+        without, with_it = map(median, zip(*times, strict=True))
         rows.append(
             {
                 "tile of": name,
@@ -69,23 +70,14 @@ def measure_tiles(
                 "first time": first,
                 "seconds": without,
                 "compiled": with_it,
-                "compiled / not": median(with_it / without for without, with_it in rounds),
+                "compiled / not": median(with_it / without for without, with_it in times),
                 "machine": where,
             }
         )
     return rows
 
 
-def _seconds(module: nn.Module, x: Tensor) -> float:
-    """Return the seconds of one forward and one backward."""
-    wait = torch.cuda.synchronize if x.is_cuda else _do_nothing
-    wait()
-    start = time.perf_counter()
+def _run(module: nn.Module, x: Tensor) -> None:
+    """Run one forward and one backward."""
     y = module(x)
     torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))
-    wait()
-    return time.perf_counter() - start
-
-
-def _do_nothing() -> None:
-    return None

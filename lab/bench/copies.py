@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lab.bench.timing import rounds, seconds
 from lab.units import GiB
 
 COPIES = 4
 """How many copies run during the products, one after the other."""
+
+REPEATS = 2
 
 
 def measure_copies(where: str, gib: float) -> dict[str, Any]:
@@ -27,12 +29,9 @@ def measure_copies(where: str, gib: float) -> dict[str, Any]:
         nonlocal pinned
         pinned = torch.empty_like(x, device="cpu", pin_memory=cuda)
 
-    pinning = _seconds(pin, cuda)
-    away = _seconds(lambda: pinned.copy_(x, non_blocking=True), cuda)
-    back = _seconds(lambda: x.copy_(pinned, non_blocking=True), cuda)
-    plain = torch.zeros_like(x, device="cpu")
-    pageable_away = _seconds(lambda: plain.copy_(x, non_blocking=True), cuda)
-    pageable_back = _seconds(lambda: x.copy_(plain, non_blocking=True), cuda)
+    pinning = seconds(pin)
+    pageable = torch.zeros_like(x, device="cpu")
+    to_host = copy_rate(pinned, x)
     side = 8192 if cuda else 256
     a = torch.randn(side, side, device=where, dtype=torch.bfloat16 if cuda else torch.float32)
 
@@ -41,41 +40,27 @@ def measure_copies(where: str, gib: float) -> dict[str, Any]:
             a @ a
 
     def both() -> None:
-        if cuda:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                copies()
-        else:
-            copies()
+        # On CPU there is no other stream, and its context is empty.
+        with torch.cuda.stream(torch.cuda.Stream() if cuda else None):
+            for _ in range(COPIES):
+                pinned.copy_(x, non_blocking=True)
         products()
 
-    def copies() -> None:
-        for _ in range(COPIES):
-            pinned.copy_(x, non_blocking=True)
-
     products()
-    alone, beside = _seconds(products, cuda), _seconds(both, cuda)
-    rates = {
-        "to host GB/s": away,
-        "from host GB/s": back,
-        "to pageable GB/s": pageable_away,
-        "from pageable GB/s": pageable_back,
-    }
+    [[alone, beside]] = rounds(1, products, both)
     return {
         "pin s/GiB": pinning / gib,
-        **{name: x.nbytes / seconds / 1e9 for name, seconds in rates.items()},
+        "to host GB/s": to_host / 1e9,
+        "from host GB/s": copy_rate(x, pinned) / 1e9,
+        "to pageable GB/s": copy_rate(pageable, x) / 1e9,
+        "from pageable GB/s": copy_rate(x, pageable) / 1e9,
         "products s": alone,
         "products with copies beside s": beside,
-        "copies alone s": COPIES * away,
+        "copies alone s": COPIES * x.nbytes / to_host,
     }
 
 
-def _seconds(work: Callable[[], object], cuda: bool) -> float:
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+def copy_rate(target: Tensor, source: Tensor) -> float:
+    """Return the bytes per second of the fastest of some copies, after a first one."""
+    times = rounds(1 + REPEATS, lambda: target.copy_(source, non_blocking=True))
+    return source.nbytes / min(min(times[1:]))

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from cluster.errors import ClusterError
 from cluster.watchdog import end_after, this_process, wait_for_owner
 from lab.bench.gpu_items import ITEMS, Item
-from lab.bench.lines import Note, append_lines, read_lines
+from lab.bench.json_lines import Note, append_lines, read_lines
+from lab.bench.results import SHOWN
 from lab.bench.table import Say
 from lab.errors import LabError
 
@@ -82,7 +83,7 @@ def measure_gpu(
     if not (minutes > 0 and math.isfinite(minutes)):
         raise LabError(f"minutes={minutes:g}: it takes a number above 0, for instance 25")
     deadline = time.monotonic() + 60 * minutes
-    where, name, torch = _find_machine(machine)
+    where, machine_name, torch = _find_machine(machine)
     if machine is None and where == "cpu":
         raise LabError("torch sees no GPU here: --machine cpu runs the same list at the size of tiny")
     if where == "cpu" and out.absolute().parts[-2:] == ("notebooks", "results"):
@@ -91,68 +92,56 @@ def measure_gpu(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"{out} cannot be made: {error.strerror}") from error
+    scaled = {item.name: item if where == "cuda" else item.small() for item in items}
     with append_lines(out / f"{'gpu' if where == 'cuda' else 'cpu'}.jsonl", note) as append:
         rows = [row for file in sorted(out.glob("*.jsonl")) for row in read_lines(file, note)]
-        own = [row for row in rows if row.get("machine") == name and row.get("torch") == torch]
-        done = {row.get("name") for row in own if not row.get("ended")}
-        ended = Counter(row.get("name") for row in own if row.get("ended"))
-        done |= {name for name, times in ended.items() if times >= TRIES}
-        for item in items:
-            scaled = item if where == "cuda" else item.small()
+        tries = Counter[str]()
+        for row in rows:
+            if row.get("machine") == machine_name and row.get("torch") == torch:
+                tries[row.get("name") or ""] += _tries(row)
+        for name, item in scaled.items():
             left = deadline - time.monotonic()
-            if item.name in done or scaled.seconds > left:
+            if tries[name] >= TRIES or item.seconds > left:
                 continue
-            say(f"{item.name}, about {scaled.seconds:.0f} s; {left / 60:.1f} min left")
-            limit = max(PATIENCE * scaled.seconds, LEAST_SECONDS)
+            say(f"{name}, about {item.seconds:.0f} s; {left / 60:.1f} min left")
+            limit = max(PATIENCE * item.seconds, LEAST_SECONDS)
             start = time.monotonic()
-            figures = _in_a_process(_measure, scaled, where, limit=min(limit, left))
-            seconds = time.monotonic() - start
+            figures = _in_a_process(_measure, item, where, limit=min(limit, left))
+            took = time.monotonic() - start
             if figures is None and left < limit:
-                note(
-                    f"{item.name} ran for {seconds:.0f} s when the time was over: it was ended and has no row"
-                )
+                note(f"{name} ran for {took:.0f} s when the time was over: it was ended and has no row")
                 break
             if figures is None:
-                figures = {
-                    "failed": f"it took more than {limit:.0f} s, where {scaled.seconds:.0f} s were expected",
-                    "ended": True,
-                }
+                too_long = f"it took more than {limit:.0f} s, where {item.seconds:.0f} s were expected"
+                figures = {"failed": too_long, "ended": True}
             if figures.get("error") == ClusterError.__name__:
-                note(f"{item.name} stays missing: {figures['failed']}")
+                note(f"{name} stays missing: {figures['failed']}")
                 continue
-            fields = asdict(scaled) | {"name": item.name, "machine": name, "knobs": dict(scaled.knobs)}
-            fields["torch"] = torch
+            fields = asdict(item) | {"knobs": dict(item.knobs), "name": name, "machine": machine_name}
             expected = fields.pop("seconds")
-            row = {**fields, "expected": expected, "took": seconds, **figures}
+            row = {**fields, "torch": torch, "expected": expected, "took": took, **figures}
             append(row)
-            ended[item.name] += bool(row.get("ended"))
-            if not row.get("ended") or ended[item.name] >= TRIES:
-                done.add(item.name)
+            tries[name] += _tries(row)
             yield row
-    missing = [item for item in items if item.name not in done]
+    missing = [item for name, item in scaled.items() if tries[name] < TRIES]
     if missing:
-        total = sum((item if where == "cuda" else item.small()).seconds for item in missing)
+        needed = sum(item.seconds for item in missing) / 60
         note(
-            f"{len(missing)} of {len(items)} are not measured yet and take about {total / 60:.0f} min: "
+            f"{len(missing)} of {len(scaled)} are not measured yet and take about {needed:.0f} min: "
             "the same command goes on with them"
         )
+
+
+def _tries(row: dict[str, Any]) -> int:
+    """Return how many of the tries of an item its row has used: all, unless the item was ended."""
+    return 1 if row.get("ended") else TRIES
 
 
 def row_text(row: dict[str, Any]) -> str:
     """Return a row in one line: its name, and its error or its most important figures."""
     if row.get("failed"):
         return f"{row['name']}: failed: {row['failed']}"
-    columns = (
-        "seconds",
-        "plan_over_measured",
-        "TFLOP/s",
-        "/ matmul",
-        "worst error",
-        "worst",
-        "to host GB/s",
-        "to host hidden",
-        "from host hidden",
-    )
+    columns = ("seconds", "plan_over_measured", *SHOWN)
     figures = (f"{name} {row[name]:.4g}" for name in columns if isinstance(row.get(name), int | float))
     first = " in a first step" if row.get("timed_steps") == 0 else ""
     return f"{row['name']}: {', '.join(figures) or 'done'}{first}"

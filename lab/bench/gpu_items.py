@@ -80,18 +80,11 @@ def _attention(seconds: float, kernel: str, heads: int, kv_heads: int, tokens: i
 
 
 def _rehearse(
-    seconds: float, tokens: int, layers: int | None, recipe: str, kind: Kind = "rehearse", **more: Any
-) -> Item:
-    settings = {name: more.pop(name) for name in ("model", "steps", "expandable") if name in more}
-    return Item(
-        kind,
-        seconds + START_SECONDS,
-        tokens=tokens,
-        layers=layers,
-        recipe=recipe,
-        knobs=tuple(more.items()),
-        **settings,
-    )
+    seconds: float, tokens: int, layers: int | None, recipe: str, kind: Kind = "rehearse", *,
+    model: str = Item.model, steps: int = 1, expandable: bool = True, **knobs: Any,
+) -> Item:  # fmt: skip
+    whole = seconds + START_SECONDS
+    return Item(kind, whole, model, tokens, layers, recipe, tuple(knobs.items()), steps, expandable)
 
 
 FIRST = (

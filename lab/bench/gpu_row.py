@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lab.bench.attention import kernel_of, measure_kernel
 from lab.bench.compiled import measure_compiled
 from lab.bench.copies import measure_copies
 from lab.bench.edge_cases import measure_edges
-from lab.bench.gpu_items import RANKS, Item
+from lab.bench.gpu_items import RANKS, Item, Kind
 from lab.bench.gradients import measure_gradients
 from lab.bench.hidden_copies import measure_hidden_copies
 from lab.bench.hollow import hollow_attention
@@ -74,60 +75,37 @@ def make_plans(item: Item, where: DeviceType) -> None:
         plan_job(job, machine)
 
 
+def _asked(item: Item) -> dict[str, Any]:
+    return {"tokens": item.tokens, "ranks": RANKS, **dict(item.knobs)}
+
+
 def _jobs(item: Item) -> tuple[Job, Job]:
     """Return the job of an item's whole model, and that of its layers."""
-    config = models.config_of(item.model)
-    job = make_job(
-        item.model,
-        item.recipe,
-        tokens=item.tokens,
-        ranks=RANKS,
-        rows=1,
-        lora=None,
-        shape=models.shape_of(config),
-        **dict(item.knobs),
-    )
-    return job, replace(job, model=first_layers(item.model, item.layers, config=config))
+    job = make_job(item.model, item.recipe, **_asked(item))
+    part = first_layers(item.model, item.layers, config=models.config_of(item.model))
+    return job, replace(job, model=part)
 
 
 def _rehearse(item: Item, where: DeviceType) -> dict[str, Any]:
-    result = rehearse(
-        item.model,
-        item.recipe,
-        tokens=item.tokens,
-        ranks=RANKS,
-        layers=item.layers,
-        steps=item.steps,
-        machine=where,
-        **dict(item.knobs),
-    ).to_json()
+    settings: dict[str, Any] = {"layers": item.layers, "steps": item.steps, "machine": where}
+    row = rehearse(item.model, item.recipe, **settings, **_asked(item)).to_json()
     # The row has the name of the machine already, and the name of the recipe in "recipe".
-    return {name: value for name, value in result.items() if name != "machine"} | {
-        "recipe": item.recipe,
-        "recipe_knobs": result["recipe"],
-    }
+    del row["machine"]
+    return row | {"recipe": item.recipe, "recipe_knobs": row["recipe"]}
 
 
 def _saved_plans() -> set[Path]:
-    return set(folder("plans").glob("*.json.gz"))
+    return set(folder("plans").glob("*.plan"))
 
 
 def _hollow(item: Item, where: DeviceType) -> dict[str, Any]:
     with hollow_attention() as tokens:
         row = _rehearse(item, where)
     # Seconds and a loss of an attention that was not computed say nothing.
-    row = {
-        name: value
-        for name, value in row.items()
-        if "second" not in name and name not in ("loss", "timed_steps")
-    }
-    return row | {
-        "attention": f"hollow: computed for {tokens} tokens, with the planned bytes of its workspace"
-    }
-
-
-def _hidden(item: Item, where: DeviceType) -> dict[str, Any]:
-    return measure_hidden_copies(_jobs(item)[1], where)
+    for name in [name for name in row if "second" in name or name in ("loss", "timed_steps")]:
+        del row[name]
+    what = f"hollow: computed for {tokens} tokens, with the planned bytes of its workspace"
+    return row | {"attention": what}
 
 
 def _attention(item: Item, where: DeviceType) -> dict[str, Any]:
@@ -135,18 +113,6 @@ def _attention(item: Item, where: DeviceType) -> dict[str, Any]:
     device = torch.device(where)
     kernel = kernel_of(knobs.pop("kernel"), device)
     return measure_kernel(kernel, item.tokens, device, repeats=item.steps, **knobs)
-
-
-def _copies(item: Item, where: DeviceType) -> dict[str, Any]:
-    return measure_copies(where, **dict(item.knobs))
-
-
-def _edges(_item: Item, where: DeviceType) -> dict[str, Any]:
-    return measure_edges(where)
-
-
-def _gradients(item: Item, where: DeviceType) -> dict[str, Any]:
-    return measure_gradients(item.model, item.tokens, item.layers, RANKS, where)
 
 
 def _compile(_item: Item, where: DeviceType) -> dict[str, Any]:
@@ -164,13 +130,13 @@ def _host_memory() -> dict[str, float]:
     return sizes
 
 
-_MEASURES = {
+_MEASURES: dict[Kind, Callable[[Item, DeviceType], dict[str, Any]]] = {
     "attention": _attention,
     "compile": _compile,
-    "copies": _copies,
-    "edges": _edges,
-    "gradients": _gradients,
-    "hidden": _hidden,
+    "copies": lambda item, where: measure_copies(where, **dict(item.knobs)),
+    "edges": lambda _, where: measure_edges(where),
+    "gradients": lambda item, where: measure_gradients(item.model, item.tokens, item.layers, RANKS, where),
+    "hidden": lambda item, where: measure_hidden_copies(_jobs(item)[1], where),
     "hollow": _hollow,
     "rehearse": _rehearse,
 }

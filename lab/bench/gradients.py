@@ -17,23 +17,12 @@ from lab.step.one_rank import one_rank
 from lab.step.training_step import loss
 
 GROUPS: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
+    (("checkpoint", {}), ("offload", {}), ("tiling", {}), ("tiling", {"offload": "attention"})),
     (
-        ("checkpoint", {}),
-        ("offload", {}),
-        ("tiling", {}),
-        ("tiling", {"offload": "attention"}),
+        ("upipe", {}), ("upipe", {"overlap": True}), ("fast", {}), ("fast", {"overlap": True}),
+        ("upipe", {"kernel": "auto"}), ("streamed", {}), ("streamed", {"attention_tile": None}), ("long", {}),
     ),
-    (
-        ("upipe", {}),
-        ("upipe", {"overlap": True}),
-        ("fast", {}),
-        ("fast", {"overlap": True}),
-        ("upipe", {"kernel": "auto"}),
-        ("streamed", {}),
-        ("streamed", {"attention_tile": None}),
-        ("long", {}),
-    ),
-)
+)  # fmt: skip
 """Groups of recipes whose gradients are equal but for rounding. The recipes of a group exchange the same
 heads, so the simulated data of peers is the same."""
 
@@ -58,7 +47,7 @@ def measure_gradients(
             torch.cuda.empty_cache()
             expected = expected or gradients
             label = " ".join((name, *(f"{knob}={value}" for knob, value in knobs.items())))
-            by_parameter = [_distance(gradients[n], expected[n]) for n in expected]
+            by_parameter = [(gradients[n] - x).norm() / x.norm() for n, x in expected.items()]
             distances[label] = float(torch.stack(by_parameter).max())
     return {"distances": distances, "worst": float(torch.tensor(list(distances.values())).max())}
 
@@ -75,8 +64,3 @@ def _gradients(job: Job, where: str) -> dict[str, Tensor]:
             for name, parameter in state.model.named_parameters()
             if parameter.grad is not None
         }
-
-
-def _distance(actual: Tensor, expected: Tensor) -> Tensor:
-    distance: Tensor = (actual - expected).norm() / expected.norm()
-    return distance

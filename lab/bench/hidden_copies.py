@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile
 
 from lab.errors import LabError
@@ -67,45 +69,24 @@ def hidden_share(events: Iterable[tuple[str, Span]]) -> dict[str, Any]:
             copies[direction].append(span)
         elif not name.startswith(("Memcpy", "Memset")):
             kernels.append(span)
-    busy = _union(kernels)
-    spans = [*kernels, *(span for part in copies.values() for span in part)]
-    figures: dict[str, Any] = {
-        "step s": (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e6 if spans else 0.0,
-        "kernel s": _length(busy) / 1e6,
-    }
+    # Between two instants, at each of which an event begins or ends, the events that run are the same.
+    instants = np.unique([time for part in (kernels, *copies.values()) for span in part for time in span])
+    lengths = np.diff(instants)
+    busy = _running(kernels, instants) > 0
+    figures: dict[str, Any] = {"step s": lengths.sum() / 1e6, "kernel s": lengths @ busy / 1e6}
     for direction, part in copies.items():
-        seconds = _length(part)
+        at_once = _running(part, instants)
+        total = lengths @ at_once
         figures |= {
             f"copies {direction}": len(part),
-            f"{direction} s": seconds / 1e6,
-            f"{direction} hidden": _common(part, busy) / seconds if seconds else None,
+            f"{direction} s": total / 1e6,
+            f"{direction} hidden": lengths @ (at_once * busy) / total if total else None,
         }
     return figures
 
 
-def _union(spans: Sequence[Span]) -> list[Span]:
-    """Return spans in order, without overlap, that cover what ``spans`` cover."""
-    union: list[Span] = []
-    for start, end in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def _common(spans: Sequence[Span], union: Sequence[Span]) -> float:
-    """Return the length of the part of each span that lies in ``union``, summed over the spans."""
-    total, first = 0.0, 0
-    for start, end in sorted(spans):
-        while first < len(union) and union[first][1] <= start:
-            first += 1
-        at = first
-        while at < len(union) and union[at][0] < end:
-            total += min(end, union[at][1]) - max(start, union[at][0])
-            at += 1
-    return total
+def _running(spans: Sequence[Span], instants: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return how many of the spans run after each instant but the last."""
+    starts, ends = np.sort(np.reshape(spans, (-1, 2)), axis=0).T
+    at = instants[:-1]
+    return np.searchsorted(starts, at, side="right") - np.searchsorted(ends, at, side="right")

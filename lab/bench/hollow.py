@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.planning.cuda_workspace import flash_backward_workspace
-from lab.techniques.attention.flash import Kernel
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernels import KERNELS
 from lab.torch_private import FakeTensor
 
@@ -69,9 +69,7 @@ def _extend(first: Tensor, tokens: int) -> Tensor:
     if tokens == first.shape[2]:
         return first
     order = sorted(range(first.dim()), key=first.stride, reverse=True)
-    shape = [*first.shape]
-    shape[2] = tokens
-    flat = first.new_zeros([shape[dim] for dim in order])
-    whole = flat.permute([order.index(dim) for dim in range(first.dim())])
+    shape = (*first.shape[:2], tokens, *first.shape[3:])
+    whole = torch.empty_permuted(shape, order, dtype=first.dtype, device=first.device).zero_()
     _first(whole).copy_(first)
     return whole

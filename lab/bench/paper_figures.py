@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
 from lab.recipe.ladder import TILE
-from lab.units import Ki, parse_tokens
+from lab.units import Ki
 
 Value: TypeAlias = float | Literal["OOM"] | None
 """A number; "OOM" if it did not fit; None if it was not reported."""
@@ -25,7 +25,7 @@ class Published:
 
     Attributes:
         what: What was measured: "throughput", "longest context", "model state", "step", ...
-        value: The number, in ``unit``. Tokens are whole and binary, as the papers count them.
+        value: The number, in ``unit``. Tokens are whole, and binary unless the paper counts in thousands.
         unit: The unit of the number.
         model: The model.
         ranks: The number of GPUs.
@@ -59,24 +59,17 @@ class Published:
         return ours / self.number if ours is not None and self.number else None
 
 
-def rows(
-    *, what: str | None = None, model: str | None = None, ranks: int | None = None, method: str | None = None
-) -> list[Published]:
-    """Return the published numbers with these properties, in the order of their tables.
+def rows(**properties: str | int) -> list[Published]:
+    """Return the published numbers with these values of attributes, in the order of their tables.
 
     Numbers that were not reported are included.
     """
-    properties = {"what": what, "model": model, "ranks": ranks, "method": method}
-    return [
-        row
-        for row in _all()
-        if all(value is None or getattr(row, name) == value for name, value in properties.items())
-    ]
+    return [row for row in _all() if all(getattr(row, name) == value for name, value in properties.items())]
 
 
 @cache
 def _all() -> tuple[Published, ...]:
-    tables = json.loads(files("lab.bench").joinpath("published.json").read_text())
+    tables = json.loads(files("lab.bench").joinpath("paper_figures.json").read_text())
     return tuple(row for table in tables for row in _rows(table))
 
 
@@ -87,13 +80,13 @@ def _rows(table: dict[str, Any]) -> Iterator[Published]:
             rung, knobs, differs = _ours(what, method, table["ranks"])
             yield Published(
                 what=what,
-                value=_tokens(value) if unit == "tokens" else value,
+                value=_tokens(value, table) if unit == "tokens" else value,
                 unit=unit,
                 model=table["model"],
                 ranks=table["ranks"],
                 method=method,
                 # "longest" stands for the context in the first column of this method.
-                tokens=_tokens(values[0] if at == "longest" else at),
+                tokens=_tokens(values[0] if at == "longest" else at, table),
                 source=table["source"],
                 rung=rung,
                 knobs=knobs,
@@ -101,11 +94,10 @@ def _rows(table: dict[str, Any]) -> Iterator[Published]:
             )
 
 
-def _tokens(text: str | None) -> int | None:
-    """Return the tokens of a context such as "3.7M", rounded down to a multiple of 1024."""
-    if text is None or "." not in text:
-        return None if text is None else parse_tokens(text)
-    return int(float(text.removesuffix("M")) * Ki) * Ki
+def _tokens(text: str | None, table: dict[str, Any]) -> int | None:
+    """Return the tokens of a context such as "3.7M". ALST's configurations say what it counts: 1_100_000."""
+    kilo = table.get("kilo", Ki)
+    return None if text is None else round(float(text[:-1]) * {"K": kilo, "M": kilo**2}[text[-1]])
 
 
 # ---- the recipes of this lab -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The seconds of a plan: computed, from the cache, and in closed form; and the peak memory of the process."""
+"""The seconds of the questions that plans answer, and the peak memory of the process."""
 
 from __future__ import annotations
 
@@ -7,44 +7,55 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 from lab.bench.table import Row, Say
-from lab.models import shape_of
+from lab.bench.timing import seconds
 from lab.planning import plan_cache
-from lab.planning.closed_form import estimate_job
+from lab.planning.fit import fit
+from lab.planning.max_context import max_context
 from lab.planning.plan import plan, plan_ladder
-from lab.recipe.jobs import Job
-from lab.recipe.ladder import resolve_recipe
-from lab.units import Mi, MiB
+from lab.units import MiB, parse_tokens
 
 
-def measure_planning(say: Say, model: str = "llama3-8b", tokens: int = 5 * Mi, ranks: int = 8) -> list[Row]:
-    """Return a row for each way to plan: its seconds, and the peak memory of the process so far.
+def measure_planning(model: str, recipe: str, tokens: str, ranks: int, say: Say) -> list[Row]:
+    """Return a row for each question: its seconds, and the peak memory of the process so far.
 
-    The cache of plans is empty before the first.
+    The first questions are plans of one recipe, at other lengths, that share a cache of plans. Each of the
+    others begins with an empty one. ``fit`` and ``max_context`` have the memory of the default device, and
+    the default host memory.
     """
-    recipe, shape = resolve_recipe("upipe", model, ranks, tokens), shape_of(model)
-    with tempfile.TemporaryDirectory() as empty, patch.object(plan_cache, "folder", lambda _: Path(empty)):
-        ways: dict[str, Callable[[], object]] = {
-            "plan upipe": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
-            "plan upipe, from the cache": lambda: plan(model, "upipe", tokens=tokens, ranks=ranks),
-            "the other six rungs": lambda: plan_ladder(model, tokens=tokens, ranks=ranks),
-            "closed form": lambda: estimate_job(shape, Job(model, recipe, tokens, ranks)),
-        }
-        rows = [_measure(name, work, say) for name, work in ways.items()]
-        command = ["-m", "lab", "plan", model, "--tokens", str(tokens), "--ranks", str(ranks)]
-        _run_python(command, empty)
-        commands = {"python -c pass": ["-c", "pass"], "lab plan, from the cache": command}
-        rows += [
-            _measure(name, partial(_run_python, arguments, empty), say)
-            for name, arguments in commands.items()
+    length = parse_tokens(tokens)
+
+    def plan_of(part: float) -> None:
+        plan(model, recipe, tokens=int(length * part), ranks=ranks)
+
+    lengths = {"": 1.0, ", again": 1.0, ", at 3/4 of the tokens": 3 / 4, ", at 1/2 of the tokens": 1 / 2}
+    plans: dict[str, Callable[[], object]] = {
+        f"plan{which}": partial(plan_of, part) for which, part in lengths.items()
+    }
+    others: dict[str, Callable[[], object]] = {
+        "ladder": lambda: plan_ladder(model, tokens=length, ranks=ranks),
+        "max-context": lambda: max_context(model, recipe, ranks=ranks),
+        "fit": lambda: fit(model, tokens=length, ranks=ranks),
+    }
+    command = ["-m", "lab", "plan", model, "--recipe", recipe, "--tokens", tokens, "--ranks", str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        _run_python(command, folder)
+        rows = [
+            _measure("python -c pass", lambda: _run_python(["-c", "pass"], folder), say),
+            _measure("lab plan, again", lambda: _run_python(command, folder), say),
         ]
-        return rows
+    for questions in (plans, *({name: others[name]} for name in others)):
+        with (
+            tempfile.TemporaryDirectory() as empty,
+            patch.object(plan_cache, "folder", lambda _: Path(empty)),
+        ):
+            rows += [_measure(name, work, say) for name, work in questions.items()]
+    return rows
 
 
 def _run_python(arguments: list[str], cache: str) -> None:
@@ -55,10 +66,8 @@ def _run_python(arguments: list[str], cache: str) -> None:
 
 def _measure(name: str, work: Callable[[], object], say: Say) -> Row:
     say(name)
-    start = time.perf_counter()
-    work()
-    seconds = time.perf_counter() - start
+    taken = seconds(work)
     # Linux counts the peak in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"answer": name, "seconds": seconds, "process peak, MiB": round(peak / MiB)}
+    return {"answer": name, "seconds": taken, "process peak, MiB": round(peak / MiB)}

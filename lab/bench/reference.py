@@ -16,153 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import (
-    ArceeConfig,
-    AutoModelForCausalLM,
-    Cohere2Config,
-    CohereConfig,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MinistralConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoConfig,
-    Phi3Config,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.cohere import modeling_cohere
 from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from lab.decoder import PER_LAYER, Patch
-
-VOCABULARY, HEAD_DIM = 101, 10
-FAMILIES: dict[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "mistral": MistralConfig,
-    "mixtral": MixtralConfig,
-    "gpt_oss": GptOssConfig,
-    "ministral": MinistralConfig,
-    "arcee": ArceeConfig,
-    "granite": GraniteConfig,
-    "starcoder2": Starcoder2Config,
-    "seed_oss": SeedOssConfig,
-    "smollm3": SmolLM3Config,
-    "phi3": Phi3Config,
-    "cohere": CohereConfig,
-    "cohere2": Cohere2Config,
-    "gemma": GemmaConfig,
-    "gemma3_text": Gemma3TextConfig,
-    "glm4": Glm4Config,
-    "olmo": OlmoConfig,
-    "olmo2": Olmo2Config,
-    "olmo3": Olmo3Config,
-}
-
-_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-OWN: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 13},
-    "ministral": {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    # With these limits, many numbers are clamped.
-    "gpt_oss": {
-        "num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_alpha": 1.3, "swiglu_limit": 1.1,
-        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
-    },
-    # The second layer is dense.
-    "qwen3_moe": {
-        "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 23, "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
-    "arcee": {"mlp_bias": True},
-    "seed_oss": {"attention_out_bias": True, "residual_dropout": 0.0},
-    # Without rotation, a bias of k adds the same to all scores of a query, and its gradient is zero.
-    "smollm3": {
-        "mlp_bias": True, "no_rope_layers": [0, 1], "sliding_window": 11, "use_sliding_window": True,
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
-    "phi3": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.6}},
-    "cohere": {"attention_bias": True, "logit_scale": 0.7, "use_qk_norm": True},
-    "cohere2": {
-        "logit_scale": 1.3, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11,
-    },
-    "gemma3_text": {
-        "rope_parameters": {
-            "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
-        },
-        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
-        "query_pre_attn_scalar": 17, "attention_bias": True, "final_logit_softcapping": 1.5,
-    },
-    # With this limit, many numbers are clipped.
-    "olmo": {"attention_bias": True, "clip_qkv": 0.9},
-    "olmo2": {"attention_bias": True},
-    "olmo3": {
-        "rope_parameters": {
-            "full_attention": {**_ROPE, "rope_theta": 300_000.0}, "sliding_attention": _ROPE,
-        },
-        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 11,
-    },
-    "glm4": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.4}},
-    "granite": {
-        "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.21, "embedding_multiplier": 3.0,
-        "logits_scaling": 1.7, "residual_multiplier": 0.6,
-    },
-}  # fmt: skip
-"""The fields of each family's config other than its sizes, with values that change the result.
-
-Those of ``PER_LAYER`` are repeated for all layers.
-"""
-
-
-def config(
-    family: str = "llama", heads: int = 24, kv_heads: int = 6, layers: int = 2, **more: Any
-) -> PretrainedConfig:
-    """Return a small config in which no two sizes are equal.
-
-    With H query heads, the hidden size is 2*H, the head_dim 10 (so H*head_dim is another number), and the
-    vocabulary has 101 tokens. A part of each head that is rotated is rounded to an even number of dimensions.
-    """
-    sizes: dict[str, Any] = {
-        "hidden_size": 2 * heads,
-        "intermediate_size": 72,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": HEAD_DIM,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "rope_parameters": _ROPE,
-        "attention_dropout": 0.0,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    fields = {**sizes, **OWN.get(family, {}), **more}
-    # An even number of dimensions can be rotated.
-    rope, dim = fields["rope_parameters"], fields["head_dim"]
-    if "partial_rotary_factor" in rope:
-        rotated = 2 * max(round(rope["partial_rotary_factor"] * dim / 2), 1)
-        fields["rope_parameters"] = {**rope, "partial_rotary_factor": rotated / dim}
-    for name in fields.keys() & set(PER_LAYER):
-        fields[name] = (fields[name] * layers)[:layers]
-    return FAMILIES[family](**fields)
+from lab.decoder import FAMILIES, Patch
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
@@ -171,7 +31,7 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
     All parameters are random, because biases of 0 or norms of 1 could hide a bug.
     """
     torch.manual_seed(seed)
-    attention = "eager" if cfg.model_type == "gpt_oss" else "sdpa"
+    attention = FAMILIES[cfg.model_type].attention
     model = AutoModelForCausalLM.from_config(
         cfg, attn_implementation=attention, experts_implementation="eager", dtype=torch.float64
     )

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lab.bench.gpu_items import ITEMS, Item
-from lab.bench.lines import Note, read_lines
+from lab.bench.json_lines import Note, read_lines
 from lab.bench.table import table_text
 from lab.units import GiB
 

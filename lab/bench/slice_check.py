@@ -21,23 +21,14 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def slice_errors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    gradients: Gradients | None = None,
-    *,
-    rows: list[int] | None = None,
-    scale: float | None = None,
-    block: int = BLOCK,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, gradients: Gradients, *, block: int = BLOCK
 ) -> dict[str, float]:
     """Return the largest relative errors of causal attention at some positions, over all batches and heads.
 
     Shapes: batch b, query heads h, G query heads for each key/value head, S tokens, head_dim D. At each
     position, out, lse and dq are computed from that query and all keys up to it, and dk and dv from that key
     and all queries from it on. For dk and dv, the lse and the out of those queries are taken from the
-    arguments, which are themselves checked at some positions.
+    arguments, which are themselves checked at some positions. The scores are multiplied by D**-0.5.
 
     The error of a vector of D values is the norm of its difference over its norm. The error of lse is the
     difference, which is the relative error of the softmax's denominator. An error is NaN if a value is NaN.
@@ -50,28 +41,20 @@ def slice_errors(
         v: The values [b, h/G, S, D].
         out: The output to check [b, h, S, D].
         lse: The logarithm of the softmax's denominator, to check [b, h, S].
-        gradients: The gradient of out, and the gradients of q, k and v to check; None to check forward only.
-        rows: The positions; ``positions(q)`` unless given.
-        scale: The factor of the scores; D**-0.5 unless given.
+        gradients: The gradient of out, and the gradients of q, k and v to check.
         block: How many keys or queries are processed at a time.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    at = torch.tensor(positions(q) if rows is None else rows, device=q.device)
-    dout = torch.zeros_like(out[:, :, :1]).expand_as(out) if gradients is None else gradients[0]
-    expected_out, expected_lse, expected_dq = _rows(q, k, v, dout, at, scale, block)
-    errors = {
+    at = torch.tensor(positions(q), device=q.device)
+    dout, dq, dk, dv = gradients
+    expected_out, expected_lse, expected_dq = _rows(q, k, v, dout, at, block)
+    expected_dk, expected_dv = _keys(q, k, v, out, lse, dout, at, block)
+    return {
         "out": _largest_error(out[:, :, at], expected_out),
         "lse": float((lse[:, :, at].double() - expected_lse).abs().max()),
+        "dq": _largest_error(dq[:, :, at], expected_dq),
+        "dk": _largest_error(dk[:, :, at], expected_dk),
+        "dv": _largest_error(dv[:, :, at], expected_dv),
     }
-    if gradients is not None:
-        _, dq, dk, dv = gradients
-        expected_dk, expected_dv = _keys(q, k, v, out, lse, dout, at, scale, block)
-        errors |= {
-            "dq": _largest_error(dq[:, :, at], expected_dq),
-            "dk": _largest_error(dk[:, :, at], expected_dk),
-            "dv": _largest_error(dv[:, :, at], expected_dv),
-        }
-    return errors
 
 
 def positions(x: Tensor) -> list[int]:
@@ -95,46 +78,33 @@ def positions(x: Tensor) -> list[int]:
 
 
 def _rows(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, at: Tensor, scale: float, block: int
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, at: Tensor, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out [b, h, n, D], lse [b, h, n] and dq [b, h, n, D] of the queries at positions ``at`` [n]."""
     rows, grads = (_grouped(t[:, :, at], k) for t in (q, dout))
-    top = rows.new_full(rows.shape[:-1], -torch.inf)
-    total, summed, dq = torch.zeros_like(top), torch.zeros_like(rows), torch.zeros_like(rows)
-    for _, values, scores in _blocks(rows, k, v, at, scale, block):
-        higher = torch.maximum(top, scores.amax(-1))
-        factor, weights = (top - higher).exp(), (scores - higher[..., None]).exp()
-        total = total * factor + weights.sum(-1)
-        summed = summed * factor[..., None] + weights @ values
-        top = higher
-    out, lse = summed / total[..., None], top + total.log()
+    rows = rows * q.shape[-1] ** -0.5
+    lse = torch.stack([scores.logsumexp(-1) for _, _, scores in _blocks(rows, k, v, at, block)]).logsumexp(0)
+    out, dq = torch.zeros_like(rows), torch.zeros_like(rows)
+    for _, values, scores in _blocks(rows, k, v, at, block):
+        out += (scores - lse[..., None]).exp() @ values
     delta = (grads * out).sum(-1, keepdim=True)
-    for keys, values, scores in _blocks(rows, k, v, at, scale, block):
-        dscores = (scores - lse[..., None]).exp() * (grads @ values.mT - delta)
-        dq += dscores @ keys * scale
-    return out.flatten(1, 2), lse.flatten(1, 2), dq.flatten(1, 2)
+    for keys, values, scores in _blocks(rows, k, v, at, block):
+        dq += (scores - lse[..., None]).exp() * (grads @ values.mT - delta) @ keys
+    return out.flatten(1, 2), lse.flatten(1, 2), dq.flatten(1, 2) * q.shape[-1] ** -0.5
 
 
 def _blocks(
-    rows: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float, block: int
+    rows: Tensor, k: Tensor, v: Tensor, at: Tensor, block: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield blocks of keys and values [b, K, 1, B, D] up to the last position, and scores [b, K, G, n, B]."""
     for start in range(0, int(at.max()) + 1, block):
         keys, values = (t[:, :, None, start : start + block].double() for t in (k, v))
         later = torch.arange(start, start + keys.shape[3], device=k.device) > at[:, None]
-        yield keys, values, (rows @ keys.mT * scale).masked_fill(later, -torch.inf)
+        yield keys, values, (rows @ keys.mT).masked_fill(later, -torch.inf)
 
 
 def _keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    at: Tensor,
-    scale: float,
-    block: int,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, at: Tensor, block: int
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv [b, K, n, D] of the keys at positions ``at`` [n]."""
     keys, values = (t[:, :, None, at].double() for t in (k, v))
@@ -142,11 +112,12 @@ def _keys(
     for start in range(int(at.min()), q.shape[2], block):
         part = slice(start, start + block)
         queries, outs, grads = (_grouped(t[:, :, part], k) for t in (q, out, dout))
+        queries = queries * q.shape[-1] ** -0.5
         earlier = torch.arange(start, start + queries.shape[3], device=q.device)[:, None] < at
-        scores = (queries @ keys.mT * scale).masked_fill(earlier, -torch.inf)
+        scores = (queries @ keys.mT).masked_fill(earlier, -torch.inf)
         weights = (scores - _grouped(lse[:, :, part, None], k)).exp()
         dscores = weights * (grads @ values.mT - (grads * outs).sum(-1, keepdim=True))
-        dk += (dscores.mT @ queries).sum(2) * scale
+        dk += (dscores.mT @ queries).sum(2)
         dv += (weights.mT @ grads).sum(2)
     return dk, dv
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -20,12 +20,16 @@ from lab import models
 from lab.bench.reference import error
 from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
+from lab.bench.timing import rounds
 from lab.decoder import Patch, decoder_of
 from lab.memory.meter import Meter
 from lab.techniques.deepspeed import sequence_parallel
 from lab.techniques.loss import apply_tiled_loss, summed_cross_entropy
 from lab.techniques.tiling import apply_tiled_mlp
 
+FIGURES = (
+    "theirs, s", "ours, s", "ours / theirs", "theirs, bytes", "ours, bytes", "theirs, error", "ours, error",
+)  # fmt: skip
 REPEATS = 9
 TOKENS, HIDDEN, TILES = 4096, 256, 8
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -67,27 +71,22 @@ def compare_tiles(
     """
     machine = f"{torch.get_num_threads()} threads, {device_and_versions('cpu')}"
     for dtype in DTYPES:
+        label = str(dtype).removeprefix("torch.")
         model, x, labels = _problem(tokens, hidden, dtype)
         exact = _plain(copy.deepcopy(model).double(), labels)
         ours = _ours(copy.deepcopy(model), labels, tokens // tiles)
         for name, part, theirs in _theirs(model, labels, tiles):
-            label = str(dtype).removeprefix("torch.")
             say(f"{name}, {label}")
             dout = torch.randn_like(x) if part == "mlp" else torch.ones(())
             expected = exact[part].gradients(x.double(), dout.double())
-            rounds = _rounds(theirs, ours[part], x, dout, repeats) if theirs else []
-            yield {
-                "against": name if theirs else f"{name} (not installed)",
-                "dtype": label,
-                "theirs, s": median(their_s for their_s, _ in rounds) if rounds else None,
-                "ours, s": median(our_s for _, our_s in rounds) if rounds else None,
-                "ours / theirs": median(our_s / their_s for their_s, our_s in rounds) if rounds else None,
-                "theirs, bytes": theirs.peak(x, dout) if theirs else None,
-                "ours, bytes": ours[part].peak(x, dout),
-                "theirs, error": error(theirs.gradients(x, dout), expected) if theirs else None,
-                "ours, error": error(ours[part].gradients(x, dout), expected),
-                "machine": machine,
-            }
+            both = (theirs, ours[part])
+            seconds = _compare_seconds(theirs, ours[part], x, dout, repeats) if theirs and repeats else ()
+            peaks = [None if of is None else of.peak(x, dout) for of in both]
+            errors = [None if of is None else error(of.gradients(x, dout), expected) for of in both]
+            figures = (*(seconds or (None,) * 3), *peaks, *errors)
+            against = name if theirs else f"{name} (not installed)"
+            row = dict(zip(FIGURES, figures, strict=True))
+            yield {"against": against, "dtype": label, **row, "machine": machine}
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,6 @@ class _Function:
         del out
         torch.autograd.backward(edge, dout)
         return x
-
-    def seconds(self, x: Tensor, dout: Tensor) -> float:
-        start = time.perf_counter()
-        self.run(x, dout)
-        return time.perf_counter() - start
 
     def peak(self, x: Tensor, dout: Tensor) -> int:
         self.module.zero_grad()
@@ -204,16 +198,9 @@ def _chunked_head(head: nn.Linear, labels: Tensor, chunks: int) -> _Function | N
 
     def chunked(x: Tensor) -> Any:
         log_probabilities, *_ = kernels.ChunkedLogProbFunction.apply(
-            x.flatten(0, 1),
-            head.weight,
-            None,
-            labels.flatten(),
-            1.0,
-            head.out_features // chunks,
-            None,
-            1.0,
+            x.flatten(0, 1), head.weight, None, labels.flatten(), 1.0, head.out_features // chunks, None, 1.0,
             (),
-        )
+        )  # fmt: skip
         return -log_probabilities.sum()
 
     return _Function(head, chunked)
@@ -225,9 +212,10 @@ def _parts(model: PreTrainedModel) -> tuple[Any, Any]:
     return decoder.layers[0].mlp, decoder.head
 
 
-def _rounds(
+def _compare_seconds(
     theirs: _Function, ours: _Function, x: Tensor, dout: Tensor, repeats: int
-) -> list[tuple[float, float]]:
-    """Return the seconds of theirs and of ours by round, after one round that is not measured."""
-    _, *rounds = [(theirs.seconds(x, dout), ours.seconds(x, dout)) for _ in range(repeats + 1)]
-    return rounds
+) -> tuple[float, ...]:
+    """Return the seconds of theirs and of ours, and their ratio, after one round that is not measured."""
+    _, *times = rounds(repeats + 1, *(partial(of.run, x, dout) for of in (theirs, ours)))
+    ratios = [our_seconds / their_seconds for their_seconds, our_seconds in times]
+    return (*map(median, zip(*times, strict=True)), median(ratios))

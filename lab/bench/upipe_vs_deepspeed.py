@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,10 +16,11 @@ from transformers import LlamaConfig
 from cluster.live import publish
 from cluster.ranks import Cluster
 from lab.bench.table import Row, Say
-from lab.errors import RecipeError
+from lab.bench.timing import rounds
 from lab.memory.meter import Meter
 from lab.recipe.jobs import Job, TrainSettings, make_job
 from lab.recipe.recipe import Recipe
+from lab.step.batches import Batch
 from lab.step.on_ranks import RankState, make_rank_state
 from lab.step.training_step import NoMeter, train_step
 
@@ -61,7 +62,8 @@ def compare_attentions(
         A row for each attention.
 
     Raises:
-        RecipeError: DeepSpeed is not installed, or its communication operator cannot be compiled here.
+        RankError: DeepSpeed is not installed, or its communication operator cannot be compiled here. The
+            cause is a RecipeError.
     """
     degree = cluster.ranks
     config = LlamaConfig(
@@ -79,48 +81,40 @@ def compare_attentions(
     }
     jobs = [make_job(config, recipe, tokens=tokens, ranks=degree) for recipe in recipes.values()]
     say(f"{len(jobs)} attentions on {degree} ranks, warming up")
-    measured = cluster.apply(_measure_on_rank, jobs, repeats, on_record=lambda _, record: say(str(record)))[0]
-    if isinstance(measured, str):
-        raise RecipeError(f"DeepSpeed's Ulysses is needed: {measured.partition('; ')[0]}")
-    rounds, peaks, threads = measured
+    results = cluster.apply(_measure_on_rank, jobs, repeats, on_record=lambda _, record: say(str(record)))
+    times, peaks, threads = results[0]
     return [
         {
             "attention": name,
             "ranks": degree,
             "threads": threads,
             "tokens": tokens,
-            "seconds": median(seconds[i] for seconds in rounds),
+            "seconds": median(seconds[i] for seconds in times),
             "bytes": peaks[i],
-            "seconds / DeepSpeed's": median(seconds[i] / seconds[0] for seconds in rounds),
+            "seconds / DeepSpeed's": median(seconds[i] / seconds[0] for seconds in times),
             "bytes / DeepSpeed's": peaks[i] / peaks[0],
         }
         for i, name in enumerate(recipes)
     ]
 
 
-def _measure_on_rank(jobs: list[Job], repeats: int) -> tuple[list[list[float]], list[int], int] | str:
-    """Return the seconds by round and attention, the bytes by attention and the threads; or an error."""
-    try:
-        states = [make_rank_state(job, TrainSettings(steps=1)) for job in jobs]
-    except RecipeError as error:
-        return str(error)
-    for warm_up in states:
-        _step_seconds(warm_up)
-    rounds = []
+def _measure_on_rank(jobs: list[Job], repeats: int) -> tuple[list[list[float]], list[int], int]:
+    """Return the seconds by round and attention, the bytes by attention, and the threads."""
+    states = [make_rank_state(job, TrainSettings(steps=1)) for job in jobs]
+    steps = [partial(_step, state, state.batch(0)) for state in states]
+    rounds(1, *steps)
+    times = []
     for number in range(1, repeats + 1):
         if dist.get_rank() == 0:
             publish(f"round {number} of {repeats}")
-        rounds.append([_step_seconds(each) for each in states])
-    return rounds, [_attention_bytes(each) for each in states], torch.get_num_threads()
+        times += rounds(1, *steps)
+    return times, [_attention_bytes(state) for state in states], torch.get_num_threads()
 
 
-def _step_seconds(state: RankState) -> float:
-    batch = state.batch(0)
-    dist.barrier()
-    start = time.perf_counter()
+def _step(state: RankState, batch: Batch) -> None:
+    """Run a whole step, which ends with the last rank's."""
     train_step(state.model, state.optimizer, batch, meter=NoMeter())
     dist.barrier()
-    return time.perf_counter() - start
 
 
 def _attention_bytes(state: RankState) -> int:

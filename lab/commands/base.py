@@ -8,18 +8,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import click
 
+from cluster.errors import ClusterError, RankError
 from lab.errors import LabError
-from lab.recipe.knobs import BY_NAME
+from lab.recipe.recipe import BY_NAME
 from lab.units import abbreviate, parse_path
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What adds options to a command."""
 
 
 def integer(value: int | str) -> int:
@@ -47,6 +47,20 @@ def path(value: str | Path) -> Path:
         raise click.BadParameter(f"{error}.") from None
 
 
+# ---- options of several commands ---------------------------------------------------------------------------
+
+
+def options(*parts: Decorator) -> Decorator:
+    """Return a decorator that adds options or groups of options to a command, in this order."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for part in reversed(parts):
+            command = part(command)
+        return command
+
+    return add
+
+
 TOKENS = click.option("--tokens", required=True, help="The length of the context: 8192, 128K, 5M (5 x 2^20).")
 RECIPE = click.option("--recipe", default="upipe", help="A rung of the ladder, fast or long. [upipe]")
 SET = click.option(
@@ -60,7 +74,8 @@ LORA = click.option(
     "--lora",
     metavar="r=N",
     help="Train PEFT's adapters of this rank, and freeze the model: r=16, or "
-    "r=16,alpha=32,targets=q_proj+v_proj. The weights keep their dtype. "
+    "r=16,alpha=32,targets=q_proj+v_proj. The weights keep their dtype; adapters of weights in bfloat16 are "
+    "float32, or bfloat16 with dtype=bfloat16. "
     "[alpha=r, all projections of a layer]",
 )
 DTYPE = click.option(
@@ -68,49 +83,86 @@ DTYPE = click.option(
     metavar="DTYPE",
     help="Of parameters, gradients and optimizer state: float32 or bfloat16. [the config's; float32 without]",
 )
-TEXT = click.option(
-    "--text", type=path, help="A file or folder of text, or a file of tokens. [Python's library]"
+ACCUMULATE = click.option(
+    "--accumulate", type=integer, default=1, help="Batches whose gradients a step sums. [1]"
 )
-TOKENIZER = click.option("--tokenizer", type=path, help="The tokenizer's directory. [bytes are tokens]")
+ROWS = click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
+TEXT = options(
+    click.option(
+        "--text", type=path, help="A file or folder of text, or a file of tokens. [Python's library]"
+    ),
+    click.option("--tokenizer", type=path, help="The tokenizer's directory. [bytes are tokens]"),
+)
+UPDATES = options(
+    ACCUMULATE,
+    click.option("--lr", "learning_rate", type=number, default=1e-3, help="Learning rate. [0.001]"),
+    click.option("--clip-norm", type=number, default=1.0, help="The largest norm of the gradient. [1]"),
+    click.option(
+        "--seed", type=integer, default=0, help="The seed of weights that the model does not bring. [0]"
+    ),
+)
+PROFILE = options(
+    click.option("--profile", default="local", help="Where ranks run; see lab cluster profiles. [local]"),
+    click.option(
+        "--profile-set",
+        "fields",
+        multiple=True,
+        metavar="FIELD=VALUE",
+        help="Override a field of the profile.",
+    ),
+)
 HOST_DIR = click.option(
     "--host-dir", type=path, metavar="DIR", help="A folder on a disk for the long tensors of streamed layers."
 )
+PART = options(
+    click.option("--layers", type=integer, help="Only the first so many layers. [all]"),
+    click.option("--device-memory", help="Act as a GPU of this memory: 80GiB."),
+)
+MACHINE = click.Choice(["cuda", "cpu"])
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def one_line_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """Print an error of the lab as one line and exit with 2, as click does for its own usage errors."""
+# ---- errors ------------------------------------------------------------------------------------------------
 
-    @wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        from cluster.errors import ClusterError, RankError
 
+class OneLineErrors(click.Group):
+    """A group that prints an error as one line and exits with 2, as click does for an error in its usage."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return command(*args, **kwargs)
-        except (LabError, ClusterError) as error:
-            click.echo(f"lab: {error}", err=True)
-            sys.exit(2)
-        except RankError as error:
-            # Some errors of the lab are found on a rank only, as those of its machine's kernels.
-            if not isinstance(error.cause, LabError):
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except Exception as error:
+            text, code = _one_line(error)
+            if not text:
                 raise
-            click.echo(f"lab: {error.cause}", err=True)
-            sys.exit(2)
-        except OSError as error:
-            # A path of the user's that the system does not take; other errors of the system name no file.
-            if error.filename is None:
-                raise
-            click.echo(f"lab: {abbreviate(str(error.filename))}: {error.strerror}", err=True)
-            sys.exit(2)
-        except ModuleNotFoundError as error:
-            # The lab runs from its sources, and one of its dependencies is not installed.
-            click.echo(
-                f"lab: this command needs {error.name}, which is not installed; `lab doctor` lists what is",
-                err=True,
-            )
-            sys.exit(2)
+            click.echo(f"lab: {text}", err=True)
+            sys.exit(code)
+        # That of a command that ends with `Context.exit`.
+        if code:
+            sys.exit(code)
 
-    return wrapped
+
+def _one_line(error: Exception) -> tuple[str, int]:
+    """Return the text and the exit code of an error; no text for an error that is a defect of the lab."""
+    if isinstance(error, RankError):
+        # Some errors of the lab are found on a rank only, as those of its machine's kernels.
+        return str(error.cause) if isinstance(error.cause, LabError) else "", 2
+    if isinstance(error, click.Abort):
+        return "interrupted", 1
+    if isinstance(error, click.ClickException):
+        return " ".join(error.format_message().split()), error.exit_code
+    if isinstance(error, LabError | ClusterError):
+        return str(error), 2
+    if isinstance(error, OSError) and error.filename is not None:
+        # A path of the user's that the system does not take; other errors of the system name no file.
+        return f"{abbreviate(str(error.filename))}: {error.strerror}", 2
+    if isinstance(error, ModuleNotFoundError):
+        # The lab runs from its sources, and one of its dependencies is not installed.
+        return f"this command needs {error.name}, which is not installed; `lab doctor` lists what is", 2
+    return "", 0
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 import psutil
@@ -15,22 +14,22 @@ import torch
 from cluster.capacity import visible_devices
 from cluster.devices import first_line
 from cluster.host import ask_gpus, is_device
-from lab import models
+from lab.bench.copies import copy_rate
 from lab.errors import LabError
-from lab.planning.closed_form import estimate_job
 from lab.planning.hardware import HARDWARE, of_name
-from lab.recipe.jobs import Job
-from lab.recipe.ladder import resolve_recipe
+from lab.planning.plan import plan_job
+from lab.recipe.jobs import Machine, make_job
 from lab.techniques.host_memory import pinnable
 from lab.units import Ki, Mi, MiB, format_bytes, format_tokens
 
-MODEL, RECIPE = "llama3-8b", "upipe"
-"""The model and recipe for which a line says what its figures mean."""
+MODEL, RECIPE = "llama3-8b", "offload"
+"""The model and recipe for which a line says what its figures mean. Every rung from this one on offloads as
+much, and this one is planned in the least time."""
 
 LANE_RATES = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 130 / 8}
 """Bytes a second of one PCIe lane, each direction, by generation: PCI Express Base Specification 5.0."""
 
-COPY_BYTES, REPEATS = 256 * MiB, 3
+COPY_BYTES = 256 * MiB
 
 
 def gpu_findings(gpus: int) -> Iterator[tuple[str, str]]:
@@ -118,32 +117,15 @@ def copy_rates() -> tuple[float, float]:
     """Return the bytes per second of copies from pinned memory to the current device, and back."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    return (
-        rate(lambda: device.copy_(host, non_blocking=True), torch.cuda.synchronize),
-        rate(lambda: host.copy_(device, non_blocking=True), torch.cuda.synchronize),
-    )
-
-
-def rate(copy: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Return the highest bytes per second of REPEATS calls of ``copy``, each of COPY_BYTES, after a first."""
-    seconds = []
-    for _ in range(REPEATS + 1):
-        synchronize()
-        start = time.perf_counter()
-        copy()
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    return COPY_BYTES / min(seconds[1:])
+    return copy_rate(device, host), copy_rate(host, device)
 
 
 def _pinned(gpus: int) -> str:
     available = pinnable()
     text = f"{format_bytes(available)} of {format_bytes(psutil.virtual_memory().total)} can be pinned"
     try:
-        shape = models.shape_of(MODEL)
-        recipe = resolve_recipe(RECIPE, MODEL, gpus, Mi, shape=shape)
-        offloaded = estimate_job(shape, Job(MODEL, recipe, Mi, gpus)).host_peak * gpus
+        planned = plan_job(make_job(MODEL, RECIPE, tokens=Mi, ranks=gpus), Machine(ranks_per_node=gpus))
     except LabError as error:
         return f"{text}; no {RECIPE} on {gpus} ranks: {error}"
-    longest = format_tokens(available * Mi // offloaded // Ki * Ki)
+    longest = format_tokens(available * Mi // planned.host_peak_per_node // Ki * Ki)
     return f"{text}: {MODEL} with {RECIPE} on {gpus} ranks can offload up to {longest} tokens"

@@ -17,17 +17,26 @@ from lab.recipe.jobs import memory_name
 from lab.shape import Shape
 from lab.units import Mi, format_bytes, format_seconds, format_share, round_tokens
 
-# Imported for their types alone: they import torch, which the text of a quick plan does not need.
+# Imported for their types alone: they import torch, which a saved text does not need.
 if TYPE_CHECKING:
     from lab.memory.holders import Holders
     from lab.planning.fit import Fits
     from lab.planning.max_context import MaxContext
     from lab.planning.max_context_table import LongestContext
-    from lab.planning.plan import Plan
-    from lab.planning.quick_plan import QuickPlan
+    from lab.planning.plan import Fit, Plan
     from lab.rehearsing.rehearsal import Rehearsal
     from lab.show.picture import Picture
     from lab.training.records import Run
+
+MARKS: dict[Fit | None, str] = {
+    None: "",
+    "fits": "  fits",
+    "fits with expandable segments": "  (fits)",
+    "does not fit": "  ✗",
+}
+"""How a rung of the ladder fits."""
+
+EXPANDABLE = "(fits): with expandable segments alone (PYTORCH_ALLOC_CONF=expandable_segments:True)"
 
 BAR = 32
 """The length of the longest bar, in characters."""
@@ -48,7 +57,11 @@ def plan_text(plan: Plan) -> str:
         f"host peak     {format_bytes(plan.host_peak)} per rank, "
         f"{format_bytes(plan.host_peak_per_node)} per node"
         f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
-        *_disk_lines(plan),
+        *_on_disk(
+            plan,
+            f"disk peak     {format_bytes(plan.disk_peak)} per rank, ",
+            f" per node, busy for {format_seconds(costs.disk_seconds)} of a step",
+        ),
         f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
     ]
     lines += [f"              in {peak.module}"] if peak.module else []
@@ -89,22 +102,12 @@ def _weights_line(shape: Shape) -> list[str]:
     return [f"weights       {shape.weights_text}"] if shape.experts else []
 
 
-def _disk_lines(plan: Plan) -> list[str]:
-    """Return what a disk holds, and how long it is busy; nothing without a disk."""
-    label = f"disk peak     {format_bytes(plan.disk_peak)} per rank, "
-    busy = f" per node, busy for {format_seconds(plan.costs.disk_seconds)} of a step"
-    return [] if plan.machine.disk is None else [f"{label}{_of_disk(plan)}{busy}"]
-
-
-def _on_disk(plan: Plan, label: str) -> list[str]:
-    """Return what the disk of a node holds; nothing without a disk."""
-    return [] if plan.machine.disk is None else [f"{label}{_of_disk(plan)}"]
-
-
-def _of_disk(plan: Plan) -> str:
-    return format_bytes(plan.disk_peak_per_node) + format_share(
-        plan.disk_peak_per_node, plan.machine.disk_bytes
-    )
+def _on_disk(plan: Plan, before: str, after: str = "") -> list[str]:
+    """Return a line with what the disk of a node holds, between two texts; nothing without a disk."""
+    if plan.machine.disk is None:
+        return []
+    share = format_share(plan.disk_peak_per_node, plan.machine.disk_bytes)
+    return [f"{before}{format_bytes(plan.disk_peak_per_node)}{share}{after}"]
 
 
 def _idle_ranks_note(plan: Plan) -> list[str]:
@@ -113,41 +116,12 @@ def _idle_ranks_note(plan: Plan) -> list[str]:
     rows = plan.job.rows
     if groups <= rows:
         return []
-    # A ring takes one document per row.
+    # A ring that sends takes one document per row.
     ring = "" if plan.job.documents else f"--set ring={plan.recipe.ring * groups // rows}, or "
     return [
         f"note          {groups} groups of ranks share {rows} row(s): some repeat the work of others; "
         f"{ring}more rows{',' if ring else ''} would use them"
     ]
-
-
-def quick_text(plan: QuickPlan) -> str:
-    """The closed form's answer: the two peaks, and what is held at the device peak."""
-    estimate = plan.estimate
-    on_disk = f"{format_bytes(estimate.disk_peak)} per rank, {format_bytes(plan.disk_peak_per_node)}"
-    verdict = {None: "no memory was given", True: "it fits", False: "it does not fit"}[plan.fits]
-    return "\n".join(
-        (
-            plan.job.title,
-            plan.job.recipe.summary,
-            "",
-            *_weights_line(plan.shape),
-            f"device peak   {format_bytes(plan.device_peak)} per rank"
-            f"{format_share(plan.device_peak, plan.machine.device_memory)}",
-            f"host peak     {format_bytes(estimate.host_peak)} per rank, "
-            f"{format_bytes(plan.host_peak_per_node)} per node"
-            f"{format_share(plan.host_peak_per_node, plan.machine.host_memory)}",
-            *([f"disk peak     {on_disk} per node"] if plan.machine.disk else []),
-            f"at the peak   {estimate.moment}",
-            *(
-                f"  {category:<26}{format_bytes(held):>10}  {_bar(held, plan.device_peak)}".rstrip()
-                for category, held in plan.by_category.items()
-                if held
-            ),
-            *(f"note          {note}" for note in plan.notes),
-            f"verdict       {verdict}, by the closed form; lab plan without --quick plans the step itself",
-        )
-    )
 
 
 def ladder_text(plans: Mapping[str, Plan]) -> str:
@@ -159,12 +133,13 @@ def ladder_text(plans: Mapping[str, Plan]) -> str:
         bar = _bar(min(plan.device_peak, longest), longest) + ("»" if plan.device_peak > longest else "")
         table.add_row(
             name,
-            format_bytes(plan.device_peak) + {None: "", True: "  fits", False: "  ✗"}[plan.fits],
+            format_bytes(plan.device_peak) + MARKS[plan.fit],
             bar,
             format_bytes(plan.host_peak) if plan.host_peak else "-",
             f"{plan.peak.phase}: {plan.peak.operator}",
         )
-    return f"{first.job.subject}\n{first.state}\n{table_text(table)}"
+    legend = f"\n{EXPANDABLE}" if any("(fits)" in MARKS[plan.fit] for plan in plans.values()) else ""
+    return f"{first.job.subject}\n{first.state}\n{table_text(table)}{legend}"
 
 
 def draw_ladder(plans: Mapping[str, Plan], path: Path) -> None:

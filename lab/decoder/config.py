@@ -17,13 +17,12 @@ from lab.decoder.families import (
     LARGEST_SIZE,
     MOST_LAYERS,
     PER_LAYER,
-    SIZES,
     UNDECLARED,
     Family,
     check_family,
 )
 from lab.errors import ModelError
-from lab.shape import HeadNorms, Shape
+from lab.shape import Shape
 from lab.units import check_counts
 
 
@@ -54,7 +53,7 @@ def check_config(config: PretrainedConfig) -> Family:
             "per_layer_config: the lab computes models whose layers have the same sizes; a config without it "
             "would work, if all layers of the model are alike"
         )
-    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in (*SIZES, *family.counts)}
+    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in family.counts}
     check_counts(sizes, ModelError)
     check_counts({"head_dim": getattr(config, "head_dim", None)}, ModelError, or_none=True)
     sizes["head_dim"] = head_dim_of(config)
@@ -84,16 +83,16 @@ def check_config(config: PretrainedConfig) -> Family:
             raise ModelError(
                 f"{name} has {len(of_layers)} values for {layers} layers: give one for each layer"
             )
-    for scale in (family.logits_divisor, family.logits_multiplier):
-        if scale is not None and not (getattr(config, scale) and isfinite(getattr(config, scale))):
+    for name in ("logit_scale", "logits_scaling"):
+        scale = field_of(config, name, 1.0)
+        if not (scale and isfinite(scale)):
             raise ModelError(
-                f"{scale}={getattr(config, scale)}: it scales the logits; give the number with which the "
-                "model was trained"
+                f"{name}={scale}: it scales the logits; give the number with which the model was trained"
             )
-    cap = logits_cap_of(config)
+    cap = number_of(config, "final_logit_softcapping")
     if cap is not None and not (cap and isfinite(cap)):
         raise ModelError(
-            f"{family.logits_cap}={cap}: it caps the logits; give the number with which the model was "
+            f"final_logit_softcapping={cap}: it caps the logits; give the number with which the model was "
             "trained, or None if it was trained without a cap"
         )
     for name in ("attention_multiplier", "query_pre_attn_scalar"):
@@ -107,10 +106,10 @@ def check_config(config: PretrainedConfig) -> Family:
     for name in ("embedding_multiplier", "residual_multiplier"):
         if not isfinite(field_of(config, name, 1.0)):
             raise ModelError(f"{name}={getattr(config, name)}: give a finite number")
-    clip = clip_of(config)
+    clip = number_of(config, "clip_qkv")
     if clip is not None and not clip > 0:
         raise ModelError(
-            f"{family.clip}={clip}: it is the largest absolute value of q, k and v; give a number above 0, "
+            f"clip_qkv={clip}: it is the largest absolute value of q, k and v; give a number above 0, "
             "or None if the model was trained without it"
         )
     if (family.sinks or family.rotates_windows) and config.sliding_window is None:
@@ -198,9 +197,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
         ModelError: A layer has a window, and the config has no number of keys.
     """
     layers: int = config.num_hidden_layers
-    if not FAMILIES[config.model_type].windows:
-        return (None,) * layers
-    window: int | None = config.sliding_window
+    window: int | None = field_of(config, "sliding_window")
     types: list[str] | None = field_of(config, "layer_types")
     if types is None:
         return (window,) * layers
@@ -277,27 +274,14 @@ def shape_of(config: PretrainedConfig) -> Shape:
         I=c.intermediate_size,
         V=c.vocab_size,
         mlp_projections=family.mlp_projections,
-        head_norms=_head_norms(c),
+        head_norms=family.head_norms if field_of(c, "use_qk_norm", True) else "none",
         fused_attention=family.fused_attention,
-        rotated=_rotated(c),
-        joined_heads=family.joined_heads,
-        wide_scales=family.wide_scales,
-        scaled_embedding=family.scaled_embedding,
         norms=sum(name is not None for name in family.norms),
-        norms_after=family.norms[1] is not None,
-        layer_norms=family.layer_norms,
-        bare_norms=family.bare_norms,
-        centered_norms=family.centered_norms,
-        parallel=family.parallel,
-        wide_rotation=family.wide_rotation,
+        norm_vectors=family.norm_vectors,
         rotates=rotated_layers(c),
         attention_biases=(attention_bias or family.qkv_biases) * (H + 2 * K) * D + output_bias * E,
         mlp_biases=mlp_bias * ((len(family.mlp_projections) - 1) * c.intermediate_size + E),
-        clipped=clip_of(c) is not None,
-        relu_squared=getattr(c, "hidden_act", None) == "relu2",
-        scaled_residual=family.scaled_residual,
-        scaled_logits=logits_multiplier_of(c) != 1,
-        capped_logits=logits_cap_of(c) is not None,
+        clipped=number_of(c, "clip_qkv") is not None,
         tied=c.tie_word_embeddings,
         windows=windows_of(c),
         sparse=sparse,
@@ -311,42 +295,14 @@ def shape_of(config: PretrainedConfig) -> Shape:
 
 def logits_multiplier_of(config: PretrainedConfig) -> float:
     """Return the number that multiplies the output of the head."""
-    family = FAMILIES[config.model_type]
-    if family.logits_multiplier is not None:
-        return float(getattr(config, family.logits_multiplier))
-    return 1.0 if family.logits_divisor is None else 1 / getattr(config, family.logits_divisor)
+    multiplied, divided = (field_of(config, name, 1.0) for name in ("logit_scale", "logits_scaling"))
+    return float(multiplied / divided)
 
 
-def logits_cap_of(config: PretrainedConfig) -> float | None:
-    """Return the cap of the logits; None if they have none."""
-    return _number(config, FAMILIES[config.model_type].logits_cap)
-
-
-def _head_norms(config: PretrainedConfig) -> HeadNorms:
-    """Return which norms q and k have; see ``Family.head_norms``."""
-    family = FAMILIES[config.model_type]
-    optional = family.optional_head_norms
-    return family.head_norms if optional is None or getattr(config, optional) else "none"
-
-
-def clip_of(config: PretrainedConfig) -> float | None:
-    """Return the largest absolute value of q, k and v; None if they are not clipped."""
-    return _number(config, FAMILIES[config.model_type].clip)
-
-
-def _number(config: PretrainedConfig, name: str | None) -> float | None:
-    """Return the number in a field, which may be None, as the field's name."""
-    value = None if name is None else getattr(config, name)
+def number_of(config: PretrainedConfig, name: str) -> float | None:
+    """Return the number in a field of the config's family; None if it has none."""
+    value = field_of(config, name)
     return None if value is None else float(value)
-
-
-def _rotated(config: PretrainedConfig) -> int:
-    """Return the rotated dimensions of a head, summed over the kinds of layers with tables of their own."""
-    parameters = config.rope_parameters
-    kinds = [parameters[kind] for kind in set(field_of(config, "layer_types") or ()) & parameters.keys()]
-    parts = [kind.get("partial_rotary_factor", 1.0) for kind in kinds or [parameters]]
-    tables = sum(int(head_dim_of(config) * part) for part in parts)
-    return tables // 2 if FAMILIES[config.model_type].half_tables else tables
 
 
 def keep_layers(config: PretrainedConfig, layers: int) -> None:

@@ -11,10 +11,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from lab.decoder.attributes import check_attributes
 from lab.decoder.config import (
     check_config,
-    clip_of,
     field_of,
-    logits_cap_of,
     logits_multiplier_of,
+    number_of,
     shape_of,
 )
 from lab.decoder.families import Family, Rotation
@@ -204,7 +203,7 @@ def decoder_of(model: nn.Module) -> Decoder:
         head=model.lm_head,
         rotary=model.model.rotary_emb,
         logits_multiplier=logits_multiplier_of(config),
-        logits_cap=logits_cap_of(config),
+        logits_cap=number_of(config, "final_logit_softcapping"),
     )
 
 
@@ -218,21 +217,13 @@ def _layer(module: Any, family: Family, config: PretrainedConfig) -> Layer:
         norms=tuple(None if name is None else getattr(module, name) for name in family.norms),
         residual_multiplier=getattr(module, "residual_multiplier", 1.0),
         window=shape.windows[attention.layer_idx],
-        rotation=_rotation(family) if shape.rotates[attention.layer_idx] else "none",
+        rotation=family.rotation if shape.rotates[attention.layer_idx] else "none",
         norm_kind=shape.head_norms,
-        clip=clip_of(config),
+        clip=number_of(config, "clip_qkv"),
         fused=(queries, keys, keys) if family.fused_attention else None,
         returns_weights=family.clamped_experts,
         parallel=family.parallel,
     )
-
-
-def _rotation(family: Family) -> Rotation:
-    if family.half_tables:
-        return "half_tables"
-    if family.interleaved:
-        return "interleaved_tables" if family.interleaved_tables else "interleaved"
-    return "halves"
 
 
 def kinds_of(model: PreTrainedModel) -> list[tuple[object, ...]]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from lab.errors import RecipeError
 from lab.hf.shared_sequences import SharedSequences
 from lab.recipe.recipe import Recipe
+from lab.techniques.unsupported import instead_of
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -28,12 +29,6 @@ _LAUNCHED = {
     "FSDP_RESHARD_AFTER_FORWARD": "fsdp_config, or the flag --fsdp_reshard_after_forward",
 }
 """What sets each variable of the environment: a key in the file of ``accelerate launch``, or its flag."""
-
-_OF_PLUGIN = {
-    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
-    "cpu_offload": "FSDP_OFFLOAD_PARAMS",
-    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
-}
 
 
 def refusal(message: str, variable: str) -> RecipeError:
@@ -53,12 +48,16 @@ def launched_precision() -> str:
         RecipeError: It is another one.
     """
     precision = os.environ.get(PRECISION, "no").lower()
+    _check_precision(precision)
+    return precision
+
+
+def _check_precision(precision: str) -> None:
     if precision not in ("no", "bf16"):
         raise refusal(
             f"mixed_precision={precision!r} with a recipe, which has neither loss scales nor fp8: use bf16",
             PRECISION,
         )
-    return precision
 
 
 def refuse_launched_parallelism() -> None:
@@ -79,15 +78,22 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
     """
     shared = recipe.ulysses * recipe.ring
     config = accelerator.parallelism_config
-    sizes = {} if config is None else {"tp_size": config.tp_size, "sp_size": config.sp_size}
-    for name, size in sizes.items():
+    for name in ("tp_size", "sp_size", "ep_size"):
+        size = getattr(config, name, 1)
         if size > 1:
             raise refusal(
                 f"{name}={size} in the parallelism_config together with a recipe: its ulysses and ring shard "
-                "sequences, and its fsdp the parameters; leave it out",
+                f"sequences, and its fsdp the parameters; leave it out{instead_of(name)}",
                 PARALLELISM,
             )
-    cp_size = 1 if config is None else config.cp_size
+    replicas = getattr(config, "dp_replicate_size", 1)
+    if replicas > 1:
+        raise refusal(
+            f"dp_replicate_size={replicas} in the parallelism_config with replicas={recipe.replicas} in the "
+            "recipe, which replicates shards itself: set replicas in the recipe, and leave it out",
+            PARALLELISM,
+        )
+    cp_size = getattr(config, "cp_size", 1)
     if cp_size != shared or (shared > 1 and not isinstance(config, SharedSequences)):
         raise refusal(
             f"cp_size={cp_size} in the parallelism_config with ulysses={recipe.ulysses}, ring={recipe.ring}: "
@@ -99,12 +105,7 @@ def check_parallelism(recipe: Recipe, accelerator: Accelerator) -> None:
             "DeepSpeed's engine with a recipe: both would shard the model; use fsdp=True in the recipe",
             "ACCELERATE_USE_DEEPSPEED",
         )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise refusal(
-            f"mixed_precision={accelerator.mixed_precision!r} with a recipe, which has neither loss scales "
-            "nor fp8: use bf16",
-            PRECISION,
-        )
+    _check_precision(accelerator.mixed_precision)
     if accelerator.mixed_precision == "bf16" and recipe.compute_dtype != "bfloat16":
         raise refusal(
             f"mixed_precision='bf16' with compute_dtype={recipe.compute_dtype!r} in the recipe: autocast "
@@ -137,15 +138,15 @@ def _check_plugin(recipe: Recipe, plugin: Any) -> None:
             "FSDP version 1 with a recipe: its flat parameters hide the weights; use version 2",
             "FSDP_VERSION",
         )
-    refused = {
-        "activation_checkpointing": bool(plugin.activation_checkpointing),
-        "cpu_offload": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "reshard_after_forward": not plugin.reshard_after_forward,
-    }
-    for name, is_set in refused.items():
+    offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    for name, variable, is_set in (
+        ("activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING", plugin.activation_checkpointing),
+        ("cpu_offload", "FSDP_OFFLOAD_PARAMS", offloads),
+        ("reshard_after_forward", "FSDP_RESHARD_AFTER_FORWARD", not plugin.reshard_after_forward),
+    ):
         if is_set:
             raise refusal(
                 f"{name}={getattr(plugin, name)} of accelerate's FSDP together with a recipe, which has "
                 "checkpoint and optimizer for this: leave it out",
-                _OF_PLUGIN[name],
+                variable,
             )

@@ -1,4 +1,4 @@
-"""Application of a recipe to a model that accelerate prepares: which of the two does what."""
+"""Applies a recipe to a model that Accelerate prepares, and lists which steps Accelerate does itself."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class LongContextModel:
             inputs,
             ulysses=recipe.ulysses,
             ring=recipe.ring,
+            exchange=recipe.ring_exchange,
             index=self.mesh.get_local_rank() % self.shared,
             vocab_size=self.inner.config.vocab_size,
             sequence=self.sequence,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import DataCollatorWithFlattening
 
 from lab.errors import RecipeError
 from lab.techniques.agreement import check_same_batch, refuse_together
@@ -33,11 +34,17 @@ BATCH_KEYS = (*INPUTS, SHIFTED, *PACKED)
 """Every key of a batch."""
 
 
+def flattens(collator: object) -> bool:
+    """Return whether a collator makes one row of the documents of a batch."""
+    return isinstance(collator, DataCollatorWithFlattening) or bool(getattr(collator, "padding_free", False))
+
+
 def shard_rows(
     inputs: Mapping[str, Any],
     *,
     ulysses: int,
     ring: int,
+    exchange: str = "send",
     index: int,
     vocab_size: int,
     sequence: dist.ProcessGroup | None,
@@ -55,6 +62,7 @@ def shard_rows(
             and ``labels`` do not count. The keys of ``PACKED`` must say the same as ``position_ids``.
         ulysses: C, the Ulysses degree.
         ring: R, the ring degree.
+        exchange: How the ranks of a ring exchange keys and values, "send" or "gather".
         index: The rank's number among the C*R ranks that share a sequence.
         vocab_size: The number of tokens in the model's vocabulary.
         sequence: The group of ranks that share a sequence, which must have the same batch; None for one rank.
@@ -69,12 +77,12 @@ def shard_rows(
 
     Raises:
         RecipeError: No ``input_ids`` or no labels, or other shapes than [b, S]; several documents in a
-            row with a ring, with labels that one predicts of the next, or that other keys contradict; padding
-            that is not at the end of a row; keys that are not in ``INPUTS``; labels on padding; tokens or
-            labels that are not in the vocabulary.
+            row with a ring that sends, with labels that one predicts of the next, or that other keys
+            contradict; padding that is not at the end of a row; keys that are not in ``INPUTS``; labels on
+            padding; tokens or labels that are not in the vocabulary.
         LabError: another rank refuses its batch; the ranks that share a sequence have different batches.
     """
-    shifted, documents = refuse_together(lambda: _check(inputs, vocab_size, ring), everyone)
+    shifted, documents = refuse_together(lambda: _check(inputs, vocab_size, ring, exchange), everyone)
     input_ids = inputs["input_ids"]
     check_same_batch(torch.stack([input_ids, shifted]), None, sequence, documents=documents)
     tokens = input_ids.shape[1]
@@ -95,7 +103,9 @@ def shard_rows(
     return {**part, "position_ids": own, "documents": documents}
 
 
-def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> tuple[Tensor, Lengths | None]:
+def _check(
+    inputs: Mapping[str, Any], vocab_size: int, ring: int, exchange: str
+) -> tuple[Tensor, Lengths | None]:
     """Check a batch; return its shifted labels [b, S], and the documents of its rows, None if each is one."""
     name_of_labels = "labels" if inputs.get(SHIFTED) is None else SHIFTED
     for name in ("input_ids", name_of_labels):
@@ -113,8 +123,8 @@ def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> tuple[Tenso
         if name not in BATCH_KEYS and value is not None:
             tokenizer = " (a tokenizer takes return_token_type_ids=False)" if name == "token_type_ids" else ""
             raise RecipeError(
-                f"a batch with {name}, which a recipe does not give to the model: it gives {LISTED} alone; "
-                f"leave {name} out of the rows and of what the collator returns{tokenizer}"
+                f"the batch has {name}; with a recipe the model gets only {LISTED}: remove {name} from the "
+                f"rows or the collator{tokenizer}"
             )
     input_ids, given = inputs["input_ids"], inputs[name_of_labels]
     if input_ids.dim() != 2 or input_ids.shape[1] < 2 or given.shape != input_ids.shape:
@@ -171,7 +181,7 @@ def _check(inputs: Mapping[str, Any], vocab_size: int, ring: int) -> tuple[Tenso
             f"labels at the first token of a document, which the document before it would predict: give "
             f"{IGNORED} there, as DataCollatorWithFlattening does"
         )
-    return shifted, several_or_none(lengths, ring)
+    return shifted, several_or_none(lengths, ring, exchange)
 
 
 def _check_packed(inputs: Mapping[str, Any], lengths: Lengths, starts: Tensor) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
-import torch
 import torch.distributed as dist
-from peft import LoraConfig
-from torch import nn
-from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-from lab.decoder import shape_of
 from lab.errors import DataError, RecipeError
-from lab.hf.applying import combined_by_ddp, inner_model
-from lab.models.lora import Lora
+from lab.hf.applying import combined_by_ddp
+from lab.hf.batches import flattens
+from lab.hf.trainer import LongContext
 from lab.planning.fit import Fits
 from lab.planning.fit import fit as fit_of
 from lab.planning.plan import Plan
@@ -25,9 +20,6 @@ from lab.planning.plan import plan as plan_of
 from lab.recipe.jobs import parse_lengths
 from lab.training.planning_process import answer_on_all_ranks
 from lab.units import parse_tokens
-
-if TYPE_CHECKING:
-    from lab.hf.trainer import LongContext
 
 
 def plan(
@@ -56,7 +48,7 @@ def plan(
             "a plan of replicas in fp32, which DDP keeps equal: a plan does not know DDP's buckets; use "
             "fsdp=True in the recipe, or bf16=True"
         )
-    if flattens(trainer):
+    if flattens(trainer.data_collator):
         if machine.get("documents") is None:
             raise RecipeError(
                 "a plan of a trainer whose collator makes one row of a batch: give documents, the lengths of "
@@ -84,56 +76,15 @@ def fit(
 
     Raises:
         LabError: See ``lab.fit``; a dataset whose rows have no known length.
-        RecipeError: The trainer has what the closed form, by which recipes are chosen, does not know:
-            several documents in a row, a compute dtype that is not bf16, weights that are not in fp32, or
-            frozen parameters without plain LoRA adapters, the same in all layers.
+        RecipeError: The trainer has several documents in a row.
     """
-    if flattens(trainer):
+    if flattens(trainer.data_collator):
         raise RecipeError(
-            "fit of a trainer whose collator makes one row of a batch: it knows one document per row; ask "
-            "lab.hf.plan(trainer, documents=...) for one recipe"
+            "lab.hf.fit plans one document per row, and this collator packs several; use "
+            "lab.hf.plan(trainer, documents=...)"
         )
     step = _plan_arguments(trainer, ranks, tokens)
-    recipe, skeleton = step.pop("recipe"), step["model"]()
-    if recipe.compute_dtype != "bfloat16" or skeleton.dtype != torch.float32:
-        raise RecipeError(
-            f"fit of a trainer with weights in {skeleton.dtype} that computes in {recipe.compute_dtype}: it "
-            "knows fp32 weights and bf16=True; ask lab.hf.plan(trainer) for one recipe"
-        )
-    if not all(parameter.requires_grad for parameter in skeleton.parameters()):
-        # The closed form takes a model without adapters, and their settings as ``lora``.
-        step |= {"model": skeleton.config, "lora": _lora_of(trainer)}
-    return _call_outside_of_ranks(fit_of, **step, **machine)
-
-
-def flattens(trainer: LongContext) -> bool:
-    """Return whether the collator of a trainer makes one row of the documents of a batch."""
-    collator = trainer.data_collator
-    flattens = isinstance(collator, DataCollatorWithFlattening)
-    return flattens or bool(getattr(collator, "padding_free", False))
-
-
-def _lora_of(trainer: LongContext) -> Lora:
-    """Return the settings of the adapters in a trainer's model.
-
-    Raises:
-        RecipeError: There are no adapters, several, or adapters that ``lab plan --lora`` does not make.
-    """
-    configs = list(getattr(trainer.model, "peft_config", {}).values())
-    inner = inner_model(trainer.model)
-    if len(configs) == 1 and isinstance(configs[0], LoraConfig):
-        [config], shape = configs, shape_of(inner.config)
-        trained = {name: tuple(p.shape) for name, p in inner.named_parameters() if p.requires_grad}
-        targets = {name.split(".")[-4] for name in trained if ".lora_A." in name}
-        if targets <= shape.projections.keys() and not config.use_rslora:
-            sizes = [shape.projections[name] for name in targets] * shape.L
-            pairs = [((config.r, inputs), (outputs, config.r)) for inputs, outputs in sizes]
-            if sorted(trained.values()) == sorted(matrix for pair in pairs for matrix in pair):
-                return Lora(config.r, float(config.lora_alpha), tuple(sorted(targets)))
-    raise RecipeError(
-        "fit of a trainer with frozen parameters: it knows plain LoRA adapters of one rank, the same in all "
-        "layers; ask lab.hf.plan(trainer) for one recipe"
-    )
+    return _call_outside_of_ranks(fit_of, compute_dtype=step.pop("recipe").compute_dtype, **step, **machine)
 
 
 T = TypeVar("T")
@@ -155,27 +106,6 @@ def _call_outside_of_ranks(function: Callable[..., T], **arguments: Any) -> T:
 def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
     """Call a function, and return its result as a text, because processes exchange JSON."""
     return b64encode(cloudpickle.dumps(function(**arguments))).decode()
-
-
-def empty_copies_of(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
-    """Return a function that makes copies of a model without the values of its parameters and buffers.
-
-    A copy has the model's modules and adapters, and its parameters have the same shapes and dtypes and are
-    frozen where the model's are.
-    """
-
-    def without_values(source: nn.Module, device: str) -> PreTrainedModel:
-        # deepcopy takes an object's copy from its memo where there is one, so it copies no value.
-        memo: dict[int, Any] = {}
-        for tensor in (*source.parameters(), *source.buffers()):
-            empty = torch.empty_like(tensor, device=device, requires_grad=False)
-            trained = tensor.requires_grad
-            memo[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
-        copied: PreTrainedModel = copy.deepcopy(source, memo)  # type: ignore[assignment]
-        return copied
-
-    skeleton = without_values(model, "meta")
-    return lambda: without_values(skeleton, "cpu")
 
 
 def longest_row(dataset: Any) -> int:

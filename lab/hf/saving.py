@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from os import PathLike
@@ -19,19 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lab.errors import CheckpointError
 from lab.models.expert_files import Place, parts_in_files
-from lab.models.first_values import shard_of
+from lab.models.weight_files import copy_part
 from lab.training.checkpoint_reader import CheckpointReader, first_cause, write_index
 
 FOLDER = "optimizer_shards"
@@ -126,7 +124,7 @@ def save_by_all_ranks(model: nn.Module) -> None:
 def load_whole_state(model: nn.Module, checkpoint: Path) -> None:
     """Copy the weights of a checkpoint into a model, sharded or not.
 
-    Every rank reads the safetensors files, and keeps its shards. A rank holds one whole file in host memory.
+    Every rank reads its shards from the safetensors files.
 
     Raises:
         CheckpointError: There is no file; a file has a tensor that the model lacks, or of another shape; a
@@ -147,38 +145,26 @@ def load_whole_state(model: nn.Module, checkpoint: Path) -> None:
         }
         missing = Counter(place.parameter for place in places.values())
         for file in files:
-            for name, value in load_file(file).items():
-                place = places.get(name, Place(name))
-                own = target.get(place.parameter)
-                if own is None or place.shape_in(own.shape) != list(value.shape):
-                    raise CheckpointError(
-                        f"{file} has {name} of shape {list(value.shape)}, and the model has "
-                        f"{'none' if own is None else place.shape_in(own.shape)}: give a checkpoint of this "
-                        "model"
-                    )
-                _copy_into(own, place, value)
-                missing[place.parameter] -= 1
-                if name == place.parameter or missing[place.parameter] == 0:
-                    loaded.add(own)
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    place, part = places.get(name, Place(name)), opened.get_slice(name)
+                    own = target.get(place.parameter)
+                    if own is None or place.shape_in(own.shape) != part.get_shape():
+                        raise CheckpointError(
+                            f"{file} has {name} of shape {part.get_shape()}, and the model has "
+                            f"{'none' if own is None else place.shape_in(own.shape)}: give a checkpoint of "
+                            "this model"
+                        )
+                    copy_part(own, place, part)
+                    missing[place.parameter] -= 1
+                    if name == place.parameter or missing[place.parameter] == 0:
+                        loaded.add(own)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in loaded:
             raise CheckpointError(
                 f"{checkpoint} has no {name}: a file is missing or of another model; give a whole checkpoint "
                 "of this model"
             )
-
-
-@torch.no_grad()
-def _copy_into(own: Tensor, place: Place, value: Tensor) -> None:
-    """Copy a tensor of a file into its place in a parameter, or this rank's part of it into its shard."""
-    if place.expert is not None:
-        local, first = shard_of(own)
-        if first <= place.expert < first + len(local):
-            place._replace(expert=place.expert - first).part_of(local).copy_(value)
-    elif isinstance(own, DTensor):
-        own.copy_(distribute_tensor(value.to(own.device), own.device_mesh, own.placements))
-    else:
-        own.copy_(value)
 
 
 def _stored_tensors(model: nn.Module, checkpoint: Path) -> dict[Path, dict[str, Tensor]]:
@@ -223,14 +209,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         CheckpointError: The folder is damaged, or belongs to another model or optimizer.
     """
     _load_groups(folder / GROUPS, model, optimizer)
-    reader = CheckpointReader(folder)
-    reader.read_metadata()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(_moments(model, optimizer), storage_reader=reader)
-    except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read into this optimizer: {first_cause(error)}") from error
+    CheckpointReader(folder).load_into("optimizer", _moments(model, optimizer), dist.group.WORLD)
 
 
 def _load_groups(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -85,37 +87,35 @@ class MemoryTimeline(TrainerCallback):
         self.timeline: Timeline | None = None
         # ``_training`` is closed when training ends, and ``_measured`` when the measured step ends.
         self._training, self._measured = ExitStack(), ExitStack()
-        self._meter: Meter | None = None
 
     # ---- Trainer's events --------------------------------------------------------------------------------
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Find the trainer, and wrap its methods in which tokens are counted and errors are noticed."""
         trainer = _calling_trainer()
         _check(trainer)
         self._training.close()
         self._trainer, self.timeline = trainer, None
-        self._first, self._stopped = state.global_step, False
-        self._live = live() if state.is_world_process_zero else _show_nothing
+        # The button of the live timeline sets the event, from any thread. Training ends after this step.
+        self._first, self._stopped = state.global_step, Event()
+        self._live: Callable[[Any], None] = live() if state.is_world_process_zero else lambda _: None
         self._allocated = AllocatedPeak(args.device)
         self._step_tokens = self._tokens = 0
-        self._seconds = 0.0
-        self._peaks = (0, 0)
+        self._seconds, self._peaks = 0.0, (0, 0)
         # Callbacks run in the order of this list. This one is moved to its beginning, so that the others
         # report the values that it adds to the logs.
         handler = trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
-        self._training.enter_context(_replaced(trainer, "training_step", self._count_tokens))
-        self._training.enter_context(_replaced(trainer, "_run_epoch", self._leave_after_errors))
+        for name, wrap in {
+            "training_step": self._count_tokens,
+            "_run_epoch": self._leave_after_errors,
+        }.items():
+            self._training.enter_context(patch.object(trainer, name, wrap(getattr(trainer, name))))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Begin the measurement, if this is the step to measure."""
         if state.global_step == self._first + self.step - 1:
-            self._begin(state)
+            self._measured.enter_context(self._measurement(state))
         self._began = time.perf_counter()
 
     def on_step_end(
@@ -124,14 +124,13 @@ class MemoryTimeline(TrainerCallback):
         """End the measurement, or add the time and the tokens of another step."""
         if state.global_step == self._first + self.step:
             self._measured.close()
-            self._finish()
         else:
             if args.device.type == "cuda":
                 torch.cuda.synchronize()
             self._seconds += time.perf_counter() - self._began
             self._tokens += self._step_tokens
         self._step_tokens = 0
-        control.should_training_stop |= self._stopped
+        control.should_training_stop |= self._stopped.is_set()
 
     def on_log(
         self,
@@ -150,12 +149,8 @@ class MemoryTimeline(TrainerCallback):
         accelerator = self._trainer.accelerator
         own = [self._tokens, *self._peaks, self._allocated.bytes() or 0]
         ranks = accelerator.gather(torch.tensor(own, device=accelerator.device)).view(-1, len(own))
-        device, host, allocated = ranks[:, 1:].amax(0).tolist()
-        values = {
-            "device_peak_bytes": device,
-            "host_peak_bytes": host,
-            "allocated_peak_bytes": allocated,
-        }
+        names = "device_peak_bytes", "host_peak_bytes", "allocated_peak_bytes"
+        values = dict(zip(names, ranks[:, 1:].amax(0).tolist(), strict=True))
         if self._seconds:
             tokens = int(ranks[:, 0].sum()) // _ranks_of_a_batch(self._trainer)
             values["tokens_per_second"] = tokens / self._seconds
@@ -165,9 +160,7 @@ class MemoryTimeline(TrainerCallback):
         state.log_history[-1].update(values)
         self._tokens, self._seconds, self._peaks = 0, 0.0, (0, 0)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Warn if training ended before the step to measure."""
         self._training.close()
         if self.timeline is None:
@@ -179,54 +172,56 @@ class MemoryTimeline(TrainerCallback):
 
     # ---- the measured step -------------------------------------------------------------------------------
 
-    def _begin(self, state: TrainerState) -> None:
-        trainer = self._trainer
-        step, steps = state.global_step, state.max_steps
-        self._title = f"{type(trainer).__name__} · step {step + 1} of {steps}"
-        self._live(Started(self._stop, 1))
-        self._meter = Meter(lambda rows: self._live(Progress(0, 1, step, steps, None, rows)), first_step=step)
-        self._measured.enter_context(self._meter.measure(_measured_model(trainer.model), trainer.optimizer))
-        self._phase = self._measured.enter_context(ExitStack())
+    @contextmanager
+    def _measurement(self, state: TrainerState) -> Iterator[None]:
+        """Measure the step that runs in this context, and show the timeline if it ends or fails."""
+        trainer, step, steps = self._trainer, state.global_step, state.max_steps
+        title = f"{type(trainer).__name__} · step {step + 1} of {steps}"
+        self._live(Started(self._stopped.set, 1))
+        meter = Meter(lambda rows: self._live(Progress(0, 1, step, steps, None, rows)), first_step=step)
+        phase = ExitStack()
+
+        def enter(name: str) -> None:
+            phase.close()
+            phase.enter_context(meter.phase(name))
+
         owner = trainer if isinstance(trainer, LongContext) else trainer.accelerator
-        self._measured.enter_context(_replaced(owner, "backward", self._name_phases))
-        self._enter("forward")
+        backward = owner.backward
 
-    def _enter(self, phase: str) -> None:
-        assert self._meter is not None
-        self._phase.close()
-        self._phase.enter_context(self._meter.phase(phase))
-
-    def _name_phases(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``backward`` so that the meter knows the phases: forward, backward, and optimizer."""
-
-        def run(*args: Any, **kwargs: Any) -> None:
-            self._enter("backward")
+        def named_backward(*args: Any, **kwargs: Any) -> None:
+            enter("backward")
             backward(*args, **kwargs)
             # The optimizer's phase begins with the clipping of gradients, after the last micro-batch.
-            self._enter("optimizer" if self._trainer.accelerator.sync_gradients else "forward")
+            enter("optimizer" if trainer.accelerator.sync_gradients else "forward")
 
-        return run
+        try:
+            with (
+                meter.measure(_measured_model(trainer.model), trainer.optimizer),
+                phase,
+                patch.object(owner, "backward", named_backward),
+            ):
+                enter("forward")
+                yield
+        except BaseException:
+            self._keep(title, meter.timeline())
+            raise
+        # Where the data end in the middle of a step, it is measured again.
+        if state.global_step > step:
+            self._keep(title, meter.timeline())
 
-    def _finish(self) -> None:
+    def _keep(self, title: str, timeline: Timeline) -> None:
         """Keep the timeline, write the files and show the figure."""
-        assert self._meter is not None
-        timeline = self.timeline = self._meter.timeline()
-        self._meter = None
-        self._peaks = timeline.device_peak, timeline.host_peak
+        self.timeline, self._peaks = timeline, (timeline.device_peak, timeline.host_peak)
         if not len(timeline):
             self._live(Ended("failed"))
             return
-        step = MeteredStep(self._title, (timeline,))
+        step = MeteredStep(title, (timeline,))
         try:
             args = self._trainer.args
             _write(step, Path(args.output_dir or "."), args.process_index)
         except (OSError, LabError) as error:
             warnings.warn(f"MemoryTimeline could not write its files: {error}", stacklevel=2)
         self._live(step)
-
-    def _stop(self) -> None:
-        """End training after this step; the button of the live timeline calls this."""
-        self._stopped = True
 
     # ---- what runs inside Trainer's own methods ----------------------------------------------------------
 
@@ -248,33 +243,13 @@ class MemoryTimeline(TrainerCallback):
             try:
                 return run_epoch(*args, **kwargs)
             except BaseException:
-                if self._meter is not None:
-                    self._measured.__exit__(*sys.exc_info())
-                    self._finish()
+                self._measured.__exit__(*sys.exc_info())
                 self._training.close()
                 raise
             finally:
                 self._measured.close()
 
         return run
-
-
-@contextmanager
-def _replaced(owner: object, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
-    """Wrap a method of one object in this context."""
-    before = vars(owner).get(name)
-    setattr(owner, name, wrap(getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def _show_nothing(_: object) -> None:
-    """Take the place of the live timeline on ranks other than the first."""
 
 
 def _calling_trainer() -> Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from transformers.trainer_utils import has_length
 from lab.errors import CheckpointError, RecipeError
 from lab.hf.accelerate_settings import refuse_launched_parallelism
 from lab.hf.applying import LongContextModel, applied_before, apply, inner_model
-from lab.hf.planning import empty_copies_of, flattens
+from lab.hf.batches import flattens
 from lab.hf.saving import (
     FOLDER,
     load_optimizer,
@@ -113,22 +114,18 @@ class LongContext(Base):
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
     ) -> None:
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
-            if kwargs.get(name) is not None:
-                raise RecipeError(
-                    f"{name} with a recipe: it takes the logits of all tokens, which never exist; leave "
-                    "it out"
-                )
         if args is None:
             raise RecipeError(
                 "no arguments: make them by lab.hf.arguments(TrainingArguments, recipe='upipe', ...)"
             )
         check_arguments(args)
         super().__init__(model, args, *rest, **kwargs)
-        if self.compute_loss_func is not None or self.compute_metrics is not None:
-            raise RecipeError(
-                "compute_loss_func and compute_metrics take logits, which never exist; leave them out"
-            )
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if getattr(self, name) is not None:
+                raise RecipeError(
+                    f"{name} with a recipe: it takes the logits of all tokens, which never exist; leave "
+                    "it out"
+                )
         if self.args.n_gpu > 1:
             raise RecipeError(
                 f"one process that sees {self.args.n_gpu} GPUs: start one process for each GPU by torchrun"
@@ -209,7 +206,7 @@ class LongContext(Base):
         if self._applied is not None or self._applied_by_hand:
             return self._make_empty_copy
         self._undo_forward()
-        return empty_copies_of(inner_model(self.model))
+        return _empty_copies_of(inner_model(self.model))
 
     def _undo_forward(self) -> None:
         """Give the model the forward back that SFTTrainer has replaced."""
@@ -296,7 +293,7 @@ class LongContext(Base):
         groups, state = self.applied.mesh.size() // self.applied.shared, self.accelerator.gradient_state
         if groups == 1 or not state.in_dataloader or self.args.dataloader_drop_last:
             return None
-        if flattens(self):
+        if flattens(self.data_collator):
             if state.end_of_dataloader and state.remainder != 0:
                 raise RecipeError(
                     "a last batch of documents in one row, where groups of ranks have rows of their own: "
@@ -435,3 +432,24 @@ class LongContext(Base):
             return
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _empty_copies_of(model: PreTrainedModel) -> Callable[[], PreTrainedModel]:
+    """Return a function that makes copies of a model without the values of its parameters and buffers.
+
+    A copy has the model's modules and adapters, and its parameters have the same shapes and dtypes and are
+    frozen where the model's are.
+    """
+
+    def without_values(source: nn.Module, device: str) -> PreTrainedModel:
+        # deepcopy takes an object's copy from its memo where there is one, so it copies no value.
+        memo: dict[int, Any] = {}
+        for tensor in (*source.parameters(), *source.buffers()):
+            empty = torch.empty_like(tensor, device=device, requires_grad=False)
+            trained = tensor.requires_grad
+            memo[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+        copied: PreTrainedModel = copy.deepcopy(source, memo)  # type: ignore[assignment]
+        return copied
+
+    skeleton = without_values(model, "meta")
+    return lambda: without_values(skeleton, "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -76,34 +75,23 @@ def arguments(
             "give the class"
         )
     chosen = dict(knobs or {})
-    # The settings are checked before an object is made, because making it with some of them changes
-    # environment variables.
-    for name in _ONLY:
-        if name in settings and name != "bf16":
-            _check_setting(name, settings[name])
-    for name in ("gradient_checkpointing", "activation_checkpointing"):
-        if settings.get(name):
-            raise RecipeError(_CHECKPOINTING.format(name))
     # An object does not say whether bf16=False was set or is the default.
     bf16 = settings.pop("bf16", None) if is_class else given.bf16 or None
+    # The settings are checked before an object is made, because making it with some of them changes
+    # environment variables.
+    _check_settings(settings)
     launched = launched_precision() == "bf16"
     if launched and bf16 is False:
         raise refusal("bf16=False with mixed_precision='bf16': leave one of them out", PRECISION)
     bf16 = True if launched else bf16
     if bf16 is None and not isinstance(recipe, Recipe) and "compute_dtype" not in chosen:
-        # TRL's default of None stands for bf16.
-        bf16 = (
-            is_class and next(field.default for field in fields(given) if field.name == "bf16") is not False
-        )
+        # The default of TRL's class, None, stands for bf16.
+        bf16 = is_class and given.bf16 is not False
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None, launched)
     if isinstance(given, type):
-        defaults = {
-            "activation_checkpointing": False,
-            "prediction_loss_only": True,
-            "logging_nan_inf_filter": False,
-        }
-        made: A = given(**{**defaults, **settings, "bf16": False})
+        defaults = dict.fromkeys(("activation_checkpointing", "logging_nan_inf_filter"), False)
+        made: A = given(**{"prediction_loss_only": True, **defaults, **settings, "bf16": False})
         made.mixed_precision = "no"
     else:
         made = _replaced(given)
@@ -137,9 +125,9 @@ def _replaced(given: A) -> A:
     return made
 
 
-_CHECKPOINTING = (
-    "{}=True with a recipe: a layer would be recomputed twice; leave it out, and use a recipe with "
-    "checkpoint=True"
+_CHECKPOINTING: tuple[tuple[object, ...], str] = (
+    (False, None),
+    "a layer would be recomputed twice; leave it out, and use a recipe with checkpoint=True",
 )
 
 _KWARGS: tuple[tuple[object, ...], str] = (
@@ -148,6 +136,8 @@ _KWARGS: tuple[tuple[object, ...], str] = (
 )
 
 _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "gradient_checkpointing": _CHECKPOINTING,
+    "activation_checkpointing": _CHECKPOINTING,
     "gradient_checkpointing_kwargs": _KWARGS,
     "activation_checkpointing_kwargs": _KWARGS,
     "fp16": ((False,), "gradients would need a loss scale, which no recipe has; use bf16=True"),
@@ -155,6 +145,10 @@ _ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         (False,),
         "autocast would run around the techniques; make the arguments by lab.hf.arguments, whose bf16 sets "
         "the recipe's compute_dtype",
+    ),
+    "optim": (
+        ("adamw_torch", "adamw_torch_fused"),
+        "plans and checkpoints know AdamW; use 'adamw_torch'",
     ),
     "label_smoothing_factor": ((0.0, 0), "a recipe's loss is the cross-entropy; set it to 0"),
     "neftune_noise_alpha": ((None,), "noise on embeddings is not supported; leave it out"),
@@ -188,9 +182,8 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
     """Return the recipe of training arguments, or refuse settings with which a trainer would compute wrongly.
 
     Raises:
-        RecipeError: Arguments without a recipe; the first setting of ``_ONLY`` with another value; gradient
-            checkpointing; an optimizer other than AdamW; batches that the first process distributes, or that
-            not all ranks have.
+        RecipeError: Arguments without a recipe; the first setting of ``_ONLY`` with another value; batches
+            that the first process distributes, or that not all ranks have.
     """
     choice: RecipeChoice | None = getattr(args, CHOICE, None)
     if choice is None:
@@ -199,16 +192,7 @@ def check_arguments(args: TrainingArguments) -> RecipeChoice:
             "recipe='upipe', ...), with SFTConfig for SFTTrainer, or from your own by "
             "lab.hf.arguments(args, recipe='upipe')"
         )
-    for name, (works, _) in _ONLY.items():
-        _check_setting(name, getattr(args, name, works[0]))
-    for name in ("gradient_checkpointing", "activation_checkpointing"):
-        if getattr(args, name, False):
-            raise RecipeError(_CHECKPOINTING.format(name))
-    optim = getattr(args.optim, "value", args.optim)
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
-        raise RecipeError(
-            f"optim={optim!r} with a recipe: plans and checkpoints know AdamW; use 'adamw_torch'"
-        )
+    _check_settings(vars(args))
     config: Any = args.accelerator_config
     if config.dispatch_batches or config.split_batches:
         raise RecipeError(
@@ -272,10 +256,13 @@ def check_trained(model: nn.Module) -> None:
             )
 
 
-def _check_setting(name: str, value: object) -> None:
-    works, reason = _ONLY[name]
-    if value not in works:
-        raise RecipeError(f"{name}={value!r} with a recipe: {reason}")
+def _check_settings(settings: Mapping[str, object]) -> None:
+    """Refuse the first setting of ``_ONLY`` that has another value."""
+    for name, (works, reason) in _ONLY.items():
+        value = settings.get(name, works[0])
+        if value not in works:
+            # Some settings are members of an enumeration of texts.
+            raise RecipeError(f"{name}={getattr(value, 'value', value)!r} with a recipe: {reason}")
 
 
 def _set_dtype(recipe: str | Recipe, knobs: dict[str, Any], dtype: str | None, launched: bool) -> None:

@@ -15,7 +15,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from lab.errors import NotebookError
-from lab.jupyter.notebook_files import FOLDER, read_notebook
+from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook
 
 PARTICIPANT, TEACHER = Path("my_notebooks"), Path("teacher_notebooks")
 """Where the copies of a participant and of a teacher go, in the working folder."""
@@ -92,9 +92,7 @@ def for_participants(notebook: NotebookNode) -> NotebookNode:
     """
     notebook.metadata.pop("widgets", None)
     stub = False
-    for cell in notebook.cells:
-        if cell.cell_type != "code":
-            continue
+    for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
         tags = cell.metadata.get("tags", [])
         if "solution" in tags:

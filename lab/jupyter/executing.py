@@ -19,7 +19,8 @@ from rich.markup import escape
 from traitlets.config import Config
 
 from lab.errors import NotebookError
-from lab.jupyter.notebook_files import FOLDER, first_line, read_notebook
+from lab.jupyter.notebook_files import FOLDER, code_cells, first_line, own_notebooks, read_notebook
+from lab.jupyter.storing import store
 from lab.units import abbreviate
 
 
@@ -47,11 +48,7 @@ def find_notebooks(names: list[str]) -> list[Notebook]:
     Raises:
         NotebookError: A notebook does not exist, or has no ``parameters`` cell of literals.
     """
-    known = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
-    if not known:
-        raise NotebookError(
-            f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
-        )
+    known = own_notebooks()
     paths = [known.get(name.removesuffix(".ipynb")) or _find_other(name, known) for name in names or known]
     return [_read(path) for path in paths]
 
@@ -130,15 +127,16 @@ def execute_one(notebook: Notebook, values: dict[str, Any], folder: Path) -> Out
 def drop_erased_lines(copy: Path) -> None:
     """Remove from an executed notebook what is left of lines that said what goes on, and were erased."""
     notebook = nbformat.read(copy, as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for cell in cells:
+    for cell in code_cells(notebook):
         cell.outputs = [
             output for output in cell.outputs if output.get("name") != "stderr" or output.text.strip()
         ]
     nbformat.write(notebook, copy)
 
 
-def execute(names: list[str], parameters: dict[str, str], out: Path | None = None) -> list[str]:
+def execute(
+    names: list[str], parameters: dict[str, str], out: Path | None = None, *, in_place: bool = False
+) -> list[str]:
     """Execute notebooks one after the other into copies under ``out``.
 
     All names and parameters are checked before the first notebook starts. A failure is printed with its cell
@@ -148,14 +146,17 @@ def execute(names: list[str], parameters: dict[str, str], out: Path | None = Non
         names: Names or paths of notebooks; without names, all notebooks of the lab.
         parameters: Values for the ``parameters`` cells, as text, by name.
         out: The folder of the copies; None for ``runs/<date>``.
+        in_place: Whether the outputs of a copy are stored in its notebook, if no cell failed.
 
     Returns:
         The names of the notebooks that failed.
 
     Raises:
         NotebookError: A notebook or a parameter does not exist, a notebook cannot be read, or ``out`` is the
-            folder of a notebook or cannot be made.
+            folder of a notebook or cannot be made; or parameters with ``in_place``.
     """
+    if in_place and parameters:
+        raise NotebookError("--in-place stores what a notebook shows at its own parameters: leave out -p")
     console = Console(stderr=True, highlight=False)
     work = [(notebook, parse_parameters(notebook, parameters)) for notebook in find_notebooks(names)]
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -173,8 +174,11 @@ def execute(names: list[str], parameters: dict[str, str], out: Path | None = Non
             failed.append(notebook.name)
             console.print(f"[red]failed[/] {notebook.name}, {escape(outcome.failure)}", soft_wrap=True)
         else:
+            if in_place:
+                store(outcome.copy, notebook.path)
             console.print(
-                f"[green]passed[/] {notebook.name} in {outcome.seconds:.0f} s -> {outcome.copy}",
+                f"[green]passed[/] {notebook.name} in {outcome.seconds:.0f} s -> "
+                f"{notebook.path if in_place else outcome.copy}",
                 soft_wrap=True,
             )
     return failed
@@ -190,7 +194,7 @@ def _find_other(name: str, known: dict[str, Path]) -> Path:
 
 
 def _read(path: Path) -> Notebook:
-    tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
+    tagged = code_cells(read_notebook(path), "parameters")
     if not tagged:
         raise NotebookError(f"{path.name} has no cell tagged 'parameters'")
     defaults = {}

@@ -15,6 +15,23 @@ from lab.units import abbreviate
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 """The folder of the lab's own notebooks."""
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+"""The kind of output that is a widget."""
+
+
+def own_notebooks() -> dict[str, Path]:
+    """Return the files of the lab's own notebooks by name, in order.
+
+    Raises:
+        NotebookError: The lab is installed without its notebooks.
+    """
+    own = {path.stem: path for path in sorted(FOLDER.glob("*.ipynb"))}
+    if not own:
+        raise NotebookError(
+            f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
+        )
+    return own
+
 
 def read_notebook(path: Path) -> NotebookNode:
     """Read a notebook of format 4.
@@ -46,6 +63,12 @@ def read_notebook(path: Path) -> NotebookNode:
     except Exception as error:  # nbformat raises errors of many kinds
         raise NotebookError(f"{path} is no notebook of format 4: {first_line(error)}") from error
     return notebook
+
+
+def code_cells(notebook: NotebookNode, tag: str | None = None) -> list[NotebookNode]:
+    """Return the cells of code; with a tag, those that have it."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell for cell in cells if tag is None or tag in cell.metadata.get("tags", [])]
 
 
 def first_line(error: BaseException) -> str:

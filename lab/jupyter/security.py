@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from ipaddress import ip_address
 
 from jupyter_core.paths import jupyter_config_path
 from jupyter_server.serverapp import list_running_servers
-from traitlets.config import Config
-from traitlets.config.loader import JSONFileConfigLoader, PyFileConfigLoader
+from traitlets.config import Application, Config
 
 from cluster.permissions import connection_files, private_keys, readable_by_others
 
@@ -53,13 +53,8 @@ def token_is_off(config: Config) -> bool:
 
 def jupyter_config() -> Config:
     """Return the configuration that Jupyter reads from its files."""
-    config = Config()
-    for folder in reversed(jupyter_config_path()):
-        for name in _NAMES:
-            for loader, suffix in ((PyFileConfigLoader, ".py"), (JSONFileConfigLoader, ".json")):
-                try:
-                    config.merge(loader(f"{name}{suffix}", path=folder).load_config())
-                except Exception:
-                    # Most of these files do not exist. A server skips a file with an error, and says so.
-                    continue
-    return config
+    # A server skips a file with an error too, and says so.
+    application = Application(log_level=logging.CRITICAL)
+    for name in _NAMES:
+        application.load_config_file(name, jupyter_config_path())
+    return application.config

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,21 +48,11 @@ class History:
     outside_torch: int = 0
 
 
-class Allocator(Protocol):
-    """An allocator whose history can be recorded."""
+class CudaAllocator:
+    """torch's caching allocator of the current device, whose history is recorded."""
 
     def begin(self) -> int:
         """Start to record, and reset the peaks; return the bytes that are allocated."""
-
-    def end(self) -> History:
-        """Stop to record; return the history since ``begin``."""
-
-
-class CudaAllocator:
-    """torch's caching allocator of the current device."""
-
-    def begin(self) -> int:
-        """See ``Allocator``."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         # Stacks would take most of the time, and the meter knows the operator and the module.
@@ -71,7 +61,7 @@ class CudaAllocator:
         return torch.cuda.memory_allocated()
 
     def end(self) -> History:
-        """See ``Allocator``."""
+        """Stop to record; return the history since ``begin``."""
         torch.cuda.synchronize()
         events = memory_events()
         stop_memory_history()
@@ -104,17 +94,16 @@ class AllocatedPeak:
         return torch.cuda.max_memory_allocated() if self._on_cuda else None
 
 
-class CudaMeter:
-    """The meter of one step on CUDA. It is called as ``Meter`` is.
+class CudaMeter(Meter):
+    """The meter of one step on CUDA.
 
     Attributes:
         history: The allocator's history; empty until the step has ended.
     """
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(self, allocator: CudaAllocator) -> None:
+        super().__init__(clock=time.time, every_operator=True)
         self._allocator = allocator
-        self._start = time.time()
-        self._meter = Meter(clock=time.time, every_operator=True)
         self._allocated = 0
         self.history = History()
 
@@ -123,20 +112,14 @@ class CudaMeter:
         """Measure the step that runs in this context."""
         self._allocated = self._allocator.begin()
         try:
-            with self._meter.measure(model, optimizer):
+            with super().measure(model, optimizer):
                 yield
         finally:
             self.history = self._allocator.end()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name the phase of the step that runs in this context."""
-        with self._meter.phase(name):
-            yield
-
     def timeline(self) -> Timeline:
         """Return the allocator's bytes over time, with the meter's operators and categories."""
-        return allocator_timeline(self.history.events, self._allocated, self._meter.timeline(), self._start)
+        return allocator_timeline(self.history.events, self._allocated, super().timeline(), self.start)
 
 
 def allocator_timeline(events: Sequence[Event], allocated: int, meter: Timeline, start: float) -> Timeline:

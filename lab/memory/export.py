@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -52,7 +52,7 @@ def write_chrome_trace(timelines: Sequence[Timeline], path: Path | str) -> Path:
     _check(timelines)
     events = [event for rank, timeline in enumerate(timelines) for event in _events(rank, timeline)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    return _write(Path(path), json.dumps(document).encode())
+    return write_whole(Path(path), json.dumps(document).encode())
 
 
 def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Path:
@@ -80,7 +80,7 @@ def write_memory_snapshot(timelines: Sequence[Timeline], path: Path | str) -> Pa
         "allocator_settings": {},
         "external_annotations": [],
     }
-    return _write(Path(path), pickle.dumps(snapshot))
+    return write_whole(Path(path), pickle.dumps(snapshot))
 
 
 def _check(timelines: Sequence[Timeline]) -> None:
@@ -98,15 +98,15 @@ def _events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "C", "name": "device bytes", "pid": rank, "ts": time, "args": sizes}
         yield {"ph": "C", "name": "host bytes", "pid": rank, "ts": time, "args": {"host": host, "disk": disk}}
     storages = timeline.storages
-    for index, facts in enumerate(map(_facts(timeline), range(len(storages)))):
-        category = MEMORIES[storages.category[index]]
+    for index in range(len(storages)):
+        facts = _facts(timeline, index)
         # On CUDA a storage may be made later than the allocator's last event, where the timeline ends.
         made = float(storages.made[index])
         ends = {"b": made, "e": max(made, min(float(storages.freed[index]), times[-1] / 1e6))}
         for phase, seconds in ends.items():
             yield {
                 "ph": phase,
-                "cat": category,
+                "cat": MEMORIES[storages.category[index]],
                 "name": f"{facts['op']} {facts['tensor']}",
                 # Viewers join the slices of one number, also those of two processes.
                 "id": f"{rank}.{index}",
@@ -116,75 +116,73 @@ def _events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
             }
 
 
-def _facts(timeline: Timeline) -> Callable[[int], dict[str, Any]]:
-    """Return a function that says of a storage, given by its index, what it is."""
+def _facts(timeline: Timeline, index: int) -> dict[str, Any]:
+    """Return what a storage is, which is given by its index."""
     storages = timeline.storages
-
-    def facts(index: int) -> dict[str, Any]:
-        kind = storages.kinds[storages.kind[index]]
-        return {
-            "tensor": f"{kind.dtype} {'x'.join(map(str, kind.shape)) or 'scalar'}",
-            "bytes": int(storages.size[index]),
-            "name": kind.name,
-            "op": kind.op,
-            "module": timeline.modules[storages.module[index]],
-            "phase": timeline.phases[storages.phase[index]],
-            "step": int(storages.step[index]),
-        }
-
-    return facts
+    kind = storages.kinds[storages.kind[index]]
+    return {
+        "tensor": f"{kind.dtype} {'x'.join(map(str, kind.shape)) or 'scalar'}",
+        "bytes": int(storages.size[index]),
+        "name": kind.name,
+        "op": kind.op,
+        "module": timeline.modules[storages.module[index]],
+        "phase": timeline.phases[storages.phase[index]],
+        "step": int(storages.step[index]),
+    }
 
 
 def _device(rank: int, timeline: Timeline) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the segment of a device, with the tensors held at the end, and its trace."""
-    storages = timeline.storages.select(timeline.storages.category < HOST)
-    facts = _facts(timeline)
-    of_storage = np.flatnonzero(timeline.storages.category < HOST)
-    changes = [(int(row), 1, index) for index, row in enumerate(storages.first)]
-    changes += [(int(row), 0, index) for index, row in enumerate(storages.end) if row < len(timeline)]
+    storages = timeline.storages
+    on_device = np.flatnonzero(storages.category < HOST).tolist()
+    changes = [(int(storages.first[index]), 1, index) for index in on_device]
+    changes += [(int(storages.end[index]), 0, index) for index in on_device]
     addresses, memory = {}, _Memory()
     trace = []
     # At a row, what is freed is freed before anything is made.
     for row, made, index in sorted(changes):
+        if row == len(timeline):
+            break
         size = int(storages.size[index])
         if made:
-            addresses[index] = memory.take(size)
+            address = addresses[index] = memory.take(size)
         else:
-            memory.give_back(addresses[index], size)
+            memory.give_back(address := addresses.pop(index), size)
         trace.append(
             {
                 "action": "alloc" if made else "free_completed",
-                "addr": addresses[index],
+                "addr": address,
                 "size": size,
                 "stream": 0,
                 "time_us": int(timeline.seconds[row] * 1e6),
-                "frames": _frames(facts(int(of_storage[index])), CATEGORIES[storages.category[index]]),
+                "frames": _frames(timeline, index),
             }
         )
-    held = sorted(storages.held_at(len(timeline) - 1).tolist(), key=lambda index: addresses[index])
+    held = int(storages.size[list(addresses)].sum())
     segment = {
         "device": rank,
         "address": _ALIGNMENT,
         "total_size": memory.top - _ALIGNMENT,
         "stream": 0,
         "segment_type": "large",
-        "allocated_size": int(storages.size[held].sum()),
-        "active_size": int(storages.size[held].sum()),
+        "allocated_size": held,
+        "active_size": held,
         "blocks": [
             {
-                "address": addresses[index],
+                "address": address,
                 "size": int(storages.size[index]),
                 "requested_size": int(storages.size[index]),
                 "state": "active_allocated",
-                "frames": _frames(facts(int(of_storage[index])), CATEGORIES[storages.category[index]]),
+                "frames": _frames(timeline, index),
             }
-            for index in held
+            for index, address in sorted(addresses.items(), key=lambda item: item[1])
         ],
     }
     return segment, trace
 
 
-def _frames(facts: dict[str, Any], category: str) -> list[dict[str, Any]]:
+def _frames(timeline: Timeline, index: int) -> list[dict[str, Any]]:
+    facts, category = _facts(timeline, index), MEMORIES[timeline.storages.category[index]]
     lines = (f"{facts['name'] or facts['op']} {facts['tensor']}", facts["op"], facts["module"], category)
     return [{"name": line, "filename": facts["phase"], "line": facts["step"]} for line in lines if line]
 
@@ -218,7 +216,7 @@ class _Memory:
             self._gaps[before] += size + after
 
 
-def _write(path: Path, content: bytes) -> Path:
+def write_whole(path: Path, content: bytes) -> Path:
     """Write a file whole or not at all."""
     check_file(path)
     part = path.with_name(f"{uuid4()}.part")

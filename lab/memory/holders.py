@@ -6,16 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, get_args
-
-import numpy as np
+from typing import Any, Literal, get_args
 
 from lab.errors import ResultError
-from lab.memory.categories import DISK, HOST, MEMORIES
+from lab.memory.moment import Moment
 from lab.units import format_bytes, format_operator
-
-if TYPE_CHECKING:
-    from lab.memory.timeline import Moment, Timeline
 
 Memory = Literal["device", "host", "disk"]
 
@@ -199,47 +194,6 @@ def check_memory(memory: str) -> None:
     """
     if memory not in get_args(Memory):
         raise ResultError(f"memory={memory!r}: use 'device', 'host' or 'disk'")
-
-
-def of_moment(timeline: Timeline, row: int, memory: Memory) -> Holders:
-    """Return what is held at a row of a timeline.
-
-    Raises:
-        ResultError: The timeline has no storages, or ``memory`` is none.
-    """
-    check_memory(memory)
-    storages, moment = timeline.storages, timeline.moment(row)
-    if not len(storages):
-        raise ResultError(
-            "this timeline has no storages: those of a run that was stopped, and rows that are sent while it "
-            "goes on, have none; a run to its end, a plan or a rehearsal has them"
-        )
-    held = storages.held_at(row)
-    category = storages.category[held]
-    held = held[category < HOST if memory == "device" else category == {"host": HOST, "disk": DISK}[memory]]
-    held = held[np.argsort(-storages.size[held], kind="stable")]
-    items = []
-    for index in held.tolist():
-        kind, freed = storages.kinds[storages.kind[index]], float(storages.freed[index])
-        items.append(
-            Holder(
-                bytes=int(storages.size[index]),
-                count=1,
-                category=MEMORIES[storages.category[index]],
-                shape=kind.shape,
-                dtype=kind.dtype,
-                name=kind.name,
-                op=kind.op,
-                module=timeline.modules[storages.module[index]],
-                # No operator of the step made what was there before it.
-                phase=timeline.phases[storages.phase[index]] if kind.op != NO_OPERATOR else "start",
-                step=int(storages.step[index]),
-                made=float(storages.made[index]),
-                freed=None if np.isinf(freed) else freed,
-            )
-        )
-    total = int(getattr(moment, memory))
-    return Holders(moment, memory, tuple(items), total)
 
 
 def _together(alike: Holder, members: list[Holder]) -> Holder:

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -28,11 +27,12 @@ from torch.distributed.fsdp import FSDPModule
 from lab.memory.categories import DISK, HOST, OTHER
 from lab.memory.holders import NO_OPERATOR
 from lab.memory.module_paths import ModulePaths
-from lab.memory.observer import Observer
+from lab.memory.moment import Moment, Op
+from lab.memory.observer import Observer, name_of, tensors_in
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.resizes import report_resizes
-from lab.memory.storages import Entry, Move, Rows, TensorKind, storages_of
-from lab.memory.timeline import TILES, Moment, Op, Timeline, TimelineBuilder
+from lab.memory.storages import Entry, Move, TensorKind, columns_of
+from lab.memory.timeline import TILES, Timeline, TimelineBuilder
 from lab.memory.workspace import NO_WORKSPACE, Workspace
 from lab.torch_private import (
     ACCUMULATES,
@@ -52,7 +52,10 @@ _SHARDING_OPERATORS = {
     "fsdp.chunk_cat": GRADIENTS,
     "c10d._reduce_scatter_base_": GRADIENTS,
 }
-"""FSDP's operators, and the category of the tensors that they take: parts of many parameters or gradients."""
+"""FSDP's operators, and the category of the tensors that they take: parts of many parameters or gradients.
+
+These have one dimension. What a technique gathers, and the sums that it scatters, has more.
+"""
 
 TO_HOST = ("lab.to_host", "lab.to_host_whole")
 """The operators whose results are in host memory."""
@@ -77,6 +80,7 @@ By each, the argument that it writes and the one that it reads. A call has a row
 know it as one of their ``moves``.
 """
 
+_MAKES_PIECES = ("lab.to_host", TILES)
 _MAKES_HOST_MEMORY = (*TO_HOST, TILES)
 
 _MAPS_FILE = "lab.empty_mapped"
@@ -104,10 +108,6 @@ class _Block(weakref.ref[torch.UntypedStorage]):
     op: str
     name: str
     moves: tuple[Move, ...]
-
-
-_Entry = tuple[int, int, int, int, torch.Size, torch.dtype, str, str, tuple[Move, ...]]
-"""Of a block: first row, row after the last, size, category, shape, dtype, operator, name and moves."""
 
 
 class _Scope:
@@ -143,6 +143,9 @@ class Meter(Observer):
         run: Runs each operator, given with its arguments, and returns its result. A plan gives the method
             that counts what the operator costs: one dispatch mode takes less time than two.
         first_step: The number of the first step that is measured, counted from 0.
+
+    Attributes:
+        start: What the clock said at the timeline's zero.
     """
 
     def __init__(
@@ -164,14 +167,14 @@ class Meter(Observer):
         self._step = first_step - 1
         self._on_growth, self._interval = on_growth, interval
         self._sent, self._sent_at = 0, 0.0
-        self._clock, self._start = clock, clock()
+        self._clock, self.start = clock, clock()
         self._limit = limit
         self._every_operator = every_operator
         self._run = run
         self._workspace = workspace
         self._live: dict[int, _Block] = {}
         # What was held from a row to another, for every block that was freed or resized.
-        self._entries: list[_Entry] = []
+        self._entries: list[Entry] = []
         self._bytes = [0] * (DISK + 1)
         self._bytes[OTHER] = self._workspace.fixed
         self._changed = True
@@ -240,37 +243,31 @@ class Meter(Observer):
     def timeline(self) -> Timeline:
         """Return the rows of all steps so far, and their storages.
 
-        A storage has one category in all rows: that which it has now.
+        A storage has one category in all rows: that which it has now. The pieces of a tensor on the host are
+        one storage.
         """
         rows = self.rows.since(0)
         held_still = (self._entry(block) for block in self._live.values() if self._in_rows(block))
-        storages = storages_of(
-            (
-                Entry(first, end, size, category, _kind(shape, dtype, op, name), moves)
-                for first, end, size, category, shape, dtype, op, name, moves in (*self._entries, *held_still)
-            ),
-            Rows(rows.seconds, rows.module, rows.phase, rows.step),
-        )
-        held = storages.bytes_of(len(rows), DISK + 1)[:, :HOST]
-        held[:, OTHER] = rows.device[:, OTHER]
-        return replace(rows, device=held, storages=storages)
+        return rows.with_storages(**columns_of(_joined((*self._entries, *held_still))))
 
     # ---- counting ----------------------------------------------------------------------------------------
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the storages of the operator's inputs, run it, and count those of its outputs."""
-        name = self._op = _name(func)
+        name = self._op = name_of(func)
         self._follow_nodes(name, args)
-        for value in args:
-            self._count(value, TEMPORARY)
+        for tensor in tensors_in(args):
+            self._count_tensor(tensor, TEMPORARY)
         try:
             result = self._run(func, args, kwargs)
         except torch.OutOfMemoryError as error:
-            self._add_row(Op(name, _shapes(args)), self._paths.current())
+            self._add_row(_op_of(name, args), self._paths.current())
             raise OutOfMemory(self._now(), None, str(error).splitlines()[0]) from error
         to_host = name in _MAKES_HOST_MEMORY or self.on_host(args)
-        self._count(result, HOST if to_host else DISK if name == _MAPS_FILE else TEMPORARY)
-        if name in _SHARDING_OPERATORS:
+        category = HOST if to_host else DISK if name == _MAPS_FILE else TEMPORARY
+        for tensor in tensors_in((result,)):
+            self._count_tensor(tensor, category)
+        if name in _SHARDING_OPERATORS and not (isinstance(args[0], torch.Tensor) and args[0].dim() > 1):
             self._classify((*args, *kwargs.values()), _SHARDING_OPERATORS[name])
         elif name == FROM_HOST:
             # What has a name is a shard of a parameter. All else is what forward kept, which backward copies
@@ -279,24 +276,19 @@ class Meter(Observer):
         inside = self._workspace.kernel(name, args)
         if name in TRANSFERS:
             written, read = TRANSFERS[name]
-            self._note_moves(result if written == _RESULT else args[written], written=True)
-            self._note_moves(args[read], written=False)
+            # The operator's row is the next.
+            row = len(self.rows)
+            self._add_move(result if written == _RESULT else args[written], Move(row, written=True))
+            self._add_move(args[read], Move(row, written=False))
         if self._changed or inside or self._every_operator or name in TRANSFERS:
             module = self._paths.current()
             if module != self._swept_module:
                 self._sweep_gradients()
                 self._swept_module = module
             self._bytes[OTHER] += inside
-            self._add_row(Op(name, _shapes(args)), module)
+            self._add_row(_op_of(name, args), module)
             self._bytes[OTHER] -= inside
         return result
-
-    def _count(self, value: Any, category: int) -> None:
-        if isinstance(value, torch.Tensor):
-            self._count_tensor(value, category)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                self._count(item, category)
 
     def _count_tensor(self, tensor: torch.Tensor, category: int) -> _Block | None:
         storage = tensor.untyped_storage()
@@ -306,9 +298,7 @@ class Meter(Observer):
             return block
         block = _Block(storage, self._on_death)
         block.key, block.category = key, category
-        nbytes = storage.nbytes()
-        # The device's allocator rounds sizes up.
-        block.size = nbytes if category >= HOST else self._workspace.allocation(nbytes)
+        block.size = storage.nbytes()
         block.first = len(self.rows)
         block.shape, block.dtype, block.op, block.name = tensor.shape, tensor.dtype, self._op, ""
         block.moves = ()
@@ -327,7 +317,7 @@ class Meter(Observer):
         Such an operator runs on the host, and its results are there: the tensors that an operator takes and
         makes are in one memory, but for those of the copies between the two.
         """
-        tensor = _first_tensor(args) if self._bytes[HOST] else None
+        tensor = next(tensors_in(args), None) if self._bytes[HOST] else None
         block = None if tensor is None else self._live.get(_key(tensor))
         return block is not None and block.category == HOST
 
@@ -350,7 +340,7 @@ class Meter(Observer):
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
         block = self._live.get(storage_id(storage))
         if block is not None:
-            self._resize(block, self._workspace.allocation(storage.nbytes()))
+            self._resize(block, storage.nbytes())
 
     def _resize(self, block: _Block, size: int) -> None:
         if self._in_rows(block):
@@ -363,20 +353,20 @@ class Meter(Observer):
         """Return whether a row has counted the block at its present size."""
         return block.size > 0 and block.first < len(self.rows)
 
-    def _entry(self, block: _Block) -> _Entry:
-        end = len(self.rows)
-        what = block.shape, block.dtype, block.op, block.name, block.moves
-        return block.first, end, block.size, block.category, *what
+    def _entry(self, block: _Block) -> Entry:
+        kind = _kind(block.shape, block.dtype, block.op, block.name)
+        return Entry(block.first, len(self.rows), block.size, block.category, kind, block.moves)
 
-    def _note_moves(self, value: Any, *, written: bool) -> None:
-        """Note that the operator whose row is next moves bytes from or to these tensors."""
-        if isinstance(value, torch.Tensor):
-            block = self._live.get(storage_id(value.untyped_storage()))
-            if block is not None:
-                block.moves = (*block.moves, Move(len(self.rows), written))
-        elif isinstance(value, tuple | list):
-            for item in value:
-                self._note_moves(item, written=written)
+    def _add_move(self, value: Any, move: Move) -> None:
+        """Add a move to the storages of a tensor, or of several."""
+        for block in self._blocks((value,)):
+            block.moves = (*block.moves, move)
+
+    def _blocks(self, values: Sequence[Any]) -> Iterator[_Block]:
+        """Yield the blocks of the tensors among an operator's arguments that are counted."""
+        for tensor in tensors_in(values):
+            if (block := self._live.get(_key(tensor))) is not None:
+                yield block
 
     def _mark(self, tensors: Iterable[tuple[str, torch.Tensor]], category: int) -> None:
         """Give the storages of tensors, which come with the names of their parameters, a category."""
@@ -385,17 +375,13 @@ class Meter(Observer):
             if block is not None:
                 if block.category != HOST:
                     self._set_category(block, category)
-                block.name = _name_of_all(block.name, name)
+                block.name = _name_of_all(block.name, self._first_names.get(name, name))
 
-    def _classify(self, value: Any, category: int) -> None:
+    def _classify(self, values: Sequence[Any], category: int) -> None:
         """Give the tensors among an operator's arguments a category, if they are not of the model's state."""
-        if isinstance(value, torch.Tensor):
-            block = self._live.get(storage_id(value.untyped_storage()))
-            if block is not None and ACTIVATIONS <= block.category < OTHER:
+        for block in self._blocks(values):
+            if ACTIVATIONS <= block.category < OTHER:
                 self._set_category(block, category)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                self._classify(item, category)
 
     def _set_category(self, block: _Block, category: int) -> None:
         self._bytes[block.category] -= block.size
@@ -409,8 +395,7 @@ class Meter(Observer):
             self._follow_nodes("", ())
             # FSDP has gathered this module's parameters before. Those of its children are marked too, because
             # a technique may use their weights without calling them.
-            named = module.named_parameters(path)
-            self._mark(((self._first_names.get(name, name), p) for name, p in named), PARAMETERS)
+            self._mark(module.named_parameters(path), PARAMETERS)
             self._paths.enter(path)
             recomputed = any(scope.node for scope in self._scopes)
             self._scopes.append(_Scope(None, RECOMPUTED if recomputed else ACTIVATIONS))
@@ -423,8 +408,7 @@ class Meter(Observer):
         def name_used(module: nn.Module, *_: Any) -> None:
             # Of a module that is not entered, a technique has used the gathered parameters by now.
             named = module.named_parameters(path)
-            used = ((name, p) for name, p in named if _key(local_part(p)) in self._live)
-            self._mark(((self._first_names.get(name, name), p) for name, p in used), PARAMETERS)
+            self._mark(((name, p) for name, p in named if _key(local_part(p)) in self._live), PARAMETERS)
 
         yield module.register_forward_pre_hook(enter, prepend=True)
         yield module.register_forward_hook(leave, always_call=True)
@@ -478,19 +462,17 @@ class Meter(Observer):
         return scope
 
     def _sweep_gradients(self) -> None:
-        waiting = []
-        for name, parameter in self._awaiting_gradient:
-            if parameter.grad is None:
-                waiting.append((name, parameter))
-            else:
-                self._mark([(name, parameter.grad)], GRADIENTS)
-        self._awaiting_gradient = waiting
+        waiting = self._awaiting_gradient
+        arrived = [(name, parameter.grad) for name, parameter in waiting if parameter.grad is not None]
+        if arrived:
+            self._mark(arrived, GRADIENTS)
+            self._awaiting_gradient = [pair for pair in waiting if pair[1].grad is None]
 
     # ---- rows --------------------------------------------------------------------------------------------
 
     def _add_row(self, op: Op, module: str) -> None:
         *device, host, disk = self._bytes
-        now = self._clock() - self._start
+        now = self._clock() - self.start
         self.rows.add(now, device, host, disk=disk, phase=self._phase, module=module, op=op, step=self._step)
         self._changed = False
         if self._limit is not None and sum(device) > self._limit:
@@ -508,18 +490,28 @@ class Meter(Observer):
             self._on_growth(grown)
 
 
+def _joined(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield the entries, with the pieces of one tensor on the host as one entry at the place of the first."""
+    pieces: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        # An operator that makes pieces makes those of one tensor.
+        of_tensor = entry.kind.op in _MAKES_PIECES and entry.category >= HOST
+        key = entry[:2] + entry.kind[2:] if of_tensor else (len(pieces),)
+        pieces.setdefault(key, []).append(entry)
+    for first, *others in pieces.values():
+        if not others:
+            yield first
+            continue
+        size = sum(piece.size for piece in (first, *others))
+        moves = dict.fromkeys(move for piece in (first, *others) for move in piece.moves)
+        yield first._replace(size=size, kind=first.kind._replace(shape=(size,)), moves=tuple(sorted(moves)))
+
+
 def _key(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
-    for value in values:
-        found = _first_tensor(value) if isinstance(value, tuple | list) else value
-        if isinstance(found, torch.Tensor):
-            return found
-    return None
-
-
+@cache
 def _kind(shape: torch.Size, dtype: torch.dtype, op: str, name: str) -> TensorKind:
     return TensorKind(tuple(shape), str(dtype).removeprefix("torch."), op, name)
 
@@ -533,10 +525,10 @@ def _name_of_all(first: str, second: str) -> str:
     return f"{''.join(a for a, _ in same).rpartition('.')[0]}.*".removeprefix(".")
 
 
+def _op_of(name: str, args: tuple[Any, ...]) -> Op:
+    return _op(name, tuple(a.shape for a in args if isinstance(a, torch.Tensor)))
+
+
 @cache
-def _name(func: Any) -> str:
-    return str(func.overloadpacket)
-
-
-def _shapes(args: tuple[Any, ...]) -> str:
-    return " ".join("x".join(map(str, a.shape)) for a in args if isinstance(a, torch.Tensor))
+def _op(name: str, shapes: tuple[torch.Size, ...]) -> Op:
+    return Op(name, " ".join("x".join(map(str, shape)) for shape in shapes))

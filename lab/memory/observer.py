@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from lab.torch_private import DispatchMode, is_wrapper
 _DEVICE = torch.ops.prim.device.default
 """What torch's C++ runs to read the device of a fake tensor; half of the operators of a plan are this one. It
 is not observed: the tensors of a run have no such operator."""
+
+
+@cache
+def name_of(func: Any) -> str:
+    """Return the name of an operator without its overload, ``"aten.mm"``."""
+    return str(func.overloadpacket)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operator's arguments or results, those in lists and tuples too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_in(value)
 
 
 class Observer(DispatchMode):

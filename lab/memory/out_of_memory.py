@@ -6,7 +6,7 @@ import torch
 
 from lab.errors import LabError
 from lab.memory.categories import CATEGORIES
-from lab.memory.timeline import Moment
+from lab.memory.moment import Moment
 from lab.units import format_bytes
 
 

@@ -11,10 +11,12 @@ import gzip
 import pickle
 import tempfile
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.memory.categories import CATEGORIES, OTHER
 from lab.memory.meter import ACTIVATIONS, Meter
-from lab.memory.timeline import Moment, Timeline
+from lab.memory.moment import Moment
+from lab.memory.timeline import Timeline
 from lab.torch_private import memory_snapshot, start_memory_history, stop_memory_history
 
 MARK = "lab"
@@ -177,7 +180,7 @@ class ProfilingMeter(Meter):
         finally:
             if cuda:
                 stop_memory_history()
-        calls, overhead = _calls(profiler.profiler.kineto_results.events(), self._start)
+        calls, overhead = _calls(profiler.profiler.kineto_results.events(), self.start)
         result.append(Profile(self.timeline(), calls, self.leftovers(), overhead, _trace(profiler), snapshot))
 
 
@@ -193,7 +196,7 @@ def _calls(events: Iterable[Any], zero: float) -> tuple[tuple[Call, ...], float]
             calls.append(Call(op, module, phase, start / 1e9 - zero, (end - start) / 1e9))
             overhead += event.duration_ns() - (end - start)
     calls.sort(key=lambda call: call.start)
-    calls += _collectives(on_host, calls, zero)
+    calls += [*_collectives(on_host, calls, zero)]
     return tuple(sorted(calls, key=lambda call: call.start)), overhead / 1e9
 
 
@@ -213,16 +216,12 @@ def _inside(events: Sequence[Any], place: int) -> tuple[int, int]:
 
 def _collectives(events: Iterable[Any], calls: Sequence[Call], zero: float) -> Iterator[Call]:
     """Yield what a backend's threads ran; each belongs to the last operator that began before it."""
-    before = Call("", "", "setup", 0.0, 0.0)
-    remaining = iter(calls)
-    upcoming = next(remaining, None)
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        if not event.name().startswith(_COLLECTIVES):
-            continue
-        start = event.start_ns() / 1e9 - zero
-        while upcoming is not None and upcoming.start <= start:
-            before, upcoming = upcoming, next(remaining, None)
-        yield Call(event.name(), before.module, before.phase, start, event.duration_ns() / 1e9)
+    calls = [Call("", "", "setup", -inf, 0.0), *calls]
+    for event in events:
+        if event.name().startswith(_COLLECTIVES):
+            start = event.start_ns() / 1e9 - zero
+            before = calls[bisect_right(calls, start, key=lambda call: call.start) - 1]
+            yield Call(event.name(), before.module, before.phase, start, event.duration_ns() / 1e9)
 
 
 def _trace(profiler: profile) -> bytes:

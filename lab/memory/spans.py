@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lab.memory.observer import Observer
+from lab.memory.observer import Observer, name_of
 
 Span = tuple[str, float, float]
 """An operator's name, its start and its end, in seconds of ``time.perf_counter``."""
@@ -28,7 +28,7 @@ class Spans(Observer):
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator, and record its span if its name was chosen."""
-        name = str(func.overloadpacket)
+        name = name_of(func)
         if not name.startswith(self._names):
             return func(*args, **kwargs)
         start = time.perf_counter()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lab.memory.cuda import CudaMeter
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import unmetered_out_of_memory
 
@@ -27,7 +26,7 @@ class Stopwatch:
         seconds: One dict for each step: the seconds by phase.
     """
 
-    def __init__(self, meter: Meter | CudaMeter | None = None) -> None:
+    def __init__(self, meter: Meter | None = None) -> None:
         self.seconds: list[dict[str, float]] = []
         self._meter = meter
         self._phase = "setup"
@@ -49,7 +48,8 @@ class Stopwatch:
         start = _now()
         with nullcontext() if self._meter is None else self._meter.phase(name):
             yield
-        self.seconds[-1][name] = _now() - start
+        # Of several micro-batches, each has the phase.
+        self.seconds[-1][name] = self.seconds[-1].get(name, 0.0) + _now() - start
 
 
 def _now() -> float:

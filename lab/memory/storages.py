@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lab.memory.categories import MEMORIES
+
 Integers = npt.NDArray[np.int64]
 
 
@@ -86,37 +88,28 @@ class Storages:
         """Return the indices of the entries that are held at a row."""
         return np.flatnonzero((self.first <= row) & (row < self.end))
 
-    def bytes_of(self, rows: int, categories: int) -> Integers:
-        """Return the bytes that are held at each of ``rows`` rows, by category [rows, categories]."""
-        changes = np.zeros((rows + 1, categories), dtype=np.int64)
+    def bytes_of(self, rows: int) -> Integers:
+        """Return the bytes that are held at each of ``rows`` rows, by category [rows, len(MEMORIES)]."""
+        changes = np.zeros((rows + 1, len(MEMORIES)), dtype=np.int64)
         np.add.at(changes, (self.first, self.category), self.size)
         np.subtract.at(changes, (self.end, self.category), self.size)
         return np.asarray(changes.cumsum(axis=0)[:rows])
 
-    def select(self, index: npt.ArrayLike) -> Storages:
-        """Return these entries alone, which are given as indices or as a mask."""
-        chosen = np.arange(len(self))[np.asarray(index)]
-        place = np.full(len(self), -1)
-        place[chosen] = np.arange(len(chosen))
-        moves = self.moves.copy()
-        moves[:, 0] = place[moves[:, 0]]
-        columns = {name: getattr(self, name)[chosen] for name in _COLUMNS}
-        return Storages(**columns, kinds=self.kinds, moves=moves[moves[:, 0] >= 0])
-
     def at_rows(self, kept: Integers) -> Storages:
         """Return the entries for a timeline that has only these rows, which are given in order."""
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        columns["first"] = np.searchsorted(kept, self.first)
-        columns["end"] = np.searchsorted(kept, self.end)
-        moves = self.moves[np.isin(self.moves[:, 1], kept)]
+        first, end = np.searchsorted(kept, self.first), np.searchsorted(kept, self.end)
+        held = first < end
+        columns = {name: getattr(self, name) for name in COLUMNS} | {"first": first, "end": end}
+        moves = self.moves[np.isin(self.moves[:, 1], kept) & held[self.moves[:, 0]]]
+        moves[:, 0] = (held.cumsum() - 1)[moves[:, 0]]
         moves[:, 1] = np.searchsorted(kept, moves[:, 1])
-        return Storages(**columns, kinds=self.kinds, moves=moves).select(columns["first"] < columns["end"])
+        return Storages(**{n: c[held] for n, c in columns.items()}, kinds=self.kinds, moves=moves)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values: the arrays as a compressed ``npz`` in base64, and the kinds as lists."""
         file = io.BytesIO()
         # numpy's stubs take any further keyword for the flag that allows pickles.
-        np.savez_compressed(file, **{name: getattr(self, name) for name in (*_COLUMNS, "moves")})
+        np.savez_compressed(file, **{name: getattr(self, name) for name in (*COLUMNS, "moves")})
         return {
             "columns": base64.b64encode(file.getvalue()).decode(),
             "kinds": [[list(kind.shape), *kind[1:]] for kind in self.kinds],
@@ -127,13 +120,14 @@ class Storages:
         """Return the storages of what ``to_json`` returned."""
         with np.load(io.BytesIO(base64.b64decode(document["columns"])), allow_pickle=False) as columns:
             kinds = tuple(TensorKind(tuple(shape), *texts) for shape, *texts in document["kinds"])
-            return cls(**{name: columns[name] for name in (*_COLUMNS, "moves")}, kinds=kinds)
+            return cls(**{name: columns[name] for name in (*COLUMNS, "moves")}, kinds=kinds)
 
 
-_COLUMNS = tuple(field.name for field in fields(Storages) if field.name not in ("kinds", "moves"))
+COLUMNS = tuple(field.name for field in fields(Storages) if field.name not in ("kinds", "moves"))
+"""The columns with a number for each entry."""
 
 NO_STORAGES = Storages(
-    **{name: np.zeros(0, np.float64 if name in ("made", "freed") else np.int64) for name in _COLUMNS},  # type: ignore[arg-type]
+    **{name: np.zeros(0, np.float64 if name in ("made", "freed") else np.int64) for name in COLUMNS},  # type: ignore[arg-type]
     kinds=(),
     moves=np.zeros((0, 3), np.int64),
 )
@@ -151,34 +145,15 @@ class Entry(NamedTuple):
     moves: tuple[Move, ...] = ()
 
 
-class Rows(NamedTuple):
-    """The columns of a timeline that say of each row what made it [n]."""
-
-    seconds: npt.NDArray[np.float64]
-    module: Integers
-    phase: Integers
-    step: Integers
-
-
-def storages_of(entries: Iterable[Entry], rows: Rows) -> Storages:
-    """Return the storages of these entries; the row at which one is first held says what made it."""
+def columns_of(entries: Iterable[Entry]) -> dict[str, Any]:
+    """Return the columns of storages that these entries give; see ``Timeline.with_storages``."""
     kinds: dict[TensorKind, int] = {}
     table, moves = [], []
     for number, e in enumerate(entries):
         table.append((e.first, e.end, e.size, e.category, kinds.setdefault(e.kind, len(kinds))))
         moves += [(number, *move) for move in e.moves]
-    first, end, size, category, kind = np.array(table, dtype=np.int64).reshape(-1, 5).T
-    return Storages(
-        first=first,
-        end=end,
-        size=size,
-        category=category,
-        kind=kind,
-        module=rows.module[first],
-        phase=rows.phase[first],
-        step=rows.step[first],
-        made=rows.seconds[first],
-        freed=np.append(rows.seconds, np.inf)[end],
-        kinds=tuple(kinds),
-        moves=np.array(moves, dtype=np.int64).reshape(-1, 3),
-    )
+    columns = np.array(table, dtype=np.int64).reshape(-1, 5).T
+    return dict(zip(("first", "end", "size", "category", "kind"), columns, strict=True)) | {
+        "kinds": tuple(kinds),
+        "moves": np.array(moves, dtype=np.int64).reshape(-1, 3),
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -12,64 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.errors import ResultError
-from lab.memory.categories import CATEGORIES, DISK, HOST
-from lab.memory.holders import Holders, Memory, check_memory, is_inside, of_moment
-from lab.memory.storages import NO_STORAGES, Storages
-from lab.units import format_bytes, format_operator
+from lab.memory.categories import CATEGORIES, DISK, HOST, MEMORIES, OTHER
+from lab.memory.holders import NO_OPERATOR, Holder, Holders, Memory, check_memory, is_inside
+from lab.memory.moment import Moment, Op
+from lab.memory.storages import NO_STORAGES, Integers, Storages
+from lab.units import format_bytes
 
 TILES = "lab.empty_host"
 """The operator that allocates the host tiles of streamed layers, and nothing else."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """An operator and the shapes of its tensor inputs: ``Op("aten.mm", "40x48 48x96")``."""
-
-    name: str
-    shapes: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.shapes}".rstrip()
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One instant of a step.
-
-    Attributes:
-        seconds: The time, on the timeline's clock.
-        device: Bytes of this rank on the device.
-        host: Bytes of this rank in host memory.
-        by_category: The device bytes by category.
-        op: The operator that had just run.
-        shapes: The shapes of its tensor inputs.
-        module: The path of the module that ran it; empty outside every module.
-        phase: The phase of the step: forward, backward or optimizer.
-        step: The training step, counted from 0.
-        disk: Bytes of this rank in a mapped file on a disk.
-    """
-
-    seconds: float
-    device: int
-    host: int
-    by_category: dict[str, int]
-    op: str
-    shapes: str
-    module: str
-    phase: str
-    step: int
-    disk: int = 0
-
-    def __str__(self) -> str:
-        """Return the phase, the operator with the first three shapes, and the module."""
-        shapes = self.shapes.split()
-        words = [f"{self.phase}:", self.operator, *shapes[:3], *["..."] * (len(shapes) > 3)]
-        return " ".join([*words, *(["in", self.module] if self.module else [])])
-
-    @property
-    def operator(self) -> str:
-        """The name of the operator without its namespace and its device."""
-        return format_operator(self.op)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +42,13 @@ class Timeline:
     """
 
     seconds: npt.NDArray[np.float64]
-    device: npt.NDArray[np.int64]
-    host: npt.NDArray[np.int64]
-    disk: npt.NDArray[np.int64]
-    phase: npt.NDArray[np.int64]
-    module: npt.NDArray[np.int64]
-    op: npt.NDArray[np.int64]
-    step: npt.NDArray[np.int64]
+    device: Integers
+    host: Integers
+    disk: Integers
+    phase: Integers
+    module: Integers
+    op: Integers
+    step: Integers
     phases: tuple[str, ...]
     modules: tuple[str, ...]
     ops: tuple[Op, ...]
@@ -112,7 +62,7 @@ class Timeline:
         return f"Timeline of {len(self):,} rows{peak}"
 
     @property
-    def total(self) -> npt.NDArray[np.int64]:
+    def total(self) -> Integers:
         """Device bytes of all categories together [n]."""
         return np.asarray(self.device.sum(axis=1), dtype=np.int64)
 
@@ -152,24 +102,6 @@ class Timeline:
             step=int(self.step[row]),
         )
 
-    def at(self, seconds: float) -> Moment:
-        """Return the last row at or before this time."""
-        return self.moment(max(int(np.searchsorted(self.seconds, seconds, side="right")) - 1, 0))
-
-    def row_at(self, seconds: float) -> int:
-        """Return the index of the last row at or before this time.
-
-        Raises:
-            ResultError: The time is outside the timeline, or the timeline has no rows.
-        """
-        self._check_rows()
-        start, end = float(self.seconds[0]), float(self.seconds[-1])
-        if not start <= seconds <= end:
-            raise ResultError(
-                f"at={seconds!r} is outside this timeline, which goes from {start:.6g} to {end:.6g} seconds"
-            )
-        return int(np.searchsorted(self.seconds, seconds, side="right")) - 1
-
     def holders(self, at: float | str = "peak", *, memory: Memory = "device") -> Holders:
         """Return every tensor that is held at an instant.
 
@@ -181,7 +113,48 @@ class Timeline:
         Raises:
             ResultError: There is no such instant or memory, or the timeline has no storages.
         """
-        return of_moment(self, self._row(at, memory), memory)
+        return self.holders_at(self._row(at, memory), memory)
+
+    def holders_at(self, row: int, memory: Memory) -> Holders:
+        """Return every tensor that is held at a row; see ``holders``.
+
+        Raises:
+            ResultError: The timeline has no storages, or ``memory`` is none.
+        """
+        check_memory(memory)
+        storages, moment = self.storages, self.moment(row)
+        if not len(storages):
+            raise ResultError(
+                "this timeline has no storages: those of a run that was stopped, and rows that are sent "
+                "while it goes on, have none; a run to its end, a plan or a rehearsal has them"
+            )
+        held = storages.held_at(row)
+        category = storages.category[held]
+        of_memory = {"device": category < HOST, "host": category == HOST, "disk": category == DISK}
+        held = held[of_memory[memory]]
+        held = held[np.argsort(-storages.size[held], kind="stable")]
+        items = tuple(map(self._holder, held.tolist()))
+        return Holders(moment, memory, items, int(getattr(moment, memory)))
+
+    def _holder(self, index: int) -> Holder:
+        """Return what a storage is, which is given by its index."""
+        storages = self.storages
+        kind, freed = storages.kinds[storages.kind[index]], float(storages.freed[index])
+        return Holder(
+            bytes=int(storages.size[index]),
+            count=1,
+            category=MEMORIES[storages.category[index]],
+            shape=kind.shape,
+            dtype=kind.dtype,
+            name=kind.name,
+            op=kind.op,
+            module=self.modules[storages.module[index]],
+            # No operator of the step made what was there before it.
+            phase=self.phases[storages.phase[index]] if kind.op != NO_OPERATOR else "start",
+            step=int(storages.step[index]),
+            made=float(storages.made[index]),
+            freed=None if np.isinf(freed) else freed,
+        )
 
     def end_of(self, phase: str, step: int | None = None) -> Moment:
         """Return the last row of a phase, in the last step that has it or in a given step.
@@ -206,46 +179,27 @@ class Timeline:
         rows = self._where(module=module, phase=phase)
         return self.moment(int(rows[self.total[rows].argmax()]))
 
-    def kept(self, module: str, *, memory: Memory = "device") -> Holders:
-        """Return what a module's forward keeps for backward: its tensors at the end of the last forward.
-
-        Args:
-            module: The path of a module, for instance ``"model.layers.1"``; those inside it count too.
-            memory: Which memory: the device's, the host's or the disk's.
-
-        Raises:
-            ResultError: The module has no row in a forward phase, or the timeline has no storages.
-        """
-        rows = self._where(module=module, phase="forward")
-        step = int(self.step[rows[-1]])
-        end = int(self._where(phase="forward", step=step)[-1])
-        return of_moment(self, end, memory).made_by(module=module, phase="forward", step=step)
-
-    def grown(self, step: int, *, memory: Memory = "device") -> Holders:
-        """Return what a step adds to the next: the tensors made in it that are held at its end.
-
-        Args:
-            step: The training step, counted from 0.
-            memory: Which memory: the device's, the host's or the disk's.
-
-        Raises:
-            ResultError: There is no such step, or the timeline has no storages.
-        """
-        return of_moment(self, int(self._where(step=step)[-1]), memory).made_by(step=step)
-
     def _check_rows(self) -> None:
         if not len(self):
             raise ResultError("this timeline has no rows: nothing was measured")
 
     def _row(self, at: float | str, memory: Memory) -> int:
         check_memory(memory)
-        if isinstance(at, str) and at == "peak" and len(self):
-            return int((self.total if memory == "device" else getattr(self, memory)).argmax())
-        return int(self._where(phase=at)[-1]) if isinstance(at, str) else self.row_at(at)
+        if isinstance(at, str):
+            if at == "peak" and len(self):
+                return int((self.total if memory == "device" else getattr(self, memory)).argmax())
+            return int(self._where(phase=at)[-1])
+        self._check_rows()
+        start, end = float(self.seconds[0]), float(self.seconds[-1])
+        if not start <= at <= end:
+            raise ResultError(
+                f"at={at!r} is outside this timeline, which goes from {start:.6g} to {end:.6g} seconds"
+            )
+        return int(np.searchsorted(self.seconds, at, side="right")) - 1
 
     def _where(
         self, *, module: str | None = None, phase: str | None = None, step: int | None = None
-    ) -> npt.NDArray[np.int64]:
+    ) -> Integers:
         """Return the rows of a module, of a phase and of a step; None stands for any.
 
         Raises:
@@ -272,21 +226,6 @@ class Timeline:
             )
         return rows
 
-    def spans(self) -> Iterator[tuple[str, int, float, float]]:
-        """Yield ``(phase, step, start, end)`` of each phase, in order; start and end are in seconds."""
-        if not len(self):
-            return
-        edges = np.flatnonzero((np.diff(self.phase) != 0) | (np.diff(self.step) != 0)) + 1
-        starts = [0, *edges.tolist()]
-        ends = [*edges.tolist(), len(self) - 1]
-        for start, end in zip(starts, ends, strict=True):
-            yield (
-                self.phases[self.phase[start]],
-                int(self.step[start]),
-                float(self.seconds[start]),
-                float(self.seconds[end]),
-            )
-
     @classmethod
     def join(cls, pieces: Sequence[Timeline]) -> Timeline:
         """Return one timeline of consecutive pieces that ``TimelineBuilder.since`` returned; at least one."""
@@ -299,19 +238,55 @@ class Timeline:
         index = np.arange(len(self))[np.asarray(keep)]
         return replace(self.take(index), storages=self.storages.at_rows(index))
 
-    def take(self, index: npt.NDArray[np.int64]) -> Timeline:
+    def take(self, index: Integers) -> Timeline:
         """Return a timeline of the rows at these indices, in any order, without storages."""
         return _from_columns(
             [getattr(self, name)[index] for name in _COLUMNS], self.phases, self.modules, self.ops
         )
 
+    def with_seconds(self, seconds: npt.NDArray[np.float64]) -> Timeline:
+        """Return the same timeline at other times [n]."""
+        made, freed = seconds[self.storages.first], np.append(seconds, np.inf)[self.storages.end]
+        return replace(self, seconds=seconds, storages=replace(self.storages, made=made, freed=freed))
+
+    def with_blocks(self, block: int) -> Timeline:
+        """Return the timeline of a device whose allocator takes whole blocks of so many bytes."""
+        storages = self.storages
+        rounded = np.where(storages.category < HOST, -(-storages.size // block) * block, storages.size)
+        return self.with_bytes_of(replace(storages, size=rounded))
+
     def with_tiles_on_disk(self) -> Timeline:
         """Return the timeline of the same step with the host tiles of streamed layers in a mapped file."""
         made = np.array([kind.op == TILES for kind in self.storages.kinds], dtype=bool)
         of_tiles = made[self.storages.kind] & (self.storages.category == HOST)
-        storages = replace(self.storages, category=np.where(of_tiles, DISK, self.storages.category))
-        held = storages.bytes_of(len(self), DISK + 1)
-        return replace(self, host=held[:, HOST], disk=held[:, DISK], storages=storages)
+        category = np.where(of_tiles, DISK, self.storages.category)
+        return self.with_bytes_of(replace(self.storages, category=category))
+
+    def with_storages(self, *, first: Integers, end: Integers, **columns: Any) -> Timeline:
+        """Return the timeline with storages, and with their bytes; those of *other* stay as they are.
+
+        Args:
+            first: See ``Storages``. The rows at which storages are first held say what made them.
+            end: See ``Storages``.
+            columns: The other columns, but for those that the rows give.
+        """
+        storages = Storages(
+            first=first,
+            end=end,
+            module=self.module[first],
+            phase=self.phase[first],
+            step=self.step[first],
+            made=self.seconds[first],
+            freed=np.append(self.seconds, np.inf)[end],
+            **columns,
+        )
+        return self.with_bytes_of(storages)
+
+    def with_bytes_of(self, storages: Storages) -> Timeline:
+        """Return the timeline with these storages and their bytes; those of *other* stay as they are."""
+        held = storages.bytes_of(len(self))
+        held[:, OTHER] = self.device[:, OTHER]
+        return replace(self, device=held[:, :HOST], host=held[:, HOST], disk=held[:, DISK], storages=storages)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain lists and strings, for a file or a message."""
@@ -358,7 +333,7 @@ class TimelineBuilder:
     """Builds a timeline row by row. The live timeline draws the new rows, which ``since`` returns."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, tuple[int, ...], int, int, int, int, int, int]] = []
+        self._rows: list[tuple[Any, ...]] = []
         self._tables: tuple[dict[Any, int], dict[Any, int], dict[Any, int]] = ({}, {}, {})
 
     def __len__(self) -> int:
@@ -377,19 +352,9 @@ class TimelineBuilder:
         step: int,
     ) -> None:
         """Append one row; ``device`` has the bytes of each category."""
-        phases, modules, ops = self._tables
-        self._rows.append(
-            (
-                seconds,
-                tuple(device),
-                host,
-                disk,
-                phases.setdefault(phase, len(phases)),
-                modules.setdefault(module, len(modules)),
-                ops.setdefault(op, len(ops)),
-                step,
-            )
-        )
+        named = zip(self._tables, (phase, module, op), strict=True)
+        indices = (table.setdefault(name, len(table)) for table, name in named)
+        self._rows.append((seconds, tuple(device), host, disk, *indices, step))
 
     def since(self, row: int = 0) -> Timeline:
         """Return the rows from ``row`` on as a timeline."""

@@ -13,12 +13,10 @@ class Workspace:
 
     Attributes:
         fixed: Bytes that are held all the time.
-        allocation: Takes the bytes of a storage; returns the bytes that the allocator reserves for it.
         kernel: Takes an operator's name and arguments; returns the bytes that its kernel allocates inside.
     """
 
     fixed: int = 0
-    allocation: Callable[[int], int] = int
     kernel: Callable[[str, tuple[Any, ...]], int] = lambda _op, _args: 0
 
 

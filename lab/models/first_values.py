@@ -7,7 +7,6 @@ So the values depend neither on the number of ranks nor on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import blake2b
 
 import torch
@@ -62,11 +61,12 @@ def fill(
         ModelError: A parameter belongs to another kind of module.
     """
     usual = model.config.initializer_range or 0.02
-    for name, module, parameter in _parameters_once(model):
+    for name, parameter in model.named_parameters():
         if adapters_alone and not is_adapter(name):
             continue
         std = 1 / len(parameter) if ".lora_A." in name else usual
         local, first_row = shard_of(parameter)
+        module = model.get_submodule(name.rpartition(".")[0])
         kind = type(module)
         if ".lora_B." in name:
             local.zero_()
@@ -101,9 +101,11 @@ def shard_of(parameter: Tensor) -> tuple[Tensor, int]:
         return parameter, 0
     # Only the list of ranks is read from the mesh. The mesh may belong to an earlier process group that
     # compares equal, in which this process had another rank.
-    ranks: list[int] = parameter.device_mesh.mesh.tolist()
-    rows = -(-len(parameter) // len(ranks))
-    return parameter.to_local(), min(ranks.index(dist.get_rank()) * rows, len(parameter))
+    mesh = parameter.device_mesh.mesh
+    # Over the last axis it is sharded; over one before it, replicated.
+    shards, ranks = mesh.shape[-1], mesh.flatten().tolist()
+    rows = -(-len(parameter) // shards)
+    return parameter.to_local(), min(ranks.index(dist.get_rank()) % shards * rows, len(parameter))
 
 
 def normal_(
@@ -154,10 +156,3 @@ def _mix(word: Tensor, scratch: Tensor) -> None:
 def _signed(bits: int) -> int:
     """Return the int64 of these 64 bits."""
     return bits - (1 << 64) if bits >> 63 else bits
-
-
-def _parameters_once(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield each parameter once, with the name and the module of its first place."""
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        yield name, modules[name.rpartition(".")[0]], parameter

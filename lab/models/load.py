@@ -30,7 +30,6 @@ from transformers import (
 from lab import decoder
 from lab.decoder import (
     FAMILIES,
-    SIZES,
     Family,
     check_config,
     check_family,
@@ -42,12 +41,13 @@ from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
 from lab.models.lora import Lora, check_takes_adapters
-from lab.models.presets import PRESETS
+from lab.models.presets import PRESETS, preset_config
 from lab.models.quantized import quantization_of
 from lab.models.unread import WRAPPERS, wrapper_of
 from lab.models.weight_files import MAX_FILE, ReadWeights, WeightFiles, allocate, weights_of, write_weights
 from lab.shape import Shape
 from lab.techniques.frequencies import check_rope
+from lab.techniques.unsupported import instead_of
 from lab.torch_private import detect_fake_mode
 from lab.units import abbreviate, check_counts
 
@@ -85,6 +85,7 @@ def config_of(model: ModelLike, dtype: str | None = None) -> PretrainedConfig:
     if dtype is not None and dtype not in DTYPES:
         raise ModelError(
             f"dtype={abbreviate(repr(dtype))}: it takes {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+            f"{instead_of(dtype)}"
         )
     if callable(model) and not isinstance(model, PretrainedConfig):
         if dtype is not None:
@@ -97,7 +98,7 @@ def config_of(model: ModelLike, dtype: str | None = None) -> PretrainedConfig:
         config = model if dtype is None else copy.deepcopy(model)
     else:
         folder = _folder(model)
-        config = PRESETS[str(model)]() if folder is None else _read(folder, dtype)
+        config = preset_config(str(model)) if folder is None else _read(folder, dtype)
     if dtype is not None:
         config.dtype = getattr(torch, dtype)
         if is_quantized(config):
@@ -197,13 +198,14 @@ def build_on_meta(
         ModelError: See ``config_of`` and ``add_adapters``; or the weights are not safetensors.
     """
     config = copy.deepcopy(config_of(model, dtype))
+    # ``config_of`` takes an empty one alone, and transformers searches it where it is null, too.
+    vars(config).pop("auto_map", None)
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
     own = folder is not None and any(folder.glob("*.safetensors*"))
     if folder is not None and not own and _any_weights(folder):
         raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
-        # transformers has no sdpa for attention with sinks.
-        attention = "eager" if FAMILIES[config.model_type].sinks else "sdpa"
+        attention = FAMILIES[config.model_type].attention
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(
                 config, dtype=config.dtype or torch.float32, attn_implementation=attention
@@ -366,7 +368,7 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     alternates = fields is document and kind == "mistral" and "layer_types" in fields
     config_class: Any = CONFIG_MAPPING["ministral" if alternates else fields["model_type"]]
     sizes = {}
-    for name in (*SIZES, *family.counts):
+    for name in family.counts:
         own = config_class.attribute_map.get(name, name)
         value = fields.get(own, fields.get(name))
         if value is not None:

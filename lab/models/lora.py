@@ -29,15 +29,18 @@ class Lora:
         r: The rank of the adapters.
         alpha: The numerator of their scale alpha/r; None stands for r, a scale of 1.
         targets: The projections of a decoder layer that have an adapter; None stands for all of them.
+        dtype: The dtype of the adapters in a model in bfloat16, "bfloat16" or "float32"; None stands for that
+            of PEFT, which is fp32 there. Adapters in bfloat16 have their gradients and AdamW's state in it.
 
     Raises:
         ModelError: A rank that is not a number from 1 to ``LARGEST_RANK``; an alpha that is not a finite
-            number above 0; targets that are not a tuple of at least one name.
+            number above 0; targets that are not a tuple of at least one name; another dtype.
     """
 
     r: int
     alpha: float | None = None
     targets: tuple[str, ...] | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_counts({"lora: r": self.r}, ModelError)
@@ -51,6 +54,11 @@ class Lora:
             raise ModelError(
                 f"lora: targets={self.targets!r}: give a tuple of names, such as ('q_proj', 'v_proj')"
             )
+        if self.dtype not in (None, "bfloat16", "float32"):
+            raise ModelError(
+                f"lora: dtype={abbreviate(repr(self.dtype))}: give bfloat16 or float32, or leave it out for "
+                "the one of PEFT"
+            )
 
     @property
     def scale(self) -> float:
@@ -61,7 +69,8 @@ class Lora:
         """Return the text that ``parse_lora`` reads."""
         alpha = "" if self.alpha is None else f",alpha={self.alpha:g}"
         targets = "" if self.targets is None else f",targets={'+'.join(self.targets)}"
-        return f"r={self.r}{alpha}{targets}"
+        dtype = "" if self.dtype is None else f",dtype={self.dtype}"
+        return f"r={self.r}{alpha}{targets}{dtype}"
 
     def targets_in(self, shape: Shape) -> tuple[str, ...]:
         """Return the projections that have an adapter, in the order of the layer.
@@ -89,6 +98,8 @@ class Lora:
 
 def parse_lora(given: Lora | str | None) -> Lora | None:
     """Read adapters as they are written: ``r=16``, or ``r=16,alpha=32,targets=q_proj+v_proj``.
+
+    ``dtype=bfloat16`` may follow.
 
     Raises:
         ModelError: Another text; see also ``Lora``.
@@ -135,7 +146,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split("+")))
 
 
-_READERS: dict[str, Callable[[str], Any]] = {"r": _whole, "alpha": _number, "targets": _names}
+_READERS: dict[str, Callable[[str], Any]] = {"r": _whole, "alpha": _number, "targets": _names, "dtype": str}
 
 
 def check_takes_adapters(model: object, lora: Lora | None) -> None:

@@ -106,11 +106,10 @@ def _call_and_cut(model: Callable[[], PreTrainedModel], layers: int) -> PreTrain
 
 
 def _divisor(own: int, others: tuple[int, ...], head_dim: int) -> int:
-    """Return the largest divisor of all that leaves an even head_dim of at least ``head_dim``; or 1."""
+    """Return the largest divisor of all that leaves an even head_dim of at least ``head_dim``; or 1.
+
+    Rotary embeddings need an even head_dim.
+    """
     common = gcd(own, *others)
-    return max((n for n in range(1, common + 1) if common % n == 0 and _fits(own // n, head_dim)), default=1)
-
-
-def _fits(dim: int, least: int) -> bool:
-    """Rotary embeddings need an even head_dim."""
-    return dim >= least and dim % 2 == 0
+    divisors = (n for n in range(common, 1, -1) if common % n == 0)
+    return next((n for n in divisors if own // n >= head_dim and own // n % 2 == 0), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import torch
@@ -121,6 +121,23 @@ def _groups(weights: Mapping[str, Tensor], max_file: int) -> Iterator[list[str]]
     yield names
 
 
+@torch.no_grad()
+def copy_part(parameter: Tensor, place: Place, part: Any) -> None:
+    """Copy a tensor of a file into its place in a parameter; of a sharded one, this rank's rows alone.
+
+    Args:
+        parameter: The parameter.
+        place: Which part of the parameter the tensor is.
+        part: The tensor, or a slice of an open file, of which no other rows are read.
+    """
+    local, first = shard_of(parameter)
+    if place.expert is not None:
+        if first <= place.expert < first + len(local):
+            place._replace(expert=place.expert - first).part_of(local).copy_(part[:])
+    elif local.numel():
+        local.copy_(part[first : first + len(local)])
+
+
 class WeightFiles:
     """The safetensors files of a directory in the Hugging Face layout.
 
@@ -171,17 +188,12 @@ class WeightFiles:
                 have different values there.
         """
         for path, names in self._by_file(model).items():
-            with safe_open(path, framework="pt") as file, torch.no_grad():
+            with safe_open(path, framework="pt") as file:
                 for name_in_file, place in names:
                     parameter = model.get_parameter(place.parameter)
                     part = file.get_slice(name_in_file)
                     self._check_shape(part.get_shape(), name_in_file, place, parameter)
-                    local, first = shard_of(parameter)
-                    if place.expert is not None:
-                        if first <= place.expert < first + len(local):
-                            place._replace(expert=place.expert - first).part_of(local).copy_(part[:])
-                    elif local.numel():
-                        local.copy_(part[first : first + len(local)])
+                    copy_part(parameter, place, part)
 
     def digest(self, model: PreTrainedModel) -> str:
         """Return a checksum, as text, of every tensor's name, shape, dtype and first row.

@@ -9,8 +9,7 @@ from typing import Any
 
 from lab.memory.workspace import Workspace
 from lab.planning.hardware import Figure
-from lab.techniques.attention.flash_limits import BLOCK as QUERIES
-from lab.techniques.attention.flash_limits import flash_takes
+from lab.techniques.limits import QUERY_BLOCK, flash_takes
 from lab.units import GiB, MiB
 
 _ATEN = "PyTorch, aten/src/ATen"
@@ -37,7 +36,7 @@ def rounded(nbytes: int) -> int:
     With expandable segments what is left of a segment goes to other tensors, and the device is asked for
     pages of 20 MiB (2 MiB for tensors up to 1 MiB). Without them a remainder of up to 1 MiB is lost.
     """
-    return _up(nbytes, int(BLOCK.value))
+    return round_up(nbytes, int(BLOCK.value))
 
 
 def flash_backward_workspace(
@@ -54,9 +53,9 @@ def flash_backward_workspace(
     Source: PyTorch, aten/src/ATen/native/transformers/cuda: mha_bwd in flash_attn/flash_api.cpp (not its
     deterministic mode, which keeps many dq), _flash_attention_backward in attention_backward.cu.
     """
-    dim = _up(head_dim, 8)
-    rows = batch * heads * _up(tokens_q, 128)
-    tensors = [4 * rows * _up(dim, 32 if dim <= 128 else 64), 4 * rows]
+    dim = round_up(head_dim, 8)
+    rows = batch * heads * round_up(tokens_q, 128)
+    tensors = [4 * rows * round_up(dim, 32 if dim <= 128 else 64), 4 * rows]
     if heads != kv_heads:
         tensors += [2 * batch * heads * tokens_k * dim] * 2
     tensors += [2 * batch * heads * tokens_q * dim] * copies
@@ -78,15 +77,15 @@ def matrix_products_workspace(
     """Bytes that attention by matrix products holds on CUDA in addition to its arguments and results.
 
     It is an upper bound, which is reached to within a few blocks of queries if they fill the last block. All
-    sizes are those of the accumulation dtype: fp32, or fp64 for fp64. A matrix of scores has the last BLOCK
-    queries of all heads and all keys, [b, h, BLOCK, S'].
+    sizes are those of the accumulation dtype: fp32, or fp64 for fp64. A matrix of scores has the last
+    QUERY_BLOCK queries of all heads and all keys, [b, h, QUERY_BLOCK, S'].
 
     - Forward holds two of them: the scores, and what ``logsumexp`` makes of them inside, with three numbers
       for each query. Or, if that is more, the scores and the copies of k or of v.
     - Backward holds the weights and the gradient of the scores, and the term that is added to the sum of dk,
       [b, h/G, S', D], or the copies of k or of v. Where the sums of dk and dv are wider than the results, it
       holds these sums, and not yet the results.
-    - Up to three tensors of a block of queries, [b, h, BLOCK, D], are in memory with them.
+    - Up to three tensors of a block of queries, [b, h, QUERY_BLOCK, D], are in memory with them.
 
     Source: ``lab/techniques/attention/matrix_products.py``, and the profiler's memory events on CPU, which
     include what ``logsumexp`` allocates.
@@ -104,7 +103,7 @@ def matrix_products_workspace(
         backward: Whether it is the backward.
     """
     wide = max(width, 4)
-    rows = wide * batch * heads * min(QUERIES, tokens_q)
+    rows = wide * batch * heads * min(QUERY_BLOCK, tokens_q)
     scores, of_keys = rows * tokens_k, wide * batch * kv_heads * tokens_k * head_dim
     block = rounded(rows * head_dim)
     if not backward:
@@ -149,7 +148,7 @@ def nccl_workspace(ranks: int) -> int:
 
 def cuda_workspace(ranks: int) -> Workspace:
     """What CUDA takes on each of ``ranks`` ranks, by the model above."""
-    return Workspace(fixed_workspace(ranks), rounded, _inside_kernel)
+    return Workspace(fixed_workspace(ranks), _inside_kernel)
 
 
 def _inside_kernel(op: str, args: tuple[Any, ...]) -> int:
@@ -177,5 +176,6 @@ def _copies(keys: Any) -> int:
     return int(wider) + int(batch > 1 and heads > 1 and not joined)
 
 
-def _up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below a value."""
     return -(-value // multiple) * multiple

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lab.memory.categories import HOST
 from lab.memory.holders import LAYER
 from lab.memory.storages import Entry, Move, Storages, TensorKind
 
@@ -106,8 +105,10 @@ class Span(NamedTuple):
 
     @property
     def layer(self) -> int:
-        """The first layer at which it is; -1 if it is at none."""
-        places = (self.made, self.freed, *(place for place, _ in self.moves))
+        """The layer in which the storage is first made, freed or moved; -1 outside the layers."""
+        if self.made.layer >= 0:
+            return self.made.layer
+        places = (self.freed, *(place for place, _ in self.moves))
         return next((place.layer for place in places if place.layer >= 0), -1)
 
 
@@ -117,7 +118,6 @@ def extrapolated_entries(
     target: Mapping[Part, Repeat],
     operators: Mapping[Part, list[str]],
     depths: Depths,
-    allocation: Callable[[int], int],
 ) -> Iterator[Entry]:
     """Yield the entries of the whole step.
 
@@ -127,7 +127,6 @@ def extrapolated_entries(
         target: The parts of the whole step, in which layers are numbered as in the whole model.
         operators: The operators of the rows of each part of the deeper step.
         depths: The layers of the three steps.
-        allocation: Takes the bytes of a storage on the device; returns those that are reserved for it.
 
     Raises:
         LookupError: The two steps do not determine the entries of the whole.
@@ -135,33 +134,42 @@ def extrapolated_entries(
     end: int = max(repeat.rows.stop for repeat in target.values())
     aligned = cache(lambda part, other: _aligned(operators[part], operators[other]))
 
-    def row_of(place: Place, shift: int) -> int:
-        if place.part is None:
-            return end
-        phase, layer, which = place.part
-        rows, part = target[phase, layer + shift if layer >= 0 else layer, which]
-        offset = place.offset if part == place.part else aligned(place.part, part)[place.offset]
-        row: int = rows.start + offset
-        return row
+    @cache
+    def repeats_of(part: Part, shifts: range) -> list[tuple[int, Part]]:
+        phase, layer, which = part
+        repeats = (target[phase, layer + shift if layer >= 0 else layer, which] for shift in shifts)
+        return [(rows.start, repeated) for rows, repeated in repeats]
 
-    def placed(entry: Entry, span: Span, shift: int) -> Entry:
-        return entry._replace(
-            first=row_of(span.made, shift),
-            end=row_of(span.freed, shift),
-            kind=entry.kind._replace(name=_renamed(entry.kind.name, shift)),
-            moves=tuple(Move(row_of(place, shift), written) for place, written in span.moves),
-        )
+    def rows_of(place: Place, shifts: range) -> list[int]:
+        part, offset = place
+        if part is None:
+            return [end] * len(shifts)
+        return [
+            start + (offset if other == part else aligned(part, other)[offset])
+            for start, other in repeats_of(part, shifts)
+        ]
 
-    outside_shallow, outside_deep = _outside(*shallow), _outside(*deep)
+    def placed(entry: Entry, span: Span, shifts: range) -> Iterator[Entry]:
+        size, category, kind = entry[2:5]
+        numbered = LAYER.search(kind.name)
+        places = (span.made, span.freed, *(place for place, _ in span.moves))
+        rows = zip(*(rows_of(place, shifts) for place in places), strict=True)
+        for shift, (first, last, *moved) in zip(shifts, rows, strict=True):
+            of_layer = kind._replace(name=_renamed(kind.name, shift)) if numbered else kind
+            moves = tuple(Move(row, written) for row, (_, written) in zip(moved, span.moves, strict=True))
+            yield Entry(first, last, size, category, of_layer, moves)
+
+    spans = list(_spans(*deep))
+    outside_shallow, outside_deep = _outside(_spans(*shallow)), _outside(spans)
     for span, entries in outside_deep.items():
-        for entry in _grown(entries, outside_shallow.pop(span, []), depths, allocation):
-            yield placed(entry, span, 0)
+        for entry in _grown(entries, outside_shallow.pop(span, []), depths):
+            yield from placed(entry, span, range(1))
     if outside_shallow:
         raise LookupError(outside_shallow)
-    for span, entry in _spans(*deep):
-        if span.layer >= 0:
-            for shift in depths.shifts(span.layer):
-                yield placed(entry, span, shift)
+    for span, entry in spans:
+        layer = span.layer
+        if layer >= 0:
+            yield from placed(entry, span, depths.shifts(layer))
 
 
 def _aligned(operators: list[str], others: list[str]) -> dict[int, int]:
@@ -182,6 +190,7 @@ def _spans(storages: Storages, parts: Parts) -> Iterator[tuple[Span, Entry]]:
     starts = [part.start for part in parts.values()]
     rows = max(part.stop for part in parts.values())
 
+    @cache
     def place(row: int) -> Place:
         if row == rows:
             return Place(None, 0)
@@ -189,26 +198,24 @@ def _spans(storages: Storages, parts: Parts) -> Iterator[tuple[Span, Entry]]:
         return Place(names[index], row - starts[index])
 
     columns = (storages.first, storages.end, storages.size, storages.category, storages.kind)
-    moves: dict[int, list[tuple[Place, bool]]] = defaultdict(list)
+    moves: dict[int, tuple[tuple[Place, bool], ...]] = {}
     for index, row, written in storages.moves.tolist():
-        moves[index].append((place(row), bool(written)))
+        moves[index] = (*moves.get(index, ()), (place(row), bool(written)))
     for index, (first, end, size, category, kind) in enumerate(np.stack(columns, axis=1).tolist()):
-        span = Span(place(first), place(end), tuple(moves[index]))
+        span = Span(place(first), place(end), moves.get(index, ()))
         yield span, Entry(first, end, size, category, storages.kinds[kind])
 
 
-def _outside(storages: Storages, parts: Parts) -> dict[Span, list[Entry]]:
+def _outside(spans: Iterable[tuple[Span, Entry]]) -> dict[Span, list[Entry]]:
     """Return the entries that are at no layer, by their places."""
     outside: dict[Span, list[Entry]] = defaultdict(list)
-    for span, entry in _spans(storages, parts):
+    for span, entry in spans:
         if span.layer < 0:
             outside[span].append(entry)
     return outside
 
 
-def _grown(
-    deep: list[Entry], shallow: list[Entry], depths: Depths, allocation: Callable[[int], int]
-) -> Iterator[Entry]:
+def _grown(deep: list[Entry], shallow: list[Entry], depths: Depths) -> Iterator[Entry]:
     """Yield what two lists between the same places become in the whole step.
 
     Raises:
@@ -216,7 +223,7 @@ def _grown(
     """
     if len(deep) == len(shallow):
         for more, less in zip(deep, shallow, strict=True):
-            yield _longer(more, less, depths, allocation)
+            yield _longer(more, less, depths)
         return
     groups: dict[tuple[int, int, TensorKind], tuple[list[Entry], list[Entry]]] = defaultdict(lambda: ([], []))
     for which, entries in enumerate((deep, shallow)):
@@ -236,7 +243,7 @@ def _grown(
                 yield entry._replace(kind=entry.kind._replace(name=_renamed(entry.kind.name, shift)))
 
 
-def _longer(deep: Entry, shallow: Entry, depths: Depths, allocation: Callable[[int], int]) -> Entry:
+def _longer(deep: Entry, shallow: Entry, depths: Depths) -> Entry:
     """Return a tensor that may have some elements for each layer, as it is in the whole step."""
     kind = deep.kind
     if deep.category != shallow.category or kind._replace(shape=shallow.kind.shape) != shallow.kind:
@@ -247,8 +254,7 @@ def _longer(deep: Entry, shallow: Entry, depths: Depths, allocation: Callable[[i
         raise LookupError(deep)
 
     def size_of(shape: tuple[int, ...]) -> int:
-        nbytes = prod(shape) * getattr(torch, kind.dtype).itemsize
-        return nbytes if deep.category == HOST else allocation(nbytes)
+        return prod(shape) * int(getattr(torch, kind.dtype).itemsize)
 
     shape = tuple(depths.grown(d, s) for d, s in zip(kind.shape, shallow.kind.shape, strict=True))
     if (deep.size, shallow.size) != (size_of(kind.shape), size_of(shallow.kind.shape)):

@@ -13,20 +13,20 @@ of every kind, gives this amount.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
-from lab.memory.categories import HOST, OTHER
-from lab.memory.storages import Integers, Rows, storages_of
+from lab.memory.categories import OTHER
+from lab.memory.storages import Integers, columns_of
 from lab.memory.timeline import Timeline
-from lab.planning.costs import Costs
+from lab.planning.costs import Work
 from lab.planning.extrapolated_storages import Depths, Part, Parts, Repeat, extrapolated_entries
-from lab.planning.fake_step import Walk
+from lab.planning.scaling import Step
 
 EDGE = 2
 """The first layers, and the last ones, that are not repeated."""
@@ -53,20 +53,17 @@ def depths_to_walk(kinds: Sequence[Hashable], segment: int) -> Depths:
     return Depths(shallow, least + (layers - least) % unit, layers, range(first, first + unit))
 
 
-def extrapolate(
-    shallow: Walk, deep: Walk, depths: Depths, allocation: Callable[[int], int]
-) -> tuple[Timeline, Costs] | None:
+def extrapolate(shallow: Step, deep: Step, depths: Depths) -> Step | None:
     """Return the step of all layers.
 
     Args:
-        shallow: The walk of ``depths.shallow`` layers. Its last layer must be the first of a segment if that
+        shallow: The step of ``depths.shallow`` layers. Its last layer must be the first of a segment if that
             of the whole model is: it then ends with other operators.
-        deep: The walk of ``depths.deep`` layers.
+        deep: The step of ``depths.deep`` layers.
         depths: What ``depths_to_walk`` returned.
-        allocation: Takes the bytes of a storage on the device; returns those that are reserved for it.
 
     Returns:
-        The timeline and the costs. None if the two walks differ in an operator outside the layers, if layers
+        The step. None if the two steps differ in an operator outside the layers, if layers
         do not repeat, or if the storages do not fit together: at each row of a layer the same bytes of each
         category must be made and freed, and as many storages be moved, as at the row that it repeats.
     """
@@ -75,10 +72,9 @@ def extrapolate(
     if outside is None or not _repeats(timeline, parts, depths.repeated):
         return None
     target, rows, shifts = _repeated(parts, depths)
-    seconds, fewer = np.diff(timeline.seconds, prepend=0.0), np.diff(shallow.timeline.seconds, prepend=0.0)
-    for of_deep, of_shallow in outside:
-        seconds[of_deep] += depths.growth * (seconds[of_deep] - fewer[of_shallow])
-    whole = _renumbered(timeline, rows, shifts, seconds[rows].cumsum())
+    ends = timeline.seconds.astype(np.int64)
+    entries_of_rows = np.diff(ends, prepend=0)[rows]
+    whole = _renumbered(timeline, rows, shifts, entries_of_rows.cumsum().astype(np.float64))
     try:
         entries = extrapolated_entries(
             (shallow.timeline.storages, shallow_parts),
@@ -86,18 +82,16 @@ def extrapolate(
             target,
             {part: _operators(timeline, of_part) for part, of_part in parts.items()},
             depths,
-            allocation,
         )
-        storages = storages_of(entries, Rows(whole.seconds, whole.module, whole.phase, whole.step))
-        costs = _costs(shallow, deep, outside, parts, depths)
+        whole = whole.with_storages(**columns_of(entries))
+        work = _work(shallow, deep, outside, depths)
     except LookupError:
         return None
     inside = np.concatenate([np.arange(r.start, r.stop) for part, (r, _) in target.items() if part[1] >= 0])
-    held = storages.bytes_of(len(whole), HOST + 1)
-    device = np.column_stack((held[:, :OTHER], whole.device[:, OTHER]))
-    whole = replace(whole, device=device, host=held[:, HOST], storages=storages)
     fits = np.array_equal(_changes(whole)[inside], _changes(timeline)[rows[inside]])
-    return (whole, costs) if fits else None
+    starts = (ends[rows] - entries_of_rows).repeat(entries_of_rows)
+    within = np.arange(len(starts)) - (entries_of_rows.cumsum() - entries_of_rows).repeat(entries_of_rows)
+    return Step(whole, work.take(starts + within)) if fits else None
 
 
 def _parts(timeline: Timeline) -> dict[Part, slice]:
@@ -202,17 +196,24 @@ def _changes(timeline: Timeline) -> Integers:
     return np.hstack((np.diff(held, axis=0, prepend=0), moved))
 
 
-def _costs(
-    shallow: Walk, deep: Walk, outside: list[tuple[slice, slice]], parts: Parts, depths: Depths
-) -> Costs:
-    """Return the costs of the whole step."""
-    layers = ((rows, layer) for (_, layer, _), rows in parts.items() if layer >= 0)
-    total = sum((deep.costs_of(rows) * len(depths.shifts(layer)) for rows, layer in layers), Costs())
-    of_deep = sum((deep.costs_of(rows) for rows, _ in outside), Costs())
-    of_shallow = sum((shallow.costs_of(rows) for _, rows in outside), Costs())
-    return total + Costs(
-        *(
-            depths.grown(more, less) if isinstance(more, int) else more + depths.growth * (more - less)
-            for more, less in zip(astuple(of_deep), astuple(of_shallow), strict=True)
-        )
-    )
+def _work(shallow: Step, deep: Step, outside: list[tuple[slice, slice]], depths: Depths) -> Work:
+    """Return the work of the deeper step, with that outside the layers as it is in the whole step.
+
+    Raises:
+        LookupError: Outside the layers, the two steps have different kinds of work.
+    """
+    flops, nbytes = deep.work.flops.copy(), deep.work.nbytes.copy()
+    for of_deep, of_shallow in outside:
+        more, less = _entries(deep, of_deep), _entries(shallow, of_shallow)
+        ours, theirs = deep.work.take(more), shallow.work.take(less)
+        if not (np.array_equal(ours.kind, theirs.kind) and np.array_equal(ours.other, theirs.other)):
+            raise LookupError(of_deep)
+        flops[more] += depths.growth * (ours.flops - theirs.flops)
+        nbytes[more] += depths.growth * (ours.nbytes - theirs.nbytes)
+    return replace(deep.work, flops=np.rint(flops), nbytes=np.rint(nbytes))
+
+
+def _entries(step: Step, rows: slice) -> slice:
+    """Return the entries of work of these rows."""
+    ends = step.timeline.seconds
+    return slice(int(ends[rows.start - 1]) if rows.start else 0, int(ends[rows.stop - 1]))

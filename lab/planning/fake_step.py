@@ -3,70 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from lab import models
 from lab.memory.meter import Meter
-from lab.memory.timeline import Timeline
-from lab.memory.workspace import NO_WORKSPACE, Workspace
-from lab.planning.costs import CostCounter, Costs
+from lab.memory.workspace import NO_WORKSPACE
 from lab.planning.cuda_workspace import cuda_workspace
-from lab.planning.hardware import hardware
-from lab.recipe.jobs import Job, Machine
+from lab.planning.scaling import Step
+from lab.planning.work_counter import WorkCounter
+from lab.recipe.jobs import Job
 from lab.step.batches import shard_batch
 from lab.step.compose import apply_recipe
 from lab.step.one_rank import one_rank
 from lab.step.training_step import train_step, update
 from lab.techniques.slices import short_loops
-from lab.torch_private import PlanningMode, cached_layouts
+from lab.torch_private import PlanningMode, cached_layouts, pad_shards
 
 
-class Walk(NamedTuple):
-    """A step that was planned operator by operator.
-
-    Attributes:
-        timeline: What the rank held: n rows.
-        costs: What the step has cost at each row, from its beginning [n].
-    """
-
-    timeline: Timeline
-    costs: list[Costs]
-
-    def costs_of(self, rows: slice) -> Costs:
-        """Return what these rows cost."""
-        before: Costs = self.costs[rows.start - 1] if rows.start else Costs()
-        until: Costs = self.costs[rows.stop - 1]
-        return until + before * -1
-
-
-def fake_step(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> tuple[Timeline, Costs]:
+def fake_step(job: Job, layers: int, *, workspace: bool, ring_rank: int = 1) -> Step:
     """Train the model's first ``layers`` layers for one step, as the first rank of ``ring_rank``.
 
     Returns:
-        What the rank held, and what the step costs.
+        What the rank held, and the work of the step.
     """
-    timeline, costs = walk(job, machine, layers, ring_rank=ring_rank)
-    return timeline, costs[-1]
-
-
-def workspace_of(job: Job, machine: Machine) -> Workspace:
-    """Return the bytes to add to those of a rank's tensors: on CPU ranks, none."""
-    return cuda_workspace(job.ranks) if machine.workspace else NO_WORKSPACE
-
-
-def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk:
-    """Do the same as ``fake_step``, and return the costs by row."""
-    counter = CostCounter(hardware(machine.device), machine.ranks_per_node)
-    costs: list[Costs] = []
-
-    def clock() -> float:
-        # The meter reads it when it is made, and then at each row.
-        costs.append(counter.total)
-        return counter.now()
-
-    meter = Meter(clock=clock, workspace=workspace_of(job, machine), run=counter.observe)
+    counter = WorkCounter()
+    outside = cuda_workspace(job.ranks) if workspace else NO_WORKSPACE
+    meter = Meter(clock=counter.now, workspace=outside, run=counter.observe)
     counter.on_host, counter.is_tile = meter.on_host, meter.is_tile
     with (
         one_rank(job.recipe, job.ranks, "fake", ring_rank=ring_rank) as mesh,
@@ -81,6 +44,7 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
         # others take the same tensors and give the same.
         fake = replace(job.recipe, kernel="torch", compile="none")
         applied = apply_recipe(model, fake, mesh, checked=True)
+        pad_shards(model)
         optimizer = applied.make_optimizer(learning_rate=1e-3)
         # The first update makes DTensor work out its layouts.
         for parameter in model.parameters():
@@ -91,4 +55,6 @@ def walk(job: Job, machine: Machine, layers: int, *, ring_rank: int = 1) -> Walk
         documents = None if job.documents is None else [job.documents] * job.rows
         batches = [shard_batch(ids, job.recipe, mesh, documents=documents) for _ in range(job.accumulate)]
         train_step(model, optimizer, *batches, meter=meter)
-    return Walk(meter.timeline(), costs[1:])
+    timeline = meter.timeline()
+    # What comes after the last row is no part of the step.
+    return Step(timeline, counter.work().take(slice(int(timeline.seconds[-1]))))

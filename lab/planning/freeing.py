@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import combinations, product
 from typing import Any
 
 from lab.errors import RecipeError
-from lab.planning.closed_form import Estimate, estimate_job
-from lab.planning.closed_form_terms import local_sizes
+from lab.planning.plan import Plan
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import TILE
-from lab.recipe.recipe import Recipe
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degree_pairs
-from lab.units import format_bytes, parse_bytes
+from lab.units import Ki, format_bytes, parse_bytes
 
 Setting = dict[str, Any]
 """Fields of a recipe that change together, with their new values."""
 
 CHEAPEST_FIRST = (
-    "fsdp", "loss_tile", "norm_tile", "offload", "ulysses", "head_chunk", "stream", "mlp_tile", "checkpoint",
+    "fsdp", "replicas", "loss_tile", "norm_tile", "head_chunk", "optimizer", "mlp_tile", "ulysses",
+    "checkpoint", "offload", "stream",
 )  # fmt: skip
-"""What may change, in the order of the seconds that it costs: those of ``lab.plan`` for Llama3-8B with 256K
-tokens on 8 ranks, from 0.2 s more than 16.6 s for a tile of the loss to 4.4 s for checkpointing. ``ulysses``
-stands for both degrees, whose product becomes the number of ranks. ``stream`` costs 0.5 s where layers are
-offloaded, which it needs."""
-
-DEPENDENT = ("offload", "ulysses", "head_chunk", "stream")
-"""Of these the value that frees the most depends on the others, and may be the present one."""
-
-MOST_TILES = 64
-"""The most tiles of a rank's tokens: each is a pass through the modules, which has a fixed cost."""
+"""The knobs that free device memory, in the order of the seconds that they cost: those of ``lab.plan`` for
+Llama3-8B with 256K tokens on 8 ranks, from 0.05 s more than 16.6 s for a tile of the loss to 4.3 s for
+checkpointing. ``offload`` needs checkpointing, and ``stream`` needs ``offload``. ``ulysses`` stands for both
+degrees."""
 
 
 @dataclass(frozen=True)
 class Freed:
-    """Changes of a recipe, and the bytes that they free on each rank by the closed form.
+    """Changes of a recipe, and the bytes that they free on each rank.
 
     Attributes:
         wanted: The bytes that were asked for.
@@ -59,158 +52,157 @@ class Freed:
     @property
     def text(self) -> str:
         """One line: what to set, and how much less is held then."""
+        if self.enough:
+            return f"set {self.summary}"
+        most = f"the most is with {self.summary}" if self.device > 0 else "none makes the peak smaller"
+        return f"no set of knobs frees {format_bytes(self.wanted)}; {most}"
+
+    @property
+    def summary(self) -> str:
+        """The changes, and the bytes that are held less, and more."""
         knobs = ", ".join(f"{name}={_value_text(value)}" for name, value in self.changes.items())
         host = f", and {format_bytes(self.host)} more on the host" if self.host > 0 else ""
-        less = format_bytes(self.device)
-        if self.enough:
-            return f"set {knobs}: {less} less at the peak{host}, by the closed form"
-        most = f"the most is {less} with {knobs}{host}" if self.changes else "none makes the peak smaller"
-        return f"no set of knobs frees {format_bytes(self.wanted)}; {most}, by the closed form"
+        return f"{knobs}: {format_bytes(self.device)} less at the peak{host}"
 
 
-def cheapest_changes(shape: Shape, job: Job, size: int | str) -> Freed:
+def cheapest_changes(
+    job: Job,
+    size: int | str,
+    plan: Callable[[Job], Plan],
+    watch: Callable[[Freed], object] | None = None,
+) -> Freed:
     """Return the cheapest changes that make the device peak of a job smaller by at least ``size`` bytes.
 
-    One change comes before two, and two before three. Two sets of as many changes are compared by the change
-    of each that costs the most seconds, see ``CHEAPEST_FIRST``. Each knob takes the mildest value that still
-    frees the bytes: the largest tile or head chunk.
+    The knobs of ``CHEAPEST_FIRST`` are turned one after the other, each to its leanest value, until enough is
+    free. One knob that frees enough alone comes before several. Of several, those that are not needed are
+    turned back, the costliest first. Each takes the mildest value that still frees the bytes: the largest
+    tile or head chunk.
 
     Args:
-        shape: The shape of the job's model.
         job: The job.
         size: Bytes, or a text such as "4 GiB".
+        plan: Plans a job; it is called once for each recipe.
+        watch: Called with what each plan frees.
 
     Returns:
         The changes; if none free as much, those that free the most.
 
     Raises:
-        LabError: ``size`` is not an amount of memory.
+        LabError: ``size`` is not an amount of memory; a job that cannot be planned.
     """
-    search = _Search(shape, job, parse_bytes(size))
-    most = search.leanest(tuple(search.settings), or_unchanged=DEPENDENT)
-    if search.freed(most) >= search.wanted:
-        for names in _sets_in_order(tuple(search.settings)):
-            chosen = search.leanest(names)
-            if search.freed(chosen) >= search.wanted:
-                return search.result(_mildest(search, names, chosen))
-    return search.result(_without_idle(search, most))
+    search = _Search(job, parse_bytes(size), plan, watch)
+    chosen: dict[str, Setting] = {}
+    for number, name in enumerate(CHEAPEST_FIRST):
+        turned = chosen | search.leanest(name)
+        if search.frees(turned) is None:
+            # The smallest chunk of the heads is that of the degree before.
+            turned.pop("head_chunk", None)
+            if search.frees(turned) is None:
+                continue
+        chosen = turned
+        if search.enough(chosen):
+            # A cheaper knob does not free enough alone: it is among those that did not together.
+            alone = (search.leanest(other) for other in CHEAPEST_FIRST[number:])
+            chosen = next((one for one in alone if search.enough(one)), chosen)
+            break
+    chosen = search.needed(chosen)
+    for name in reversed(tuple(chosen)):
+        chosen = search.mildest(chosen, name)
+    return search.frees(chosen) or search.frees({}) or search.nothing
 
 
 class _Search:
-    """The values that each knob may take, the mildest first, and the closed form's answer to combinations."""
+    """What combinations of settings free, each planned once."""
 
-    def __init__(self, shape: Shape, job: Job, wanted: int) -> None:
-        self.shape, self.job, self.wanted = shape, job, wanted
-        self._now = estimate_job(shape, job)
-        self._known: dict[Recipe, Estimate] = {}
-        # Offload needs checkpointing, and streamed layers need both. Some values are legal with no other: a
-        # tile of the loss with Liger.
-        tried = {name: _settings(name, shape, job) for name in CHEAPEST_FIRST}
-        needed: Setting = {"checkpoint": True}
-        offload: Setting = {} if job.recipe.offload != "none" else {"offload": "inputs"}
-        legal = {
-            name: [
-                one
-                for one in values
-                if self._estimate({"needed": needed | (offload if name == "stream" else {}), name: one})
-            ]
-            for name, values in tried.items()
-        }
-        self.settings = {name: values for name, values in legal.items() if values}
+    def __init__(
+        self, job: Job, wanted: int, plan: Callable[[Job], Plan], watch: Callable[[Freed], object] | None
+    ) -> None:
+        self._job, self._plan, self._watch = job, plan, watch
+        self._now = plan(job)
+        self.nothing = Freed(wanted, {}, 0, 0)
+        self._known = {job.recipe: self.nothing}
+        self._values = {name: _settings(name, self._now.shape, job) for name in CHEAPEST_FIRST}
 
-    def freed(self, chosen: dict[str, Setting]) -> int:
-        """Return the bytes by which the device peak is smaller; of an illegal combination less than none."""
-        found = self._estimate(chosen)
-        return -1 if found is None else self._now.device_peak - found.device_peak
+    def leanest(self, name: str) -> dict[str, Setting]:
+        """Return the setting of a knob that frees the most; nothing if it has no other value."""
+        return {name: values[-1]} if (values := self._values[name]) else {}
 
-    def leanest(self, names: tuple[str, ...], or_unchanged: tuple[str, ...] = ()) -> dict[str, Setting]:
-        """Return the values of these knobs that free the most; some may keep their value."""
-        unchanged: list[Setting] = [{}]
-        values = [
-            # Of tiles, the smallest holds the least, whatever the others are.
-            (unchanged if name in or_unchanged else [])
-            + (self.settings[name] if name in DEPENDENT and name != "stream" else self.settings[name][-1:])
-            for name in names
-        ]
-        every = (dict(zip(names, chosen, strict=True)) for chosen in product(*values))
-        return max(every, key=self.freed)
-
-    def result(self, chosen: dict[str, Setting]) -> Freed:
-        """Return the answer for these values."""
-        found = self._estimate(chosen) or self._now
-        recipe = self.job.recipe
-        return Freed(
-            wanted=self.wanted,
-            changes={
-                field: value
-                for setting in chosen.values()
-                for field, value in setting.items()
-                if value != getattr(recipe, field)
-            },
-            device=self._now.device_peak - found.device_peak,
-            host=found.host_peak - self._now.host_peak,
-        )
-
-    def _estimate(self, chosen: dict[str, Setting]) -> Estimate | None:
+    def frees(self, chosen: dict[str, Setting]) -> Freed | None:
+        """Return what settings free; None if they are no recipe."""
         fields = {field: value for setting in chosen.values() for field, value in setting.items()}
         try:
-            recipe = replace(self.job.recipe, **fields)
-            recipe.check(self.shape, self.job.ranks)
+            recipe = replace(self._job.recipe, **fields)
+            recipe.check(self._now.shape, self._job.ranks)
         except RecipeError:
             return None
         if recipe not in self._known:
-            self._known[recipe] = estimate_job(self.shape, replace(self.job, recipe=recipe))
+            planned = self._plan(replace(self._job, recipe=recipe, recipe_name=None))
+            self._known[recipe] = replace(
+                self.nothing,
+                changes={f: v for f, v in fields.items() if v != getattr(self._job.recipe, f)},
+                device=self._now.device_peak - planned.device_peak,
+                host=planned.host_peak - self._now.host_peak,
+            )
+            if self._watch is not None:
+                self._watch(self._known[recipe])
         return self._known[recipe]
+
+    def enough(self, chosen: dict[str, Setting]) -> bool:
+        """Return whether settings are a recipe that frees what was asked for."""
+        freed = self.frees(chosen)
+        return freed is not None and freed.enough
+
+    def needed(self, chosen: dict[str, Setting]) -> dict[str, Setting]:
+        """Return the settings without those that are not needed to free as much, the costliest first."""
+        most = self.frees(chosen)
+        assert most is not None
+        for name in reversed(tuple(chosen)):
+            fewer = {other: setting for other, setting in chosen.items() if other != name}
+            freed = self.frees(fewer)
+            if freed is not None and freed.device >= min(most.wanted, most.device):
+                chosen = fewer
+        return chosen
+
+    def mildest(self, chosen: dict[str, Setting], name: str) -> dict[str, Setting]:
+        """Return the settings with the mildest value of a knob that still frees what was asked for."""
+        values = self._values[name] if self.enough(chosen) else [chosen[name]]
+        last = len(values) - 1
+        number = bisect_left(values, True, hi=last, key=lambda value: self.enough(chosen | {name: value}))
+        return chosen | {name: values[number]}
+
+
+def smallest_tile(tokens: int) -> int:
+    """Return the smallest tile that is proposed for so many tokens of a rank: 1K, if there are 16 of them."""
+    return max(1, min(Ki, tokens // 16))
 
 
 def _settings(name: str, shape: Shape, job: Job) -> list[Setting]:
     """Return the other values of a knob, the mildest first."""
-    recipe, (_, tokens) = job.recipe, local_sizes(job)
+    recipe, (_, tokens) = job.recipe, job.local_sizes
     values: list[Any]
+    if name == "ulysses":
+        pairs = degree_pairs(shape, job.ranks) if recipe.ulysses * recipe.ring < job.ranks else []
+        alone = {"ring_exchange": "send"}
+        return [{"ulysses": c, "ring": r} | (alone if r == 1 else {}) for c, r in pairs[:1]]
     if name in ("fsdp", "checkpoint"):
         values = [True] if not getattr(recipe, name) and (name == "checkpoint" or job.ranks > 1) else []
-    elif name == "ulysses":
-        pairs = degree_pairs(shape, job.ranks)
-        return [{"ulysses": c, "ring": r} for c, r in pairs if (c, r) != (recipe.ulysses, recipe.ring)]
+    elif name == "replicas":
+        groups = job.ranks // (recipe.ulysses * recipe.ring)
+        values = [y for y in range(recipe.replicas - 1, 0, -1) if groups % y == 0]
     elif name == "offload":
-        values = ["inputs", "attention"] if recipe.offload == "none" else []
+        values = ["attention", "inputs"] if recipe.offload == "none" else []
+    elif name == "optimizer":
+        values = ["host"] if recipe.optimizer == "device" else []
     elif name == "head_chunk":
-        values = [chunk for chunk in range(shape.H, 0, -1) if shape.H % chunk == 0]
-        values = [chunk for chunk in values if chunk < (recipe.head_chunk or shape.H + 1)]
-    elif name == "stream" and recipe.stream is None:
-        return [{"stream": max(1, min(TILE, tokens // 4)), "mlp_tile": None}]
+        chunks = range(shape.H, 0, -1)
+        most = recipe.head_chunk or shape.H + 1
+        values = [u for u in chunks if u < most and shape.H % u == 0 and u % recipe.ulysses == 0]
     else:
         most = getattr(recipe, name) or tokens
         values = [2**power for power in range(TILE.bit_length() - 1, -1, -1)]
-        values = [tile for tile in values if tile < most and tile * MOST_TILES >= tokens]
-    return [{name: value} for value in values]
-
-
-def _sets_in_order(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield every set of knobs, the small sets first; those of one size by the knob that costs the most."""
-    for count in range(1, len(names) + 1):
-        numbered = combinations(range(len(names)), count)
-        for chosen in sorted(numbered, key=lambda numbers: numbers[::-1]):
-            yield tuple(names[number] for number in chosen)
-
-
-def _mildest(search: _Search, names: tuple[str, ...], chosen: dict[str, Setting]) -> dict[str, Setting]:
-    """Return the mildest values of these knobs that free the bytes, the costliest knob first."""
-    for name in reversed(names):
-        milder = (chosen | {name: setting} for setting in search.settings[name])
-        chosen = next((one for one in milder if search.freed(one) >= search.wanted), chosen)
-    return chosen
-
-
-def _without_idle(search: _Search, chosen: dict[str, Setting]) -> dict[str, Setting]:
-    """Return the values without those that free nothing more than the others do, the costliest first."""
-    if search.freed(chosen) <= 0:
-        return {}
-    for name in reversed(tuple(chosen)):
-        others = {other: setting for other, setting in chosen.items() if other != name}
-        if search.freed(others) >= search.freed(chosen):
-            chosen = others
-    return chosen
+        values = [tile for tile in values if smallest_tile(tokens) <= tile < most]
+    with_it = {"mlp_tile": None} if name == "stream" else {}
+    return [{name: value} | with_it for value in values]
 
 
 def _value_text(value: Any) -> str:

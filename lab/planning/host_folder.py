@@ -45,4 +45,4 @@ def file_bytes(job: Job) -> int:
     Raises:
         LabError: See ``plan_job``.
     """
-    return plan_job(job.with_few_batches, Machine(workspace=False, disk=Disk())).disk_peak
+    return plan_job(job, Machine(workspace=False, disk=Disk())).disk_peak

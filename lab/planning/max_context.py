@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, get_args
+from functools import partial
+from typing import Any, TypeAlias
 
 from cluster.progress import hide_progress, progress, say
-from lab.errors import LabError
 from lab.models import ModelLike
 from lab.models.lora import Lora
-from lab.planning.closed_form import Estimate
-from lab.planning.closed_form_disk import estimate_on, fits_node
+from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
-from lab.planning.plan import Plan, has_fp32_state, plan_job, shape_of
-from lab.recipe.jobs import Job, Limit, Machine, check_host_memory, make_job, memory_name
+from lab.planning.longest import NothingFits, to_the_token, whole_tiles
+from lab.planning.plan import Plan, plan_job
+from lab.recipe.jobs import MAX_TOKENS, Job, Limit, check_host_memory, make_job, memory_name
 from lab.recipe.recipe import Recipe
 from lab.techniques.ulysses_degrees import degree_pairs
-from lab.units import Ki, Mi, format_bytes, format_lines, format_tokens, round_tokens
+from lab.units import Ki, format_bytes, format_lines, format_tokens, round_tokens
+
+TILES = 16
+"""With so many whole tiles or more, the longest context on a GPU ends with one."""
 
 RESOLUTION = 128
-"""The answer is exact to one part in so many: a plan more would halve that."""
-
-LONGEST = 1024 * Mi
-"""Where the search ends: beyond a billion tokens nothing is stopped by memory that this lab knows of."""
+"""Contexts that differ by less than one part in so many are as good as equal."""
 
 Degrees: TypeAlias = Mapping[str, int]
 """A Ulysses and a ring degree, by the names of their knobs; or none, for those of the recipe."""
 
-DEGREES = {"ulysses", "ring", "head_chunk", "ulysses_backend"}
+DEGREES = {"ulysses", "ring", "ring_exchange", "head_chunk", "ulysses_backend"}
 """The knobs that decide on the degrees, or that are legal with few of them."""
 
 
@@ -69,6 +69,7 @@ class MaxContext:
         return {
             "tokens": self.tokens,
             "limit": self.limit,
+            "verdict": self.plan.fit,
             "device_peak": self.plan.device_peak,
             "host_peak": self.plan.host_peak,
             "disk_peak": self.plan.disk_peak,
@@ -84,6 +85,7 @@ def max_context(
     *,
     ranks: int,
     rows: int = 1,
+    accumulate: int = 1,
     lora: Lora | str | None = None,
     dtype: str | None = None,
     device_memory: int | str | None = None,
@@ -100,11 +102,13 @@ def max_context(
 
     Without ``device_memory``, a rank has the memory of ``device``.
 
-    A ladder's name gives each length its own recipe, for tiles derive from it. It is searched with the
-    Ulysses degree and the ring degree of the longest context: by the closed form, or by plans if not all
-    parameters are fp32. Of pairs that are equal to within the resolution, the ladder's is taken, or else that
-    of the largest Ulysses degree. Knobs by hand hold: with ``ulysses``, ``ring``, ``head_chunk`` or
-    ``ulysses_backend`` among them nothing is compared.
+    A multiple of the ranks is found: it fits, and the next does not. On a GPU, a context of at least
+    ``TILES`` tiles ends with a whole tile: it fits, and with one tile more it does not.
+
+    A ladder's name gives each length its own recipe, for tiles derive from it. Other Ulysses and ring degrees
+    than the ladder's are taken if their context is longer by more than one part in ``RESOLUTION``. Knobs by
+    hand hold: with ``ulysses``, ``ring``, ``ring_exchange``,
+    ``head_chunk`` or ``ulysses_backend`` among them nothing is compared.
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes per node. If the attention
     of the longest context fits there too, the answer has ``offload="attention"``, unless ``offload`` is among
@@ -136,162 +140,52 @@ def max_context(
             tokens=tokens,
             ranks=ranks,
             rows=rows,
+            accumulate=accumulate,
             lora=lora,
             dtype=dtype,
             shape=shape,
             **settings,
         )
 
-    def estimated(tokens: int, degrees: Degrees) -> Estimate:
-        return estimate_on(machine, shape, job(tokens, degrees))
-
-    def longest(degrees: Degrees) -> int:
-        return longest_estimated(lambda tokens: estimated(tokens, degrees), machine, ranks)
-
-    def planned(tokens: int, degrees: Degrees) -> Plan:
-        say(f"planning {format_tokens(tokens)} tokens")
-        tried = plan_job(job(tokens, degrees), machine)
+    def planned(asked: Job) -> Plan:
+        say(f"planning {format_tokens(asked.tokens)} tokens")
+        tried = plan_job(asked, machine)
         if watch is not None:
             watch(tried)
         return tried
 
-    first = job(Ki, {})
-    usual, pairs = first.recipe, []
+    usual = job(Ki, {}).recipe
+    pairs: list[Degrees] = [{}]
     if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
-        pairs = degree_pairs(shape, ranks)
-    if has_fp32_state(first):
-        degrees: Degrees = best_degrees(usual, pairs, longest) if pairs else {}
-        fits, beyond = _search(
-            lambda tokens: planned(tokens, degrees),
-            lambda near, _: _wall(near, lambda tokens: estimated(tokens, degrees)),
-        )
-    else:
-        fits, beyond = _search_pairs(planned, usual, pairs)
+        others = (pair for pair in degree_pairs(shape, ranks) if pair != (usual.ulysses, usual.ring))
+        pairs += [{"ulysses": ulysses, "ring": ring} for ulysses, ring in others]
+    found: tuple[Plan, Plan] | None = None
+    refusal = None
+    for degrees in pairs:
+        job_of = partial(job, degrees=degrees)
+        if found is not None or refusal is not None:
+            longer = Ki if found is None else found[0].tokens + max(found[0].tokens // RESOLUTION, Ki)
+            if longer > MAX_TOKENS or planned(job_of(longer)).limit is not None:
+                continue
+        try:
+            fits, longer = whole_tiles(job_of, machine, planned)
+        except NothingFits as error:
+            refusal = refusal or error
+            continue
+        # What the allocator reserves need not grow with the length: between two tiles, more may fit again.
+        is_close = machine.workspace and (longer - fits.tokens) * TILES <= fits.tokens
+        over = planned(job_of(longer)) if is_close else None
+        if over is not None and over.limit is not None:
+            found = fits, over
+        else:
+            found = to_the_token(job_of, machine, planned, fits, longer)
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    fits, beyond = found
     assert beyond.limit is not None
     if machine.disk is not None and isinstance(recipe, str) and fits.recipe.stream and "offload" not in knobs:
         kept = replace(fits.recipe, offload="attention")
         faster = plan_job(replace(fits.job, recipe=kept), machine)
         fits = fits if faster.limit else faster
     return MaxContext(fits.tokens, beyond.limit, fits, beyond)
-
-
-def best_degrees(
-    usual: Recipe, pairs: Iterable[tuple[int, int]], longest: Callable[[Degrees], int]
-) -> Degrees:
-    """The degrees of the longest context; the usual ones, or else those of the first pair, if it is nearly as
-    long with them.
-    """
-    tokens = {pair: longest({"ulysses": pair[0], "ring": pair[1]}) for pair in pairs}
-    enough = max(tokens.values()) * (1 - 1 / RESOLUTION)
-    ulysses, ring = next(p for p in [(usual.ulysses, usual.ring), *tokens] if tokens[p] >= enough)
-    return {"ulysses": ulysses, "ring": ring}
-
-
-def _search_pairs(
-    planned: Callable[[int, Degrees], Plan], usual: Recipe, pairs: Iterable[tuple[int, int]]
-) -> tuple[Plan, Plan]:
-    """Search with each pair of degrees, the ladder's first, by plans alone.
-
-    Another pair is searched only if it fits a context that is longer by more than the resolution.
-    """
-
-    def search(degrees: Degrees) -> tuple[Plan, Plan]:
-        return _search(lambda tokens: planned(tokens, degrees), _wall_by_plans)
-
-    fits, beyond = search({})
-    for ulysses, ring in pairs:
-        if (ulysses, ring) == (usual.ulysses, usual.ring):
-            continue
-        other: Degrees = {"ulysses": ulysses, "ring": ring}
-        longer = planned(min(_up(fits.tokens + max(Ki, fits.tokens // RESOLUTION) + 1), LONGEST), other)
-        if longer.limit is None:
-            fits, beyond = search(other)
-    return fits, beyond
-
-
-def _search(planned: Callable[[int], Plan], wall_of: Callable[[Plan, Plan | None], int]) -> tuple[Plan, Plan]:
-    """The longest plan that fits and the next that does not, no further apart than the resolution.
-
-    ``wall_of`` says by the last plan, and the one before, how many tokens should fit: so the plans that are
-    made stand close to the wall, one just before it, one just behind.
-    """
-    last, before = planned(Ki), None
-    if last.limit is not None:
-        raise LabError(_nothing_fits(last))
-    fits, beyond, misses = last, None, 0
-    while True:
-        fewest, most = fits.tokens, LONGEST if beyond is None else beyond.tokens
-        gap = most - fewest
-        if beyond is not None and gap <= max(Ki, fewest // RESOLUTION):
-            return fits, beyond
-        wall = wall_of(last, before)
-        step = max(Ki, wall // RESOLUTION)
-        target = wall - step // 2 if wall - fewest > step else wall + step // 2
-        if misses == 2:
-            target = (fewest + most) // 2
-        before = last
-        last = planned(min(max(_up(target), fewest + Ki), most - Ki if beyond else LONGEST))
-        if last.limit is None:
-            fits, left = last, most - last.tokens
-        else:
-            beyond, left = last, last.tokens - fewest
-        if fits.tokens == LONGEST:
-            raise LabError(f"{format_tokens(LONGEST)} tokens still fit: give less memory, or another recipe")
-        misses = misses % 2 + 1 if left > gap // 2 else 0
-
-
-def _wall_by_plans(near: Plan, before: Plan | None) -> int:
-    """The most tokens that fit if memory grows with the tokens as from one of two plans to the other.
-
-    It is at most 16 times the tokens of the longer one.
-    """
-    if before is None:
-        return 16 * near.tokens
-    walls = [16 * max(near.tokens, before.tokens)]
-    for memory in get_args(Limit):
-        available = near.available(memory)
-        grown = near.needed(memory) - before.needed(memory)
-        if available is not None and grown * (near.tokens - before.tokens) > 0:
-            left = available - near.needed(memory)
-            walls.append(near.tokens + left * (near.tokens - before.tokens) // grown)
-    return max(min(walls), Ki)
-
-
-def _wall(near: Plan, estimated: Callable[[int], Estimate]) -> int:
-    """The most tokens that fit by the closed form, as far off as it is at this plan."""
-    off = near.device_peak - estimated(near.tokens).device_peak
-    return longest_estimated(estimated, near.machine, near.ranks, off)
-
-
-def longest_estimated(
-    estimated: Callable[[int], Estimate], machine: Machine, ranks: int, off: int = 0
-) -> int:
-    """The most tokens whose estimate fits, with ``off`` bytes more on the device."""
-    device_memory = machine.device_memory
-    assert device_memory is not None
-    machine = replace(machine, host_memory=machine.available("host", ranks))
-    low, high = 1, LONGEST // Ki
-    while high - low > 1:
-        middle = (low + high) // 2
-        needs = estimated(middle * Ki)
-        on_device = needs.device_peak + off <= device_memory
-        fits = on_device and fits_node(machine, needs, ranks)
-        low, high = (middle, high) if fits else (low, middle)
-    return high * Ki if high == LONGEST // Ki else low * Ki
-
-
-def _up(tokens: int) -> int:
-    return -(-tokens // Ki) * Ki
-
-
-def _nothing_fits(plan: Plan) -> str:
-    assert plan.limit is not None
-    given = plan.available(plan.limit)
-    assert given is not None
-    most = max(plan.peak.by_category.items(), key=lambda item: item[1])
-    needed = f"{format_bytes(plan.needed(plan.limit))} of {memory_name(plan.limit)} needed"
-    other = " or the recipe 'long'" if plan.recipe.optimizer == "device" else ""
-    return (
-        f"not even {format_tokens(plan.tokens)} tokens fit: {needed}, {format_bytes(given)} given; {most[0]} "
-        f"{format_bytes(most[1])}; more ranks{other} need less"
-    )

@@ -1,32 +1,21 @@
-"""The longest context of models on machines that people rent, each with the best of the named recipes.
-
-The closed form chooses the recipe of a cell, and the context; plans of that recipe alone confirm them.
-"""
+"""The longest context of models on machines that people rent, each with the best of the named recipes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lab.errors import RecipeError
-from lab.models import ModelLike
 from lab.models.presets import PRESETS
-from lab.planning.closed_form import Estimate
-from lab.planning.closed_form_disk import estimate_on
-from lab.planning.cuda_workspace import fixed_workspace
-from lab.planning.fit import MARGIN
+from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
-from lab.planning.max_context import LONGEST, RESOLUTION, Degrees, best_degrees, longest_estimated
-from lab.planning.plan import Plan, plan_job, shape_of
-from lab.recipe.jobs import Job, Limit, Machine, make_job
+from lab.planning.longest import NothingFits, whole_tiles
+from lab.planning.max_context import RESOLUTION
+from lab.planning.plan import Plan, plan_job
+from lab.recipe.jobs import MAX_TOKENS, Job, Limit, Machine, make_job
 from lab.recipe.ladder import RECIPE_NAMES
-from lab.shape import Shape
-from lab.techniques.ulysses_degrees import degree_pairs
-from lab.units import Ki, format_bytes, format_tokens, round_tokens
-
-MISSES = 3
-"""So many plans that did not fit end the search of a cell that has one that fits."""
+from lab.units import format_bytes, round_tokens
 
 
 @dataclass(frozen=True)
@@ -154,10 +143,9 @@ def longest_contexts(
 ) -> tuple[LongestContext, ...]:
     """Find the longest context of each model on each of ``rentals``, with the best of ``RECIPE_NAMES``.
 
-    The best recipe is that of the longest context by the closed form, with its best pair of degrees. Of
-    recipes that are equal to within the resolution of ``max_context``, the first name is taken. The context
-    in a cell was planned with this recipe, and fits. By the closed form, corrected by this plan, the longest
-    context that fits is longer by the resolution at most.
+    Each recipe has the ladder's degrees. Of recipes whose contexts differ by less than one part in
+    ``RESOLUTION``, the first name is taken. A context ends with a whole tile: it fits, and with one tile more
+    on each rank it does not.
 
     Args:
         models: The names of presets.
@@ -177,135 +165,31 @@ def longest_contexts(
     return tuple(cells)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A named recipe on a machine: its jobs by tokens, and its longest context by the closed form."""
-
-    name: str
-    job: Callable[[int], Job]
-    estimated: Callable[[int], Estimate]
-    tokens: int
-
-
 def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestContext:
-    subject = f"{model} on {rental.title}"
-    say(f"{subject}: comparing recipes")
     shape, machine = shape_of(model), rental.machine
-    candidates = [*_candidates(model, shape, rental, machine)]
-    longest = max(candidate.tokens for candidate in candidates)
-    enough = longest * (1 - 1 / RESOLUTION)
-    best = next(candidate for candidate in candidates if candidate.tokens >= enough)
-    if longest < Ki:
-        best = min(candidates, key=lambda candidate: candidate.estimated(Ki).device_peak)
-        refusal = _refusal_by_estimate(best.estimated(Ki), machine, rental)
-        if refusal is not None:
-            return LongestContext(model, rental, None, *refusal)
+    found: list[tuple[Plan, Plan]] = []
+    refusals: list[NothingFits] = []
 
-    def planned(tokens: int) -> Plan:
-        say(f"{subject}: planning {best.name} at {round_tokens(tokens)}")
-        return plan_job(best.job(tokens), machine)
+    def planned(job: Job) -> Plan:
+        say(f"{model} on {rental.title}: planning {job.recipe_name} at {round_tokens(job.tokens)}")
+        return plan_job(job, machine)
 
-    return _confirmed(model, rental, best, planned)
-
-
-def _candidates(model: ModelLike, shape: Shape, rental: Rental, machine: Machine) -> list[_Candidate]:
-    found = []
     for name in RECIPE_NAMES:
+
+        def job_of(tokens: int, name: str = name) -> Job:
+            return make_job(model, name, tokens=tokens, ranks=rental.gpus, shape=shape)
+
         try:
-            found.append(_candidate(name, model, shape, rental, machine))
+            fits, beyond = whole_tiles(job_of, machine, planned)
+            found.append((fits, planned(job_of(min(beyond, MAX_TOKENS)))))
+        except NothingFits as refusal:
+            refusals.append(refusal)
         except RecipeError:
-            # The model or the number of ranks forbids this recipe: it is no candidate.
+            # The model or the number of ranks forbids this recipe.
             continue
-    return found
-
-
-def _candidate(name: str, model: ModelLike, shape: Shape, rental: Rental, machine: Machine) -> _Candidate:
-    """The recipe of this name, with the degrees of the longest context."""
-
-    def job(tokens: int, degrees: Degrees) -> Job:
-        return make_job(model, name, tokens=tokens, ranks=rental.gpus, shape=shape, **dict[str, Any](degrees))
-
-    def longest(degrees: Degrees) -> int:
-        return _longest(lambda tokens: estimate_on(machine, shape, job(tokens, degrees)), machine, rental)
-
-    degrees: Degrees = {}
-    usual = job(Ki, degrees).recipe
-    if usual.ulysses * usual.ring == rental.gpus > 1:
-        degrees = best_degrees(usual, degree_pairs(shape, rental.gpus), longest)
-    return _Candidate(
-        name,
-        lambda tokens: job(tokens, degrees),
-        lambda tokens: estimate_on(machine, shape, job(tokens, degrees)),
-        longest(degrees),
-    )
-
-
-def _longest(estimated: Callable[[int], Estimate], machine: Machine, rental: Rental) -> int:
-    """The longest context by the closed form, with what CUDA takes; 0 if not even 1K tokens fit."""
-    outside = fixed_workspace(rental.gpus)
-    if _limit(estimated(Ki), machine, rental, outside) is not None:
-        return 0
-    return longest_estimated(estimated, machine, rental.gpus, outside)
-
-
-def _limit(needs: Estimate, machine: Machine, rental: Rental, off: int) -> Limit | None:
-    """The memory that is too small for an estimate, with ``off`` bytes more on the device."""
-    assert machine.device_memory is not None
-    if needs.device_peak + off > machine.device_memory:
-        return "device"
-    return "host" if needs.host_peak * machine.node_ranks(rental.gpus) > rental.available("host") else None
-
-
-def _refusal_by_estimate(needs: Estimate, machine: Machine, rental: Rental) -> tuple[Limit, str] | None:
-    """What stops 1K tokens, and in words, where the closed form leaves no doubt; None where it does."""
-    assert machine.device_memory is not None
-    needed = needs.device_peak + fixed_workspace(rental.gpus)
-    if needed > MARGIN * machine.device_memory:
-        return "device", _refusal("device", needed, rental, needs.by_category)
-    if _limit(needs, machine, rental, 0) == "host":
-        of_node = needs.host_peak * machine.node_ranks(rental.gpus)
-        return "host", _refusal("host", of_node, rental)
-    return None
-
-
-def _refusal(limit: Limit, needed: int, rental: Rental, held: Mapping[str, int] | None = None) -> str:
-    """What stops 1K tokens, in words; with the category that a device has the most of, if that is given."""
-    most = ""
-    if held is not None:
-        category = max(held, key=lambda name: held[name])
-        most = f"; {category} {format_bytes(held[category])}"
-    return (
-        f"not even {format_tokens(Ki)} tokens fit: {format_bytes(needed)} of {limit} memory needed, "
-        f"{format_bytes(rental.available(limit))} given{most}"
-    )
-
-
-def _confirmed(
-    model: str, rental: Rental, best: _Candidate, planned: Callable[[int], Plan]
-) -> LongestContext:
-    """Plan the candidate's context; shorten or lengthen it by as much as the closed form is off there."""
-    fits: Plan | None = None
-    refused, misses, machine = LONGEST + Ki, 0, rental.machine
-    # The closed form leaves out what kernels take inside: a step before its wall the first plan mostly fits.
-    tokens = max((best.tokens - best.tokens // RESOLUTION) // Ki * Ki, Ki)
-    while True:
-        plan = planned(tokens)
-        off = plan.device_peak - best.estimated(tokens).device_peak
-        wall = longest_estimated(best.estimated, machine, rental.gpus, off)
-        step = max(Ki, wall // RESOLUTION)
-        if plan.limit is None:
-            fits = plan
-        elif tokens == Ki:
-            held = plan.peak.by_category if plan.limit == "device" else None
-            refusal = _refusal(plan.limit, plan.needed(plan.limit), rental, held)
-            return LongestContext(model, rental, None, plan.limit, refusal)
-        else:
-            refused, misses = tokens, misses + 1
-        if fits is not None and (min(wall, refused) - fits.tokens <= step or misses >= MISSES):
-            break
-        # Half a step before the wall and before what was refused, and further with each plan that is refused.
-        tokens = max((min(wall, refused) - (step << misses) // 2) // Ki * Ki, Ki)
-        if fits is not None and tokens <= fits.tokens:
-            break
-    longer = best.estimated(longest_estimated(best.estimated, machine, rental.gpus, off) + Ki)
-    return LongestContext(model, rental, fits, _limit(longer, machine, rental, off))
+    if not found:
+        leanest = min(refusals, key=lambda refusal: refusal.plan.device_peak)
+        return LongestContext(model, rental, None, leanest.plan.limit, str(leanest))
+    enough = max(fits.tokens for fits, _ in found) * (1 - 1 / RESOLUTION)
+    fits, beyond_plan = next(pair for pair in found if pair[0].tokens >= enough)
+    return LongestContext(model, rental, fits, beyond_plan.limit)

@@ -5,41 +5,31 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
-from typing import Any, cast, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 
 from cluster.progress import progress, say
-from lab import decoder, models
+from lab import models
 from lab.errors import LabError
 from lab.memory.holders import Holders, Memory
-from lab.memory.timeline import Moment, Timeline
+from lab.memory.moment import Moment
+from lab.memory.timeline import Timeline
 from lab.models.lora import Lora
-from lab.planning.allocator import simulate
+from lab.planning.allocator import reserved_bytes
+from lab.planning.answers import Answer, Facts, answer, known_answer, shape_of
 from lab.planning.bill import Bill, Order, make_bill
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
-from lab.planning.cuda_workspace import matrix_products_note, outside_workspace
-from lab.planning.extrapolation import depths_to_walk, extrapolate
-from lab.planning.fake_step import fake_step, walk, workspace_of
+from lab.planning.cuda_workspace import matrix_products_note
 from lab.planning.hardware import hardware, make_machine
 from lab.planning.model_flops import model_flops
-from lab.planning.plan_cache import cached
-from lab.planning.shrinking import with_job
-from lab.planning.start import adam_bytes, start_of
 from lab.recipe.jobs import Documents, Job, Limit, Machine, make_job, memory_name
-from lab.recipe.knobs import BY_NAME
 from lab.recipe.ladder import ladder
-from lab.recipe.recipe import Recipe
-from lab.shape import Shape
-from lab.step.kernel_limits import attention_dtype, runs_flash, torch_refusal
-from lab.step.one_rank import ring_ranks
-from lab.torch_private import PlanningMode
+from lab.recipe.recipe import BY_NAME, Recipe, torch_refusal
+from lab.shape import WIDTHS, Shape
+from lab.techniques.limits import flash_takes
 from lab.units import (
     LARGEST,
     format_bytes,
@@ -50,7 +40,11 @@ from lab.units import (
     round_tokens,
 )
 
-Step = tuple[Timeline, Costs]
+Fit = Literal["fits", "fits with expandable segments", "does not fit"]
+"""How a step fits a machine; see ``Plan.fit``."""
+
+POSITION = 8
+"""The bytes of the position of a token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +60,11 @@ class Plan:
         ring_rank: The plan is that of the first rank of this ring rank.
         timeline: The bytes of the step.
         start: The highest moment before the first step.
+        host_of_others: The most host bytes that another planned ring rank holds at once: with the optimizer
+            on the host, one with a larger shard holds more of its state. 0 if there is no other.
         costs: The step's operations, bytes on links and seconds.
         notes: Sentences on what the plan does not count, or what a GPU would refuse.
+        lengths: The lengths whose plans give this one exactly; empty where its own step was planned.
         planning_seconds: The seconds that it took to make the plan.
     """
 
@@ -78,8 +75,10 @@ class Plan:
     ring_rank: int
     timeline: Timeline
     start: Moment
+    host_of_others: int
     costs: Costs
     notes: tuple[str, ...]
+    lengths: tuple[int, ...]
     planning_seconds: float
 
     def __repr__(self) -> str:
@@ -89,24 +88,20 @@ class Plan:
     def description(self) -> dict[str, str]:
         """What a terminal and a notebook show: texts by label."""
         on_device = format_share(self.device_peak, self.machine.device_memory)
-        per_node = (
-            f"{format_bytes(self.host_peak_per_node)} per node"
-            f"{format_share(self.host_peak_per_node, self.available('host'))}"
-        )
-        disk_per_node = (
-            f"{format_bytes(self.disk_peak_per_node)} per node"
-            f"{format_share(self.disk_peak_per_node, self.machine.disk_bytes)}"
-        )
+
+        def of_node(memory: Limit, peak: int) -> str:
+            needed = self.needed(memory)
+            share = format_share(needed, self.available(memory))
+            return f"{format_bytes(peak)} per rank, {format_bytes(needed)} per node{share}" if peak else ""
+
         return {
             "weights": self.shape.weights_text if self.shape.experts else "",
             "recipe": self.recipe.summary,
             "state": self.state,
             "device peak": f"{format_bytes(self.device_peak)} per rank{on_device}",
             "at the peak": str(self.peak),
-            "host peak": f"{format_bytes(self.host_peak)} per rank, {per_node}" if self.host_peak else "",
-            "disk peak": f"{format_bytes(self.disk_peak)} per rank, {disk_per_node}"
-            if self.disk_peak
-            else "",
+            "host peak": of_node("host", self.host_peak),
+            "disk peak": of_node("disk", self.disk_peak),
             "step": f"{format_seconds(self.step_seconds)} on {self.device} (estimate)",
             "note": "; ".join(self.notes),
             "verdict": self.verdict,
@@ -125,7 +120,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, in words, and what is left of the host memory that was given."""
+        """Whether it fits (see ``fit``), in words, and what is left of the host memory that was given."""
         given, left = self.machine.host_memory, self.available("host")
         host = ""
         if given is not None and left is not None and self.host_peak:
@@ -137,9 +132,10 @@ class Plan:
 
     @property
     def _fit_text(self) -> str:
-        if self.fits is None:
-            return "no memory was given"
-        return "fits" if self.limit is None else f"does not fit: {memory_name(self.limit)}"
+        if self.limit is None:
+            return self.fit or "no memory was given"
+        alone = ", though its tensors alone would" if self.limit == "device" and self.tensors_fit else ""
+        return f"does not fit: {memory_name(self.limit)}{alone}"
 
     @property
     def recipe(self) -> Recipe:
@@ -176,13 +172,34 @@ class Plan:
         """
         if not self.machine.workspace:
             return None
-        state = simulate(self.timeline, expandable=expandable)
-        return max(state.reserved_peak + outside_workspace(self.ranks), self.start.device)
+        reserved = reserved_bytes(self.timeline, self.ranks, expandable=expandable)
+        return max(reserved, self.start.device)
+
+    @property
+    def device_need(self) -> int:
+        """The device bytes with which the step runs.
+
+        They are what CUDA's allocator reserves with the better kind of segments, and what others take.
+        Without ``workspace``, or where the tensors alone are too many, they are the device peak.
+        """
+        memory = self.machine.device_memory
+        if memory is None or not self.machine.workspace or not self.tensors_fit:
+            return self.device_peak
+        expandable = self.reserved_peak() or 0
+        if expandable <= memory:
+            return expandable
+        return min(expandable, self.reserved_peak(expandable=False) or 0)
+
+    @property
+    def tensors_fit(self) -> bool:
+        """Whether the device holds the tensors of the step, where what the allocator keeps is not counted."""
+        memory = self.machine.device_memory
+        return memory is None or self.device_peak <= memory
 
     @property
     def host_peak(self) -> int:
-        """The most host bytes the rank holds at once."""
-        return self.timeline.host_peak
+        """The most host bytes that a rank holds at once."""
+        return max(self.timeline.host_peak, self.host_of_others)
 
     @property
     def host_peak_per_node(self) -> int:
@@ -215,16 +232,16 @@ class Plan:
         Raises:
             ResultError: There is no such instant or memory.
         """
+        from lab.planning.shrinking import with_job
+
         return with_job(self.timeline.holders(at, memory=memory), self.timeline, self.job)
 
     @property
     def limit(self) -> Limit | None:
         """Which memory refuses it; None where it fits what was given."""
-        for memory in get_args(Limit):
-            available = self.available(memory)
-            if available is not None and self.needed(memory) > available:
-                return cast(Limit, memory)
-        return None
+        return self.machine.limit(
+            self.ranks, device=self.device_need, host=self.host_peak, disk=self.disk_peak
+        )
 
     def available(self, memory: Limit) -> int | None:
         """Return the bytes that the step may take of a memory; see ``Machine.available``."""
@@ -233,7 +250,7 @@ class Plan:
     def needed(self, memory: Limit) -> int:
         """Return the bytes that the step needs of a memory: of a device, or of a node's host or disk."""
         return {
-            "device": self.device_peak,
+            "device": self.device_need,
             "host": self.host_peak_per_node,
             "disk": self.disk_peak_per_node,
         }[memory]
@@ -244,6 +261,21 @@ class Plan:
         if all(self.available(memory) is None for memory in get_args(Limit)):
             return None
         return self.limit is None
+
+    @property
+    def fit(self) -> Fit | None:
+        """How it fits the memory that was given; None where none was.
+
+        It "fits" where the device holds what CUDA's allocator reserves by default, in segments of fixed
+        sizes. It "fits with expandable segments" where the device holds only what is reserved in these.
+        """
+        if self.fits is None:
+            return None
+        if self.limit is not None:
+            return "does not fit"
+        memory, fixed = self.machine.device_memory, self.reserved_peak(expandable=False)
+        is_over = memory is not None and fixed is not None and fixed > memory
+        return "fits with expandable segments" if is_over else "fits"
 
     @property
     def step_seconds(self) -> float:
@@ -307,6 +339,7 @@ class Plan:
             "disk_peak": self.disk_peak,
             "disk_peak_per_node": self.disk_peak_per_node,
             "fits": self.fits,
+            "verdict": self.fit,
             "limit": self.limit,
             "peak": {"op": peak.op, "shapes": peak.shapes, "module": peak.module, "phase": peak.phase},
             "by_category": peak.by_category,
@@ -331,6 +364,7 @@ def plan(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    accumulate: int = 1,
     lora: Lora | str | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
@@ -352,6 +386,9 @@ def plan(
     ``disk``, bytes of a node such as "4TB", the long tensors of streamed layers are on it and not in host
     memory; ``disk_rate`` is its rate, such as "3GB/s", in place of that of the hardware table. ``knobs`` are
     set on a ladder's recipe by hand.
+
+    The step has ``accumulate`` micro-batches of so many rows each, whose gradients are summed. In the
+    timeline of many, the third stands for all but the two first and the last (``planning/micro_batches.py``).
 
     With ``lora``, such as "r=16", PEFT's adapters are trained, and all parameters of the model are frozen:
     they have no gradients and no optimizer state. See ``lab.models.Lora``.
@@ -381,6 +418,7 @@ def plan(
         tokens=tokens,
         ranks=ranks,
         rows=rows,
+        accumulate=accumulate,
         lora=lora,
         documents=documents,
         dtype=dtype,
@@ -398,23 +436,42 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     """
     began = time.perf_counter()
     _check_pairs(job)
-    skeleton = fake_model(job)
-    ring_rank, (timeline, costs) = _fullest(job, machine, skeleton)
+    return _plan_of(answer(job, workspace=machine.workspace), job, machine, began)
+
+
+def known_plan(job: Job, machine: Machine) -> Plan | None:
+    """Return the plan of a job where its step is known without running its code; None where it is not."""
+    began = time.perf_counter()
+    found = known_answer(job, workspace=machine.workspace)
+    return None if found is None else _plan_of(found, job, machine, began)
+
+
+def _plan_of(found: Answer, job: Job, machine: Machine, began: float) -> Plan:
+    facts = found.facts
+    steps = [step.priced(machine, job.ranks) for step in found.steps]
+    if machine.disk is not None:
+        steps = [(timeline.with_tiles_on_disk(), costs) for timeline, costs in steps]
+    # Of equal ones, the first.
+    fullest = max(range(len(steps)), key=lambda number: steps[number][0].device_peak)
+    timeline, costs = steps.pop(fullest)
+    host_of_others = max((other.host_peak for other, _ in steps), default=0)
     if machine.disk is not None:
         ranks = machine.node_ranks(job.ranks)
         costs = costs.with_disk(hardware(machine.device), machine.disk.rate, ranks)
-        timeline = timeline.with_tiles_on_disk()
-    costs = costs.with_pageable(_pageable_share(job, machine, skeleton, timeline.host_peak))
+    host_peak = max(timeline.host_peak, host_of_others)
+    costs = costs.with_pageable(_pageable_share(job, machine, facts, host_peak))
     return Plan(
         job=job,
         machine=machine,
-        shape=decoder.shape_of(skeleton.config),
-        state=_state(job, skeleton),
-        ring_rank=ring_rank,
+        shape=facts.shape,
+        state=facts.state,
+        ring_rank=facts.ring_ranks[fullest],
         timeline=timeline,
-        start=start_of(job, machine, skeleton),
+        start=facts.start,
+        host_of_others=host_of_others,
         costs=costs,
-        notes=tuple(_notes(job, skeleton)) if machine.workspace else (),
+        notes=tuple(_notes(job, facts)) if machine.workspace else (),
+        lengths=found.lengths,
         planning_seconds=time.perf_counter() - began,
     )
 
@@ -427,8 +484,8 @@ def _check_pairs(job: Job) -> None:
     """
     ranks = job.recipe.ulysses * job.recipe.ring
     rows, tokens = -(-job.rows * ranks // job.ranks), -(-job.tokens // ranks)
-    if rows * tokens**2 * torch.int64.itemsize > LARGEST:
-        most = math.isqrt(LARGEST // torch.int64.itemsize // rows) * ranks
+    if rows * tokens**2 * POSITION > LARGEST:
+        most = math.isqrt(LARGEST // POSITION // rows) * ranks
         raise LabError(
             f"tokens={job.tokens}, rows={job.rows}: a rank has {rows} rows of {tokens} tokens, whose pairs "
             f"are too many for a plan; up to {most} tokens work with these rows and ranks"
@@ -450,7 +507,7 @@ def plan_ladder(
         LabError: as ``plan``, and as ``lab.ladder``.
     """
     length, dtype = parse_tokens(tokens), settings.pop("dtype", None)
-    asked = {name: settings.pop(name) for name in ("rows", "lora") if name in settings}
+    asked = {name: settings.pop(name) for name in ("rows", "accumulate", "lora") if name in settings}
     knobs = {name: settings.pop(name) for name in BY_NAME if name in settings}
     machine, shape = make_machine(**settings), shape_of(model, dtype)
     plans = {}
@@ -463,133 +520,33 @@ def plan_ladder(
     return plans
 
 
-def shape_of(model: models.ModelLike, dtype: str | None = None) -> Shape:
-    """The model's shape; of a callable, that of a model that it makes without a byte of its parameters.
-
-    Raises:
-        LabError: See ``lab.models.shape_of``.
-    """
-    if callable(model) and not isinstance(model, PretrainedConfig) and dtype is None:
-        with PlanningMode(allow_non_fake_inputs=True):
-            return models.shape_of(models.build(model).config)
-    return models.shape_of(model, dtype)
-
-
-def fake_model(job: Job) -> PreTrainedModel:
-    """The job's model, with its adapters, without a byte of its parameters."""
-    with PlanningMode(allow_non_fake_inputs=True):
-        return models.build(job.model, dtype=job.dtype, lora=job.lora, weights=False)
-
-
-def has_fp32_state(job: Job) -> bool:
-    """Whether all parameters are fp32. The closed form knows no others."""
-    return {parameter.dtype for parameter in fake_model(job).parameters()} == {torch.float32}
-
-
-def _state(job: Job, skeleton: PreTrainedModel) -> str:
-    """The dtypes of the parameters and of what training adds to them, and where they come from."""
-    trained, frozen = (
-        " and ".join(sorted({_name(p.dtype) for p in skeleton.parameters() if p.requires_grad is kind}))
-        for kind in (True, False)
-    )
-    held = f"{trained} parameters, gradients and optimizer state"
-    if frozen:
-        held = f"{frozen} frozen parameters; {trained} trained ones, gradients and optimizer state"
-    dequantized = ", as if dequantized" if job.dequantized else ""
-    return f"{held} ({models.dtype_source(job.model, job.dtype)}{dequantized})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _pageable_share(job: Job, machine: Machine, skeleton: PreTrainedModel, host_peak: int) -> float:
+def _pageable_share(job: Job, machine: Machine, facts: Facts, host_peak: int) -> float:
     """The share of what a rank copies to the host that may not be pinned.
 
     Adam's state on the host is neither copied nor pinned.
     """
     pinnable, on_host = machine.pinnable(job.ranks), job.recipe.optimizer == "host"
-    copied = host_peak - (adam_bytes(job, skeleton) if on_host else 0)
+    copied = host_peak - (facts.adam if on_host else 0)
     return 0.0 if pinnable is None or copied <= pinnable else 1 - pinnable / copied
 
 
-def _notes(job: Job, model: PreTrainedModel) -> Iterator[str]:
+def _notes(job: Job, facts: Facts) -> Iterator[str]:
     """What is to be known before this job runs on a GPU."""
     if job.recipe.optimizer == "host":
         rate = HOST_MEMORY.value * HOST_MEMORY_SHARE.value / 1e9
         yield f"clipping and Adam on the host are estimated at {rate:.0f} GB/s per node, which is assumed"
-    recipe, shape = job.recipe, decoder.shape_of(model.config)
-    dtype = attention_dtype(recipe, model.dtype)
-    if not runs_flash(dtype, shape.D):
-        yield matrix_products_note(_name(dtype), shape.D)
+    recipe, shape, dtype = job.recipe, facts.shape, facts.attention_dtype
+    if not flash_takes(WIDTHS[dtype], shape.D):
+        yield matrix_products_note(dtype, shape.D)
         return
     yield f"the workspace of attention is that of torch's kernel; kernel={recipe.kernel!r} may take another"
     if recipe.kernel in ("auto", "torch"):
-        refusal = torch_refusal(recipe, shape, job.longest_document)
+        refusal = torch_refusal(recipe, shape, job.tokens, job.longest_document)
         if refusal is not None:
             yield refusal
-
-
-def _fullest(job: Job, machine: Machine, skeleton: PreTrainedModel) -> tuple[int, Step]:
-    """The ring rank that holds the most device bytes, and its step; of equal ones, the first planned."""
-    lengths = (len(parameter) for parameter in skeleton.parameters())
-    steps = {
-        ring_rank: whole_step(job, machine, skeleton, ring_rank)
-        for ring_rank in ring_ranks(job.recipe, lengths)
-    }
-    return max(steps.items(), key=lambda planned: planned[1][0].device_peak)
-
-
-def whole_step(job: Job, machine: Machine, skeleton: PreTrainedModel, ring_rank: int) -> Step:
-    """The step of the whole model, from disk if it was planned before; ``skeleton`` is the model, fake."""
-    layers: nn.ModuleList = skeleton.model.layers
-    alike = len({tuple(_shapes(layer)) for layer in layers}) == 1
-    kinds = decoder.kinds_of(skeleton)
-
-    def make() -> Step:
-        extrapolated = _extrapolated(job, machine, kinds, ring_rank) if alike else None
-        return extrapolated or fake_step(job, machine, len(layers), ring_rank=ring_rank)
-
-    if callable(job.model):
-        # Its code is part of what the plan depends on, and nothing that could be looked up.
-        return make()
-    facts = {
-        "model": [skeleton.config.to_dict(), [*_shapes(skeleton)]],
-        "recipe": job.recipe.to_json(),
-        "lora": None if job.lora is None else [job.lora.to_json(), version("peft")],
-        "sizes": [job.tokens, job.documents, job.ranks, job.rows, job.accumulate, ring_rank],
-        "machine": [machine.device, machine.ranks_per_node, machine.workspace],
-    }
-    return cached("plans", facts, make, encode=_document, decode=_step)
-
-
-def _document(step: Step) -> dict[str, Any]:
-    timeline, costs = step
-    return {"timeline": timeline.to_json(), "costs": asdict(costs)}
-
-
-def _step(document: dict[str, Any]) -> Step:
-    return Timeline.from_json(document["timeline"]), Costs(**document["costs"])
-
-
-def _extrapolated(job: Job, machine: Machine, kinds: Sequence[Hashable], ring_rank: int) -> Step | None:
-    """The step of layers of these kinds, from those of fewer layers; None if it cannot be had so."""
-    segment, layers = job.recipe.segment, len(kinds)
-    depths = depths_to_walk(kinds, segment)
-    if layers <= depths.shallow + depths.deep:
-        return None
-    # A layer that is a segment for itself at the end keeps its input, as without segments.
-    of_few = replace(job, recipe=replace(job.recipe, segment=1)) if layers % segment == 1 else job
-    shallow = walk(of_few, machine, depths.shallow, ring_rank=ring_rank)
-    deep = walk(job, machine, depths.deep, ring_rank=ring_rank)
-    return extrapolate(shallow, deep, depths, workspace_of(job, machine).allocation)
 
 
 def _layer(path: str) -> int:
     """The number of the layer that a module is or lies in; -1 outside of all."""
     match = re.match(r"model\.layers\.(\d+)", path)
     return int(match[1]) if match else -1
-
-
-def _shapes(module: nn.Module) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
-    return ((name, p.shape, p.dtype) for name, p in module.named_parameters())

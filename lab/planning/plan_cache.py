@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -37,22 +37,31 @@ def cached(
     A file that cannot be read is made anew. What ``make`` raises is not kept.
 
     Args:
-        kind: "plans", "answers" or "shapes", the name of a folder.
+        kind: "answers" or "shapes", the name of a folder.
         facts: Plain values, everything that the result depends on. The sources of the lab and the versions
             of torch and transformers are added.
         make: Makes the result.
         encode: Makes plain values of a result.
         decode: Makes the result of them; it raises ValueError, KeyError or TypeError if they are none.
     """
-    text = json.dumps([facts, _versions()], sort_keys=True, default=str)
-    path = folder(kind) / f"{hashlib.sha256(text.encode()).hexdigest()}.json.gz"
+    path = folder(kind) / f"{key_of(facts)}.json.gz"
     try:
         result = decode(json.loads(gzip.decompress(path.read_bytes())))
         path.touch()
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
         result = make()
-        _write(path, encode(result))
+        write(path, gzip.compress(json.dumps(encode(result)).encode(), compresslevel=1))
     return result
+
+
+def key_of(facts: dict[str, Any]) -> str:
+    """Return a name for facts, the sources of the lab, and the versions of torch and transformers."""
+    return digest({"facts": facts, "versions": _versions()})
+
+
+def digest(facts: dict[str, Any]) -> str:
+    """Return a name for facts: the SHA-256 of their JSON, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def folder(kind: str) -> Path:
@@ -64,31 +73,35 @@ def folder(kind: str) -> Path:
     return user_cache_path("longcontext-lab") / kind
 
 
-def model_identity(model: str) -> list[object]:
-    """Return what a plan depends on: the model's name, or its path, its config and the state of its files."""
+def model_identity(model: str | Path) -> list[object]:
+    """Return what a plan depends on: the model's name, or its path, its config and the state of its files.
+
+    A text that names a preset is no directory, also where there is one of this name.
+    """
     path = Path(model)
     directory = path.parent if path.name == "config.json" else path
     config = directory / "config.json"
     # A Path raises where a name is too long for a file.
     if not os.path.isfile(config):
-        return [model]
+        return [str(model)]
     # The headers of the weights, and notes beside them, decide whether the model is planned at all.
     files = [
         # A link may lead nowhere, as in a download that was cut off.
         [file.name, [file.stat().st_size, file.stat().st_mtime_ns] if file.exists() else None]
         for file in sorted(directory.iterdir())
     ]
-    return [str(directory.absolute()), config.read_bytes().hex(), files]
+    as_given = [type(model) is str, str(model)]
+    return [as_given, str(directory.absolute()), config.read_bytes().hex(), files]
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write the document, whole or not at all; a disk that refuses it costs the next call its seconds."""
+def write(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all; a disk that refuses it costs the next call its seconds."""
     part = path.with_name(f"{uuid4()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(gzip.compress(json.dumps(document).encode(), compresslevel=1))
+        part.write_bytes(data)
         part.replace(path)
-        files = sorted(path.parent.glob("*.json.gz"), key=os.path.getmtime)
+        files = sorted(path.parent.glob(f"*{path.suffix}"), key=os.path.getmtime)
         for old in files[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError:
@@ -97,16 +110,25 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 
 @cache
-def sources_hash() -> str:
-    """Return the SHA-256 of the lab's own sources, in hexadecimal digits."""
-    sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        sources.update(path.read_bytes())
+def sources_hash(*parts: str) -> str:
+    """Return the SHA-256 of the lab's own sources, in hexadecimal digits.
+
+    Args:
+        parts: Folders and files of the lab; all of it, with the table of hardware, if none is given.
+    """
+    sources, lab = hashlib.sha256(), Path(__file__).parents[1]
+    for part in parts or (".", "planning/hardware.toml"):
+        files = sorted((lab / part).rglob("*.py")) if (lab / part).is_dir() else [lab / part]
+        for file in files:
+            sources.update(file.read_bytes())
     return sources.hexdigest()
 
 
 @cache
 def _versions() -> dict[str, str]:
-    # The name of the build, +cpu or +cu130, is left out: a plan on fake tensors does not depend on it.
-    releases = {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
-    return {"lab": sources_hash(), **releases}
+    releases = {"lab": sources_hash()}
+    for name in ("torch", "transformers", "peft"):
+        with suppress(PackageNotFoundError):
+            # Without the name of the build, +cpu or +cu130: a plan on fake tensors does not depend on it.
+            releases[name] = version(name).partition("+")[0]
+    return releases

@@ -11,7 +11,6 @@ from lab.errors import ResultError
 from lab.memory.holders import Holder, Holders
 from lab.memory.storages import TensorKind
 from lab.memory.timeline import Timeline
-from lab.planning.closed_form_terms import local_sizes
 from lab.recipe.jobs import Job
 from lab.recipe.ladder import OTHER_RECIPES
 from lab.recipe.recipe import Recipe
@@ -40,27 +39,35 @@ def hidden_state_bytes(timeline: Timeline, job: Job) -> int:
     Raises:
         ResultError: The timeline has no embedding, as one without storages.
     """
-    b, s = local_sizes(job)
+    b, s = job.local_sizes
     embedding = _embedding(timeline)
     width: int = getattr(torch, job.recipe.compute_dtype or embedding.dtype).itemsize
     return b * s * embedding.shape[-1] * width
 
 
 def knob_for(holder: Holder, job: Job) -> str:
-    """Return the setting of a job's recipe that would remove a tensor or shrink it, in a few words.
+    """Return the setting of a job's recipe that would remove a tensor or shrink it; empty if none would.
 
     Args:
         holder: The tensor.
         job: The job that holds it.
     """
-    recipe, (b, s) = job.recipe, local_sizes(job)
+    recipe, (b, s) = job.recipe, job.local_sizes
     if holder.category in ("parameters", "gradients", "optimizer"):
         # One rank alone has nothing to share.
         alone = "" if job.ranks > 1 else " on more ranks"
-        return "more ranks" if recipe.fsdp else f"fsdp=true{alone}"
+        # FSDP gathers parameters, and backward makes gradients, that are whole on any number of ranks.
+        gathered = holder.category == "parameters" and holder.phase != "start"
+        if gathered or (recipe.fsdp and holder.category == "gradients" and holder.op != "aten.empty"):
+            return ""
+        sharded = "more ranks" if recipe.replicas == 1 else "fewer replicas"
+        return sharded if recipe.fsdp else f"fsdp=true{alone}"
     # Where ranks are data parallel, a sequence can be sharded over more of them.
     shards = recipe.ulysses * recipe.ring
     fewer_tokens = "more ranks" if shards >= job.ranks else "a larger ulysses or ring"
+    # What has no axis of the rank's tokens, as the sum of a weight's gradients has none, stays as it is.
+    if holder.category != "host" and prod(holder.shape[: 1 if len(holder.shape) == 2 else None]) % (b * s):
+        fewer_tokens = ""
     if holder.category == "host" and (holder.name or holder.op == "lab.to_host_whole"):
         return "more ranks"
     place = _IN_LAYER.search(holder.module)

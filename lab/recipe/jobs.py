@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -78,12 +78,17 @@ class Job:
         return self.rows * self.accumulate
 
     @property
-    def with_few_batches(self) -> Job:
-        """The same job with at most two micro-batches.
+    def local_sizes(self) -> tuple[int, int]:
+        """The rows of a rank's batch, and the tokens of each that are on the rank."""
+        ring = self.recipe.ring
+        degree = self.recipe.ulysses * ring
+        padded = math.lcm(degree, 2 * ring if ring > 1 else 1)
+        return -(-self.rows * degree // self.ranks), -(-self.tokens // padded) * padded // degree
 
-        Each later one takes as long as the second, and holds as much, but for the tokens of those before it.
-        """
-        return replace(self, accumulate=min(self.accumulate, 2))
+    @property
+    def shards(self) -> int:
+        """The ranks over which the parameters are sharded."""
+        return self.ranks // self.recipe.replicas if self.recipe.fsdp else 1
 
     @property
     def title(self) -> str:
@@ -112,7 +117,8 @@ class Job:
     @property
     def _size(self) -> str:
         several = "" if self.documents is None else f" in {len(self.documents)} documents"
-        return f"{self.ranks} ranks · {format_tokens(self.tokens)} tokens{several}"
+        batches = "" if self.accumulate == 1 else f" x {self.accumulate} micro-batches"
+        return f"{self.ranks} ranks · {format_tokens(self.tokens)} tokens{several}{batches}"
 
     @property
     def longest_document(self) -> int:
@@ -168,25 +174,26 @@ def make_job(
     if adapters is not None:
         adapters.targets_in(shape)
     name = recipe if isinstance(recipe, str) else None
-    of_row = parse_documents(documents, length, chosen.ring)
+    of_row = parse_documents(documents, length, chosen)
     dequantized = dtype is not None and models.is_quantized(model)
     return Job(model, chosen, length, ranks, rows, name, accumulate, adapters, of_row, dtype, dequantized)
 
 
-def parse_documents(given: Documents, tokens: int, ring: int) -> tuple[int, ...] | None:
+def parse_documents(given: Documents, tokens: int, recipe: Recipe) -> tuple[int, ...] | None:
     """Return the lengths of the documents of a row of tokens; None if the row is one document.
 
     Args:
         given: Lengths, or a text such as "1M,512K,512K"; None for one document.
         tokens: S, the tokens of a row.
-        ring: The ring degree, which must be 1 with several documents.
+        recipe: The recipe, which must have no ring that sends with several documents.
 
     Raises:
-        LabError: a text that is no length, lengths that do not add up, or a ring.
+        LabError: a text that is no length, lengths that do not add up, or a ring that sends.
     """
     if given is None:
         return None
-    several = several_or_none(check_documents([parse_lengths(given)], 1, tokens), ring)
+    lengths = check_documents([parse_lengths(given)], 1, tokens)
+    several = several_or_none(lengths, recipe.ring, recipe.ring_exchange)
     return None if several is None else several[0]
 
 
@@ -258,6 +265,16 @@ class Machine:
             return max(self.host_memory - reserve(self.node_ranks(ranks)), 0)
         return {"device": self.device_memory, "host": None, "disk": self.disk_bytes}[memory]
 
+    def limit(self, ranks: int, *, device: int, host: int, disk: int) -> Limit | None:
+        """Return the memory that is too small for the bytes that a rank needs; None if all hold them."""
+        node = self.node_ranks(ranks)
+        needs: dict[Limit, int] = {"device": device, "host": host * node, "disk": disk * node}
+        for memory, needed in needs.items():
+            available = self.available(memory, ranks)
+            if available is not None and needed > available:
+                return memory
+        return None
+
     def pinnable(self, ranks: int) -> int | None:
         """Return the bytes of host memory that each of ``ranks`` ranks may pin; None for no limit."""
         if self.host_memory is None:
@@ -323,11 +340,12 @@ class TrainSettings:
         check_counts({"steps": self.steps})
         if type(self.seed) is not int or not 0 <= self.seed <= LARGEST:
             raise LabError(f"seed={self.seed!r}: it takes a whole number from 0 to {LARGEST}")
-        if not (_is_number(self.learning_rate) and 0 <= self.learning_rate < math.inf):
-            raise LabError(
-                f"learning_rate={self.learning_rate!r}: it takes a finite number, 0 or more, for instance "
-                "0.001"
-            )
+        for name, example in (("learning_rate", 0.001), ("weight_decay", 0.1)):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise LabError(
+                    f"{name}={value!r}: it takes a finite number, 0 or more, for instance {example}"
+                )
         if not (_is_number(self.clip_norm) and self.clip_norm > 0):
             raise LabError(
                 f"clip_norm={self.clip_norm!r}: it takes a number above 0, for instance 1.0, or inf for no "
@@ -341,10 +359,6 @@ class TrainSettings:
         if self.schedule not in get_args(Schedule):
             raise LabError(
                 f"schedule={abbreviate(repr(self.schedule))}: it takes {' or '.join(get_args(Schedule))}"
-            )
-        if not (_is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf):
-            raise LabError(
-                f"weight_decay={self.weight_decay!r}: it takes a finite number, 0 or more, for instance 0.1"
             )
 
     def learning_rate_of(self, step: int) -> float:

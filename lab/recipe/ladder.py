@@ -11,6 +11,7 @@ from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe, check_fields
 from lab.shape import Shape
 from lab.techniques.ulysses_degrees import degrees
+from lab.techniques.unsupported import instead_of
 from lab.units import Ki, check_counts
 
 TILE = 16 * Ki
@@ -66,8 +67,8 @@ def _ladder(
     loss_tile = None if knobs.get("loss_kernel") == "liger" else tile
     steps: dict[str, dict[str, Any]] = {
         "plain": {"compute_dtype": compute_dtype, "kernel": "auto", "loss_kernel": "lab"},
-        "fsdp": {"fsdp": True, "optimizer": "device"},
-        "ulysses": {"ulysses": ulysses, "ring": ring, "ulysses_backend": "lab"},
+        "fsdp": {"fsdp": True, "replicas": 1, "optimizer": "device"},
+        "ulysses": {"ulysses": ulysses, "ring": ring, "ring_exchange": "send", "ulysses_backend": "lab"},
         "checkpoint": {"checkpoint": True},
         "offload": {"offload": "inputs"},
         "tiling": {"mlp_tile": tile, "norm_tile": tile, "loss_tile": loss_tile, "compile": "none"},
@@ -100,13 +101,14 @@ def sequence_degrees(shape: Shape, ranks: int, knobs: Mapping[str, Any]) -> tupl
     ulysses is the largest degree that divides the ranks and the key/value heads, so that no key or value is
     sent to two ranks. ring takes the remaining ranks, so that all ranks share one sequence. A degree in
     ``knobs`` holds, and the other follows from it. DeepSpeed's exchange has no ring, and a model with sliding
-    windows takes none: with them, ulysses is the largest degree that divides the ranks and that the heads
-    allow.
+    windows takes none that sends: with them, ulysses is the largest degree that divides the ranks and that
+    the heads allow.
 
     For the ladder's recipes with UPipe a smaller ulysses can need less memory, because head_chunk follows it.
-    ``lab.fit`` and ``lab.max_context`` compare the pairs, and so does ``lab bench degrees``.
+    ``lab.fit`` and ``lab.max_context`` compare the pairs.
     """
-    no_ring = knobs.get("ulysses_backend") == "deepspeed" or shape.has_windows
+    sends = knobs.get("ring_exchange", "send") == "send"
+    no_ring = knobs.get("ulysses_backend") == "deepspeed" or (shape.has_windows and sends)
     ring = knobs.get("ring", 1)
     legal = [c for c in degrees(shape.H, shape.K) if ranks % (c * ring) == 0]
     shared = [c for c in legal if no_ring or shape.K % c == 0]
@@ -123,7 +125,9 @@ def check_name(name: str) -> None:
         RecipeError: the names that are.
     """
     if name not in RECIPE_NAMES:
-        raise RecipeError(f"unknown recipe {name!r}: give one of {', '.join(RECIPE_NAMES)}, or a Recipe")
+        raise RecipeError(
+            f"unknown recipe {name!r}: give one of {', '.join(RECIPE_NAMES)}, or a Recipe{instead_of(name)}"
+        )
 
 
 def recipe_by_name(

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, get_args
 
 from lab.errors import RecipeError
-from lab.recipe.knobs import BY_NAME, KNOBS, Backend, Compiled, KernelName, LossKernel, Offload, Optimizer
+from lab.recipe.knobs import (
+    COUNT,
+    COUNT_OR_NONE,
+    STREAMED_TILE,
+    TILE,
+    YES_OR_NO,
+    Backend,
+    Compiled,
+    KernelName,
+    Knob,
+    LossKernel,
+    Offload,
+    Optimizer,
+    RingExchange,
+    knob,
+    named,
+)
 from lab.shape import Shape
+from lab.techniques.limits import query_limit_refusal
 from lab.techniques.ulysses_degrees import check_degree, check_ring
+from lab.techniques.unsupported import instead_of
 from lab.techniques.upipe.schedule import schedule
 from lab.units import parse_tokens
 
@@ -21,64 +39,169 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Which techniques a step uses. ``Recipe()`` is the plain model: replicated, everything kept.
+    """Which techniques a step uses. ``Recipe()`` is the plain model: replicated, everything kept."""
 
-    Attributes:
-        fsdp: shard parameters, gradients and optimizer state over all ranks (FSDP2), per layer.
-        ulysses: Ulysses degree C, the ranks over which a sequence is sharded outside attention and the heads
-            are inside it.
-        ring: ring degree R, the ranks round which keys and values travel; the sequence is sharded over C*R.
-        ulysses_backend: this lab's exchange, or DeepSpeed's own.
-        head_chunk: U, the query heads of a UPipe stage, summed over one Ulysses group; None for no UPipe.
-        overlap: while a UPipe stage attends, what the next one needs travels, in buffers of its own; nothing
-            is different where there is one stage, or one rank.
-        attention_tile: tokens of queries, and of keys, that attention's backward sees at once, in pairs of
-            tiles; None for all.
-        checkpoint: keep only each layer's input in forward and recompute the rest in backward.
-        offload: what of checkpointed layers waits for backward on the host: "none", the "inputs", or with
-            them what "attention" made, which then runs once forward and not twice.
-        mlp_tile, norm_tile, loss_tile: tokens that the MLPs, the norms, and the head with its loss see at
-            once; None for all.
-        stream: tokens of the tiles in which a whole layer runs, its long tensors on the host; None for layers
-            whose tensors are on the device. It takes the place of mlp_tile.
-        segment: the layers of which one input is kept: 1 keeps the input of every layer. The others are
-            computed again in backward.
-        compile: what torch.compile fuses inside tiles: nothing, the "norms", or with them the MLPs ("tiles").
-            A step that is metered or planned runs without; those of ``lab train``, and those that a rehearsal
-            times, run with it.
-        loss_kernel: what computes the head with its loss: this lab's, in tiles or whole, or Liger Kernel's,
-            which cuts the tokens itself.
-        kernel: what computes attention: the fastest that the machine has, or one by name. A machine that has
-            it not says so when the recipe is applied; a plan is the same for all.
-        compute_dtype: what parameters are cast to for forward and backward, while the optimizer works on
-            their own dtype; None for no cast.
-        optimizer: where sharded parameters, their gradients and optimizer state are: on the "device", or on
-            the "host", whose CPU then steps.
-    """
-
-    fsdp: bool = False
-    ulysses: int = 1
-    ring: int = 1
-    ulysses_backend: Backend = "lab"
-    head_chunk: int | None = None
-    overlap: bool = False
-    attention_tile: int | None = None
-    checkpoint: bool = False
-    offload: Offload = "none"
-    mlp_tile: int | None = None
-    norm_tile: int | None = None
-    loss_tile: int | None = None
-    stream: int | None = None
-    segment: int = 1
-    compile: Compiled = "none"
-    loss_kernel: LossKernel = "lab"
-    kernel: KernelName = "auto"
-    compute_dtype: str | None = None
-    optimizer: Optimizer = "device"
+    fsdp: bool = knob(
+        rung="fsdp",
+        **YES_OR_NO,
+        sets="sharding of parameters, gradients and optimizer state",
+    )
+    replicas: int = knob(
+        rung="fsdp",
+        **COUNT | {"searched": False},
+        values="it divides the ranks, and C x R divides the ranks of a replica",
+        sets="the groups of ranks that hold all shards each (HSDP); gradients are summed in a group, then "
+        "between groups",
+        tried=({}, {"fsdp": True, "replicas": 2}),
+    )
+    ulysses: int = knob(
+        rung="ulysses",
+        **COUNT,
+        values="C: it divides the query heads, and it divides the key/value heads or is a multiple of them",
+        sets="the ranks that exchange sequence for heads in attention",
+    )
+    ring: int = knob(
+        rung="ulysses",
+        **COUNT,
+        values="R: C x R divides the ranks",
+        sets="zigzag ring attention, alone or with Ulysses; a sequence is sharded over C x R ranks",
+        tried=(
+            {},
+            {"ulysses": 2},
+            {"ulysses": 4},
+            {"ring": 2},
+            {"ulysses": 2, "ring": 2},
+            {"ring": 4},
+            {"ulysses": 2, "ring": 2, "ring_exchange": "gather"},
+            {"ring": 4, "ring_exchange": "gather"},
+        ),
+    )
+    ring_exchange: RingExchange = knob(
+        rung="ulysses",
+        **named(get_args(RingExchange)),
+        sets="how the ranks of a ring exchange keys and values: sent around it in steps, or all gathered at "
+        "once, which holds more and also takes windows and several documents in a row",
+    )
+    ulysses_backend: Backend = knob(
+        rung="ulysses",
+        **named(get_args(Backend)),
+        sets="the exchange of Ulysses: this lab's, or DeepSpeed's as a reference",
+    )
+    head_chunk: int | None = knob(
+        rung="upipe",
+        **COUNT_OR_NONE,
+        values="`none`, a multiple of C that divides the heads",
+        sets="U, the query heads of one UPipe stage, summed over a Ulysses group",
+        label="head chunk",
+        cost="U, the query heads of a UPipe stage: fewer hold less and take more, smaller exchanges",
+        turned=True,
+    )
+    overlap: bool = knob(
+        rung="upipe",
+        **YES_OR_NO,
+        sets="whether the next UPipe stage is sent while the current one computes, in buffers of its own",
+        tried=({}, {"overlap": True}),
+    )
+    attention_tile: int | None = knob(
+        **STREAMED_TILE,
+        sets="the tile of queries and of keys in attention's backward",
+        tried=({}, {"attention_tile": 7}),
+    )
+    checkpoint: bool = knob(
+        rung="checkpoint",
+        **YES_OR_NO,
+        sets="activation checkpointing of every layer",
+        label="checkpoint",
+        cost="Keep only each layer's input: every forward runs a second time in backward",
+        searched=True,
+        turned=True,
+    )
+    offload: Offload = knob(
+        rung="offload",
+        **named(get_args(Offload)),
+        sets="what checkpointed layers keep on the host: nothing, their inputs, or also the results of "
+        "attention",
+        label="offload",
+        cost="What waits in host memory, and crosses the host link twice: the inputs, or with them what "
+        "attention made, which then runs once forward",
+        searched=True,
+        turned=True,
+        tried=(
+            {},
+            {"checkpoint": True},
+            {"checkpoint": True, "offload": "inputs"},
+            {"checkpoint": True, "offload": "attention"},
+        ),
+    )
+    mlp_tile: int | None = knob(
+        **TILE,
+        sets="the tile of the MLPs",
+        label="MLP tile",
+        cost="Tokens that an MLP sees at once: fewer hold less, in more and smaller matrices",
+    )
+    norm_tile: int | None = knob(
+        **TILE,
+        sets="the tile of the norms",
+        label="norm tile",
+        cost="Tokens that a norm sees at once",
+        tried=({}, {"norm_tile": 8}),
+    )
+    loss_tile: int | None = knob(
+        **TILE,
+        sets="the tile of the head with its loss",
+        label="loss tile",
+        cost="Tokens whose logits are there at once",
+        tried=({}, {"loss_tile": 9}),
+    )
+    stream: int | None = knob(
+        **STREAMED_TILE,
+        sets="the tile of a streamed layer, whose long tensors are on the host; `mlp_tile` is then `none`",
+    )
+    segment: int = knob(
+        rung="streamed",
+        **COUNT,
+        values="layers",
+        sets="the streamed layers of which one input is kept; the others are computed again in backward",
+        tried=({}, {"mlp_tile": 5}, {"stream": 9}, {"stream": 6, "segment": 2}),
+    )
+    compile: Compiled = knob(
+        rung="tiling",
+        **named(get_args(Compiled)),
+        sets="what `torch.compile` fuses: the tiled norms, or also the tiled MLPs; steps that count bytes "
+        "run without it",
+    )
+    loss_kernel: LossKernel = knob(
+        rung="plain",
+        **named(get_args(LossKernel)),
+        sets="the head with its loss by this lab, or by Liger Kernel on a GPU",
+    )
+    kernel: KernelName = knob(
+        rung="plain",
+        **named(get_args(KernelName)),
+        sets="the attention kernel, which changes no plan; `lab doctor` lists those of this machine",
+    )
+    compute_dtype: str | None = knob(
+        rung="plain",
+        **named((None, "float64", "float32", "bfloat16")),
+        sets="the dtype that parameters are cast to for forward and backward",
+        tried=({}, {"compute_dtype": "float32"}, {"compute_dtype": "bfloat16"}),
+    )
+    optimizer: Optimizer = knob(
+        rung="fsdp",
+        **named(get_args(Optimizer)),
+        sets="where sharded parameters, their gradients and optimizer state are; on the host, the CPU steps",
+        searched=True,
+        tried=({}, {"fsdp": True}, {"fsdp": True, "optimizer": "host"}),
+    )
 
     def __post_init__(self) -> None:
-        for knob in KNOBS:
-            knob.check(getattr(self, knob.name))
+        for row in KNOBS:
+            row.check(getattr(self, row.name))
+        if self.replicas > 1 and not self.fsdp:
+            raise RecipeError(
+                f"replicas={self.replicas} without fsdp: every rank is a replica then; set fsdp=True with "
+                "it, or replicas=1"
+            )
         if self.optimizer == "host" and not self.fsdp:
             raise RecipeError(
                 "optimizer='host' without fsdp: every rank would keep 16 bytes per parameter on the host, "
@@ -112,6 +235,11 @@ class Recipe:
             raise RecipeError(
                 f"loss_kernel='liger' with loss_tile={self.loss_tile}: Liger cuts the tokens itself; "
                 "set loss_tile=None, or loss_kernel='lab'"
+            )
+        if self.ring_exchange == "gather" and self.ring == 1:
+            raise RecipeError(
+                "ring_exchange='gather' with ring=1: no other rank has keys that could be gathered; set ring "
+                "with it, or ring_exchange='send'"
             )
         if self.ulysses_backend == "deepspeed" and (self.head_chunk or self.ring > 1):
             raise RecipeError(
@@ -148,9 +276,9 @@ class Recipe:
 
         Raises:
             ModelError: a family or a config that the lab does not compute right, see ``check_config``.
-            RecipeError: degrees that the heads or the ranks forbid, a ring with windows, a head_chunk that
-                does not divide, a rope type without exact angles. The message holds the rule and the values
-                that would work.
+            RecipeError: degrees or replicas that the heads or the ranks forbid, a ring that sends with
+                windows, a head_chunk that does not divide, a rope type without exact angles. The message
+                holds the rule and the values that would work.
         """
         # Imported late, because it imports torch and transformers.
         if not isinstance(model, Shape):
@@ -165,7 +293,15 @@ class Recipe:
                 f"ulysses={self.ulysses} x ring={self.ring} on {ranks} ranks: their product must divide the "
                 f"ranks; these products work: {', '.join(map(str, works))}"
             )
-        check_ring(model, self.ring)
+        if ranks % (self.ulysses * self.ring * self.replicas):
+            groups = ranks // (self.ulysses * self.ring)
+            works = [d for d in range(1, groups + 1) if groups % d == 0]
+            raise RecipeError(
+                f"replicas={self.replicas} with ulysses={self.ulysses}, ring={self.ring} on {ranks} ranks: "
+                "ranks that share a sequence are in one replica; these work: "
+                f"{', '.join(map(str, works))}"
+            )
+        check_ring(model, self.ring, self.ring_exchange)
         if self.head_chunk is not None:
             schedule(heads, kv_heads, self.ulysses, self.head_chunk)
 
@@ -197,6 +333,15 @@ class Recipe:
         return cls(**knobs)
 
 
+KNOBS: tuple[Knob, ...] = tuple(replace(one.metadata["knob"], name=one.name) for one in fields(Recipe))
+"""One row for each field of ``Recipe``, in the order of its fields."""
+
+BY_NAME: Mapping[str, Knob] = {row.name: row for row in KNOBS}
+
+_attributes = "\n".join(f"        {row.name}: {row.sets}." for row in KNOBS)
+Recipe.__doc__ = f"{Recipe.__doc__}\n\n    Attributes:\n{_attributes}\n    "
+
+
 def check_fields(names: Any) -> None:
     """Refuse names that are no field of a recipe.
 
@@ -205,7 +350,8 @@ def check_fields(names: Any) -> None:
     """
     for name in names:
         if name not in BY_NAME:
-            raise RecipeError(f"a recipe has no field {name!r}: its fields are {', '.join(BY_NAME)}")
+            known = instead_of(name) or f": its fields are {', '.join(BY_NAME)}"
+            raise RecipeError(f"a recipe has no field {name!r}{known}")
 
 
 def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
@@ -229,3 +375,14 @@ def parse_knobs(settings: Iterable[str]) -> dict[str, Any]:
             number = int(value) if re.fullmatch(r"[0-9]{1,400}", value) else value
             knobs[name] = parse_tokens(value) if re.fullmatch(r"[0-9]+[KM]", value) else number
     return knobs
+
+
+def torch_refusal(recipe: Recipe, shape: Shape, tokens: int, longest: int | None = None) -> str | None:
+    """Return why torch's CUDA kernel refuses a step of so many tokens; None where it takes the step.
+
+    ``longest`` are those of the longest document, if rows have several.
+    """
+    heads = (recipe.head_chunk or shape.H) // recipe.ulysses
+    # A gather has the queries of one of its two pieces in a call.
+    parts = recipe.ring * (2 if recipe.ring_exchange == "gather" else 1)
+    return query_limit_refusal(min(-(-tokens // parts), longest or tokens), heads, shape.D)

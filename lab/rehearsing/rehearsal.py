@@ -7,7 +7,8 @@ from typing import Any
 
 from lab.errors import LabError
 from lab.memory.holders import Holders, Memory
-from lab.memory.timeline import Moment, Timeline
+from lab.memory.moment import Moment
+from lab.memory.timeline import Timeline
 from lab.planning.cuda_workspace import outside_workspace
 from lab.planning.plan import Plan
 from lab.planning.shrinking import with_job

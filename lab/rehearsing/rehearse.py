@@ -28,14 +28,13 @@ from lab.planning.cuda_workspace import nccl_workspace
 from lab.planning.hardware import make_machine
 from lab.planning.host_folder import check_host_dir
 from lab.planning.plan import Plan, plan_job
-from lab.recipe.jobs import Disk, TrainSettings, make_job
+from lab.recipe.jobs import Disk, Machine, TrainSettings
 from lab.recipe.recipe import Recipe
 from lab.rehearsing.rehearsal import Measured, Rehearsal, RehearsalOutOfMemory, RehearsalTooLarge
 from lab.step.kernel_limits import check_kernel
 from lab.step.loopback import bytes_sent
-from lab.step.on_ranks import check_finite, make_rank_state, read_source
+from lab.step.on_ranks import Training, check_finite, make_rank_state, make_training
 from lab.step.one_rank import one_rank
-from lab.step.training_step import train_step
 from lab.techniques.attention.kernels import kernel_support
 from lab.techniques.host_file import HostFolder
 from lab.units import GiB, format_bytes, parse_bytes
@@ -55,6 +54,7 @@ def rehearse(
     tokens: int | str,
     ranks: int,
     rows: int = 1,
+    accumulate: int = 1,
     lora: Lora | str | None = None,
     dtype: str | None = None,
     layers: int | None = None,
@@ -77,7 +77,8 @@ def rehearse(
     extrapolated. ``text`` and ``tokenizer`` are those of ``lab.run``. ``machine`` is where it runs, CUDA
     where there is any; ``device`` names the hardware of the plan and of the links. ``watch`` is told what
     goes on. ``knobs`` are set on a ladder's recipe by hand. Parameters are random unless the model is a
-    directory with weights, in whole. ``lora`` and ``dtype`` are those of ``lab.plan``.
+    directory with weights, in whole. ``accumulate``, ``lora`` and ``dtype`` are those of
+    ``lab.plan``.
 
     ``host_dir`` is as in ``lab.run``: a folder for the long tensors of streamed layers. The plan then has the
     rates of one disk.
@@ -94,37 +95,54 @@ def rehearse(
         ClusterError: a GPU that torch cannot use, or that other processes fill.
         DivergedError: the loss is not finite.
     """
-    say = watch or say_in_notebook
     hide_progress(watch)
     if type(steps) is not int or steps < 0:
         raise LabError(
             f"steps={steps!r}: it takes a whole number, 0 or more; with 0 the step under the meter is timed"
         )
-    where, memory_asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
-    limit = _limit(where, memory_asked)
-    config = models.config_of(model, dtype)
-    shape = models.shape_of(config)
-    job = make_job(
-        model, recipe, tokens=tokens, ranks=ranks, rows=rows, lora=lora, dtype=dtype, shape=shape, **knobs
-    )
-    part = replace(job, model=first_layers(model, layers, config=config))
+    where, asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
     settings = TrainSettings(1 + steps, text, tokenizer)
-    read_source(job, settings, shape.V)
-    check_kernel(job.recipe, config, job.tokens, where, lambda: kernel_support(torch.device(where)))
-    memory = torch.cuda.get_device_properties(0).total_memory if where == "cuda" else None
-    planned_for = make_machine(
-        device=device, device_memory=limit or memory, ranks_per_node=ranks_per_node, workspace=where == "cuda"
-    )
-    host_path = check_host_dir(job, host_dir)
-    if host_path is not None:
-        planned_for = replace(planned_for, disk=Disk())
+    sizes: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "rows": rows, "accumulate": accumulate}
+    training = make_training(model, recipe, settings, lora=lora, dtype=dtype, **sizes, **knobs)
+    planned_for = make_machine(device=device, ranks_per_node=ranks_per_node, workspace=where == "cuda")
+    folder, say = check_host_dir(training.job, host_dir), watch or say_in_notebook
+    return rehearse_job(training, planned_for, where, layers=layers, asked=asked, host_path=folder, say=say)
+
+
+def rehearse_job(
+    training: Training,
+    machine: Machine,
+    where: DeviceType,
+    *,
+    layers: int | None,
+    asked: int | None,
+    host_path: Path | None,
+    say: Say,
+) -> Rehearsal:
+    """Train as one rank, as ``rehearse`` does with what it has read and checked.
+
+    Args:
+        training: What is trained, and how.
+        machine: What is planned for, with the memory that is asked for or that this machine has.
+        where: Where it runs.
+        layers: As that of ``rehearse``.
+        asked: The bytes that the device is to have; None for as many as it has.
+        host_path: The folder for the long tensors of streamed layers, see ``check_host_dir``.
+        say: Is told what goes on.
+    """
+    job, config = training.job, training.config
+    part = replace(job, model=first_layers(job.model, layers, config=config))
+    check_kernel(job, config, where, lambda: kernel_support(torch.device(where)))
+    limit, disk = _limit(where, asked), None if host_path is None else Disk()
+    total = torch.cuda.get_device_properties(0).total_memory if where == "cuda" else machine.device_memory
+    machine = replace(machine, device_memory=limit or total, disk=disk)
     say("planning")
-    whole = plan_job(job, planned_for)
-    planned = whole if part.model is model else plan_job(part, planned_for)
+    whole = plan_job(job, machine)
+    planned = whole if part.model is job.model else plan_job(part, machine)
     if where == "cpu":
         _check_room(planned, limit)
     folder = None if host_path is None else HostFolder(host_path, planned.disk_peak)
-    measured = _measured(settings, planned, where, limit, folder, say)
+    measured = _measured(training.settings, planned, where, limit, folder, say)
     # What a failure or FSDP leaves in reference cycles is to be free for the next rehearsal.
     gc.collect()
     if where == "cuda":
@@ -133,11 +151,11 @@ def rehearse(
         raise RehearsalOutOfMemory(str(measured), measured.moment, planned)
     return Rehearsal(
         **vars(measured),
-        layers=layers or shape.L,
-        of_layers=shape.L,
+        layers=layers or config.num_hidden_layers,
+        of_layers=config.num_hidden_layers,
         machine=torch.cuda.get_device_name() if where == "cuda" else "CPU",
         device_memory=limit,
-        device_memory_asked=memory_asked,
+        device_memory_asked=asked,
         plan=planned,
         whole=whole,
     )
@@ -165,14 +183,13 @@ def _measured(
             say("making the model")
             state = make_rank_state(planned.job, settings, mesh, host_folder=host_folder)
             say("a step under the meter")
-            batch = state.batch(0)
             before = bytes_sent()
-            loss = float(train_step(state.model, state.optimizer, batch, meter=metered))
+            loss = float(state.train_step(0, metered))
             check_finite(settings, 1, loss)
             sent = bytes_sent() - before
             for step in range(1, settings.steps):
                 say(f"step {step} of {settings.steps - 1} by the clock")
-                train_step(state.model, state.optimizer, state.batch(step), meter=timed)
+                state.train_step(step, timed)
             state.close()
     except OutOfMemory as error:
         return OutOfMemory(error.moment, error.limit, error.reason)

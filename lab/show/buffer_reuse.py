@@ -51,7 +51,7 @@ def buffer_reuse(exchanges: Mapping[str, Sequence[Exchange]], *, title: str = ""
         for axes in grid[0][1:]:
             axes.tick_params(labelleft=False)
         marks = {"sent from": Patch(color=SENT), "received in": Patch(color=RECEIVED)}
-        draw_header(figure, title, list(marks.values()), list(marks))
+        draw_header(figure, title, marks)
     text = "; ".join(
         f"{name} receives {format_bytes(moved[name])} in {len(panel)} all-to-alls and reads or writes "
         f"{format_bytes(total[name])}"

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 
 from lab.errors import LabError
-from lab.memory.timeline import Moment
+from lab.memory.moment import Moment
 from lab.show.palette import COLOURS, SERIES_COLOURS, SERIES_LINES
-from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
+from lab.show.picture import OVERLAY, Picture, annotate, draw_header, styled_figure
 from lab.show.scales import byte_axis, log_axis, simplify_axes
 from lab.units import format_bytes, format_seconds, format_tokens
 
@@ -48,16 +48,16 @@ def stack(
     top = min(top, longest or top)
     with styled_figure(0.85 + 0.3 * len(parts)) as figure:
         axes = figure.subplots()
-        starts = [0] * len(parts)
+        starts, marks = [0] * len(parts), {}
         for category, colour in colours.items():
             widths = [part.get(category, 0) for part in parts.values()]
             if any(widths):
-                axes.barh(range(len(parts)), widths, 0.7, starts, color=colour, label=category)
+                marks[category] = axes.barh(range(len(parts)), widths, 0.7, starts, color=colour)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         for row, total in enumerate(totals):
             # A label that the limit's line would cross is written to the right of the line.
             x = limit if limit is not None and total <= limit < total + top / 10 else min(total, top)
-            _label(axes, total, (x, row), (4, 0), "» " * (total > top), va="center", fontsize=7.5)
+            annotate(axes, "» " * (total > top) + format_bytes(total), (x, row), (4, 0), fontsize=7.5)
         axes.set_yticks(range(len(parts)), list(parts))
         axes.invert_yaxis()
         # Leave space at the right for the label of the longest bar.
@@ -69,19 +69,12 @@ def stack(
         simplify_axes(axes, along="x")
         if limit is not None:
             axes.axvline(limit, **OVERLAY)
-            _label(
-                axes, limit, (limit, 1), (0, 2), xycoords=("data", "axes fraction"), ha="center", fontsize=7
-            )
-        draw_header(figure, title, *axes.get_legend_handles_labels())
+            above = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "baseline"}
+            annotate(axes, format_bytes(limit), (limit, 1), (0, 2), fontsize=7, **above)
+        draw_header(figure, title, marks)
     text = ", ".join(f"{name} {format_bytes(total)}" for name, total in zip(parts, totals, strict=True))
     end = f"; the line stands at {format_bytes(limit)}" if limit is not None else ""
     return Picture(figure, f"{title or 'Bytes'}: {text}{end}.")
-
-
-def _label(
-    axes: Axes, size: int, at: tuple[float, float], points: tuple[int, int], mark: str = "", **style: Any
-) -> None:
-    axes.annotate(mark + format_bytes(size), at, points, textcoords="offset points", **style)
 
 
 def curves(
@@ -154,12 +147,5 @@ def _name_ends(axes: Axes, ends: Mapping[str, tuple[int, float]]) -> None:
     for name, (count, value) in sorted(ends.items(), key=lambda end: end[1][1]):
         across, up = axes.transAxes.inverted().transform(axes.transData.transform((count, value)))
         lowest = max(float(up), lowest + 0.06)
-        axes.annotate(
-            name,
-            (across, lowest),
-            (7, 0),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center",
-            color=colours[name],
-        )
+        style = {"xycoords": "axes fraction", "color": colours[name]}
+        annotate(axes, name, (across, lowest), (7, 0), **style)

@@ -13,6 +13,7 @@ from lab.errors import LabError
 from lab.planning.max_context_table import LongestContext
 from lab.show.palette import SERIES_COLOURS
 from lab.show.picture import Picture, draw_header, styled_figure
+from lab.show.scales import table_axes
 from lab.units import round_tokens
 
 _COLOUR = SERIES_COLOURS[3]
@@ -45,14 +46,7 @@ def context_table(cells: Sequence[LongestContext], *, title: str = "Longest cont
         axes = figure.subplots()
         for cell, opacity in zip(cells, _opacities(cells), strict=True):
             _draw_cell(axes, cell, opacity, rentals.index(cell.rental), models.index(cell.model))
-        axes.set_xlim(0, len(rentals))
-        axes.set_ylim(len(models), 0)
-        axes.xaxis.tick_top()
-        axes.set_xticks([x + _WIDTH / 2 for x in range(len(rentals))], [rental.title for rental in rentals])
-        axes.set_yticks([y + _HEIGHT / 2 for y in range(len(models))], models)
-        axes.tick_params(length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        table_axes(axes, [rental.title for rental in rentals], models, (_WIDTH / 2, _HEIGHT / 2))
         draw_header(figure, f"{title}: tokens, the best recipe, and the memory that stops more")
     text = "; ".join(
         f"{cell.model} on {cell.rental.title} "

@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from IPython.display import display
 
-from lab.memory.timeline import Moment, Timeline
+from lab.memory.moment import Moment
+from lab.memory.timeline import Timeline
 from lab.planning.fit import Fits, pareto_front
 from lab.planning.max_context import MaxContext
 from lab.planning.plan import Plan
@@ -67,7 +68,7 @@ def display_of(result: Result) -> DisplayedResult:
     """Return what a notebook displays of a result."""
     match result:
         case Plan():
-            numbers = peak_table({"": (result.peak, result.host_peak, result.disk_peak)})
+            numbers = peak_table({"": _peaks(result)})
             return DisplayedResult(result.title, result.description, numbers, lambda: timeline(result))
         case Timeline():
             return _of_timeline(result)
@@ -125,7 +126,7 @@ def _of_max_context(result: MaxContext) -> DisplayedResult:
         nodes = {name: {memory: plan.needed(result.limit)} for name, plan in plans.items()}
         return stack(nodes, limit=result.plan.available(result.limit))
 
-    numbers = peak_table({name: (plan.peak, plan.host_peak, plan.disk_peak) for name, plan in plans.items()})
+    numbers = peak_table({name: _peaks(plan) for name, plan in plans.items()})
     return DisplayedResult(result.plan.title, result.description, numbers, draw)
 
 
@@ -168,6 +169,6 @@ def _of_fits(fits: Fits) -> DisplayedResult:
     return DisplayedResult(job.subject, lines, numbers, lambda: memory_vs_speed(points))
 
 
-def _peaks(rows: Timeline) -> tuple[Moment, int, int]:
+def _peaks(held: Timeline | Plan) -> tuple[Moment, int, int]:
     """Return the instant of the device peak, and the peaks of the host and of the disk in bytes."""
-    return rows.peak, rows.host_peak, rows.disk_peak
+    return held.peak, held.host_peak, held.disk_peak

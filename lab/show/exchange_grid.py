@@ -106,8 +106,7 @@ def _frame(axes: Axes, name: str, tokens: int, heads: int) -> None:
     axes.tick_params(length=0)
     axes.set_axisbelow(False)
     axes.grid(color="white", linewidth=0.8)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _holdings_text(by_rank: Sequence[Cells]) -> str:

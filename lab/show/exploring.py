@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -56,11 +55,6 @@ class Explorer:
         """The value of each slider, by name."""
         return {name: self._knobs[name][slider.index] for name, slider in self.sliders.items()}
 
-    @property
-    def refusal(self) -> str:
-        """The error for the current values, as HTML; empty if there is a picture for them."""
-        return str(self._refusal.value)
-
     def _draw_again(self, _: Any) -> None:
         try:
             self._picture, refusal = self._draw(self.values), ""
@@ -85,11 +79,7 @@ class Explorer:
         style = ipywidgets.HTML(f"<style>.{_STALE} {{opacity: 0.25}}</style>", layout={"display": "none"})
         box = ipywidgets.VBox([style, sliders, self._refusal, self._image])
         bundle: dict[str, Any] = box._repr_mimebundle_(**kwargs)
-        return {
-            **bundle,
-            "image/png": b64encode(self._picture.png).decode(),
-            "text/plain": repr(self._picture),
-        }
+        return {**bundle, **self._picture.stored}
 
 
 def explore(

@@ -14,7 +14,8 @@ from matplotlib.patches import Patch
 
 from lab.errors import LabError, ResultError
 from lab.memory.categories import CATEGORIES, OTHER
-from lab.memory.timeline import Moment, Timeline
+from lab.memory.moment import Moment
+from lab.memory.timeline import Timeline
 from lab.show.live.recorded import Recorded
 from lab.show.live.widget import display_recorded, is_in_browser
 from lab.show.palette import COLOURS
@@ -28,7 +29,7 @@ from lab.show.panels import (
     make_panel,
     row_positions,
 )
-from lab.show.picture import OVERLAY, Picture, draw_header, styled_figure
+from lab.show.picture import OVERLAY, Picture, annotate, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
 
@@ -125,8 +126,7 @@ def timeline(
             for lane_axes, lane in zip(below, lanes, strict=True):
                 draw_lane(lane_axes, panel, lane)
         _align_axes(grid.tolist(), timelines, lanes, over, max(highest, plan.device_peak if plan else 0))
-        marks = _legend(lanes, plan)
-        draw_header(figure, title, list(marks.values()), list(marks))
+        draw_header(figure, title, _legend(lanes, plan))
     recorded = Recorded(
         title=title,
         timelines=by_name,
@@ -147,14 +147,11 @@ def columns_for(panels: int) -> int:
 def _check_workspace(measured: Sequence[Timeline], plan: Timeline) -> None:
     """Refuse a plan that counts bytes which the measured timelines leave out, or the other way round."""
     planned, counted = plan.device[:, OTHER].any(), any(one.device[:, OTHER].any() for one in measured)
-    if planned and not counted:
-        raise ResultError(
-            "the plan counts the workspace of CUDA, and the measured bytes do not: plan with workspace=False"
-        )
+    more, less = "the plan counts", "the measured bytes do"
     if counted and not planned:
-        raise ResultError(
-            "the measured bytes have the workspace of CUDA, and the plan does not: plan with workspace=True"
-        )
+        more, less = "the measured bytes have", "the plan does"
+    if planned != counted:
+        raise ResultError(f"{more} the workspace of CUDA, and {less} not: plan with workspace={not planned}")
 
 
 def _panels(measured: TimelineSource) -> tuple[str, dict[str, Timeline]]:
@@ -179,14 +176,8 @@ def _panels(measured: TimelineSource) -> tuple[str, dict[str, Timeline]]:
 def _write_title(axes: Axes, name: str, peak: Moment, characters: int) -> None:
     first = " · ".join(filter(None, (name, f"peak {format_bytes(peak.device)}")))
     axes.set_title(first, loc="left", pad=14)
-    axes.annotate(
-        _caption(peak, characters),
-        (0, 1),
-        (0, 4),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=7,
-    )
+    below = {"xycoords": "axes fraction", "va": "baseline", "fontsize": 7}
+    annotate(axes, _caption(peak, characters), (0, 1), (0, 4), **below)
 
 
 def _caption(peak: Moment, characters: int) -> str:
@@ -253,8 +244,9 @@ def _legend(lanes: Sequence[Lane], plan: Timeline | None) -> dict[str, Artist]:
 
 
 def _text(title: str, by_name: Mapping[str, Timeline], plan: Timeline | None) -> str:
-    peaks = []
-    for name, peak in ((name, one.peak) for name, one in by_name.items()):
-        peaks.append(f"{name} peaks at {format_bytes(peak.device)} ({peak_text(peak)})".lstrip())
-    planned = [f"planned peak {format_bytes(plan.device_peak)}"] if plan else []
-    return f"Memory timeline{f' of {title}' if title else ''}: {'; '.join([*peaks, *planned])}."
+    said = [
+        f"{name} peaks at {format_bytes(peak.device)} ({peak_text(peak)})".lstrip()
+        for name, peak in ((name, one.peak) for name, one in by_name.items())
+    ]
+    said += [f"planned peak {format_bytes(plan.device_peak)}"] if plan else []
+    return f"Memory timeline{f' of {title}' if title else ''}: {'; '.join(said)}."

@@ -11,22 +11,37 @@ import ipywidgets
 from IPython.display import Markdown
 
 
-class Guess:
+class _FieldRow:
+    """Fields in a row, which goes on below in a narrow window.
+
+    Attributes:
+        what: The label of the fields.
+    """
+
+    def __init__(self, what: str, unit: str, *fields: ipywidgets.DOMWidget) -> None:
+        self.what, self._unit = what, unit
+        self._box = ipywidgets.Box(
+            [ipywidgets.HTML(f"<b>{escape(what)}</b>{escape(unit)}"), *fields],
+            layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 1em"},
+        )
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        # A stored notebook without a kernel shows this text in place of the field.
+        bundle: dict[str, Any] = self._box._repr_mimebundle_(**kwargs)
+        return {**bundle, "text/plain": f"Your prediction: {self.what}{self._unit}"}
+
+
+class Guess(_FieldRow):
     """A field for a number, displayed in a notebook. It says that the number was noted, after Enter."""
 
     def __init__(self, what: str, unit: str) -> None:
-        self.what, self.unit = what, unit
+        self.unit = unit
         self._number: float | None = None
         self._field = ipywidgets.Text(
             placeholder="a number, then Enter", continuous_update=False, layout={"width": "12em"}
         )
         self._note = ipywidgets.HTML()
-        label = ipywidgets.HTML(f"<b>{escape(what)}</b> [{escape(unit)}]")
-        # In a narrow window the field goes below the label, which would be cut beside it.
-        self._box = ipywidgets.Box(
-            [label, self._field, self._note],
-            layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 1em"},
-        )
+        super().__init__(what, f" [{unit}]", self._field, self._note)
         self._field.observe(lambda _: self._read(), names="value")
 
     @property
@@ -66,17 +81,11 @@ class Guess:
             return
         self._note.value = "" if self._number is None else f"noted: {self._number:g} {escape(self.unit)} ✓"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        # A stored notebook without a kernel shows this text in place of the field.
-        bundle: dict[str, Any] = self._box._repr_mimebundle_(**kwargs)
-        return {**bundle, "text/plain": f"Your prediction: {self.what} [{self.unit}]"}
 
-
-class Matches:
+class Matches(_FieldRow):
     """A field for each of some letters, in which the reader chooses one of some names."""
 
     def __init__(self, what: str, letters: Iterable[str], names: Iterable[str]) -> None:
-        self.what = what
         choices = [("choose …", None), *((name, name) for name in names)]
         self._fields = {
             letter: ipywidgets.Dropdown(
@@ -87,11 +96,7 @@ class Matches:
             )
             for letter in letters
         }
-        label = ipywidgets.HTML(f"<b>{escape(what)}</b>")
-        self._box = ipywidgets.Box(
-            [label, *self._fields.values()],
-            layout={"display": "flex", "flex_flow": "row wrap", "align_items": "center", "grid_gap": "0 1em"},
-        )
+        super().__init__(what, "", *self._fields.values())
 
     def choose(self, letter: str, name: str) -> None:
         """Choose a name for a letter, as the reader does in its field."""
@@ -112,10 +117,6 @@ class Matches:
                 said = "nothing was chosen, and" if field.value is None else f"you chose *{field.value}*, and"
             lines.append(f"- {letter}: {said} it is **{name}**")
         return _markdown("\n".join([f"{self.what}: {hits} of {len(lines)} right", "", *lines]))
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        bundle: dict[str, Any] = self._box._repr_mimebundle_(**kwargs)
-        return {**bundle, "text/plain": f"Your prediction: {self.what}"}
 
 
 def _markdown(text: str) -> Markdown:

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from lab.show.palette import SERIES_COLOURS, TEXT
 from lab.show.picture import WIDTH, Picture, draw_header, styled_figure
+from lab.show.scales import table_axes
 from lab.techniques.upipe.schedule import Schedule
 from lab.techniques.upipe.schedule import schedule as stages_of
 
@@ -94,7 +95,7 @@ def schedule(heads: int, kv_heads: int, ranks: int, head_chunk: int) -> Picture:
             "K, V sent": Patch(color=KEYS),
             "K, V of an earlier stage": Patch(facecolor="none", edgecolor=TEXT),
         }
-        draw_header(figure, title, list(marks.values()), list(marks))
+        draw_header(figure, title, marks)
     sends = [stage for stage in range(len(plan.stages)) if plan.sends(stage)]
     text = (
         f"keys and values are sent in stages {', '.join(map(str, sends))}; in model order {wrong} of {heads}"
@@ -135,15 +136,10 @@ def _draw(axes: Axes, plan: Schedule, table: list[list[list[Pair]]], width: floa
                         *middle, str(pair.query), ha="center", va="center", color="white", fontsize=size
                     )
             _draw_keys(axes, stage, rank, cell, head_width, width / plan.ranks)
-    axes.set_xlim(0, plan.ranks)
-    axes.set_ylim(len(table), 0)
-    axes.set_xticks([rank + 0.5 for rank in range(plan.ranks)], [f"rank {r}" for r in range(plan.ranks)])
-    axes.set_yticks([stage + 0.45 for stage in range(len(table))], [f"{t}" for t in range(len(table))])
+    stages = [f"{stage}" for stage in range(len(table))]
+    table_axes(axes, [f"rank {rank}" for rank in range(plan.ranks)], stages, (0.5, 0.45))
     axes.set_ylabel("stage")
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0, pad=1)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.tick_params(pad=1)
 
 
 def _draw_keys(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from lab.memory.categories import CATEGORIES
-from lab.memory.timeline import Moment
+from lab.memory.moment import Moment
 from lab.show.palette import COLOURS
 from lab.units import format_bytes
 

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from lab.errors import LabError
 from lab.memory.spans import Span
 from lab.show.palette import SERIES_COLOURS
-from lab.show.picture import Picture, draw_header, styled_figure
+from lab.show.picture import Picture, annotate, draw_header, styled_figure
 from lab.show.scales import simplify_axes
 from lab.units import format_seconds
 
@@ -40,7 +40,8 @@ def lanes(runs: Mapping[str, Mapping[str, Sequence[Span]]], *, title: str = "") 
     """
     if not runs or not all(any(kinds.values()) for kinds in runs.values()):
         raise LabError("no lanes to draw: give each run its kinds of work, and each kind (label, start, end)")
-    kinds = list(dict.fromkeys(kind for run in runs.values() for kind in run))
+    kinds = dict.fromkeys(kind for run in runs.values() for kind in run)
+    colours = dict(zip(kinds, SERIES_COLOURS, strict=False))
     spans = {name: _from_zero(run) for name, run in runs.items()}
     ends = {name: max(end for lane in run.values() for _, _, end in lane) for name, run in spans.items()}
     longest = max(ends.values())
@@ -51,7 +52,7 @@ def lanes(runs: Mapping[str, Mapping[str, Sequence[Span]]], *, title: str = "") 
         for name, run in spans.items():
             for kind, lane in run.items():
                 bars = [(start, max(end - start, longest * _SHORTEST)) for _, start, end in lane]
-                axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=SERIES_COLOURS[kinds.index(kind)], **_EDGE)
+                axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=colours[kind], **_EDGE)
                 next_starts = [*(start for _, start, _ in lane[1:]), longest]
                 for span, next_start in zip(lane, next_starts, strict=False):  # a lane may have no spans
                     _write_label(axes, span, next_start, row, longest)
@@ -65,7 +66,7 @@ def lanes(runs: Mapping[str, Mapping[str, Sequence[Span]]], *, title: str = "") 
         axes.set_xlabel("seconds")
         simplify_axes(axes, along="x")
         axes.spines["left"].set_visible(False)
-        draw_header(figure, title, [Patch(color=SERIES_COLOURS[kinds.index(kind)]) for kind in kinds], kinds)
+        draw_header(figure, title, {kind: Patch(color=colour) for kind, colour in colours.items()})
     text = ", ".join(f"{name} {format_seconds(end)}" for name, end in ends.items())
     return Picture(figure, f"{title or 'What ran when'}: {text}.")
 
@@ -87,4 +88,4 @@ def _write_label(axes: Axes, span: Span, next_start: float, row: float, longest:
     if end - start > width:
         axes.text((start + end) / 2, row, label, color="white", ha="center", va="center", fontsize=7)
     elif next_start - max(end, start + longest * _SHORTEST) > width:
-        axes.annotate(label, (end, row), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        annotate(axes, label, (end, row), (3, 0), fontsize=7)

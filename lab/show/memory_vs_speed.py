@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from lab.errors import LabError
 from lab.show.palette import SERIES_COLOURS
-from lab.show.picture import Picture, draw_header, styled_figure
+from lab.show.picture import Picture, annotate, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes
 
@@ -51,6 +51,6 @@ def memory_vs_speed(points: Mapping[str, tuple[int, float]], *, picked: str = ""
 def _bars(axes: Axes, values: tuple[float, ...], labels: list[str], colours: list[str]) -> None:
     axes.barh(range(len(values)), values, 0.7, color=colours)
     for row, (value, label) in enumerate(zip(values, labels, strict=True)):
-        axes.annotate(label, (value, row), (4, 0), textcoords="offset points", va="center", fontsize=7.5)
+        annotate(axes, label, (value, row), (4, 0), fontsize=7.5)
     axes.set_xlim(0, max(values) * 1.2)
     simplify_axes(axes, along="x")

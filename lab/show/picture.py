@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
@@ -79,6 +81,11 @@ class Picture:
         palette.save(stored, "PNG", optimize=True)
         return stored.getvalue()
 
+    @property
+    def stored(self) -> dict[str, str]:
+        """What a page without a kernel shows in place of a widget: the picture and its text."""
+        return {"image/png": b64encode(self.png).decode(), "text/plain": self.text}
+
     def __repr__(self) -> str:
         return self.text
 
@@ -96,12 +103,12 @@ def styled_figure(height: float) -> Iterator[Figure]:
         yield Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names: Sequence[str] = ()) -> None:
+def draw_header(figure: Figure, title: str, marks: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Write the title at the upper left, and the legend at the upper right, or below the title if it is long.
 
     Without a title, the legend is at the left. A legend that is wider than the figure has two rows.
     """
-    beside = title and _fit_in_a_line(figure, title, names)
+    beside = title and _fit_in_a_line(figure, title, marks)
     if title and not (marks and not beside):
         # The layout reserves space for the legend; the title is on the same line.
         position = {"y": 1 - 0.06 / figure.get_figheight()} if marks else {}
@@ -109,13 +116,13 @@ def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names:
         figure.suptitle(title, x=0.01, ha="left", fontsize=_TITLE_SIZE, parse_math=False, **position)
     if marks:
         legend = figure.legend(
-            marks,
-            names,
+            marks.values(),
+            marks.keys(),
             title=None if beside else title or None,
             title_fontsize=_TITLE_SIZE,
             alignment="left",
             loc="outside upper right" if beside else "outside upper left",
-            ncols=len(marks) if _fit_in_a_line(figure, "", names) else -(-len(marks) // 2),
+            ncols=len(marks) if _fit_in_a_line(figure, "", marks) else -(-len(marks) // 2),
             fontsize=_LEGEND_SIZE,
             handlelength=1,
             handletextpad=0.4,
@@ -125,7 +132,12 @@ def draw_header(figure: Figure, title: str, marks: Sequence[Artist] = (), names:
         legend.get_title().set_parse_math(False)
 
 
-def _fit_in_a_line(figure: Figure, title: str, names: Sequence[str]) -> bool:
+def annotate(axes: Axes, text: str, at: tuple[float, float], points: tuple[int, int], **style: Any) -> None:
+    """Write a text so many points to the right of a place and above it."""
+    axes.annotate(text, at, points, textcoords="offset points", **{"va": "center", **style})
+
+
+def _fit_in_a_line(figure: Figure, title: str, names: Iterable[str]) -> bool:
     """Return whether a title and a legend fit side by side; letters are 0.6 of their size wide on average."""
     legend = sum(0.6 * len(name) + 2.5 for name in names) * _LEGEND_SIZE
     return 0.6 * len(title) * _TITLE_SIZE + legend < figure.get_figwidth() * 72

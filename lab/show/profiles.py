@@ -15,7 +15,7 @@ from lab.memory.profiling import Profile, Total, name_of
 from lab.show.figures import peak_text
 from lab.show.palette import COLOURS, TEXT
 from lab.show.panels import draw_phases, draw_stack, make_panel
-from lab.show.picture import Picture, draw_header, styled_figure
+from lab.show.picture import Picture, annotate, draw_header, styled_figure
 from lab.show.scales import byte_axis, simplify_axes
 from lab.units import format_bytes, format_seconds
 
@@ -73,7 +73,7 @@ def profile(
         below.xaxis.set_major_formatter(lambda value, _: f"{value - first:.3g}")
         below.set_xticks([first + tick for tick in _ticks(profile.seconds)])
         below.set_xlabel("seconds")
-        draw_header(figure, title, [Patch(color=COLOURS[name]) for name in CATEGORIES], CATEGORIES)
+        draw_header(figure, title, {name: Patch(color=COLOURS[name]) for name in CATEGORIES})
     most = ", ".join(f"{s.name} {format_seconds(s.seconds)} in {s.calls} calls" for s in longest[:3])
     text = f"{title or 'A profiled step'}: {format_seconds(profile.seconds)}, most by {by} in {most}"
     return Picture(figure, f"{text}; peak {format_bytes(peak.device)} in {peak_text(peak)}.")
@@ -86,15 +86,8 @@ def _draw_lanes(axes: Axes, bars: dict[str, Bars], spent: Sequence[Total], whole
         axes.broken_barh(filled, (lane - 0.36, 0.72), facecolor=TEXT, edgecolor=TEXT, linewidth=0.25)
         seconds = sum(length for _, length in filled)
         count = f", {calls[name]} calls" if name in calls else ""
-        axes.annotate(
-            f"{format_seconds(seconds)}, {seconds / whole:.0%}{count}",
-            (1, lane),
-            (5, 0),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-        )
+        text = f"{format_seconds(seconds)}, {seconds / whole:.0%}{count}"
+        annotate(axes, text, (1, lane), (5, 0), xycoords=axes.get_yaxis_transform(), fontsize=7)
     axes.set_yticks(range(len(bars)), [_short(name.replace("aten.", "")) for name in bars])
     axes.set_ylim(len(bars) - 0.5, -0.5)
     simplify_axes(axes, along="x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -11,17 +12,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
 
 
-def byte_unit(top: float) -> tuple[str, int]:
-    """Return the name and the size of the unit for an axis that ends at ``top`` bytes."""
-    for name, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB)):
-        if top >= size:
-            return name, size
-    return "KiB", KiB
-
-
 def byte_axis(axis: Axis, top: float, *, ticks: int = 4) -> None:
     """Give an axis of bytes that ends at ``top`` round ticks and the name of a suitable unit."""
-    name, size = byte_unit(top)
+    units = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB))
+    name, size = next((unit for unit in units if top >= unit[1]), ("KiB", KiB))
     steps = MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top / size)
     axis.set_ticks([step * size for step in steps if step * size <= top], minor=False)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
@@ -39,6 +33,27 @@ def log_axis(axis: Axis, unit: Literal["bytes", "seconds"], *, base: int) -> Non
 def _short_bytes(size: float) -> str:
     number, unit = format_bytes(size).split()
     return f"{float(number):g} {unit}"
+
+
+def table_axes(
+    axes: Axes, columns: Sequence[str], rows: Sequence[str], middle: tuple[float, float] = (0.5, 0.5)
+) -> None:
+    """Give an axes a column and a row of one unit for each name, from the upper left, and remove its lines.
+
+    Args:
+        axes: The axes.
+        columns: The names above the columns.
+        rows: The names left of the rows.
+        middle: The place of the names, from the left edge of a column and from the upper edge of a row.
+    """
+    across, down = middle
+    axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(rows), 0)
+    axes.set_xticks([n + across for n in range(len(columns))], columns)
+    axes.set_yticks([n + down for n in range(len(rows))], rows)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
 
 
 def simplify_axes(axes: Axes, along: Literal["x", "y"] = "y") -> None:

@@ -76,7 +76,7 @@ def shard_batch(
 
     Raises:
         RecipeError: not [b, S]; a single token; padding elsewhere; no token to predict; documents whose
-            lengths do not add up, or positions that skip; several documents in a row with a ring.
+            lengths do not add up, or positions that skip; several documents in a row with a ring that sends.
         LabError: the tokens, the mask or the documents differ between ranks.
     """
     optional = (attention_mask, position_ids)
@@ -88,6 +88,47 @@ def shard_batch(
     check_same_batch(
         input_ids, attention_mask, mesh.get_group(), documents=documents, position_ids=position_ids
     )
+    labels, label_count, lengths = _labels(input_ids, attention_mask, documents, position_ids, recipe)
+    rows, tokens = input_ids.shape
+    mine, positions = _part(rows, tokens, recipe, mesh)
+    positions = positions.to(input_ids.device)
+    padding = row_padding(tokens, recipe.ulysses, recipe.ring)
+    position_ids = positions[None]
+    if lengths is not None:
+        longer = last_longer(lengths, padding)
+        lengths = tuple(longer[number % rows] for number in mine)
+        position_ids = document_positions(lengths, input_ids.device)[:, positions]
+    own = torch.arange(mine.start, mine.stop)
+    labels = pad(labels[own % rows], (0, padding), value=IGNORED)[:, positions]
+    labels[own >= rows] = IGNORED
+    return Batch(
+        input_ids=pad(input_ids[own % rows], (0, padding))[:, positions],
+        labels=labels,
+        position_ids=position_ids,
+        label_count=label_count,
+        group=mesh.get_group(),
+        ulysses=recipe.ulysses,
+        ring=recipe.ring,
+        highest_token=0 if isinstance(input_ids, FakeTensor) else int(input_ids.max()),
+        padding=padding,
+        documents=lengths,
+    )
+
+
+def _labels(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    documents: Sequence[Sequence[int]] | None,
+    position_ids: Tensor | None,
+    recipe: Recipe,
+) -> tuple[Tensor, int, Lengths | None]:
+    """Return the labels of the whole batch, the number of those that count, and the documents of its rows.
+
+    The labels are [b, S]; the documents are None if each row is one.
+
+    Raises:
+        RecipeError: see ``shard_batch``.
+    """
     if input_ids.dim() != 2:
         raise RecipeError(
             f"input_ids of shape {list(input_ids.shape)}: give [rows, tokens]; documents= says which tokens "
@@ -100,7 +141,6 @@ def shard_batch(
         )
     if tokens < 2:
         raise RecipeError(f"rows of {tokens} tokens: there is no next token to predict; give 2 or more")
-    highest = 0 if isinstance(input_ids, FakeTensor) else int(input_ids.max())
     if not isinstance(input_ids, FakeTensor) and int(input_ids.min()) < 0:
         raise RecipeError(f"input_ids with token {int(input_ids.min())}: tokens are numbered from 0")
     labels = torch.full_like(input_ids, IGNORED)
@@ -130,30 +170,7 @@ def shard_batch(
             raise RecipeError(
                 "documents leave no token to predict: at least one needs 2 tokens or more that are no padding"
             )
-
-    mine, positions = _part(rows, tokens, recipe, mesh)
-    positions = positions.to(input_ids.device)
-    padding = row_padding(tokens, recipe.ulysses, recipe.ring)
-    position_ids = positions[None]
-    if lengths is not None:
-        longer = last_longer(lengths, padding)
-        lengths = tuple(longer[number % rows] for number in mine)
-        position_ids = document_positions(lengths, input_ids.device)[:, positions]
-    own = torch.arange(mine.start, mine.stop)
-    labels = pad(labels[own % rows], (0, padding), value=IGNORED)[:, positions]
-    labels[own >= rows] = IGNORED
-    return Batch(
-        input_ids=pad(input_ids[own % rows], (0, padding))[:, positions],
-        labels=labels,
-        position_ids=position_ids,
-        label_count=label_count,
-        group=mesh.get_group(),
-        ulysses=recipe.ulysses,
-        ring=recipe.ring,
-        highest_token=highest,
-        padding=padding,
-        documents=lengths,
-    )
+    return labels, label_count, lengths
 
 
 def _documents(
@@ -171,7 +188,8 @@ def _documents(
     if documents is not None and position_ids is not None:
         raise RecipeError("documents and position_ids together: give one of them, the other follows from it")
     if documents is not None:
-        return several_or_none(check_documents(documents, *input_ids.shape), recipe.ring)
+        lengths = check_documents(documents, *input_ids.shape)
+        return several_or_none(lengths, recipe.ring, recipe.ring_exchange)
     if position_ids is None:
         return None
     if position_ids.shape != input_ids.shape or position_ids.is_floating_point():
@@ -179,7 +197,8 @@ def _documents(
             f"position_ids of shape {list(position_ids.shape)} in {position_ids.dtype}: give one of shape "
             f"{list(input_ids.shape)}, in torch.int64"
         )
-    return several_or_none(documents_of(position_ids.to(input_ids.device), is_token), recipe.ring)
+    lengths = documents_of(position_ids.to(input_ids.device), is_token)
+    return several_or_none(lengths, recipe.ring, recipe.ring_exchange)
 
 
 def read_batch(

@@ -18,14 +18,15 @@ from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import attention_dtype
 from lab.step.training_step import make_optimizer
 from lab.techniques.agreement import check_same, check_same_model, refuse_together
-from lab.techniques.attention.flash import Kernel
 from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernels import apply_kernel, kernel_for
 from lab.techniques.attention.tiled_backward import tiled_kernel
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.compiling import apply_compiled
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.experts import apply_experts
+from lab.techniques.gathered import apply_gathered
 from lab.techniques.host_file import HostFile
 from lab.techniques.host_state import check_host_backend
 from lab.techniques.inputs import apply_input_checks
@@ -130,7 +131,9 @@ def apply_recipe(
     # After all of these, so that FSDP's hooks wrap them: parameters are whole whenever a module runs.
     dtype = getattr(torch, recipe.compute_dtype) if recipe.compute_dtype else None
     if recipe.fsdp:
-        apply_fsdp(model, mesh=mesh, compute_dtype=dtype, on_host=recipe.optimizer == "host")
+        replicated = reshape_mesh(mesh, (recipe.replicas, -1), ("replicate", "shard"))
+        of_shards = mesh if recipe.replicas == 1 else replicated
+        apply_fsdp(model, mesh=of_shards, compute_dtype=dtype, on_host=recipe.optimizer == "host")
     else:
         apply_replication(model, mesh=mesh, compute_dtype=dtype)
     # Last, because it records the modules as they are now, and refuses a forward after any of them changed.
@@ -163,10 +166,12 @@ def apply_techniques(
     apply_rope(model, ulysses=recipe.ulysses, ring=recipe.ring)
     apply_attention(model)
     apply_experts(model)
-    # The kernel is chosen once, with its backward in tiles. A ring wraps it; Ulysses or UPipe, applied below,
-    # wraps the ring.
+    # The kernel is chosen once, with its backward in tiles. A ring, or a gather, wraps it; Ulysses or
+    # UPipe, applied below, wraps both.
     apply_kernel(model, kernel=kernel)
-    if ring is not None:
+    if recipe.ring_exchange == "gather":
+        apply_gathered(model, group=ring, kernel=kernel)
+    elif ring is not None:
         apply_ring(model, group=ring, kernel=kernel)
     # A streamed layer has the stages of UPipe, checkpointing, offload and its tiles in one.
     if recipe.stream is not None:
@@ -210,7 +215,9 @@ def apply_techniques(
 def check_inputs(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Check the arguments of every forward from now on; see ``apply_input_checks``."""
     index = mesh.get_local_rank() % (recipe.ulysses * recipe.ring)
-    apply_input_checks(model, ulysses=recipe.ulysses, ring=recipe.ring, index=index)
+    apply_input_checks(
+        model, ulysses=recipe.ulysses, ring=recipe.ring, index=index, exchange=recipe.ring_exchange
+    )
 
 
 def _kernel(model: PreTrainedModel, recipe: Recipe, mesh: DeviceMesh, checked: bool) -> Kernel:

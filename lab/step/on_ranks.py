@@ -1,19 +1,22 @@
-"""Shared by the verbs that train: the text that is checked first, and the state that a rank trains with."""
+"""Shared by the verbs that train: what is checked first, and the state that a rank trains with."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from lab import models
 from lab.errors import DataError, DivergedError, LabError
-from lab.recipe.jobs import Job, TrainSettings
+from lab.recipe.jobs import Job, TrainSettings, make_job
+from lab.recipe.recipe import Recipe
 from lab.step import data
 from lab.step.batches import Batch, read_batch
 from lab.step.compose import start
@@ -26,12 +29,45 @@ CHECKED = 2**20
 """The first tokens of a text that are read before anything is launched."""
 
 
-def read_source(job: Job, settings: TrainSettings, vocab_size: int) -> TokenSource:
-    """Open the text, and that of the validation; return the first one. Nothing has been launched yet.
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A job and how it is trained. All that one process can check of both has been checked.
+
+    Attributes:
+        job: What is trained.
+        settings: How it is trained.
+        config: The config of the job's model.
+        source: The tokens of the text.
+    """
+
+    job: Job
+    settings: TrainSettings
+    config: PretrainedConfig
+    source: TokenSource
+
+
+def make_training(
+    model: models.ModelLike,
+    recipe: str | Recipe,
+    settings: TrainSettings,
+    *,
+    dtype: str | None = None,
+    **asked: Any,
+) -> Training:
+    """Make the job, and open the text and that of the validation. Nothing has been launched yet.
+
+    Args:
+        model: As ``Job.model``. A callable is called once.
+        recipe: A recipe, or the name of one.
+        settings: How the job is trained.
+        dtype: As ``Job.dtype``.
+        asked: The sizes and the knobs, as ``make_job`` takes them.
 
     Raises:
-        LabError: a text, a tokenizer or a length of which no batch can be made.
+        LabError: as ``make_job``; a text, a tokenizer or a length of which no batch can be made.
     """
+    config = models.config_of(model, dtype)
+    job = make_job(model, recipe, dtype=dtype, shape=models.shape_of(config), **asked)
     if job.tokens < 2:
         raise LabError(f"tokens={job.tokens}: there is no next token to predict; give 2 or more")
     texts = (settings.text,) if settings.validate is None else (settings.text, settings.validate)
@@ -39,12 +75,12 @@ def read_source(job: Job, settings: TrainSettings, vocab_size: int) -> TokenSour
         raise DataError(
             f"tokenizer={str(settings.tokenizer)!r} with a file of tokens, which needs none: leave it out"
         )
-    source, validation = _open_sources(settings, vocab_size)
+    source, validation = _open_sources(settings, config.vocab_size)
     for opened in filter(None, (source, validation)):
         opened.read(torch.arange(min(len(opened), CHECKED)))
     if validation is not None and len(validation) < 2:
         raise DataError(f"validate={str(settings.validate)!r} has one token: give a text of 2 tokens or more")
-    return source
+    return Training(job, settings, config, source)
 
 
 def _open_sources(settings: TrainSettings, vocab_size: int) -> tuple[TokenSource, TokenSource | None]:

@@ -14,17 +14,21 @@ from cluster.torch_private import clear_mesh_caches
 from lab.errors import LabError
 from lab.recipe.recipe import Recipe
 from lab.step import loopback
+from lab.techniques.gathered import Windows, fullest_ranks
 from lab.torch_private import FakeStore
 
 _TURN = Lock()
 """A process has one default group: what is planned and rehearsed in several threads at once takes turns."""
 
 
-def ring_ranks(recipe: Recipe, lengths: Iterable[int]) -> list[int]:
+def ring_ranks(
+    recipe: Recipe, lengths: Iterable[int], documents: tuple[int, ...] | None = None, windows: Windows = ()
+) -> list[int]:
     """The ring ranks of which one holds the most device bytes in a training step under ``recipe``.
 
-    ``lengths`` are the sizes of dimension 0 of the parameters. Of the ranks of one ring rank, the first holds
-    the most: all have the same activations, and FSDP gives no rank a larger shard than the rank before it.
+    ``lengths`` are the sizes of dimension 0 of the parameters, ``documents`` those of a row with its
+    padding, and ``windows`` those of the layers. Of the ranks of one ring rank, the first holds the most: all
+    have the same activations, and FSDP gives no rank a larger shard than the rank before it.
 
     At step t > 0 of a ring of R, ring rank i attends in one of two ways. Q, k and L are those of
     ``apply_ring``.
@@ -44,9 +48,17 @@ def ring_ranks(recipe: Recipe, lengths: Iterable[int]) -> list[int]:
     For R > 3 ring rank 0 holds more parameters only if a parameter has so few rows that the first rank of
     ring rank 1, rank C, gets none: C or fewer. The host holds the same bytes on every rank; with
     the optimizer on the host, a rank with smaller shards holds less of Adam's state.
+
+    If keys and values are gathered, ring rank 0 holds the most: the last piece of the sequence attends to the
+    most keys. With documents, it may be any rank; see ``fullest_ranks``.
     """
-    if recipe.ring == 1:
+    if recipe.ring == 1 or (recipe.ring_exchange == "gather" and documents is None):
         return [0]
+    if recipe.ring_exchange == "gather":
+        fullest = fullest_ranks(documents or (), recipe.ring, windows)
+        # A rank before one of them may have a larger shard.
+        smaller = recipe.fsdp and any(length <= recipe.ulysses * max(fullest) for length in lengths)
+        return [*range(max(fullest) + 1)] if smaller else fullest
     smaller_shard = recipe.fsdp and any(length <= recipe.ulysses for length in lengths)
     return [1, 0] if recipe.ring < 4 or smaller_shard else [1]
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lab.techniques.attention.naive import naive_attention
     from lab.techniques.checkpointing import apply_checkpointing
     from lab.techniques.exchange import heads_from_sequence, sequence_from_heads
+    from lab.techniques.gathered import apply_gathered
     from lab.techniques.loss import apply_loss, apply_tiled_loss
     from lab.techniques.offload import apply_offload
     from lab.techniques.ring import apply_ring, local_positions, ring_forward, ring_kernel
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "apply_checkpointing",
     "apply_fsdp",
+    "apply_gathered",
     "apply_loss",
     "apply_offload",
     "apply_ring",
@@ -50,6 +52,7 @@ __getattr__ = load_on_first_use(
     {
         "apply_checkpointing": "lab.techniques.checkpointing",
         "apply_fsdp": "lab.techniques.sharding",
+        "apply_gathered": "lab.techniques.gathered",
         "apply_loss": "lab.techniques.loss",
         "apply_offload": "lab.techniques.offload",
         "apply_ring": "lab.techniques.ring",
@@ -69,6 +72,7 @@ __getattr__ = load_on_first_use(
         "ring_kernel": "lab.techniques.ring",
         "run_in_tiles": "lab.techniques.tiling",
         "schedule": "lab.techniques.upipe.schedule",
+        "sharding": "lab.techniques.sharding",
         "sequence_from_heads": "lab.techniques.exchange",
         "ulysses_attention": "lab.techniques.ulysses",
     },

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from cluster.live import notify
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH, Kernel, attention
+from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.ulysses_degrees import check_degree
 from lab.torch_private import FakeTensor
 

@@ -35,18 +35,19 @@ def check_documents(documents: object, rows: int, tokens: int) -> Lengths:
     return tuple(tuple(lengths) for lengths in documents)
 
 
-def several_or_none(lengths: Lengths, ring: int) -> Lengths | None:
+def several_or_none(lengths: Lengths, ring: int, exchange: str) -> Lengths | None:
     """Return the documents; None if each row is one, which needs nothing of its own.
 
     Raises:
-        RecipeError: A row has several documents, and R = ``ring`` is more than 1.
+        RecipeError: A row has several documents, R = ``ring`` is more than 1, and ``exchange`` is "send".
     """
     if all(len(of_row) == 1 for of_row in lengths):
         return None
-    if ring > 1:
+    if ring > 1 and exchange == "send":
         raise RecipeError(
-            f"several documents in a row with ring={ring}, whose ranks have pieces of documents: set ring=1, "
-            "and shard the sequence by ulysses, with or without head_chunk or stream"
+            f"several documents in a row with ring={ring}, whose ranks have pieces of documents: set "
+            "ring_exchange='gather', or ring=1 and shard the sequence by ulysses, with or without head_chunk "
+            "or stream"
         )
     return lengths
 

@@ -1,4 +1,4 @@
-"""Collectives with gradients: the all-to-alls of Ulysses, a sum over ranks, and one step around a ring.
+"""Collectives: the all-to-alls of Ulysses and a sum over ranks, with gradients; a ring's steps and gathers.
 
 Letters: C ranks in a Ulysses group, b rows, s tokens of one rank, S = C*s tokens, H query heads, K key/value
 heads, h heads of one rank during attention, D head_dim, w bytes per element.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.torch_private import use_count
+from lab.torch_private import disable_current_modes, use_count
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -42,15 +42,15 @@ def reference_counts(*tensors: Tensor) -> list[int]:
 
 
 def _wait_for_counts(tensors: tuple[Tensor, ...], before: list[int]) -> None:
-    """Wait until the tensors have no more references than ``before``, but for one second at most.
+    """Wait until the tensors have no more references than ``before``, but for ten seconds at most.
 
     Gloo's worker threads drop the tensors of a collective some moments after the collective has ended. Memory
-    that is freed at a random time cannot be measured to the byte. The limit of one second is for references
-    of others, such as a debugger that holds a frame.
+    that is freed at a random time cannot be measured to the byte. The limit is for references of others,
+    such as a debugger that holds a frame. On a busy machine a thread has taken more than a second.
     """
     if not tensors[0].is_cpu:
         return
-    end = time.monotonic() + 1
+    end = time.monotonic() + 10
     while any(map(int.__gt__, reference_counts(*tensors), before)) and time.monotonic() < end:
         time.sleep(0)
 
@@ -230,7 +230,7 @@ def sequence_from_heads(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _SequenceFromHeads.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# ---- the sum over ranks, and a step around a ring ----------------------------------------------------
+# ---- the sum over ranks, and what a ring sends, gathers and reduces -----------------------------------
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -256,6 +256,31 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None or size_of(group) == 1:
         return x
     return _SumOverRanks.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# Releases before 2.13 have these two under other names.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, one after the other in dimension 0. ``own`` is contiguous."""
+    whole = own.new_empty((size_of(group) * own.shape[0], *own.shape[1:]))
+    with wait_for_release(own, whole):
+        _all_gather_single(whole, own, group=group)
+    return whole
+
+
+def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's slice of dimension 0 of the sum over all ranks. ``whole`` is contiguous."""
+    own = whole.new_empty((whole.shape[0] // size_of(group), *whole.shape[1:]))
+    with wait_for_release(own, whole):
+        wait = _reduce_scatter_single(own, whole, group=group, async_op=True).wait
+        # Gloo sums in a copy of ``whole``, which the meter must not count.
+        with disable_current_modes():
+            wait()
+        del wait
+    return own
 
 
 class Shift:

@@ -31,7 +31,7 @@ from torch import Tensor
 from lab.errors import HostFileError
 from lab.techniques.agreement import refuse_together
 from lab.techniques.host_memory import local_ranks
-from lab.techniques.host_pieces import HOST_PAGE
+from lab.techniques.limits import HOST_PAGE
 from lab.units import format_bytes
 
 MOUNTS = Path("/proc/self/mountinfo")

@@ -112,17 +112,18 @@ def read_tiles(*tensors: HostTiles, different: int = 1) -> Iterator[tuple[int, i
             for t, flat in zip(tensors, memory[which], strict=True)
         ]
 
-    def buffers(start: int) -> list[Tensor]:
-        return views(start // tile % 2, min(tile, tokens - start))
+    def buffers(number: int, start: int) -> list[Tensor]:
+        return views(number % 2, min(tile, tokens - start))
 
-    def fetch(start: int) -> list[torch.cuda.Event | None]:
-        return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers(start), strict=True)]
+    def fetch(number: int, start: int) -> list[torch.cuda.Event | None]:
+        return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers(number, start), strict=True)]
 
-    arrivals = fetch(0)
-    for start, length in slices(tokens, tile, different=different):
+    arrivals = fetch(0, 0)
+    # Counted, and not computed from ``start``: a shortened loop is then the same for odd and even numbers.
+    for number, (start, length) in enumerate(slices(tokens, tile, different=different)):
         for arrival in arrivals:
             if arrival is not None:
                 torch.cuda.current_stream(device).wait_event(arrival)
         if start + tile < tokens:
-            arrivals = fetch(start + tile)
-        yield start, length, buffers(start)
+            arrivals = fetch(number + 1, start + tile)
+        yield start, length, buffers(number, start)

@@ -19,8 +19,18 @@ from torch import Tensor
 
 from lab.techniques.host_file import HostFile
 from lab.techniques.host_memory import local_ranks, pinnable
-from lab.techniques.host_pieces import piece_sizes
+from lab.techniques.limits import HOST_PAGE
 from lab.torch_private import FakeTensor
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """Return the sizes, in bytes, of the pieces that hold a tensor of ``nbytes`` bytes, the largest first.
+
+    Torch's allocator of pinned memory rounds each block up to a power of two. The pieces are different powers
+    of two and whole pages, so none of them is rounded up. Their sum is ``nbytes`` rounded up to whole pages.
+    """
+    whole = -(-nbytes // HOST_PAGE) * HOST_PAGE
+    return [1 << bit for bit in reversed(range(whole.bit_length())) if whole >> bit & 1]
 
 
 @torch.library.custom_op("lab::to_host", mutates_args=())

@@ -13,8 +13,9 @@ from lab.decoder import Patch, facts_of, refuse_copy, refuse_pickle
 from lab.errors import RecipeError
 from lab.techniques.attention.documents import Documents, document_positions
 from lab.techniques.document_lengths import Lengths, check_documents, several_or_none
-from lab.techniques.ring import local_positions, token_multiple
+from lab.techniques.ring import local_positions
 from lab.techniques.rope import rotary_forward
+from lab.techniques.ulysses_degrees import token_multiple
 from lab.torch_private import FakeTensor, version
 
 NEUTRAL: dict[str, object] = {
@@ -24,7 +25,9 @@ NEUTRAL: dict[str, object] = {
 """The values of transformers' keywords that change nothing. None changes nothing for every keyword."""
 
 
-def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int) -> None:
+def apply_input_checks(
+    model: nn.Module, *, ulysses: int, ring: int, index: int, exchange: str = "send"
+) -> None:
     """Check the arguments of every forward of ``model``, and refuse those that are not supported.
 
     After this, the model is called as ``model(input_ids, attention_mask, position_ids, shifted_labels=...)``:
@@ -53,12 +56,13 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
         ulysses: C, the Ulysses degree.
         ring: R, the ring degree.
         index: The rank's number among the C*R ranks that share a sequence: ring index * C + Ulysses index.
+        exchange: How the ranks of a ring exchange keys and values, "send" or "gather".
 
     Raises:
         RecipeError: In forward: ``labels``; padding before the end of a row, or any padding if C*R > 1;
             positions that skip, belong to another rank, or restart without ``documents``; documents with a
-            ring, with LongRoPE or dynamic NTK scaling, or which the layers do not pass on; rows of a length
-            that ``RotaryForward`` refuses; ``inputs_embeds``, caches, requests for hidden states or
+            ring that sends, with LongRoPE or dynamic NTK scaling, or which the layers do not pass on; rows of
+            a length that ``RotaryForward`` refuses; ``inputs_embeds``, caches, requests for hidden states or
             attentions, and every other keyword whose value is not in ``NEUTRAL``; autocast; modules that
             changed. In backward: a parameter changed after forward, by an optimizer or by loading a state.
     """
@@ -87,7 +91,7 @@ def apply_input_checks(model: nn.Module, *, ulysses: int, ring: int, index: int)
             _check_mask(attention_mask, input_ids, whole=ulysses * ring == 1)
         tokens = input_ids.shape[1] * ulysses * ring
         if documents is not None:
-            documents = several_or_none(check_documents(documents, len(input_ids), tokens), ring)
+            documents = several_or_none(check_documents(documents, len(input_ids), tokens), ring, exchange)
             if documents is not None and rotary.type_by_length is not None:
                 raise RecipeError(
                     f"several documents in a row with rope_type={rotary.type_by_length!r}: whether a "

@@ -25,11 +25,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from lab.decoder import Decoder, Patch, check_hooks, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.gradient_sums import GradientSums
-from lab.techniques.loss_blocks import BLOCKS
 from lab.techniques.parameter_aliases import parameter_aliases
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
 from lab.techniques.tiling import check_tile
+
+_BLOCKS = 16
+"""The number of blocks into which the rows of a tile's logits are divided.
+
+The logits of a tile are in the model's dtype. Their softmax is computed in fp32 or wider, one block at a
+time.
+"""
 
 IGNORED = -100
 """The label at a place where nothing is predicted: padding, or the last token of a text."""
@@ -201,7 +207,7 @@ def _losses(decoder: Decoder, logits: Tensor, labels: Tensor, *, gradient: bool 
     """
     cap = decoder.logits_cap
     losses = logits.new_empty(labels.shape, dtype=accumulation_dtype(logits.dtype))
-    for start, length in slices(labels.shape[0], -(-labels.shape[0] // BLOCKS)):
+    for start, length in slices(labels.shape[0], -(-labels.shape[0] // _BLOCKS)):
         block, classes = logits.narrow(0, start, length), labels.narrow(0, start, length)
         counts = classes != IGNORED
         index = torch.where(counts, classes, 0)[:, None]

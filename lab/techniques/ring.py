@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from math import lcm
 
 import torch
 import torch.distributed as dist
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH, Kernel
+from lab.techniques.attention.flash import FLASH
 from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.kernel import Gradients, Kernel, check_causal
 from lab.techniques.attention.merging import merge
 from lab.techniques.exchange import Shift, size_of
 from lab.techniques.precision import accumulation_dtype
-from lab.techniques.ulysses_degrees import check_ring
+from lab.techniques.ulysses_degrees import check_ring, token_multiple
 
 
 def apply_ring(model: nn.Module, *, group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> None:
@@ -72,15 +72,6 @@ def ring_kernel(group: dist.ProcessGroup | None, kernel: Kernel = FLASH) -> Kern
 
 
 # ---- the tokens of each rank -------------------------------------------------------------------------------
-
-
-def token_multiple(ulysses: int, ring: int) -> int:
-    """Return the number that must divide S, the tokens of a sequence.
-
-    All 2R pieces of a ring must have the same length, and all C*R ranks must have equally many tokens, with
-    C = ``ulysses`` and R = ``ring``.
-    """
-    return lcm(2 * ring, ulysses * ring) if ring > 1 else ulysses
 
 
 def row_padding(tokens: int, ulysses: int, ring: int) -> int:
@@ -165,7 +156,7 @@ def ring_forward(
     Raises:
         ValueError: ``causal`` is False.
     """
-    _check_causal(causal)
+    check_causal("ring attention", causal)
     sum_dtype = accumulation_dtype(q.dtype)
     keys_values = torch.stack((k, v))
     out, lse = torch.empty(0), torch.empty(0)
@@ -198,7 +189,7 @@ def ring_backward(
     kernel: Kernel = FLASH,
     causal: bool = True,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Compute the gradients of ``ring_forward``.
 
     The LSE is that over all keys, so each step computes an exact part of the gradients, and the parts add up.
@@ -223,7 +214,7 @@ def ring_backward(
     Raises:
         ValueError: ``causal`` is False.
     """
-    _check_causal(causal)
+    check_causal("ring attention", causal)
     sum_dtype = accumulation_dtype(q.dtype)
     keys_values = torch.stack((k, v))
     sums, dq = torch.empty(0), torch.empty(0)
@@ -256,11 +247,6 @@ def ring_backward(
     assert sums_shift is not None
     dk, dv = sums_shift.wait().to(k.dtype).unbind()
     return dq.to(q.dtype), dk, dv
-
-
-def _check_causal(causal: bool) -> None:
-    if not causal:
-        raise ValueError("ring attention with causal=False is not supported: pass causal=True")
 
 
 def _visible(tokens: int, step: int, group: dist.ProcessGroup) -> tuple[slice, slice]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lab.decoder import Patch, Rotation, decoder_of
 from lab.errors import RecipeError
 from lab.techniques.frequencies import Frequencies, check_rope
-from lab.techniques.ring import token_multiple
+from lab.techniques.ulysses_degrees import token_multiple
 from lab.torch_private import FakeTensor
 
 

@@ -57,7 +57,8 @@ def apply_fsdp(
 
     Args:
         model: The model.
-        mesh: All P ranks. A mesh of two dimensions replicates over the first, and shards over the second.
+        mesh: All P ranks. A mesh of two dimensions replicates over the first, and shards over the second
+            (HSDP).
         compute_dtype: The dtype in which parameters are gathered and modules run. The shards, their gradients
             and their optimizer state keep the parameters' own dtype. By default, modules run in that dtype.
         on_host: Whether the shards, their gradients and their optimizer state are in host memory, by FSDP2's
@@ -72,6 +73,8 @@ def apply_fsdp(
     Costs:
         Per layer, an all-gather of its parameters in forward, another one in backward, and a reduce-scatter
         of its gradients.
+        With Y replicas, a rank keeps 16 Y/P bytes per parameter. The all-gathers and the reduce-scatter are
+        among P/Y ranks, and a layer has also an all-reduce of the rank's shard of its gradients, among Y.
         With ``on_host``, the shards cross the host link at each all-gather, and the gradients once: 12/P
         bytes per parameter of a layer in fp32, and 8/P bytes per other parameter. The device waits while the
         CPU clips the gradients and runs Adam. On CUDA the shards and the gradients are pinned if the host has
@@ -95,7 +98,7 @@ def apply_fsdp(
     layers = [layer.module for layer in decoder_of(model).layers]
     units = _units(model, layers)
     _check_dtypes(units)
-    pinned = on_host and may_pin(*_shard_bytes(units, mesh.size()), mesh)
+    pinned = on_host and may_pin(*_shard_bytes(units, mesh.size(mesh.ndim - 1)), mesh)
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
     # By weak references, because a whole parameter that nobody else holds is freed when its unit is sharded.
     replaced = [ref(parameter) for parameter in model.parameters()]

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.decoder import decoder_of
-from lab.techniques.attention.flash import FLASH, Kernel, attention
+from lab.techniques.attention.flash import FLASH, attention
 from lab.techniques.attention.hf_attention import apply_attention
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.exchange import heads_from_sequence, rank_in, sequence_from_heads, size_of
 from lab.techniques.ulysses_degrees import check_degree
 

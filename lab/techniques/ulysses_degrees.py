@@ -1,5 +1,7 @@
 """Which Ulysses degrees the heads of a model allow: arithmetic on integers, without torch."""
 
+from math import lcm
+
 from lab.errors import RecipeError
 from lab.shape import Shape
 
@@ -19,23 +21,32 @@ def degrees(heads: int, kv_heads: int) -> list[int]:
 def degree_pairs(shape: Shape, ranks: int) -> list[tuple[int, int]]:
     """Return every pair of a Ulysses and a ring degree whose product is ``ranks``.
 
-    The pair with the largest Ulysses degree is the first. Windows allow no ring: with them, the only pair has
-    the largest Ulysses degree that divides the ranks.
+    The pair with the largest Ulysses degree is the first. Windows allow no ring that sends: with them,
+    the only pair has the largest Ulysses degree that divides the ranks.
     """
     legal = [c for c in reversed(degrees(shape.H, shape.K)) if ranks % c == 0]
     return [(legal[0], 1)] if shape.has_windows else [(c, ranks // c) for c in legal]
 
 
-def check_ring(shape: Shape, ring: int) -> None:
-    """Refuse a ring of several ranks for a model whose layers have windows.
+def token_multiple(ulysses: int, ring: int) -> int:
+    """Return the number that must divide S, the tokens of a sequence.
+
+    All 2R pieces of a ring must have the same length, and all C*R ranks must have equally many tokens, with
+    C = ``ulysses`` and R = ``ring``.
+    """
+    return lcm(2 * ring, ulysses * ring) if ring > 1 else ulysses
+
+
+def check_ring(shape: Shape, ring: int, exchange: str = "send") -> None:
+    """Refuse a ring of several ranks that sends keys, for a model whose layers have windows.
 
     Raises:
-        RecipeError: ``ring`` is above 1, and a layer has a window.
+        RecipeError: ``ring`` is above 1, ``exchange`` is "send", and a layer has a window.
     """
-    if ring > 1 and shape.has_windows:
+    if ring > 1 and exchange == "send" and shape.has_windows:
         raise RecipeError(
             f"ring={ring} with a model whose layers have sliding windows: a rank of a ring has no whole "
-            "windows; set ring=1, and ulysses to share a sequence"
+            "windows; set ring_exchange='gather', or ring=1 and ulysses to share a sequence"
         )
 
 

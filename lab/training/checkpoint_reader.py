@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from lab.errors import CheckpointError
 from lab.torch_private import storage_info
@@ -97,6 +100,28 @@ class CheckpointReader(FileSystemReader):
                 raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
+
+    def load_into(self, what: str, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        """Read into the tensors of ``state``, with the ranks of a group; in one process if there is none.
+
+        Args:
+            what: What has the tensors, for the message.
+            state: The tensors.
+            group: The ranks, each of which calls this.
+
+        Raises:
+            CheckpointError: As ``read_metadata``; or the checkpoint lacks a tensor, or has another shape.
+        """
+        # Torch would answer a file that is refused with a traceback in the log, and with another reason.
+        self.read_metadata()
+        try:
+            with warnings.catch_warnings():
+                # torch warns that it loads in one process; that is intended.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                load(state, storage_reader=self, process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            said = f"{self.checkpoint} cannot be read into this {what}: {first_cause(error)}"
+            raise CheckpointError(said) from error
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the parameters.

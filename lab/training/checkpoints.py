@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -101,7 +99,7 @@ class Checkpointer:
         """
         reader, state = CheckpointReader(checkpoint), _state(model, optimizer)
         reader.check_dtypes(state["model"])
-        _load(reader, state, self._group)
+        reader.load_into("model", state, self._group)
 
     def wait(self) -> None:
         """Wait until the last save is whole on disk.
@@ -117,7 +115,7 @@ class Checkpointer:
         except CheckpointException as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(self._folder / (self._name + PART), ignore_errors=True)
-            # Every rank waits here for the other's removal: what is said of the folder is true on return.
+            # Every rank waits here, so that the folder is gone on every rank when this raises.
             dist.barrier(self._group)
             raise CheckpointError(self._told(error)) from error
 
@@ -205,7 +203,7 @@ def export(folder: Path, out: Path, *, max_file: str | int = models.MAX_FILE) ->
 
     def read(names: list[str]) -> dict[str, Tensor]:
         values = {name: torch.empty_like(weights[name], dtype=model.dtype, device="cpu") for name in names}
-        _load(reader, {"model": values}, None)
+        reader.load_into("model", {"model": values}, None)
         return values
 
     # A name of its own: a folder that an export which was killed has left is not written into.
@@ -238,20 +236,6 @@ def _skeleton(manifest: Manifest, checkpoint: Path) -> PreTrainedModel:
         except ModelError as error:
             said = str(error).replace(folder, "its config")
             raise CheckpointError(f"{checkpoint} is damaged: {said}") from error
-
-
-def _load(reader: CheckpointReader, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Read into the tensors of ``state``, with the ranks of a group or in one process."""
-    try:
-        with warnings.catch_warnings():
-            # That it reads in one process, which is what is asked for.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            # Torch would answer a file that is refused with a traceback in the log, and with another reason.
-            reader.read_metadata()
-            load(state, storage_reader=reader, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        said = f"{reader.checkpoint} cannot be read into this model: {first_cause(error)}"
-        raise CheckpointError(said) from error
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

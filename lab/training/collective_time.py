@@ -6,13 +6,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig
 
 from lab.planning.hardware import hardware, nearest
 from lab.planning.plan import plan_job
 from lab.recipe.jobs import Job, Machine
-from lab.step.kernel_limits import check_kernel
-from lab.techniques.attention.kernels import KernelSupport, kernel_support
 from lab.training.planning_process import answer_on_all_ranks
 from lab.units import format_seconds
 
@@ -21,20 +18,6 @@ if TYPE_CHECKING:
 
 LAYERS = 3
 """NCCL counts from when a collective was enqueued, and the host runs about one layer ahead of the device."""
-
-
-def check_kernel_on_cluster(job: Job, config: PretrainedConfig, cluster: Cluster) -> None:
-    """Refuse, before anything is planned or made, what torch's attention kernel on GPUs would refuse.
-
-    Raises:
-        RecipeError: see ``check_kernel``.
-    """
-
-    def machine() -> KernelSupport:
-        machines: list[KernelSupport] = cluster.apply(kernel_support, torch.device("cuda"))
-        return machines[0]
-
-    check_kernel(job.recipe, config, job.tokens, cluster.device_type, machine)
 
 
 def on_cluster(job: Job, cluster: Cluster) -> float | None:
@@ -72,7 +55,7 @@ def layers_time(job: Job, device: str, default: float) -> float | None:
         default: Seconds. If they are at least as many, None is returned and nothing is printed.
     """
     machine = Machine(device=nearest(device))
-    layer, gpu = plan_job(job.with_few_batches, machine).longest_layer, hardware(machine.device).name
+    layer, gpu = plan_job(job, machine).longest_layer, hardware(machine.device).name
     if LAYERS * layer <= default:
         return None
     print(

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from lab.errors import CheckpointError
+from lab.step.on_ranks import Training
 from lab.units import MiB, abbreviate
 
 FILE = "manifest.json"
@@ -30,6 +31,9 @@ _STEP = re.compile(r"step-([0-9]{8,18})")
 
 VOLATILE = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 """What two configs of one model may differ in."""
+
+OF_SETTINGS = ("seed", "learning_rate", "warmup", "schedule", "weight_decay", "clip_norm", "steps")
+"""The fields that a manifest has of ``TrainSettings``."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,20 @@ class Manifest:
     ranks: int
     step: int = 0
     files: dict[str, list[int]] | None = None
+
+    @classmethod
+    def of(cls, training: Training) -> Manifest:
+        """Return the manifest of a training before its first step."""
+        job, settings = training.job, training.settings
+        return cls(
+            config=config_document(training.config),
+            text=training.source.digest(),
+            tokens=job.tokens,
+            rows_per_step=job.step_rows,
+            recipe=job.recipe.to_json(),
+            ranks=job.ranks,
+            **{name: getattr(settings, name) for name in OF_SETTINGS},
+        )
 
     def complete(self, folder: Path) -> None:
         """Note the files of ``folder``, and write this manifest into it, with a hash of all that it says."""

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
 
 from cluster.placement import import_path
 from cluster.watchdog import watched
 from lab.errors import LabError
+from lab.training.first_rank import from_first_rank
 
 
 def answer_on_all_ranks(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -31,14 +31,14 @@ def answer_on_all_ranks(what: str, function: Callable[..., Any], *arguments: Any
     Raises:
         LabError: the plan failed on rank 0.
     """
-    answers: list[dict[str, Any]] = [{}]
-    if dist.get_rank() == 0:
-        answers = [_in_a_process(function, *arguments)]
-    dist.broadcast_object_list(answers, src=0)
-    [answer] = answers
-    if "error" in answer:
-        raise LabError(f"the plan that says {what} failed: {answer['error']}")
-    return answer["value"]
+
+    def answer() -> Any:
+        found = _in_a_process(function, *arguments)
+        if "error" in found:
+            raise LabError(f"the plan that says {what} failed: {found['error']}")
+        return found["value"]
+
+    return from_first_rank(answer)
 
 
 def _in_a_process(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:

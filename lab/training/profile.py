@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.errors import RankError
 from lab import models
-from lab.errors import DivergedError
 from lab.memory.profiling import Profile, ProfilingMeter
 from lab.memory.timeline import Timeline
-from lab.recipe.jobs import Job, TrainSettings, make_job
+from lab.recipe.jobs import Job, TrainSettings
 from lab.recipe.recipe import Recipe
-from lab.step.on_ranks import check_finite, make_rank_state, read_source
-from lab.training.collective_time import check_kernel_on_cluster, on_cluster
+from lab.step.on_ranks import check_finite, make_rank_state, make_training
+from lab.training.on_cluster import train_on_cluster
 
 if TYPE_CHECKING:
     from cluster.ranks import Cluster
@@ -81,17 +79,10 @@ def profile(
         RankError: a rank failed.
         DivergedError: the loss of a step is not finite.
     """
-    config = models.config_of(model)
-    shape = models.shape_of(config)
-    job = make_job(model, recipe, tokens=tokens, ranks=cluster.ranks, rows=rows, shape=shape)
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
-    read_source(job, settings, shape.V)
-    try:
-        check_kernel_on_cluster(job, config, cluster)
-        results = cluster.apply(_profile, job, settings, timeout=on_cluster(job, cluster))
-    except RankError as error:
-        raise error.cause if isinstance(error.cause, DivergedError) else error from None
-    return Profiled(job, settings, results[0][0], tuple(profile for _, profile in results))
+    training = make_training(model, recipe, settings, tokens=tokens, ranks=cluster.ranks, rows=rows)
+    results = train_on_cluster(cluster, training, _profile)
+    return Profiled(training.job, settings, results[0][0], tuple(profile for _, profile in results))
 
 
 def _profile(job: Job, settings: TrainSettings) -> tuple[tuple[float, ...], Profile]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.errors import RankError
 from lab.errors import LabError
 from lab.memory.out_of_memory import OutOfMemory
-from lab.planning.closed_form import estimate_job
-from lab.planning.plan import Plan, has_fp32_state, plan_job, shape_of
-from lab.recipe.jobs import Job, Machine, make_job
-from lab.recipe.ladder import RUNGS
+from lab.planning.answers import shape_of
+from lab.planning.plan import Plan, plan_job
+from lab.recipe.jobs import Job, Machine
+from lab.recipe.ladder import ladder
 from lab.units import format_bytes
 
 
@@ -39,42 +41,18 @@ class RankOutOfMemory(LabError):
 
 
 def cheapest_rung(job: Job, limit: int) -> tuple[str, Plan]:
-    """The first rung of the ladder whose step holds at most ``limit`` bytes per device, and its plan.
+    """Return the first rung of the ladder whose step holds at most ``limit`` bytes per device, and its plan.
 
-    The closed form says which rungs may; the plan, exact for ranks on CPU, which does. Where none does, the
-    leanest of those it says.
+    The rungs are planned in their order, up to the one that fits. Where none does, the answer is the leanest.
     """
-    shape = shape_of(job.model, job.dtype)
-    rungs = {
-        rung: make_job(
-            job.model,
-            rung,
-            tokens=job.tokens,
-            ranks=job.ranks,
-            rows=job.rows,
-            accumulate=job.accumulate,
-            lora=job.lora,
-            dtype=job.dtype,
-            shape=shape,
-        )
-        for rung in RUNGS
-    }
-    likely = {rung: estimate_job(shape, asked).device_peak for rung, asked in rungs.items()}
-    leanest = min(likely, key=lambda rung: likely[rung])
-    # The closed form knows fp32 parameters alone.
-    estimated = has_fp32_state(job)
-    tried = [rung for rung in RUNGS if not estimated or likely[rung] <= limit * MARGIN]
     machine = Machine(workspace=False, device_memory=limit)
-    plans = {}
-    for rung in tried or [leanest]:
-        plans[rung] = plan_job(rungs[rung], machine)
+    shape = shape_of(job.model, job.dtype)
+    plans: dict[str, Plan] = {}
+    for rung, recipe in ladder(job.model, job.ranks, job.tokens, shape=shape).items():
+        plans[rung] = plan_job(replace(job, recipe=recipe, recipe_name=rung), machine)
         if plans[rung].fits:
-            break
+            return rung, plans[rung]
     return min(plans.items(), key=lambda item: item[1].device_peak)
-
-
-MARGIN = 1.05
-"""The closed form is within 5% of the plan."""
 
 
 def _remedy(rung: str | None, planned: Plan | None) -> str:

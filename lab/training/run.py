@@ -12,18 +12,18 @@ import torch.distributed as dist
 from cluster.errors import RankError, Stopped
 from cluster.progress import hide_progress, progress, say
 from lab import models
-from lab.errors import DivergedError, HostFileError
+from lab.errors import DivergedError
 from lab.memory.cuda import AllocatedPeak
 from lab.memory.meter import Meter
 from lab.memory.out_of_memory import OutOfMemory
 from lab.memory.timeline import Timeline
 from lab.models.lora import Lora
 from lab.planning.host_folder import check_host_dir, planned_folder
-from lab.recipe.jobs import Job, TrainSettings, make_job
+from lab.recipe.jobs import Job, TrainSettings
 from lab.recipe.recipe import Recipe
-from lab.step.on_ranks import check_finite, make_rank_state, read_source
+from lab.step.on_ranks import Training, check_finite, make_rank_state, make_training
 from lab.techniques.host_file import HostFolder
-from lab.training.collective_time import check_kernel_on_cluster, on_cluster
+from lab.training.on_cluster import train_on_cluster
 from lab.training.partial_run import PartialRun
 from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.records import Ended, Progress, Run, Started, Watch
@@ -88,23 +88,32 @@ def run(
     """
     hide_progress(watch)
     settings = TrainSettings(steps, text, tokenizer, learning_rate, clip_norm, seed)
-    config = models.config_of(model, dtype)
-    shape = models.shape_of(config)
-    job = make_job(
-        model,
-        recipe,
-        tokens=tokens,
-        ranks=cluster.ranks,
-        rows=rows,
-        accumulate=accumulate,
-        lora=lora,
-        dtype=dtype,
-        shape=shape,
-        **knobs,
-    )
-    read_source(job, settings, shape.V)
-    folder = planned_folder(job, check_host_dir(job, host_dir))
+    sizes: dict[str, Any] = {"tokens": tokens, "ranks": cluster.ranks, "rows": rows, "accumulate": accumulate}
+    training = make_training(model, recipe, settings, lora=lora, dtype=dtype, **sizes, **knobs)
+    limit = None if device_memory is None else parse_bytes(device_memory)
+    host_path = check_host_dir(training.job, host_dir)
+    return run_job(training, cluster, limit=limit, host_path=host_path, watch=watch)
 
+
+def run_job(
+    training: Training,
+    cluster: Cluster,
+    *,
+    limit: int | None = None,
+    host_path: Path | None = None,
+    watch: Watch | None = None,
+) -> Run:
+    """Train on all ranks of a cluster, as ``run`` does with what it has read and checked.
+
+    Args:
+        training: What is trained, and how.
+        cluster: The ranks.
+        limit: The bytes of a device at which a rank is out of memory.
+        host_path: The folder for the long tensors of streamed layers, see ``check_host_dir``.
+        watch: As that of ``run``.
+    """
+    job, settings = training.job, training.settings
+    folder = planned_folder(job, host_path)
     partial_run = PartialRun(job, settings)
     tell = watch or _nobody
 
@@ -120,38 +129,28 @@ def run(
         return run
 
     tell(Started(cluster.interrupt, cluster.ranks))
-    limit = None if device_memory is None else parse_bytes(device_memory)
     try:
-        check_kernel_on_cluster(job, config, cluster)
-        timeout = on_cluster(job, cluster)
-        results = cluster.apply(_train, job, settings, limit, folder, on_record=on_record, timeout=timeout)
+        results = train_on_cluster(cluster, training, _train, limit, folder, on_record=on_record)
     except Stopped:
         stopped = ended("stopped")
         if stopped is None:
             raise
         return stopped
-    except RankError as error:
-        error.partial = ended("failed")
-        if isinstance(error.cause, OutOfMemory):
-            raise RankOutOfMemory(error, error.cause, job) from error
-        if isinstance(error.cause, DivergedError):
-            error.cause.partial = error.partial
-            raise error.cause from error
-        if isinstance(error.cause, HostFileError):
-            raise error.cause from error
-        raise
     except KeyboardInterrupt as interrupt:
         raise Interrupted(ended("interrupted")) from interrupt
-    except Exception:
-        ended("failed")
+    except Exception as error:
+        partial = ended("failed")
+        if isinstance(error, RankError | DivergedError):
+            error.partial = partial
+        if isinstance(error, RankError) and isinstance(error.cause, OutOfMemory):
+            raise RankOutOfMemory(error, error.cause, job) from error
         raise
-    losses, seconds = results[0].losses, results[0].seconds
     finished = Run(
         job.title,
         job,
         settings,
-        losses,
-        seconds,
+        results[0].losses,
+        results[0].seconds,
         tuple(result.timeline for result in results),
         allocated=tuple(result.allocated for result in results if result.allocated is not None),
     )

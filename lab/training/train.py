@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from cluster.timeouts import DEFAULT_SECONDS, check_timeout, set_timeout
+from cluster.timeouts import DEFAULT_SECONDS, check_timeout
+from cluster.torch_private import set_timeout
 from lab import models
-from lab.errors import CheckpointError, DivergedError, HostFileError
 from lab.planning.host_folder import check_host_dir, file_bytes, planned_folder
-from lab.recipe.jobs import WEIGHT_DECAY, Schedule, TrainSettings, make_job
+from lab.recipe.jobs import WEIGHT_DECAY, Schedule, TrainSettings
 from lab.recipe.recipe import Recipe
 from lab.step.kernel_limits import check_kernel
-from lab.step.on_ranks import read_source
+from lab.step.on_ranks import Training, make_training
 from lab.techniques.attention.kernels import kernel_support
 from lab.techniques.host_file import HostFolder
-from lab.training.collective_time import check_kernel_on_cluster, on_cluster, on_this_rank
-from lab.training.manifest import Manifest, checkpoints_in, config_document, newest
+from lab.training.collective_time import on_this_rank
+from lab.training.first_rank import from_first_rank
+from lab.training.manifest import Manifest
+from lab.training.on_cluster import train_on_cluster
 from lab.training.planning_process import answer_on_all_ranks
-from lab.training.train_loop import CheckpointSettings, StepRecord, from_first_rank, train_on_this_rank
+from lab.training.train_loop import CheckpointSettings, StepRecord, train_on_this_rank
 from lab.units import check_counts, parse_path
 
 if TYPE_CHECKING:
@@ -116,121 +117,59 @@ def train(
         check_timeout(timeout)
     ranks = cluster.ranks if cluster is not None else dist.get_world_size()
     settings = TrainSettings(
-        steps=steps,
-        text=text,
-        tokenizer=tokenizer,
-        learning_rate=learning_rate,
-        clip_norm=clip_norm,
-        seed=seed,
-        warmup=warmup,
-        schedule=schedule,
-        weight_decay=weight_decay,
-        validate=validate,
+        steps, text, tokenizer, learning_rate, clip_norm, seed, warmup, schedule, weight_decay, validate
     )
-    config = models.config_of(model, dtype)
-    shape = models.shape_of(config)
     sizes: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "rows": rows, "accumulate": accumulate}
-    job = make_job(model, recipe, dtype=dtype, shape=shape, **sizes, **knobs)
-    source = read_source(job, settings, shape.V)
-    host_path = check_host_dir(job, host_dir)
+    training = make_training(model, recipe, settings, dtype=dtype, **sizes, **knobs)
+    host_path = check_host_dir(training.job, host_dir)
+    saving = CheckpointSettings(parse_path(checkpoint).absolute(), every, keep, Manifest.of(training), resume)
+    return train_job(training, saving, cluster, timeout=timeout, host_path=host_path, watch=watch)
+
+
+def train_job(
+    training: Training,
+    saving: CheckpointSettings,
+    cluster: Cluster | None,
+    *,
+    timeout: float | None = None,
+    host_path: Path | None = None,
+    watch: Callable[[StepRecord], None] | None = None,
+) -> Trained:
+    """Train with checkpoints, as ``train`` does with what it has read and checked.
+
+    Args:
+        training: What is trained, and how.
+        saving: Where and when checkpoints are written, and whether training goes on from one.
+        cluster: The ranks; None for this process as one rank.
+        timeout: As that of ``train``.
+        host_path: The folder for the long tensors of streamed layers, see ``check_host_dir``.
+        watch: As that of ``train``.
+    """
+    job = training.job
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
-        check_kernel(job.recipe, config, job.tokens, device.type, lambda: kernel_support(device))
-    manifest = Manifest(
-        config=config_document(config),
-        text=source.digest(),
-        tokens=job.tokens,
-        rows_per_step=job.step_rows,
-        seed=seed,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        schedule=schedule,
-        weight_decay=weight_decay,
-        clip_norm=clip_norm,
-        steps=steps,
-        recipe=job.recipe.to_json(),
-        ranks=ranks,
-    )
-    folder = parse_path(checkpoint).absolute()
-
-    def open_folder() -> tuple[Path | None, int]:
-        return _start(folder, manifest, steps) if resume else _check_unused(folder)
-
+        check_kernel(job, training.config, device.type, lambda: kernel_support(device))
     # A checkpoint is read from the first byte to the last: by one process, not by every rank.
-    start, done = from_first_rank(open_folder) if cluster is None else open_folder()
-    saving = CheckpointSettings(folder, every, keep, replace(manifest, step=done), start)
-    if cluster is None:
-        if timeout is None and torch.cuda.is_available():
-            timeout = on_this_rank(job, DEFAULT_SECONDS["cuda"])
-        if timeout is not None:
-            set_timeout(timeout)
-        host_folder = None
-        if host_path is not None:
-            nbytes = answer_on_all_ranks("how large the file of streamed layers is", file_bytes, job)
-            host_folder = HostFolder(host_path, nbytes)
-        records = train_on_this_rank(job, settings, saving, host_folder, watch)
-    else:
+    saving = from_first_rank(saving.open) if cluster is None else saving.open()
+    if cluster is not None:
+
+        def note(_: int, record: object) -> None:
+            if watch is not None and isinstance(record, StepRecord):
+                watch(record)
+
         host_folder = planned_folder(job, host_path)
         with nullcontext() if cluster.started else cluster:
-            check_kernel_on_cluster(job, config, cluster)
-            seconds = on_cluster(job, cluster) if timeout is None else timeout
-            call = partial(
-                cluster.apply, train_on_this_rank, job, settings, saving, host_folder, timeout=seconds
+            [records, *_] = train_on_cluster(
+                cluster, training, train_on_this_rank, saving, host_folder, timeout=timeout, on_record=note
             )
-            records = _watched(call, watch)
-    return Trained(job.title, records, folder)
-
-
-def _start(folder: Path, manifest: Manifest, steps: int) -> tuple[Path, int]:
-    """The checkpoint to go on from, and the steps it has behind it."""
-    start, earlier = newest(folder)
-    manifest.check_continues(earlier, start)
-    if earlier.step >= steps:
-        raise CheckpointError(
-            f"{start} has {earlier.step} of {steps} steps already: give more steps to go on"
-        )
-    return start, earlier.step
-
-
-def _check_unused(folder: Path) -> tuple[None, int]:
-    """Refuse a folder whose checkpoints would be overwritten; make it where there is none.
-
-    Returns:
-        No checkpoint to go on from, and no steps.
-    """
-    checkpoints = checkpoints_in(folder)
-    if checkpoints:
-        raise CheckpointError(
-            f"{folder} holds checkpoints up to {checkpoints[-1].name}: go on with --resume, or give another "
-            "folder"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"no checkpoints can be kept in {folder}: {error.strerror}") from error
-    return None, 0
-
-
-def _watched(
-    call: Callable[..., list[tuple[StepRecord, ...]]], watch: Callable[[StepRecord], None] | None
-) -> tuple[StepRecord, ...]:
-    """Call the ranks, and hand the records of their steps to ``watch`` as they come.
-
-    Raises:
-        CheckpointError, DivergedError, HostFileError: a rank raised it.
-        RankError: a rank failed otherwise.
-    """
-    from cluster.errors import RankError
-
-    def on_record(_: int, record: object) -> None:
-        if watch is not None and isinstance(record, StepRecord):
-            watch(record)
-
-    try:
-        return call(on_record=on_record)[0]
-    except RankError as error:
-        if error.kind == CheckpointError.__name__:
-            raise CheckpointError(error.message) from error
-        if isinstance(error.cause, DivergedError | HostFileError):
-            raise error.cause from error
-        raise
+        return Trained(job.title, records, saving.folder)
+    if timeout is None and torch.cuda.is_available():
+        timeout = on_this_rank(job, DEFAULT_SECONDS["cuda"])
+    if timeout is not None:
+        set_timeout(timeout)
+    host_folder = None
+    if host_path is not None:
+        nbytes = answer_on_all_ranks("how large the file of streamed layers is", file_bytes, job)
+        host_folder = HostFolder(host_path, nbytes)
+    records = train_on_this_rank(job, training.settings, saving, host_folder, watch)
+    return Trained(job.title, records, saving.folder)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,9 @@ from lab.step.on_ranks import diverged, make_rank_state
 from lab.step.training_step import NoMeter
 from lab.techniques.host_file import HostFolder
 from lab.training.checkpoints import Checkpointer
+from lab.training.first_rank import from_first_rank
 from lab.training.loss_file import LossFile
-from lab.training.manifest import Manifest, checkpoints_in, sweep
-
-T = TypeVar("T")
+from lab.training.manifest import Manifest, checkpoints_in, newest, sweep
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,44 @@ class CheckpointSettings:
         every: Steps from one checkpoint to the next.
         keep: How many checkpoints stay, the newest.
         manifest: What a checkpoint says of its training; its ``step`` is the one to go on from, 0 at first.
-        start: The checkpoint to go on from, if there is one.
+        resume: Whether training goes on from the newest checkpoint.
+        start: That checkpoint, once it is found.
     """
 
     folder: Path
     every: int
     keep: int
     manifest: Manifest
-    start: Path | None
+    resume: bool = False
+    start: Path | None = None
+
+    def open(self) -> CheckpointSettings:
+        """Find the checkpoint to go on from, or make the folder; return the settings with the start.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, it is damaged or of another training, or it has all
+                steps. At a first start: checkpoints would be overwritten, or the folder cannot be made.
+        """
+        if self.resume:
+            start, earlier = newest(self.folder)
+            self.manifest.check_continues(earlier, start)
+            if earlier.step >= self.manifest.steps:
+                raise CheckpointError(
+                    f"{start} has {earlier.step} of {self.manifest.steps} steps already: give more steps to "
+                    "go on"
+                )
+            return replace(self, manifest=replace(self.manifest, step=earlier.step), start=start)
+        checkpoints = checkpoints_in(self.folder)
+        if checkpoints:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints up to {checkpoints[-1].name}: go on with --resume, or give "
+                "another folder"
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"no checkpoints can be kept in {self.folder}: {error.strerror}") from error
+        return self
 
 
 def train_on_this_rank(
@@ -79,18 +109,15 @@ def train_on_this_rank(
     watch: Callable[[StepRecord], None] | None = None,
 ) -> tuple[StepRecord, ...]:
     """Runs on every rank."""
-    losses = LossFile(saving.folder)
+    with closing(LossFile(saving.folder)) as losses:
 
-    def begin() -> None:
-        losses.lock()
-        sweep(saving.folder)
-        losses.cut(saving.manifest.step)
+        def begin() -> None:
+            losses.lock()
+            sweep(saving.folder)
+            losses.cut(saving.manifest.step)
 
-    try:
         from_first_rank(begin)
         return _train(job, settings, saving, host_folder, watch, losses)
-    finally:
-        losses.close()
 
 
 def _train(
@@ -170,25 +197,6 @@ def _diverged(
     except CheckpointError as error:
         kept = str(error)
     return diverged(settings, step, loss, kept, validation)
-
-
-def from_first_rank(work: Callable[[], T]) -> T:
-    """Do something on disk that rank 0 does for all ranks, and return its result on every rank.
-
-    Raises:
-        CheckpointError: ``work`` raised it on rank 0. Every rank raises it.
-    """
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = work()
-        except CheckpointError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    result, refusal = answer
-    if refusal is not None:
-        raise CheckpointError(refusal)
-    return cast(T, result)
 
 
 def _most(value: int, device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """A real Jupyter server and a page of a real browser on it, for tests of what a reader sees."""
 
+import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,11 +17,22 @@ from uuid import uuid4
 
 import nbformat
 import psutil
+import pytest
 from playwright.sync_api import Page, sync_playwright
 
+from cluster.network import reserved_ports
 from lab.jupyter.serving import jupyterlab_arguments
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+FROM_HERE = f"import sys\nsys.path[:0] = [{str(Path(__file__).parents[2])!r}]\n"
+"""The beginning of a cell that imports the lab and its tests."""
+
+IN_BROWSER = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
+]
+"""The marks of a test that needs the browser."""
 
 _FLAGS = (
     "--no-sandbox",
@@ -52,15 +63,17 @@ def jupyter(command: Sequence[str], *, home: Path, seconds: float = 60) -> Itera
     ``command`` has ``{port}`` where the port belongs. Settings and runtime files go to ``home``, and the
     server's log to ``home/server.log``.
     """
-    server = Server(_free_port(), uuid4().hex)
-    folders = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
-    lab = {
-        name: str(home / name.lower()) for name in ("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")
-    }
+    with reserved_ports(1) as [port]:
+        yield from _serve(command, Server(port, uuid4().hex), home, seconds)
+
+
+def _serve(command: Sequence[str], server: Server, home: Path, seconds: float) -> Iterator[Server]:
+    names = ("_CONFIG_DIR", "_RUNTIME_DIR", "LAB_SETTINGS_DIR", "LAB_WORKSPACES_DIR")
+    folders = {f"JUPYTER{name}": str(home / name.lower()) for name in names}
     with open(home / "server.log", "w") as log:
         process = subprocess.Popen(
             [part.format(port=server.port) for part in command],
-            env={**os.environ, **folders, **lab, "JUPYTER_TOKEN": server.token},
+            env={**os.environ, **folders, "JUPYTER_TOKEN": server.token},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -91,6 +104,15 @@ def jupyter_page(command: Sequence[str], path: str, *, home: Path, **view: Any) 
         yield page
 
 
+@contextmanager
+def notebook_page(home: Path, code: str) -> Iterator[tuple[Page, Path]]:
+    """A browser page on a notebook of one cell, which is started, in JupyterLab; and the notebook's file."""
+    path, command = one_cell_notebook(home, FROM_HERE + code)
+    with jupyter_page(command, f"lab/tree/{path.name}", home=home) as page:
+        run_all_cells(page)
+        yield page, path
+
+
 def run_all_cells(page: Page) -> None:
     """Runs the open notebook from JupyterLab's menu, once the kernel is idle: an earlier request is lost."""
     page.get_by_text("| Idle").wait_for(timeout=60_000)
@@ -98,7 +120,22 @@ def run_all_cells(page: Page) -> None:
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 30) -> None:
+def saved_outputs(page: Page, path: Path) -> list[dict[str, Any]]:
+    """Saves the open notebook until its file has a display of its only cell, and returns the cell's outputs.
+
+    On a busy machine a line on stderr says what takes long; it is left out.
+    """
+    deadline = time.monotonic() + 180
+    while True:
+        page.keyboard.press("Control+s")
+        outputs = json.loads(path.read_text())["cells"][0]["outputs"]
+        if any(output["output_type"] == "display_data" for output in outputs):
+            return [output for output in outputs if output.get("name") != "stderr"]
+        assert time.monotonic() < deadline, f"no display in the file: {outputs}"
+        time.sleep(1)
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 180) -> None:
     """Waits until a condition holds; it is an error if it does not within so many seconds."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -115,12 +152,6 @@ def one_cell_notebook(folder: Path, code: str) -> tuple[Path, list[str]]:
     nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": kernel}), path)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.port={port}"]
     return path, command + jupyterlab_arguments(path.parent, path.name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_up(server: Server, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:

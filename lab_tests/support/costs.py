@@ -9,7 +9,10 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig
 
 import lab
+from lab.memory.timeline import Timeline
 from lab.planning.costs import Costs
+from lab.planning.fake_step import fake_step
+from lab.recipe.jobs import Job, Machine
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 
@@ -39,3 +42,8 @@ def planned_costs(
         model_config(family), Recipe(**knobs), tokens=S, ranks=ranks, rows=rows, device=device,
         ranks_per_node=ranks_per_node,
     ).costs  # fmt: skip
+
+
+def walked(job: Job, machine: Machine, layers: int, **of_ring: int) -> tuple[Timeline, Costs]:
+    """A step of so many layers, walked in full, on a machine."""
+    return fake_step(job, layers, workspace=machine.workspace, **of_ring).priced(machine, job.ranks)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lab import models
-from lab.bench import reference
-from lab.bench.parity import whole_gradients
 from lab.recipe.recipe import Recipe
 from lab.step.batches import shard_batch
 from lab.step.compose import apply_recipe
 from lab.step.training_step import loss
+from lab_tests.support import reference
+from lab_tests.support.parity import whole_gradients
 
 TOKENS = 44
 DOCUMENTS = [[5, 20, 19], [1, 30, 1, 12], [44]]
@@ -28,11 +28,8 @@ def token_ids(rows: int = len(DOCUMENTS)) -> Tensor:
     return torch.randint(0, reference.VOCABULARY, (rows, TOKENS), generator=generator)
 
 
-@reference.exact_modules()
-def plain_result(
-    model: nn.Module, ids: Tensor, documents: Sequence[Sequence[int]] = DOCUMENTS
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss over the labels of all documents, each computed alone, and its gradients."""
+def mean_loss(model: nn.Module, ids: Tensor, documents: Sequence[Sequence[int]]) -> Tensor:
+    """Return the mean loss over the labels of all documents of rows, each computed alone."""
     reference.exact_rotary(model)
     labels = sum(length - 1 for lengths in documents for length in lengths)
     total = torch.zeros((), dtype=torch.float64)
@@ -41,6 +38,15 @@ def plain_result(
             if len(document) > 1:
                 logits = model(input_ids=document[None], use_cache=False).logits
                 total = total + reference.loss_of(logits[:, :-1], document[None, 1:]) / labels
+    return total
+
+
+@reference.exact_modules()
+def plain_result(
+    model: nn.Module, ids: Tensor, documents: Sequence[Sequence[int]] = DOCUMENTS
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss over the labels of all documents, each computed alone, and its gradients."""
+    total = mean_loss(model, ids, documents)
     total.backward()
     return total.item(), reference.gradients(model)
 

@@ -5,8 +5,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from cluster.processes import kill
+from lab_tests.support.on_ranks import wait_until
 
 SSH_PORT = 2222
 NAMES = ("one", "two")
@@ -41,17 +41,8 @@ class Host:
 
     def start(self, *command: str, log: Path) -> subprocess.Popen[bytes]:
         # Not `ip netns exec`, which mounts a /sys of its own and hides the control groups from slurmd.
-        naming = f'hostname {self.name} && exec "$@"'
-        within = [
-            "nsenter",
-            f"--net=/run/netns/{self.namespace}",
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            naming,
-            "-",
-        ]
+        within = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts"]
+        within += ["sh", "-c", f'hostname {self.name} && exec "$@"', "-"]
         with log.open("ab") as out:
             return subprocess.Popen(
                 [*within, find(command[0]) or command[0], *command[1:]],
@@ -241,12 +232,3 @@ def listens(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def wait_until(
-    done: Callable[[], bool], what: str, why: Callable[[], str] = lambda: "", seconds: float = 30
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s {why()}"
-        time.sleep(0.1)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lab.techniques.host_pieces import piece_sizes
+from lab.techniques.host_transfer import piece_sizes
 from lab.torch_private import queue_callback
 
 SEND, FETCH, EXCHANGE = "to the host", "to the device", "exchange"

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from lab import models
+from lab.decoder import FAMILIES
 from lab.techniques.loss import apply_loss
 
 
@@ -26,13 +27,21 @@ def small_config(family: type[PretrainedConfig] = LlamaConfig, **fields: Any) ->
     return family(**sizes)
 
 
+def quick_config(layers: int = 1) -> PretrainedConfig:
+    """Makes ``tiny`` with fewer heads and layers, so that a plan takes a second."""
+    config = models.config_of("tiny")
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = layers, 4, 2
+    config.head_dim = 64
+    return config
+
+
 def small_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Makes a decoder with transformers' sdpa, or gpt-oss's eager attention, and the lab's untiled loss.
 
     Noise is added to every parameter: an error would not show in biases of 0 and norms of 1.
     """
     torch.manual_seed(0)
-    attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
+    attention = FAMILIES[config.model_type].attention
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
     )

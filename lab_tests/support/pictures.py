@@ -19,7 +19,7 @@ lab.show.tuner("llama3-8b", tokens="5M", ranks=8)"""
 
 
 def main() -> None:
-    """Stores a picture of each cell in JupyterLab: the run in its last step, and the tuner as it opens."""
+    """Stores a picture of each cell in JupyterLab: the run in its last step, and the tuner with all plans."""
     for name, code in (("live", LIVE), ("tuner", TUNER)):
         with TemporaryDirectory() as folder:
             home = Path(folder)
@@ -38,7 +38,9 @@ def cell_with_output(page: Page, name: str) -> Locator:
         assert box is not None
         canvas.hover(position={"x": box["width"] * 0.2, "y": box["height"] * 0.2})
     else:
-        page.locator(".lab-tuner-verdict").wait_for(timeout=120_000)
+        # The knobs that save something at this context.
+        saves = page.locator(".widget-label", has_text="saves ")
+        saves.nth(5).wait_for(timeout=300_000)
     return page.locator(".jp-CodeCell").first
 
 

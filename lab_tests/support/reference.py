@@ -1,13 +1,45 @@
-"""Losses and gradients of the reference model of ``lab.bench.reference``, and errors against them."""
+"""Small configs of all families, losses and gradients of the model of ``lab.bench.reference``, and errors."""
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig, PretrainedConfig
 
-from lab.bench.reference import VOCABULARY, build, error, exact_modules, exact_rotary, gradients, loss_of
+from lab.bench.reference import build, error, exact_modules, exact_rotary, gradients, loss_of
+from lab.decoder import FAMILIES, PER_LAYER
+
+VOCABULARY, HEAD_DIM = 101, 10
+
+
+def config(
+    family: str = "llama", heads: int = 24, kv_heads: int = 6, layers: int = 2, **more: Any
+) -> PretrainedConfig:
+    """A small config in which no two sizes are equal.
+
+    With H query heads, the hidden size is 2*H, the head_dim 10 (so H*head_dim is another number), and the
+    vocabulary has 101 tokens. A part of each head that is rotated is rounded to an even number of dimensions.
+    """
+    sizes = {
+        "hidden_size": 2 * heads, "intermediate_size": 72, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "attention_dropout": 0.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    fields: dict[str, Any] = {**sizes, **copy.deepcopy(FAMILIES[family].fields), **more}
+    # An even number of dimensions can be rotated.
+    rope, dim = fields["rope_parameters"], fields["head_dim"]
+    if "partial_rotary_factor" in rope:
+        rotated = 2 * max(round(rope["partial_rotary_factor"] * dim / 2), 1)
+        fields["rope_parameters"] = {**rope, "partial_rotary_factor": rotated / dim}
+    for name in filter(fields.get, PER_LAYER):
+        fields[name] = (fields[name] * layers)[:layers]
+    return CONFIG_MAPPING[family](**fields)
 
 
 def tokens(rows: int, length: int, seed: int = 1) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,3 +25,12 @@ class RefusingFunction(TorchFunctionMode):
 def refuse_saved(_: Tensor) -> Tensor:
     """Refuses every tensor that is saved for backward."""
     raise AssertionError("a saved tensor reached the hook")
+
+
+def enter_all() -> None:
+    """Enter each kind of mode that `cluster.torch_state.reset` leaves."""
+    torch.no_grad().__enter__()
+    torch.set_autocast_enabled("cpu", True)
+    torch.autograd.graph.saved_tensors_hooks(refuse_saved, refuse_saved).__enter__()
+    RefusingDispatch().__enter__()
+    RefusingFunction().__enter__()

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.memory.timeline import Op, TimelineBuilder
+from lab.memory.moment import Op
+from lab.memory.timeline import TimelineBuilder
 from lab.show.live.timeline import LiveTimeline
 from lab.training.records import Progress, Run
 from lab.units import MiB

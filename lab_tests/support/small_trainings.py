@@ -1,5 +1,6 @@
 """A small training of a Trainer, with a recipe and as the plain one in one process."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,21 +8,19 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import lab
 import lab.hf
-from lab.bench import reference
 from lab.hf.ranks import fresh_process
 from lab.techniques.rope import apply_rope
+from lab_tests.support import reference
+from lab_tests.support.models import small_config
+
+QUIET = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+"""Settings of a training that writes nothing."""
 
 VOCABULARY, LONGEST, ROWS, EVALUATED = 64, 41, 24, 3
 
@@ -42,6 +41,8 @@ class Case:
     steps: int = 4
     data: int = ROWS
     settings: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], Any] = lambda trainer: trainer
+    """Changes the trainer that is to train, or makes it of this one."""
 
 
 def model(case: Case) -> Any:
@@ -50,18 +51,10 @@ def model(case: Case) -> Any:
         config = reference.config(case.family, 8, 4, vocab_size=VOCABULARY, pad_token_id=0)
         return reference.build(config, getattr(torch, case.dtype))
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=72,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=10,
-        max_position_embeddings=256,
-        attn_implementation="sdpa",
-        pad_token_id=0,
-    )
+    config = small_config(
+        vocab_size=VOCABULARY, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+        max_position_embeddings=256, attn_implementation="sdpa", pad_token_id=0,
+    )  # fmt: skip
     made = LlamaForCausalLM(config).to(getattr(torch, case.dtype))
     if not case.lora:
         return made
@@ -103,12 +96,8 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
         "per_device_eval_batch_size": EVALUATED,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
         "seed": 5,
+        **QUIET,
         **case.settings,
     }
 
@@ -123,6 +112,7 @@ class LongSFTTrainer(lab.hf.LongContext, SFTTrainer):
 
 def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
@@ -130,31 +120,37 @@ def long_trainer(case: Case, folder: Path, **more: Any) -> Any:
     common = {"per_device_train_batch_size": case.rows, **settings(case, folder), **more}
     if case.sft:
         args: Any = lab.hf.arguments(
-            SFTConfig, recipe=case.recipe, knobs=case.knobs, bf16=False, max_length=LONGEST, **common
+            SFTConfig, recipe=case.recipe, knobs=case.knobs, max_length=LONGEST, **{"bf16": False, **common}
         )
-        data = Dataset.from_list(rows())
-        return LongSFTTrainer(
-            model(case),
-            args,
-            train_dataset=data,
-            eval_dataset=data.select(range(7)),
-            processing_class=tokenizer(),
-        )
+        return of_trl(LongSFTTrainer, case, args)
     args = lab.hf.arguments(TrainingArguments, recipe=case.recipe, tokens=LONGEST, knobs=case.knobs, **common)
     return LongTrainer(model(case), args, collate, train_dataset=rows()[: case.data], eval_dataset=rows()[:7])
 
 
+def of_trl(kind: type[SFTTrainer], case: Case, args: SFTConfig) -> SFTTrainer:
+    data = Dataset.from_list(rows())
+    made = model(case)
+    if kind is SFTTrainer:
+        apply_rope(made)
+    return kind(
+        made, args, train_dataset=data, eval_dataset=data.select(range(7)), processing_class=tokenizer()
+    )
+
+
 def plain_trainer(case: Case, folder: Path) -> Trainer:
     groups = (case.plain_rows or case.rows) // case.rows
-    args = TrainingArguments(
-        per_device_train_batch_size=groups * case.rows,
-        **settings(case, folder) | {"per_device_eval_batch_size": groups * EVALUATED},
-    )
+    common = {"per_device_train_batch_size": groups * case.rows, **settings(case, folder)}
+    common["per_device_eval_batch_size"] *= groups
+    if "packing" in case.settings:
+        args = SFTConfig(max_length=LONGEST, bf16=False, activation_checkpointing=False, **common)
+        return of_trl(SFTTrainer, case, args)
     made = model(case)
     if case.dtype == "float64":
         # Its own angles are fp32, and both would be right to 1e-7 only.
         apply_rope(made.get_base_model() if case.lora else made)
-    return Trainer(made, args, collate, train_dataset=rows()[: case.data], eval_dataset=rows()[:7])
+    return Trainer(
+        made, TrainingArguments(**common), collate, train_dataset=rows()[: case.data], eval_dataset=rows()[:7]
+    )
 
 
 @dataclass
@@ -175,17 +171,18 @@ def outcome(trainer: Any, resume: str | None = None) -> Outcome:
 
 def outcomes(cases: dict[str, Case], folder: Path) -> dict[str, Outcome]:
     """Runs on ranks."""
-    return {name: outcome(long_trainer(case, folder / name)) for name, case in cases.items()}
+    return {name: outcome(case.prepare(long_trainer(case, folder / name))) for name, case in cases.items()}
 
 
 def expected(case: Case, folder: Path) -> Outcome:
     with fresh_process():
-        return outcome(plain_trainer(case, folder))
+        return outcome(case.prepare(plain_trainer(case, folder)))
 
 
-def assert_same(ours: Outcome, plain: Outcome, *, loss: float = 1e-6, norm: float = 1e-5) -> None:
+def assert_same(ours: Outcome, plain: Outcome, *, evaluated: bool = True) -> None:
     assert len(ours.losses) == len(plain.losses) > 0
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=loss, atol=0)
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=norm, atol=0)
-    torch.testing.assert_close(ours.evaluation, plain.evaluation, rtol=loss, atol=0)
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=0)
+    if evaluated:
+        torch.testing.assert_close(ours.evaluation, plain.evaluation, rtol=1e-6, atol=0)
     assert ours.seen == plain.seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lab.commands.base import integer, one_line_errors
+from lab.commands.base import integer
 
 
 @click.group()
@@ -24,7 +24,6 @@ def profiles() -> None:
 @click.argument("name")
 @click.option("--ranks", type=integer, default=2, show_default=True)
 @click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Override a field.")
-@one_line_errors
 def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
     """Show the fields of profile NAME, rank 0's environment and what would start, with reasons."""
     from cluster.profiles import find_profile
@@ -37,7 +36,6 @@ def show(name: str, ranks: int, settings: tuple[str, ...]) -> None:
 
 
 @cluster.command()
-@one_line_errors
 def status() -> None:
     """List your clusters on this machine, with the owner and the living processes of each."""
     from cluster.registry import status_text
@@ -46,7 +44,6 @@ def status() -> None:
 
 
 @cluster.command()
-@one_line_errors
 def clean() -> None:
     """End the processes of clusters whose owner is gone, and remove their directories with keys and logs."""
     from cluster.registry import clean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lab.commands.base import DTYPE, one_line_errors, status
+from lab.commands.base import DTYPE, status
 from lab.errors import LabError
 
 
@@ -12,7 +12,6 @@ from lab.errors import LabError
 @click.option("--model", help="Say what this model does differently from Llama: a preset, or a directory.")
 @DTYPE
 @click.option("--warm", is_flag=True, help="First make what a notebook would wait for: DeepSpeed's operator.")
-@one_line_errors
 def doctor(model: str | None, dtype: str | None, warm: bool) -> None:
     """Say what this machine has, what the lab would use, and what is missing."""
     from lab.commands.doctor import model_report, report, warm_up

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lab.commands.base import one_line_errors, path, status
+from lab.commands.base import path, status
 
 COPIES = click.option(
     "--folder",
@@ -28,7 +28,6 @@ COPIES = click.option(
     default="127.0.0.1",
     help="The address to listen on. Beyond loopback, other machines can try the server's token.",
 )
-@one_line_errors
 def open_(teacher: bool, folder: Path | None, no_browser: bool, port: int, ip: str) -> None:
     """Open JupyterLab on your own copies of the notebooks. A copy that exists is left as it is."""
     from lab.jupyter.copies import PARTICIPANT, TEACHER, make_copies
@@ -50,7 +49,6 @@ def open_(teacher: bool, folder: Path | None, no_browser: bool, port: int, ip: s
 @click.argument("notebook")
 @COPIES
 @click.option("--solution", is_flag=True, help="Print the lab's solution instead.")
-@one_line_errors
 def check(notebook: str, folder: Path | None, solution: bool) -> None:
     """Check the stub that you have filled in: `lab check 02` for the one of 02_ulysses.
 
@@ -80,12 +78,14 @@ def check(notebook: str, folder: Path | None, solution: bool) -> None:
 @click.argument("notebooks", nargs=-1)
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
 @click.option("--out", type=path, help="Where the executed copies go. [runs/<date>]")
-@one_line_errors
-def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out: Path | None) -> None:
+@click.option("--in-place", is_flag=True, help="Store the outputs in the notebooks themselves, too.")
+def execute(
+    notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out: Path | None, in_place: bool
+) -> None:
     """Execute NOTEBOOKS (all of them when none is named) into copies, with their own ranks."""
     from lab.jupyter import executing
 
-    failed = executing.execute(list(notebooks), dict(parameters), out)
+    failed = executing.execute(list(notebooks), dict(parameters), out, in_place=in_place)
     if failed:
         click.echo(f"lab: {len(failed)} failed: {', '.join(failed)}", err=True)
         sys.exit(1)
@@ -93,7 +93,6 @@ def execute(notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...],
 
 @click.command()
 @click.option("--out", type=path, default="build/book", show_default=True, help="The folder of the pages.")
-@one_line_errors
 def book(out: Path) -> None:
     """Build HTML pages of the stored notebooks and the public functions."""
     from lab.jupyter.book.build import build

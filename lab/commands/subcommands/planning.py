@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from lab.commands.base import (
+    ACCUMULATE,
     DTYPE,
     JSON,
     LORA,
     RECIPE,
+    ROWS,
     SET,
     TOKENS,
-    P,
-    T,
+    Decorator,
     integer,
-    one_line_errors,
+    options,
     path,
     pick,
     print_answer,
@@ -29,51 +29,51 @@ from lab.commands.base import (
 from lab.errors import LabError
 from lab.units import check_counts
 
-
-def _planning_options(command: Callable[..., None], *, required: bool = True) -> Callable[..., None]:
-    """Add the options of all planning commands to a command, which takes them as ``settings``."""
-    for option in reversed(
-        (
-            click.argument("model", required=required),
-            click.option("--ranks", type=integer, required=required, help="GPUs in all."),
-            click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]"),
-            LORA,
-            DTYPE,
-            click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
-            click.option("--device", default="h100", help="The GPU: its rates, and its memory. [h100]"),
-            click.option(
-                "--no-workspace",
-                "workspace",
-                is_flag=True,
-                flag_value=False,
-                default=True,
-                help="Leave out the memory that CUDA takes outside torch's view.",
-            ),
-            JSON,
-        )
-    ):
-        command = option(command)
-    return command
+if TYPE_CHECKING:
+    from lab.planning.plan import Plan
 
 
-def _memory_options(host: str | None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    def add(command: Callable[P, T]) -> Callable[P, T]:
-        default = f"[{host}]" if host else "[no limit]"
-        of_node = f"Of a node: 2TiB, of which the system and the processes keep some. {default}"
-        command = click.option("--host-memory", default=host, help=of_node)(command)
-        return click.option("--device-memory", help="Of a GPU: 80GiB. [that of --device]")(command)
+def _planning_options(*, required: bool = True) -> Decorator:
+    """Return the options of all planning commands, which take them as ``settings``."""
+    return options(
+        click.argument("model", required=required),
+        click.option("--ranks", type=integer, required=required, help="GPUs in all."),
+        ROWS,
+        ACCUMULATE,
+        LORA,
+        DTYPE,
+        click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share a host. [8]"),
+        click.option("--device", default="h100", help="The GPU: its rates, and its memory. [h100]"),
+        click.option(
+            "--no-workspace",
+            "workspace",
+            is_flag=True,
+            flag_value=False,
+            default=True,
+            help="Leave out the memory that CUDA takes outside torch's view.",
+        ),
+        JSON,
+    )
 
-    return add
+
+def _memory_options(host: str | None) -> Decorator:
+    of_node = "Of a node: 2TiB, of which the system and the processes keep some."
+    return options(
+        click.option("--device-memory", help="Of a GPU: 80GiB. [that of --device]"),
+        click.option("--host-memory", default=host, help=f"{of_node} [{host or 'no limit'}]"),
+    )
 
 
-def _disk_options(command: Callable[P, T]) -> Callable[P, T]:
-    command = click.option(
+DISK = options(
+    click.option("--disk", metavar="BYTES", help="Of a node, for the long tensors of streamed layers: 4TB."),
+    click.option(
         "--disk-rate", metavar="RATE", help="Of the disk, reading and writing: 3GB/s. [one NVMe drive's]"
-    )(command)
-    return click.option(
-        "--disk", metavar="BYTES", help="Of a node, for the long tensors of streamed layers: 4TB."
-    )(command)
+    ),
+)
 
+
+EXIT_CODES = {"fits with expandable segments": 3, "does not fit": 4}
+"""The exit code of a command whose answer has this verdict; see ``Plan.fit``. It is 0 for "fits"."""
 
 Answer = tuple[Any, str]
 """What a command answers: the plain values that ``--json`` prints, and the text."""
@@ -83,6 +83,7 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
     """Print the answer of the command that runs, as it was saved when the same was asked before, or made now.
 
     To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
+    The exit code is that of the answer's verdict; of several, that of the first.
     """
     from lab.planning.plan_cache import cached, model_identity
 
@@ -93,6 +94,8 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
         cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
     )
     print_answer(values if as_json else text)
+    first = values[0] if isinstance(values, list) else values
+    context.exit(EXIT_CODES.get(first.get("verdict"), 0))
 
 
 def _answer(document: dict[str, Any]) -> Answer:
@@ -100,19 +103,22 @@ def _answer(document: dict[str, Any]) -> Answer:
     return values, text
 
 
+EXPORTS = {"chrome_trace": "write_chrome_trace", "memory_snapshot": "write_memory_snapshot"}
+"""The options that name a file for the timeline, and the functions of ``lab.memory.export`` that write it."""
+
+
 @click.command()
-@_planning_options
+@_planning_options()
 @TOKENS
 @RECIPE
 @SET
 @_memory_options(None)
-@_disk_options
+@DISK
 @click.option(
     "--documents",
     metavar="N,N,...",
     help="The documents of a row, which add up to its tokens: 1M,512K,512K. [one]",
 )
-@click.option("--quick", is_flag=True, help="Answer from the closed form: no step is planned.")
 @click.option(
     "--holders",
     type=integer,
@@ -134,67 +140,44 @@ def _answer(document: dict[str, Any]) -> Answer:
     help="Also write the timeline as a snapshot, for PyTorch's memory viewer.",
 )
 @click.option("--animation", type=path, help="Also draw one layer, moving, into this GIF file.")
-@one_line_errors
 def plan(
     model: str,
     recipe: str,
     knobs: tuple[str, ...],
     as_json: bool,
-    quick: bool,
     holders: int | None,
-    chrome_trace: Path | None,
-    memory_snapshot: Path | None,
     animation: Path | None,
     **settings: Any,
 ) -> None:
     """Plan one training step of MODEL: its memory, its cost, and whether it fits."""
-    files = any(file is not None for file in (animation, chrome_trace, memory_snapshot))
+    exports = {name: file for name in EXPORTS if (file := settings.pop(name)) is not None}
 
     def make() -> Answer:
         from lab.recipe.recipe import parse_knobs
 
         if holders is not None:
             check_counts({"holders": holders})
-        if quick and (holders is not None or files):
-            raise LabError("--quick answers from the closed form, which has no tensors to list or to write")
-        documents = settings.pop("documents")
-        if quick and settings["dtype"] is not None:
-            raise LabError("--quick answers by the closed form, which has fp32 parameters: leave --dtype out")
-        if quick and documents is not None:
-            raise LabError("--quick answers by the closed form, which has one document per row: leave it out")
         if animation is not None:
             from lab.show.one_layer.gif import check_animation
 
             check_animation(animation)
-        for file in (chrome_trace, memory_snapshot):
-            if file is not None:
-                from lab.memory.export import check_file
+        from lab.memory import export
 
-                check_file(file)
-        if quick:
-            from lab.commands.report import quick_text
-            from lab.planning.quick_plan import quick_plan
-
-            del settings["dtype"]
-            answered = quick_plan(model, recipe, **settings, **parse_knobs(knobs))
-            return answered.to_json(), quick_text(answered)
-
+        for file in exports.values():
+            export.check_file(file)
         from lab.commands.report import holders_text, plan_text
-        from lab.memory.export import write_chrome_trace, write_memory_snapshot
         from lab.planning.plan import plan
 
         with status(f"planning {model}") as say:
-            planned = plan(model, recipe, documents=documents, **settings, **parse_knobs(knobs))
+            planned = plan(model, recipe, **settings, **parse_knobs(knobs))
             if animation is not None:
                 from lab.show.one_layer.frames import layer_frames
                 from lab.show.one_layer.gif import RANKS, write_gif
 
                 frames = layer_frames(planned, None, RANKS)
                 write_gif(frames, animation, lambda n, of: say(f"drawing frame {n} of {of}"))
-        if chrome_trace is not None:
-            write_chrome_trace([planned.timeline], chrome_trace)
-        if memory_snapshot is not None:
-            write_memory_snapshot([planned.timeline], memory_snapshot)
+        for name, file in exports.items():
+            getattr(export, EXPORTS[name])([planned.timeline], file)
         if holders is None:
             return planned.to_json(), plan_text(planned)
         held = planned.holders()
@@ -202,16 +185,15 @@ def plan(
         values = planned.to_json() | {"held": listed | {"holders": listed["holders"][:holders]}}
         return values, f"{plan_text(planned)}\n\n{holders_text(planned, held, holders)}"
 
-    print_cached_answer(as_json, make, saved=not files)
+    print_cached_answer(as_json, make, saved=animation is None and not exports)
 
 
 @click.command()
-@_planning_options
+@_planning_options()
 @TOKENS
 @SET
 @_memory_options(None)
 @click.option("--figure", type=path, help="Also draw it into this PNG file.")
-@one_line_errors
 def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | None, **settings: Any) -> None:
     """Plan one training step of MODEL for each rung of the ladder."""
 
@@ -236,14 +218,13 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
 
 
 @click.command("max-context")
-@partial(_planning_options, required=False)
+@_planning_options(required=False)
 @RECIPE
 @SET
 @_memory_options("2TiB")
-@_disk_options
+@DISK
 @click.option("--table", is_flag=True, help="Instead: every preset, or MODEL, on machines that people rent.")
 @click.option("--figure", type=path, help="With --table: also draw it into this PNG file.")
-@one_line_errors
 def max_context(
     model: str | None,
     recipe: str,
@@ -294,7 +275,7 @@ def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
         raise LabError(f"--table has machines and recipes of its own: leave out {', '.join(given)}")
     if figure is not None:
         check_figure(figure)
-    with status("comparing recipes by the closed form") as say:
+    with status("searching the longest contexts") as say:
         cells = longest_contexts(
             MODELS if model is None else (model,),
             say=say,
@@ -306,10 +287,10 @@ def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@_planning_options
+@_planning_options()
 @TOKENS
 @_memory_options("2TiB")
-@_disk_options
+@DISK
 @click.option(
     "--tokens-total",
     metavar="N",
@@ -321,7 +302,6 @@ def _print_table(model: str | None, figure: Path | None, as_json: bool) -> None:
     metavar="MONEY",
     help="For one hour of one GPU, in any currency: adds the money that --tokens-total takes.",
 )
-@one_line_errors
 def fit(model: str, as_json: bool, **settings: Any) -> None:
     """Find the fastest recipes that fit MODEL at this context, and the price in time of less memory."""
 
@@ -330,8 +310,17 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
         from lab.planning.fit import fit
 
         with status(f"planning {model}") as say:
-            plans = fit(model, watch=lambda n, of, tried: say(f"{n} of {of}: {tried.summary}"), **settings)
-        keys = ("recipe", "state", "device_peak", "host_peak", "disk_peak", "step_seconds", "mfu")
+            seen: list[Plan] = []
+
+            def watch(number: int, most: int, tried: Plan) -> None:
+                seen.append(tried)
+                fitting = (plan for plan in seen if plan.fits)
+                best = min(fitting, key=lambda plan: plan.step_seconds, default=None)
+                so_far = f"; the fastest so far: {best.recipe.summary}" if best else ""
+                say(f"{number} of at most {most}: {tried.summary}{so_far}")
+
+            plans = fit(model, watch=watch, **settings)
+        keys = ("recipe", "state", "device_peak", "host_peak", "disk_peak", "verdict", "step_seconds", "mfu")
         rows = [pick(keys, planned.to_json()) for planned in plans]
         bills = [{"bill": bill.to_json()} for bill in plans.bills] or [{}] * len(rows)
         return [row | bill for row, bill in zip(rows, bills, strict=True)], fit_text(plans)

@@ -7,18 +7,20 @@ from typing import Any
 import click
 
 from lab.commands.base import (
+    ACCUMULATE,
     DTYPE,
     HOST_DIR,
     JSON,
     LORA,
+    MACHINE,
+    PART,
     RECIPE,
+    ROWS,
     SET,
     TEXT,
-    TOKENIZER,
     TOKENS,
     grow_segments,
     integer,
-    one_line_errors,
     print_answer,
     status,
 )
@@ -32,20 +34,18 @@ from lab.commands.base import (
 @SET
 @LORA
 @DTYPE
-@click.option("--rows", type=integer, default=1, help="Sequences in a batch. [1]")
+@ROWS
+@ACCUMULATE
 @TEXT
-@TOKENIZER
-@click.option("--layers", type=integer, help="Only the first so many layers. [all]")
+@PART
 @click.option(
     "--steps", type=integer, default=1, help="Timed steps after the metered step; 0 times that one. [1]"
 )
-@click.option("--device-memory", help="Act as a GPU of this memory: 80GiB.")
-@click.option("--machine", type=click.Choice(["cuda", "cpu"]), help="Where it runs. [a GPU, if there is one]")
+@click.option("--machine", type=MACHINE, help="Where it runs. [a GPU, if there is one]")
 @click.option("--device", default="h100", help="The GPU whose links are assumed. [h100]")
 @click.option("--ranks-per-node", type=integer, default=8, help="GPUs that share links. [8]")
 @HOST_DIR
 @JSON
-@one_line_errors
 def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """Run one training step of MODEL as one rank of many, and measure it; all peers are simulated."""
     grow_segments()

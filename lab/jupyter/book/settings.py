@@ -7,16 +7,7 @@ from typing import Any
 
 PROJECT = "The long-context lab"
 
-_LIGHT = {
-    "color-brand-primary": "#0072b2",
-    "color-brand-content": "#0072b2",
-    "color-brand-visited": "#0072b2",
-}
-_DARK = {
-    "color-brand-primary": "#56b4e9",
-    "color-brand-content": "#56b4e9",
-    "color-brand-visited": "#56b4e9",
-}
+_BRAND = ("color-brand-primary", "color-brand-content", "color-brand-visited")
 
 SETTINGS: dict[str, Any] = {
     "project": PROJECT,
@@ -53,7 +44,10 @@ SETTINGS: dict[str, Any] = {
     "html_theme": "furo",
     "html_title": PROJECT,
     "pygments_dark_style": "a11y-high-contrast-dark",
-    "html_theme_options": {"light_css_variables": _LIGHT, "dark_css_variables": _DARK},
+    "html_theme_options": {
+        "light_css_variables": dict.fromkeys(_BRAND, "#0072b2"),
+        "dark_css_variables": dict.fromkeys(_BRAND, "#56b4e9"),
+    },
     "html_math_renderer": "mathml",
     "html_static_path": [str(Path(__file__).parent / "static")],
     "html_css_files": ["book.css"],

@@ -16,8 +16,7 @@ import nbformat
 from nbformat import NotebookNode
 from sphinx.pycode import ModuleAnalyzer
 
-from lab.errors import NotebookError
-from lab.jupyter.notebook_files import FOLDER, read_notebook
+from lab.jupyter.notebook_files import FOLDER, WIDGET, code_cells, own_notebooks, read_notebook
 
 ROOT = FOLDER.parent
 TEXTS = {
@@ -31,7 +30,6 @@ TEXTS = {
 PACKAGES = ("lab", "lab.show", "lab.models", "lab.techniques", "lab.memory", "lab.planning")
 """The packages whose public names have pages."""
 CONFIGURATION = "from lab.jupyter.book.settings import SETTINGS\n\nglobals().update(SETTINGS)\n"
-WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def write_sources(folder: Path) -> None:
@@ -40,11 +38,7 @@ def write_sources(folder: Path) -> None:
     Raises:
         NotebookError: The lab is installed without its notebooks, or a notebook cannot be read.
     """
-    notebooks = sorted(FOLDER.glob("*.ipynb"))
-    if not notebooks:
-        raise NotebookError(
-            f"no notebooks in {FOLDER}: install the lab from its clone, with pip install -e ."
-        )
+    notebooks = own_notebooks().values()
     folder.mkdir()
     (folder / "conf.py").write_text(CONFIGURATION, encoding="utf-8")
     shutil.copytree(FOLDER / "images", folder / "notebooks" / "images")
@@ -73,11 +67,9 @@ def _prepared(notebook: NotebookNode) -> NotebookNode:
     is what a screen reader reads.
     """
     notebook.metadata.pop("widgets", None)
-    for cell in notebook.cells:
-        if cell.cell_type != "code":
-            continue
-        if "solution" in cell.metadata.get("tags", []):
-            cell.metadata.tags.append("hide-cell")
+    for cell in code_cells(notebook, "solution"):
+        cell.metadata.tags.append("hide-cell")
+    for cell in code_cells(notebook):
         data = [output.data for output in cell.outputs if "data" in output]
         texts = [each.get("text/plain", "") for each in data if "image/png" in each]
         # The pictures of one cell have one text.
@@ -101,25 +93,19 @@ def with_links(text: str, source: str, pages: dict[str, str]) -> str:
     folder, own = os.path.dirname(source), os.path.dirname(pages[source])
 
     def link(match: re.Match[str]) -> str:
-        words, target = match.groups()
+        image, words, target = match.groups()
         if re.match(r"[a-z]+:|#", target):
             return match[0]
         name, hash_, anchor = target.partition("#")
         path = os.path.normpath(os.path.join(folder, name))
-        if path not in pages:
-            return words
-        return f"[{words}]({os.path.relpath(pages[path], own or '.')}{hash_}{anchor})"
-
-    def image(match: re.Match[str]) -> str:
-        words, target = match.groups()
-        return f"![{words}]({os.path.relpath(os.path.join(folder, target), own or '.')})"
+        page = path if image else pages.get(path)
+        return f"{image}[{words}]({os.path.relpath(page, own or '.')}{hash_}{anchor})" if page else words
 
     def notebook(match: re.Match[str]) -> str:
         path = f"notebooks/{match[1]}.ipynb"
         return f"[{match[0]}]({os.path.relpath(path, own or '.')})" if path in pages else match[0]
 
-    text = re.sub(r"!\[([^]]*)\]\(([^)\s]+)\)", image, text)
-    text = re.sub(r"(?<!!)\[([^]]*)\]\(([^)\s]+)\)", link, text)
+    text = re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", link, text)
     return re.sub(r"(?<!\[)`(\w+)`", notebook, text)
 
 
@@ -158,19 +144,17 @@ def _reference(package: ModuleType) -> str:
     public = {each: getattr(package, each) for each in package.__all__}
     table, entries = [".. list-table::", "   :widths: 30 70", ""], list[str]()
     for each, value in public.items():
+        words, link = inspect.getdoc(value) or "", f":py:obj:`{each} <{name}.{each}>`"
         if inspect.ismodule(value):
-            words = inspect.getdoc(value) or ""
-            table += [f"   * - :py:mod:`~{value.__name__}`"]
-        elif inspect.isroutine(value) or inspect.isclass(value):
-            words = inspect.getdoc(value) or ""
-            table += [f"   * - :py:obj:`{each} <{name}.{each}>`"]
-            kind = "class" if inspect.isclass(value) else "function"
-            entries += [f".. auto{kind}:: {name}.{each}", *(["   :members:"] if kind == "class" else []), ""]
+            link = f":py:mod:`~{value.__name__}`"
+        elif inspect.isclass(value):
+            entries += [f".. autoclass:: {name}.{each}", "   :members:", ""]
+        elif inspect.isroutine(value):
+            entries += [f".. autofunction:: {name}.{each}", ""]
         else:
             words = _documentation(value, each)
-            table += [f"   * - :py:obj:`{each} <{name}.{each}>`"]
             entries += [f".. py:data:: {each}", f"   :value: {value!r}", "", indent(words, "   "), ""]
-        table += [f"     - {' '.join(words.split(chr(10) * 2)[0].split())}"]
+        table += [f"   * - {link}", f"     - {' '.join(words.split(chr(10) * 2)[0].split())}"]
     head = [name, "=" * len(name), "", f".. py:module:: {name}", "", inspect.getdoc(package) or "", ""]
     return "\n".join([*head, *table, "", *entries])
 

@@ -18,7 +18,7 @@ from cluster.processes import end, family
 from cluster.watchdog import is_alive
 from lab.errors import NotebookError
 from lab.jupyter.copies import PARTICIPANT
-from lab.jupyter.notebook_files import FOLDER, read_notebook
+from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook
 from lab.jupyter.stubs import END
 
 STUBS = {
@@ -90,11 +90,7 @@ def stub_of(path: Path) -> str:
     Raises:
         NotebookError: The file is no notebook, or not exactly one of its cells has the tag.
     """
-    sources = [
-        cell.source
-        for cell in read_notebook(path).cells
-        if "stub" in cell.metadata.get("tags", []) and cell.cell_type == "code"
-    ]
+    sources = [cell.source for cell in code_cells(read_notebook(path), "stub")]
     if len(sources) != 1:
         raise NotebookError(
             f"{path}: {len(sources)} cells of code are tagged 'stub', and one must be; `lab open --folder "

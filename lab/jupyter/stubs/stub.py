@@ -57,6 +57,15 @@ class Stub:
             raise Wrong(_describe(error)) from None
 
 
+def checks_in(module: dict[str, Any]) -> tuple[Callable[[Any], None], ...]:
+    """Return what a module names ``check_...``, in the order in which it stands there.
+
+    Args:
+        module: The names of the module and their values, ``globals()``.
+    """
+    return tuple(value for name, value in module.items() if name.startswith("check_"))
+
+
 def title(check: Callable[[Any], None]) -> str:
     """Return what a check checks: the first line of its docstring, without the full stop."""
     return (check.__doc__ or "").strip().partition("\n")[0].removesuffix(".")

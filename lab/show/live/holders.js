@@ -172,12 +172,3 @@ function describe(item) {
 function formatSigned(bytes) {
   return bytes < 0 ? `−${formatBytes(-bytes)}` : formatBytes(bytes);
 }
-
-function button(parent, text, title, act) {
-  const element = add(parent, "button");
-  element.type = "button";
-  element.textContent = text;
-  element.title = title;
-  element.addEventListener("click", act);
-  return element;
-}

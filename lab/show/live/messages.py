@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,8 @@ RECORDED_INTERVALS = 1200
 """The same of a whole timeline, whose panel has fewer pixels."""
 
 
-@dataclass
-class Names:
-    """The names of phases, modules and operators that were sent to the browser, each with its number."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def number(self, name: str) -> int:
-        """Return the number of a name; a new name gets the next number."""
-        return self.numbers.setdefault(name, len(self.numbers))
-
-    def since(self, first: int) -> list[str]:
-        """Return the names from number ``first`` on."""
-        return list(self.numbers)[first:]
+Names = dict[str, int]
+"""The names of phases, modules and operators that were sent to the browser, each with its number."""
 
 
 def browser_message(progress: Progress, names: Names) -> tuple[dict[str, Any], bytes]:
@@ -45,8 +33,7 @@ def browser_message(progress: Progress, names: Names) -> tuple[dict[str, Any], b
     """
     rows = progress.timeline
     rows = rows.rows(thin_rows(rows.seconds, rows.total, INTERVALS))
-    known = len(names.numbers)
-    table = _table(rows, rows.seconds, names)
+    new, table = _table(rows, rows.seconds, names)
     content = {
         "kind": "rows",
         "rank": progress.rank,
@@ -54,10 +41,8 @@ def browser_message(progress: Progress, names: Names) -> tuple[dict[str, Any], b
         "step": progress.step,
         "steps": progress.steps,
         "loss": progress.loss,
-        "known": known,
-        "names": names.since(known),
     }
-    return content, table
+    return content | new, table
 
 
 def recorded_messages(recorded: Recorded) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
@@ -66,12 +51,12 @@ def recorded_messages(recorded: Recorded) -> Iterator[tuple[dict[str, Any], list
     Those are the number of each row in the whole timeline as uint32, and the positions and the bytes of the
     plan's line as float32.
     """
-    names = Names()
+    names: Names = {}
     for rank, (name, whole) in enumerate(recorded.timelines.items()):
         at = row_positions(whole, recorded.over)
         kept = thin_rows(at, whole.total, RECORDED_INTERVALS)
         rows = whole.take(kept)
-        known, table = len(names.numbers), _table(rows, at[kept], names)
+        new, table = _table(rows, at[kept], names)
         content = {
             "kind": "recorded",
             "rank": rank,
@@ -83,15 +68,16 @@ def recorded_messages(recorded: Recorded) -> Iterator[tuple[dict[str, Any], list
             "addable": recorded.ranks and len(recorded.timelines) > 1,
             "stacked": not recorded.ranks,
             "job": recorded.job is not None,
-            "known": known,
-            "names": names.since(known),
         }
-        yield content, [table, kept.astype(np.uint32).tobytes(), *_planned_line(recorded, whole, at)]
+        yield content | new, [table, kept.astype(np.uint32).tobytes(), *_planned_line(recorded, whole, at)]
 
 
-def _table(rows: Timeline, at: Positions, names: Names) -> bytes:
+def _table(rows: Timeline, at: Positions, names: Names) -> tuple[dict[str, Any], bytes]:
+    """Return the names that are new, with the number of the first of them, and the rows."""
+    known = len(names)
     columns = (at, rows.device, rows.host, rows.disk, _name_numbers(rows, names), rows.step)
-    return np.column_stack(columns).astype(np.float32).tobytes()
+    table = np.column_stack(columns).astype(np.float32).tobytes()
+    return {"known": known, "names": list(names)[known:]}, table
 
 
 def _planned_line(recorded: Recorded, timeline: Timeline, at: Positions) -> list[bytes]:
@@ -109,4 +95,5 @@ def _name_numbers(rows: Timeline, names: Names) -> Any:
         (rows.phases[phase], rows.modules[module], str(rows.ops[op]))
         for phase, module, op in zip(rows.phase, rows.module, rows.op, strict=True)
     )
-    return np.array([[names.number(name) for name in row] for row in texts], dtype=np.int64).reshape(-1, 3)
+    numbers = [[names.setdefault(name, len(names)) for name in row] for row in texts]
+    return np.array(numbers, dtype=np.int64).reshape(-1, 3)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lab import models
 from lab.errors import LabError, ResultError
-from lab.memory.holders import Holder, Holders, Memory, of_moment
+from lab.memory.categories import OTHER
+from lab.memory.holders import Holder, Holders, Memory
 from lab.memory.timeline import Timeline
-from lab.planning.freeing import cheapest_changes
+from lab.planning.freeing import Freed, cheapest_changes
+from lab.planning.plan import plan_job
 from lab.planning.shrinking import with_job
-from lab.recipe.jobs import Job
-from lab.shape import Shape
+from lab.recipe.jobs import Disk, Job, Machine
 from lab.show.panels import Over, row_positions
 from lab.units import format_operator, format_seconds
 
@@ -46,28 +45,36 @@ class Recorded:
     highest: int = 0
     ranks: bool = False
 
-    def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(
+        self, asked: Mapping[str, Any], tell: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any]:
         """Answer a question of the page; what is wrong with it is an answer too.
 
         Args:
             asked: ``{"row": 5, "rank": 0, "memory": "device", "all": False}`` asks for the tensors that rank
                 0, or with ``all`` every rank, holds at row 5 of its timeline; ``{"free": "4 GiB"}`` for the
                 knobs that free so much.
+            tell: Called with an answer that is not the last, as plans end.
         """
         try:
-            return self._freeing(str(asked["free"])) if "free" in asked else self._holders(asked)
+            return self._freeing(str(asked["free"]), tell) if "free" in asked else self._holders(asked)
         except LabError as error:
             return {"kind": "error", "of": "free" if "free" in asked else "row", "text": str(error)}
 
-    @cached_property
-    def _shape(self) -> Shape:
-        assert self.job is not None
-        return models.shape_of(self.job.model)
-
-    def _freeing(self, size: str) -> dict[str, Any]:
+    def _freeing(self, size: str, tell: Callable[[dict[str, Any]], object] | None) -> dict[str, Any]:
         if self.job is None:
             raise ResultError("the job of this timeline is not known, and so the knobs are not")
-        freed = cheapest_changes(self._shape, self.job, size)
+        timelines = self.timelines.values()
+        machine = Machine(
+            workspace=any(one.device[:, OTHER].any() for one in timelines),
+            disk=Disk() if any(one.disk_peak for one in timelines) else None,
+        )
+
+        def watch(freed: Freed) -> None:
+            if tell is not None:
+                tell({"kind": "freed", "text": f"searching … {freed.summary}", "knobs": []})
+
+        freed = cheapest_changes(self.job, size, lambda job: plan_job(job, machine), watch)
         return {"kind": "freed", "text": freed.text, "knobs": list(freed.changes) if freed.enough else []}
 
     def _holders(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +115,7 @@ class Recorded:
         return max(int(rows) - 1, 0)
 
     def _held(self, timeline: Timeline, row: int, memory: Memory) -> Holders:
-        held = of_moment(timeline, row, memory)
+        held = timeline.holders_at(row, memory)
         return held if self.job is None else with_job(held, timeline, self.job)
 
 
@@ -126,30 +133,12 @@ def _items(holders: Holders) -> list[dict[str, Any]]:
 
 
 def _item(one: Holder) -> dict[str, Any]:
-    return {
-        "bytes": one.bytes,
-        "units": one.units,
-        "count": one.count,
-        "category": one.category,
-        "tensor": one.tensor,
-        "op": format_operator(one.op),
-        "place": one.place,
-        "phase": f"{one.phase}, step {one.step + 1}",
-        "made": one.made,
-        "freed": one.freed,
-        "knob": one.knob,
-    }
+    names = ("bytes", "units", "count", "category", "tensor", "place", "made", "freed", "knob")
+    texts = {"op": format_operator(one.op), "phase": f"{one.phase}, step {one.step + 1}"}
+    return {name: getattr(one, name) for name in names} | texts
 
 
 def _unnamed(category: str, size: int, count: int, text: str) -> dict[str, Any]:
     """Return bytes without a tensor of their own, in the form of a tensor."""
-    blank = dict.fromkeys(("tensor", "op", "phase", "knob"), "")
-    return blank | {
-        "bytes": size,
-        "units": None,
-        "count": count,
-        "category": category,
-        "place": text,
-        "made": None,
-        "freed": None,
-    }
+    blank = dict.fromkeys(("tensor", "op", "phase", "knob"), "") | dict.fromkeys(("units", "made", "freed"))
+    return blank | {"bytes": size, "count": count, "category": category, "place": text}

@@ -3,19 +3,6 @@
 const CATEGORIES = 8;
 const WIDTH = CATEGORIES + 7;
 const MOST_ROWS = 3000; // of a rank; more rows are reduced to a third of this number
-const UNITS = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
-
-function unitFor(top) {
-  return UNITS.find(([, size]) => top >= size) ?? UNITS[3];
-}
-
-function formatBytes(bytes) {
-  if (bytes < 2 ** 10) return `${bytes.toFixed(0)} B`;
-  const [name, size] = unitFor(bytes);
-  const value = bytes / size;
-  return `${value.toFixed(value < 10 ? 2 : 1)} ${name}`;
-}
-
 const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
 
 function timeUnitFor(top) {

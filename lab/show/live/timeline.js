@@ -9,23 +9,21 @@ class View {
     this.root = add(el, "div", "lab-widget lab-live");
     const head = add(this.root, "div", "lab-live-head");
     this.status = add(head, "span", "lab-live-status");
-    this.stop = add(head, "button", "lab-live-stop");
-    this.stop.textContent = "Stop";
-    this.stop.title = "End the run here; what was measured is kept";
-    this.stop.addEventListener("click", () => {
+    const end = () => {
       this.stop.disabled = true;
       this.stop.textContent = "Stopping";
       send({ stop: true });
-    });
+    };
+    this.stop = button(head, "Stop", "End the run here; what was measured is kept", end, "lab-live-stop");
     this.chips = add(head, "span", "lab-live-ranks");
     this.hidden = new Set();
-    const legend = add(head, "span", "lab-live-legend");
+    const legend = add(head, "span", "lab-legend");
     for (const [name, colour] of look.categories) swatch(add(legend, "span"), name, colour);
     this.canvas = add(this.root, "canvas");
     this.canvas.style.height = `${look.height}px`;
     this.canvas.setAttribute("role", "img");
     this.copy = document.createElement("canvas"); // of the panels, without what the pointer marks
-    this.readout = add(this.root, "div", "lab-live-readout");
+    this.readout = add(this.root, "div", "lab-live-readout lab-readout");
     this.holders = new HoldersPanel(this.root, look, this);
     this.pointer = null;
     this.canvas.addEventListener("pointermove", (event) => this.point([event.offsetX, event.offsetY]));
@@ -116,14 +114,13 @@ class View {
     const count = this.store.ranks.length;
     if (count < 2) return;
     for (let rank = this.chips.children.length; rank < count; rank++) {
-      const chip = add(this.chips, "button", "lab-live-chip");
       const { name } = this.store.ranks[rank];
-      chip.textContent = rank === 0 || this.store.stacked ? (name ?? "rank 0") : rank;
-      chip.title = `Show or hide ${name ?? `rank ${rank}`}`;
-      chip.addEventListener("click", () => {
+      const text = rank === 0 || this.store.stacked ? (name ?? "rank 0") : rank;
+      const toggle = () => {
         if (!this.hidden.delete(rank)) this.hidden.add(rank);
         this.schedule();
-      });
+      };
+      button(this.chips, text, `Show or hide ${name ?? `rank ${rank}`}`, toggle, "lab-live-chip");
     }
     [...this.chips.children].forEach((chip, rank) => {
       chip.setAttribute("aria-pressed", !this.hidden.has(rank));
@@ -212,18 +209,6 @@ class View {
     this.readout.style.left = `${fits ? x + 14 : Math.max(0, x - this.readout.offsetWidth - 14)}px`;
     this.readout.style.top = `${Math.max(0, top)}px`;
   }
-}
-
-// An empty canvas of so many CSS pixels, and the pen on it.
-function penOn(canvas, width, height, ratio, style) {
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const pen = penOf(canvas);
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.font = `11px ${style.fontFamily}`;
-  pen.textBaseline = "middle";
-  pen.fillStyle = pen.strokeStyle = style.color;
-  return pen;
 }
 
 function statusText({ step, steps, loss, recorded, title }, { waiting }) {

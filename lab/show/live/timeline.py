@@ -39,7 +39,7 @@ class LiveTimeline:
     def __init__(self, height: int, display: Display | None = None) -> None:
         self._height, self._display = height, display
         self._highest = 0
-        self._view: _View | None = None
+        self._widget: TimelineWidget | None = None
         self._stop: Callable[[], None] = _do_nothing
 
     @property
@@ -58,57 +58,49 @@ class LiveTimeline:
             self._discard()
         else:
             self._open("")
-            if self._view is not None:
-                self._view.draw(message)
+            self._draw(message)
 
     def _open(self, waiting: str) -> None:
-        if self._view is None and self.visible:
-            shown = self._display or CellOutput()
-            self._view = _View(self._height, self._stop, shown, waiting, self._highest)
-
-    def _finish(self, run: HasTimelines) -> None:
-        drawn = timeline(run, highest=self._highest)
-        self._highest = max(self._highest, *(one.device_peak for one in run.timelines))
-        picture = Picture(drawn.figure, drawn.text)
-        if self._view is None:
-            (self._display or CellOutput()).show(picture)
+        if self._widget is not None or not self.visible:
             return
-        self._view.widget.show_recorded(drawn.recorded)
-        if self._display is None:
-            self._view.widget.tell_replaced()
-            self._view.display.show(picture)
-        self._view = None
-
-    def _discard(self) -> None:
-        if self._view is not None:
-            self._view.widget.close()
-            self._view = None
-
-
-class _View:
-    """A widget on a page, and the names that were sent to its script."""
-
-    def __init__(
-        self, height: int, stop: Callable[[], None], display: Display, waiting: str, highest: int
-    ) -> None:
-        self.widget = TimelineWidget(height, waiting=waiting, highest=highest)
+        self._output, stop = self._display or CellOutput(), self._stop
+        self._widget = TimelineWidget(self._height, waiting=waiting, highest=self._highest)
         # With subshells (JupyterLab 4.4, ipykernel 7) a message from the page arrives while the cell runs;
         # otherwise the reader interrupts the kernel.
-        self.widget.on_msg(lambda _widget, content, _buffers: stop() if content.get("stop") else None)
-        self.display = display
-        display.show(self.widget)
+        self._widget.on_msg(lambda _widget, content, _buffers: stop() if content.get("stop") else None)
+        self._output.show(self._widget)
         self._opened = time.monotonic()
         self._waiting: list[Progress] = []
-        self._names = Names()
+        self._names: Names = {}
 
-    def draw(self, progress: Progress) -> None:
+    def _draw(self, progress: Progress) -> None:
+        if self._widget is None:
+            return
         self._waiting.append(progress)
         if time.monotonic() - self._opened < _WARM_UP:
             return
         for message in self._waiting:
             content, rows = browser_message(message, self._names)
-            self.widget.send(content, buffers=[rows])
+            self._widget.send(content, buffers=[rows])
         self._waiting.clear()
+
+    def _finish(self, run: HasTimelines) -> None:
+        drawn = timeline(run, highest=self._highest)
+        self._highest = max(self._highest, *(one.device_peak for one in run.timelines))
+        picture = Picture(drawn.figure, drawn.text)
+        if self._widget is None:
+            (self._display or CellOutput()).show(picture)
+            return
+        self._widget.show_recorded(drawn.recorded)
+        if self._display is None:
+            self._widget.tell_replaced()
+            self._output.show(picture)
+        self._widget = None
+
+    def _discard(self) -> None:
+        if self._widget is not None:
+            self._widget.close()
+            self._widget = None
 
 
 def _do_nothing() -> None:

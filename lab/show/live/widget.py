@@ -6,7 +6,7 @@ picture's place, and stays alive; a stored notebook, and a page without the kern
 
 from __future__ import annotations
 
-from base64 import b64encode
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -74,12 +74,12 @@ class TimelineWidget(anywidget.AnyWidget):
         if self._picture is None or bundle is None:
             return bundle
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        still = {"image/png": b64encode(self._picture.png).decode(), "text/plain": repr(self._picture)}
-        return {**data, **still}, metadata
+        return {**data, **self._picture.stored}, metadata
 
     def _answer(self, content: dict[str, Any]) -> None:
         if self._recorded is not None and ("row" in content or "free" in content):
-            self.send(self._recorded.answer(content), buffers=[])
+            send = partial(self.send, buffers=[])
+            send(self._recorded.answer(content, send))
 
 
 class CellOutput:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lab.memory.categories import MEMORIES, OTHER
-from lab.show.one_layer.frames import Box, Frame, Lane, LayerFrames
+from lab.show.one_layer.frames import LayerFrames
+from lab.show.one_layer.tracks import Box, Frame
 from lab.show.one_layer.travels import arrivals, flights
 from lab.show.palette import COLOURS
 from lab.units import format_bytes
@@ -18,9 +19,7 @@ def player_content(layer: LayerFrames) -> dict[str, Any]:
 
     Lanes that are the same rank's are sent once: ``lanes`` are indices into ``ranks``.
     """
-    distinct: dict[int, Lane] = {}
-    for lane in layer.lanes:
-        distinct.setdefault(id(lane.frames), lane)
+    distinct = {id(lane.frames): lane for lane in layer.lanes}
     order = list(distinct)
     return {
         "title": layer.title,
@@ -71,7 +70,7 @@ def _frame(frame: Frame, unit: int) -> dict[str, Any]:
         "boxes": list(frame.boxes),
         "small": [frame.small_count, _rounded(frame.small / unit)],
         "outside": _rounded(frame.outside / unit),
-        "hostOutside": _rounded((frame.host_outside + frame.host_small) / unit),
+        "hostOutside": _rounded(frame.host_outside / unit),
         # What no tensor holds is not of a layer: on a GPU it can be more than all else.
         "held": [_rounded(size / unit) for size in frame.by_category[:OTHER]],
     }

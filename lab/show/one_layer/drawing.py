@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
 from lab.memory.categories import CATEGORIES, OTHER
-from lab.show.one_layer.frames import Box, LayerFrames
+from lab.show.one_layer.frames import LayerFrames
+from lab.show.one_layer.tracks import Box
 from lab.show.one_layer.travels import Flight, Part, arrivals, flights
 from lab.show.palette import CATEGORY_COLOURS, COLOURS, TEXT
 
@@ -143,6 +146,17 @@ def _draw_flight(axes: Axes, plane: Plane, flight: Flight, progress: float) -> N
             linewidth=0.8,
             zorder=3,
         )
+    )
+
+
+def draw_legend(
+    figure: Figure, layer: LayerFrames, loc: Literal["lower left", "outside lower left"], **style: Any
+) -> None:
+    """Write the categories of a layer's boxes side by side."""
+    boxes = {box.category for lane in layer.lanes for box in lane.boxes}
+    marks = {name: Patch(color=colour) for name, colour in COLOURS.items() if name in boxes}
+    figure.legend(
+        marks.values(), marks.keys(), loc=loc, ncols=len(marks), fontsize=7, handlelength=1, **style
     )
 
 

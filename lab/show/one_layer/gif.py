@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from PIL import Image
 
 from lab.errors import LabError
 from lab.memory.categories import OTHER
-from lab.show.one_layer.drawing import Plane, draw_curve, draw_lanes
+from lab.memory.export import check_file, write_whole
+from lab.show.one_layer.drawing import Plane, draw_curve, draw_lanes, draw_legend
 from lab.show.one_layer.frames import LayerFrames
 from lab.show.one_layer.strip import caption_text
-from lab.show.palette import COLOURS
 from lab.show.picture import styled_figure
 from lab.units import format_bytes
 
@@ -46,14 +44,13 @@ def check_animation(path: Path) -> None:
     """Check that a path names a GIF file that can be written, before the work for the file is done.
 
     Raises:
-        LabError: The name does not end in .gif, or the folder does not exist.
+        LabError: The name does not end in .gif, the folder does not exist, or the name is not that of a file.
     """
     if path.suffix.lower() != ".gif":
         raise LabError(
             f"{path} cannot be written: the animation is a GIF file, so give a name that ends in .gif"
         )
-    if not path.absolute().parent.is_dir():
-        raise LabError(f"{path} cannot be written: there is no folder {path.parent}")
+    check_file(path)
 
 
 def write_gif(layer: LayerFrames, path: Path, watch: Callable[[int, int], None]) -> None:
@@ -61,7 +58,7 @@ def write_gif(layer: LayerFrames, path: Path, watch: Callable[[int, int], None])
 
     Args:
         layer: The frames.
-        path: The file. It is written under another name first, so a file of this name is always complete.
+        path: The file, which is written whole or not at all.
         watch: Called with the number of each frame that was drawn, and how many there are.
 
     Raises:
@@ -75,16 +72,11 @@ def write_gif(layer: LayerFrames, path: Path, watch: Callable[[int, int], None])
     # One palette for all pictures: where two agree, the file holds nothing.
     palette = pictures[len(pictures) * 3 // 5].quantize(_COLOURS)
     flat = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        flat[0].save(
-            partial, "GIF", save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True
-        )
-        partial.replace(path)
-    except OSError as error:
-        raise LabError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    file = BytesIO()
+    flat[0].save(
+        file, "GIF", save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=True
+    )
+    write_whole(path, file.getvalue())
 
 
 def _pictures(layer: LayerFrames, watch: Callable[[int, int], None]) -> Iterator[tuple[Image.Image, int]]:
@@ -98,8 +90,6 @@ def _pictures(layer: LayerFrames, watch: Callable[[int, int], None]) -> Iterator
 
 def _picture(layer: LayerFrames, number: int, progress: float) -> Image.Image:
     plane = Plane(layer, range(len(layer.lanes)))
-    boxes = {box.category for lane in layer.lanes for box in lane.boxes}
-    marks = {name: Patch(color=colour) for name, colour in COLOURS.items() if name in boxes}
     caption = layer.captions[number]
     where = caption_text(layer, number).removesuffix(caption.text).rstrip(" ·")
     # A whole number of pixels.
@@ -131,10 +121,8 @@ def _picture(layer: LayerFrames, number: int, progress: float) -> Image.Image:
         curve = axes(height - _BELOW + 0.15, 0.3)
         draw_curve(curve, layer, 0, number)
         curve.set_ylabel("A", rotation=0, labelpad=8, color=_INK)
-        figure.legend(
-            marks.values(), marks.keys(), loc="lower left", ncols=len(marks), fontsize=7,
-            handlelength=1, handletextpad=0.4, columnspacing=1.1, labelcolor=_INK,
-        )  # fmt: skip
+        style = {"handletextpad": 0.4, "columnspacing": 1.1, "labelcolor": _INK}
+        draw_legend(figure, layer, "lower left", **style)
         # The letters have a white ground of their own: on a black page a transparent GIF has ragged ones.
         figure.set_facecolor("white")
         file = BytesIO()

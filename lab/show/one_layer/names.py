@@ -6,8 +6,8 @@ from enum import Enum
 
 from lab.memory.categories import CATEGORIES, HOST
 from lab.memory.holders import LAYER
+from lab.memory.moment import Op
 from lab.memory.storages import Integers
-from lab.memory.timeline import Op, Timeline
 from lab.show.one_layer.windows import Window
 
 
@@ -16,6 +16,8 @@ class Moving(Enum):
 
     ALL_TO_ALL = "all-to-all"
     RING = "ring"
+    GATHER = "all-gather of keys and values"
+    SCATTER = "reduce-scatter of their gradients"
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
@@ -35,9 +37,15 @@ _OPERATORS = {
 }
 
 
+_IN_RING = {Moving.ALL_GATHER: Moving.GATHER, Moving.REDUCE_SCATTER: Moving.SCATTER}
+
+
 def moving(op: Op, ring: int) -> Moving:
     """Return how an operator of ``lab.memory.meter.TRANSFERS`` moves bytes."""
     kind = _OPERATORS[op.name]
+    # FSDP gathers flat tensors, and those of attention have several dimensions.
+    if "x" in op.shapes and kind in _IN_RING:
+        return _IN_RING[kind]
     # The ring sends flat tensors; an exchange of Ulysses has a dimension for the ranks.
     return Moving.RING if kind is Moving.ALL_TO_ALL and ring > 1 and "x" not in op.shapes else kind
 
@@ -59,28 +67,25 @@ PARAMETERS, GRADIENTS = CATEGORIES.index("parameters"), CATEGORIES.index("gradie
 ACTIVATION_GRADIENTS = CATEGORIES.index("gradients of activations")
 
 
-def name_of(timeline: Timeline, members: Integers, window: Window) -> str:
+def name_of(window: Window, members: Integers) -> str:
     """Return what a tensor of the layer is, in two or three words; or several of its state."""
-    storages, n = timeline.storages, int(members[0])
-    category, kind = int(storages.category[n]), storages.kinds[storages.kind[n]]
+    storages, n = window.timeline.storages, int(members[0])
+    category, kind = int(storages.category[n]), window.kind(n)
     if category == PARAMETERS:
         return "parameters" if kind.name else "gathered parameters"
     if category == GRADIENTS:
-        return _gradient_name(timeline, members)
-    if category >= HOST and kind.name:
-        return "model state"
+        return _gradient_name(window, members)
     if category >= HOST:
-        return _kept(timeline, n, window)
-    loaded = _source_of(timeline, n, "lab.from_host")
+        return "model state" if kind.name else _kept(window, n)
+    loaded = _source_of(window, n, "lab.from_host")
     if loaded is not None:
-        return _kept(timeline, loaded, window)
+        return _kept(window, loaded)
     if storages.first[n] < window.forward.start:
         return "layer input"
     if window.forward.stop <= storages.first[n] < window.backward.start:
         return "grad of output" if category == ACTIVATION_GRADIENTS else "of layer above"
-    backward = "backward" in storages.kinds[storages.kind[n]].op
-    prefix = "grad of " if category == ACTIVATION_GRADIENTS or backward else ""
-    return prefix + _activation_name(timeline, n)
+    prefix = "grad of " if category == ACTIVATION_GRADIENTS or "backward" in kind.op else ""
+    return prefix + _activation_name(window, n)
 
 
 def is_attention(operator: str) -> bool:
@@ -88,15 +93,14 @@ def is_attention(operator: str) -> bool:
     return "attention" in operator
 
 
-def _activation_name(timeline: Timeline, n: int) -> str:
+def _activation_name(window: Window, n: int) -> str:
     """Return the name of a tensor that the layer makes of others."""
-    storages = timeline.storages
-    op = storages.kinds[storages.kind[n]].op.rpartition(".")[2].strip("_")
-    tail = timeline.modules[storages.module[n]].rpartition(".")[2]
-    written = [bool(w) for _, _, w in storages.moves[storages.moves[:, 0] == n].tolist()]
+    moves, kind = window.timeline.storages.moves, window.kind(n)
+    op = kind.op.rpartition(".")[2].strip("_")
+    tail = window.module(n).rpartition(".")[2]
+    written = [bool(w) for _, _, w in moves[moves[:, 0] == n].tolist()]
     if is_attention(op) and not written:
-        shape = storages.kinds[storages.kind[n]].shape
-        return "log-sum-exp" if len(shape) == 3 else "q, k or v" if "backward" in op else "attention"
+        return "log-sum-exp" if len(kind.shape) == 3 else "q, k or v" if "backward" in op else "attention"
     if tail in _MODULES:
         return _MODULES[tail]
     if tail == "self_attn":
@@ -108,23 +112,22 @@ def _activation_name(timeline: Timeline, n: int) -> str:
     return "hidden state"
 
 
-def _gradient_name(timeline: Timeline, members: Integers) -> str:
-    storages, n = timeline.storages, int(members[0])
-    kind = storages.kinds[storages.kind[n]]
+def _gradient_name(window: Window, members: Integers) -> str:
+    moves, n = window.timeline.storages.moves, int(members[0])
+    kind = window.kind(n)
     if kind.name.endswith("*"):
         return "gradient shard"
     if len(members) > 1:
         return "gradients"
-    if not kind.name and len(storages.moves[storages.moves[:, 0] == n]):
+    if not kind.name and n in moves[:, 0]:
         return "gradients to sum"
-    tail = timeline.modules[storages.module[n]].rpartition(".")[2]
-    what = kind.name.removesuffix(".weight").rpartition(".")[2] or tail
+    what = (kind.name.removesuffix(".weight") or window.module(n)).rpartition(".")[2]
     return f"grad of {what} weight"
 
 
-def _kept(timeline: Timeline, n: int, window: Window) -> str:
+def _kept(window: Window, n: int) -> str:
     """Return the name of what a layer keeps on the host."""
-    module = timeline.modules[timeline.storages.module[n]]
+    module = window.module(n)
     found = LAYER.search(module)
     what = "attention" if "attn" in module else "input"
     if found is None or int(found[0]) == window.layer:
@@ -132,11 +135,11 @@ def _kept(timeline: Timeline, n: int, window: Window) -> str:
     return f"{what} of layer {found[0]}"
 
 
-def _source_of(timeline: Timeline, n: int, operator: str) -> int | None:
+def _source_of(window: Window, n: int, operator: str) -> int | None:
     """Return the storage that an operator copies to this one; None if it does not."""
-    moves = timeline.storages.moves
+    moves = window.timeline.storages.moves
     for row in moves[(moves[:, 0] == n) & (moves[:, 2] == 1), 1].tolist():
-        if timeline.ops[timeline.op[row]].name == operator:
+        if window.operator(row) == operator:
             read = moves[(moves[:, 1] == row) & (moves[:, 2] == 0), 0]
             return int(read[0]) if len(read) else None
     return None

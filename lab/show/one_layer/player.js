@@ -25,9 +25,9 @@ class Player {
     this.canvas = add(this.root, "canvas");
     this.canvas.setAttribute("role", "img");
     this.makeScrubber();
-    const legend = add(this.root, "div", "lab-layer-legend");
+    const legend = add(this.root, "div", "lab-legend");
     for (const n of this.usedCategories()) swatch(add(legend, "span"), ...content.categories[n]);
-    this.readout = add(this.root, "div", "lab-layer-readout");
+    this.readout = add(this.root, "div", "lab-layer-readout lab-readout");
     this.readout.hidden = true;
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => (this.readout.hidden = true));
@@ -40,18 +40,15 @@ class Player {
 
   makeControls() {
     const controls = add(this.root, "div", "lab-layer-controls");
-    const button = (text, title, act) => {
-      const made = add(controls, "button");
-      made.textContent = text;
-      made.title = title;
+    const make = (text, title, act) => {
+      const made = button(controls, text, title, act);
       made.setAttribute("aria-label", title);
-      made.addEventListener("click", act);
       return made;
     };
-    button("|◂", "To the first frame (Home)", () => this.go(0));
-    button("◂", "One frame back (left arrow)", () => this.go(this.number - 1));
-    this.playButton = button("▶ Play", "Play or pause (space)", () => this.toggle());
-    button("▸", "One frame on (right arrow)", () => this.go(this.number + 1));
+    make("|◂", "To the first frame (Home)", () => this.go(0));
+    make("◂", "One frame back (left arrow)", () => this.go(this.number - 1));
+    this.playButton = make("▶ Play", "Play or pause (space)", () => this.toggle());
+    make("▸", "One frame on (right arrow)", () => this.go(this.number + 1));
     const label = add(controls, "label");
     label.append("speed ");
     this.speed = add(label, "select");
@@ -151,18 +148,11 @@ class Player {
 
   draw() {
     const width = this.canvas.clientWidth;
-    const pen = width && penOf(this.canvas);
-    if (!pen) return;
-    const ratio = window.devicePixelRatio || 1;
+    if (!width || !penOf(this.canvas)) return;
     const plan = (this.plan = new Plan(this.content, width));
     this.canvas.style.height = `${plan.height}px`;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(plan.height * ratio);
     const style = getComputedStyle(this.root);
-    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.font = `11px ${style.fontFamily}`;
-    pen.textBaseline = "middle";
-    pen.fillStyle = style.color;
+    const pen = penOn(this.canvas, width, plan.height, window.devicePixelRatio || 1, style);
     const paper = style.getPropertyValue("--paper").trim() || "#fff";
     drawStage(pen, plan, this.number, this.progress, paper);
     drawCurve(pen, plan, this.number, style.color);
@@ -193,7 +183,7 @@ class Player {
     const [name, about, category, size] = found;
     this.readout.replaceChildren();
     swatch(add(this.readout, "div", "lab-layer-name"), name, this.content.categories[category][1]);
-    const bytes = formatSize(size * this.content.unitBytes);
+    const bytes = formatBytes(size * this.content.unitBytes);
     for (const line of [`${inA(size)} · ${bytes} · ${this.content.categories[category][0]}`, about]) {
       add(this.readout, "div").textContent = line;
     }
@@ -214,13 +204,6 @@ class Player {
     }
     return null;
   }
-}
-
-function formatSize(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let n = 0;
-  for (; bytes >= 1024 && n < units.length - 1; n++) bytes /= 1024;
-  return `${bytes >= 100 ? bytes.toFixed(1) : bytes.toPrecision(3)} ${units[n]}`;
 }
 
 export default {

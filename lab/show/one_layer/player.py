@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
 
 from lab.show.live.widget import is_in_browser
 from lab.show.one_layer.content import player_content
-from lab.show.one_layer.frames import HasJobAndTimeline, HasJobAndTimelines, LayerFrames, layer_frames
+from lab.show.one_layer.frames import LayerFrames, layer_frames
 from lab.show.one_layer.strip import strip
 from lab.show.page import join_files
 from lab.show.picture import Picture
 from lab.units import check_counts
+
+if TYPE_CHECKING:
+    from lab.planning.plan import Plan
+    from lab.rehearsing.rehearsal import Rehearsal
+    from lab.training.records import Run
 
 RANKS = 4
 """How many ranks are shown unless asked otherwise."""
@@ -54,16 +58,10 @@ class LayerPlayer:
         if is_in_browser():
             bundle = _Widget(content=player_content(self.frames))._repr_mimebundle_(**kwargs)
             widget = bundle[0] if bundle else {}
-        return {
-            **widget,
-            "image/png": b64encode(self.picture.png).decode(),
-            "text/plain": repr(self),
-        }
+        return {**widget, **self.picture.stored}
 
 
-def layer(
-    result: HasJobAndTimeline | HasJobAndTimelines, *, layer: int | None = None, ranks: int = RANKS
-) -> LayerPlayer:
+def layer(result: Plan | Rehearsal | Run, *, layer: int | None = None, ranks: int = RANKS) -> LayerPlayer:
     """Show one layer's forward and backward: each tensor as a box that appears, travels and is freed.
 
     The width of a box is its bytes in units of A, the bytes of one hidden state of the rank (b x s x E

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from matplotlib.patches import Patch
-
 from lab.memory.categories import CATEGORIES
-from lab.show.one_layer.drawing import Plane, draw_lanes
+from lab.show.one_layer.drawing import Plane, draw_lanes, draw_legend
 from lab.show.one_layer.frames import LayerFrames
-from lab.show.palette import COLOURS
 from lab.show.picture import WIDTH, Picture, draw_header, styled_figure
 from lab.units import format_bytes
 
@@ -24,17 +21,8 @@ def strip(layer: LayerFrames) -> Picture:
         for axes, number in zip(grid, chosen, strict=True):
             draw_lanes(axes, plane, number, 1.0, WIDTH * 0.98)
             axes.set_title(f"{number + 1}. {caption_text(layer, number)}", loc="left", pad=3, fontsize=7.5)
-        boxes = {box.category for lane in layer.lanes for box in lane.boxes}
-        marks = {name: Patch(color=colour) for name, colour in COLOURS.items() if name in boxes}
-        draw_header(figure, f"{layer.title} · A = {format_bytes(layer.unit)}", [], [])
-        figure.legend(
-            marks.values(),
-            marks.keys(),
-            loc="outside lower left",
-            ncols=len(marks),
-            fontsize=7,
-            handlelength=1,
-        )
+        draw_header(figure, f"{layer.title} · A = {format_bytes(layer.unit)}")
+        draw_legend(figure, layer, "outside lower left")
     said = "; ".join(f"{number + 1}: {caption_text(layer, number)}" for number in chosen)
     return Picture(figure, f"{layer.title}, {len(layer)} frames: {said}.")
 

@@ -75,11 +75,14 @@ def _first_fill(layer: LayerFrames, part: Part) -> int | None:
 
 def _meet(layer: LayerFrames, kind: Moving, here: int, there: int) -> bool:
     """Return whether a rank sends to another in such a collective."""
-    degree, block = layer.ulysses, layer.ulysses * layer.ring
+    degree = layer.job.recipe.ulysses
+    block = degree * layer.job.recipe.ring
     if kind is Moving.ALL_TO_ALL:
         return here != there and here // degree == there // degree
     if kind is Moving.RING:
         return here != there and here // block == there // block and (here + degree - there) % block == 0
+    if kind in (Moving.GATHER, Moving.SCATTER):
+        return here != there and here // block == there // block and (here - there) % degree == 0
     return here != there
 
 
@@ -88,9 +91,15 @@ def _parts(
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return which part is sent by one rank, and which is received by another: start and length of each."""
     if kind is Moving.ALL_TO_ALL:
-        each = 1 / layer.ulysses
-        return ((there % layer.ulysses) * each, each), ((here % layer.ulysses) * each, each)
-    each = 1 / layer.ranks
+        degree = layer.job.recipe.ulysses
+        return ((there % degree) / degree, 1 / degree), ((here % degree) / degree, 1 / degree)
+    if kind in (Moving.GATHER, Moving.SCATTER):
+        ring = layer.job.recipe.ring
+        sender, receiver = (((rank // layer.job.recipe.ulysses) % ring) / ring for rank in (here, there))
+        if kind is Moving.GATHER:
+            return (0.0, 1.0), (sender, 1 / ring)
+        return (receiver, 1 / ring), (0.0, 1.0)
+    each = 1 / layer.job.ranks
     if kind is Moving.ALL_GATHER:
         return (here * each, each), (here * each, each)
     if kind is Moving.REDUCE_SCATTER:

@@ -9,7 +9,7 @@ import numpy as np
 from lab.errors import ResultError
 from lab.memory.categories import CATEGORIES
 from lab.memory.holders import LAYER
-from lab.memory.storages import Integers, Storages
+from lab.memory.storages import Integers, TensorKind
 from lab.memory.timeline import Timeline
 
 MODEL_STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer"))
@@ -18,17 +18,17 @@ MODEL_STATE = tuple(CATEGORIES.index(name) for name in ("parameters", "gradients
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The rows of one layer in the last step.
+    """The rows of one layer in the last step of a timeline.
 
     Attributes:
+        timeline: The timeline.
         layer: The number of the layer.
-        layers: How many layers have rows.
         forward: The rows from the layer's first to its last in forward.
         backward: The same in backward.
     """
 
+    timeline: Timeline
     layer: int
-    layers: int
     forward: range
     backward: range
 
@@ -39,6 +39,18 @@ class Window:
 
     def __contains__(self, row: int) -> bool:
         return row in self.forward or row in self.backward
+
+    def operator(self, row: int) -> str:
+        """Return the name of the operator of a row."""
+        return self.timeline.ops[int(self.timeline.op[row])].name
+
+    def kind(self, entry: int) -> TensorKind:
+        """Return what is said of a storage."""
+        return self.timeline.storages.kinds[int(self.timeline.storages.kind[entry])]
+
+    def module(self, entry: int) -> str:
+        """Return the path of the module that ran when a storage was made."""
+        return self.timeline.modules[int(self.timeline.storages.module[entry])]
 
 
 def window_of(timeline: Timeline, layer: int | None) -> Window:
@@ -68,15 +80,16 @@ def window_of(timeline: Timeline, layer: int | None) -> Window:
         if not len(rows):
             raise ResultError(f"layer {chosen} has no {phase}: the last step of this timeline did not end")
         spans.append(range(int(rows[0]), int(rows[-1]) + 1))
-    return Window(chosen, len(known), *spans)
+    return Window(timeline, chosen, *spans)
 
 
-def members_of(storages: Storages, window: Window) -> Integers:
+def members_of(window: Window) -> Integers:
     """Return the entries that belong to the layer: those that are made, freed or moved in its rows.
 
     What is held before and after it, as the state of the model and what other layers keep, does not belong to
     it.
     """
+    storages = window.timeline.storages
     inside = np.zeros(int(storages.end.max(initial=0)) + 2, dtype=bool)
     inside[window.rows] = True
     # A tensor whose last user is the window's last row is freed at the row after it.

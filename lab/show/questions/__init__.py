@@ -8,7 +8,6 @@ The choices are HTML that needs no kernel, so they also work in a stored noteboo
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -16,39 +15,6 @@ from typing import Any
 from IPython.display import HTML
 
 from lab.errors import NotebookError
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of the answers that are offered.
-
-    Attributes:
-        text: The answer.
-        why: Why it is right or wrong, as a sentence.
-        right: Whether it is right.
-    """
-
-    text: str
-    why: str
-    right: bool = False
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question with one right choice."""
-
-    text: str
-    choices: tuple[Choice, ...]
-
-
-def read(notebook: str) -> list[Question]:
-    """Return the questions of a notebook, from the file ``<notebook>.toml`` of this folder.
-
-    Raises:
-        NotebookError: The notebook has no questions.
-    """
-    asked = _read(notebook)["question"]
-    return [Question(one["text"], tuple(Choice(**choice) for choice in one["choice"])) for one in asked]
 
 
 def missed(notebook: str, number: int = 1) -> str:
@@ -63,13 +29,21 @@ def missed(notebook: str, number: int = 1) -> str:
     Raises:
         NotebookError: The notebook has no questions, or no such prediction.
     """
-    said: list[str] = _read(notebook).get("missed", [])
+    said: list[str] = read(notebook).get("missed", [])
     if not 1 <= number <= len(said):
         raise NotebookError(f"no prediction {number} in {notebook}, which has {len(said)}")
     return said[number - 1]
 
 
-def _read(notebook: str) -> dict[str, Any]:
+def read(notebook: str) -> dict[str, Any]:
+    """Return what the file ``<notebook>.toml`` of this folder has.
+
+    Each ``question`` has a ``text`` and several ``choice``. A choice has a ``text``, a sentence ``why`` it is
+    right or wrong, and the right one ``right``. What is ``missed`` in each prediction is a sentence.
+
+    Raises:
+        NotebookError: The notebook has no questions.
+    """
     folder = files(__package__)
     file = folder / f"{notebook}.toml"
     if not file.is_file():
@@ -88,14 +62,16 @@ def questions(notebook: str) -> HTML:
     Raises:
         NotebookError: The notebook has no questions.
     """
-    return HTML("".join(_html(number, one) for number, one in enumerate(read(notebook), 1)))  # type: ignore[no-untyped-call]
+    asked = read(notebook)["question"]
+    return HTML("".join(_html(number, one) for number, one in enumerate(asked, 1)))  # type: ignore[no-untyped-call]
 
 
-def _html(number: int, question: Question) -> str:
+def _html(number: int, question: dict[str, Any]) -> str:
     choices = "".join(
-        f'<details style="margin: 2px 0 2px 1.5em"><summary>{escape(one.text)}</summary>'
-        f'<p style="margin: 2px 0 6px 1.2em">{"✓ Right." if one.right else "✗ No."} {escape(one.why)}</p>'
+        f'<details style="margin: 2px 0 2px 1.5em"><summary>{escape(one["text"])}</summary>'
+        f'<p style="margin: 2px 0 6px 1.2em">{"✓ Right." if one.get("right") else "✗ No."} '
+        f"{escape(one['why'])}</p>"
         "</details>"
-        for one in question.choices
+        for one in question["choice"]
     )
-    return f'<p style="margin: 12px 0 4px 0"><b>{number}.</b> {escape(question.text)}</p>{choices}'
+    return f'<p style="margin: 12px 0 4px 0"><b>{number}.</b> {escape(question["text"])}</p>{choices}'

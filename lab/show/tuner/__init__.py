@@ -1,1 +1,1 @@
-"""The tuner: sliders for a recipe, and an estimate of the memory of a step."""
+"""The tuner: sliders for a recipe, and the memory of the step that it makes."""

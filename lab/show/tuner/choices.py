@@ -6,17 +6,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lab.errors import RecipeError
+from lab.errors import LabError
 from lab.planning.hardware import HARDWARE
-from lab.recipe.knobs import BY_NAME
-from lab.show.tuner.state import NEUTRAL, TILES, State
+from lab.recipe.recipe import BY_NAME
+from lab.show.tuner.state import ADJUSTABLE, TILES, State
 from lab.show.tuner.text import LABELS, value_text
 from lab.units import GiB, KiB, Mi, format_bytes
 
 
 def choices(state: State, name: str) -> list[Any]:
-    """Return the values of a knob's slider in the order in which memory grows, with the current value."""
-    current = getattr(state, name) if name in ("tokens", "ranks", "device_memory") else state.fields[name]
+    """Return the values of a knob's control; those of a slider in the order in which memory grows.
+
+    The current value is one of them.
+    """
+    if name in BY_NAME and not BY_NAME[name].count:
+        return list(BY_NAME[name].choices)
+    current = state.value(name)
     # Powers of two, and the number halfway between two of them.
     steps = sorted(n for power in range(30) for n in (2**power, 3 * 2**power // 2) if n > 0)
     if name == "head_chunk":
@@ -26,7 +31,7 @@ def choices(state: State, name: str) -> list[Any]:
         values = [2**power for power in range(6, 21)]
     elif name == "tokens":
         values = [*(2**power for power in range(8, 21)), *(n * Mi for n in (2, 3, 4, 5, 6, 8, 12, 16))]
-    elif name == "ranks":
+    elif name != "device_memory":
         values = [n for n in steps if n <= 64]
     elif current < 16 * GiB:
         values = [max(current >> 3, KiB) << power for power in range(7)]
@@ -34,7 +39,8 @@ def choices(state: State, name: str) -> list[Any]:
         sizes = [*(int(device.memory.value) for device in HARDWARE.values()), current]
         # An A100 and an H100 have the same memory as text.
         values = list({format_bytes(size): size for size in sizes}.values())
-    return [*sorted({*values, current} - {None}), *([None] if name in NEUTRAL else [])]
+    off = [None] if name in BY_NAME and None in BY_NAME[name].choices else []
+    return [*sorted({*values, current} - {None}), *off]
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,7 @@ def suggest(state: State, changed: str = "") -> list[Suggestion]:
         changed: The knob that the reader has changed; its suggestion comes first.
     """
     suggestions = []
-    names = ("head_chunk", "mlp_tile", "offload", "checkpoint", "ranks")
-    for name in sorted(names, key=lambda name: name != changed):
+    for name in sorted((*ADJUSTABLE, "ranks"), key=lambda name: name != changed):
         # The state stands for no value, because None is a value.
         value = next((v for v in _nearest(state, name) if is_legal(state.with_value(name, v))), state)
         if value is not state:
@@ -71,20 +76,18 @@ def suggest(state: State, changed: str = "") -> list[Suggestion]:
 
 def _nearest(state: State, name: str) -> Iterable[Any]:
     """Return the other values of a knob, the nearest first."""
-    if name == "offload":
-        return [value for value in BY_NAME["offload"].choices if value != state.fields[name]]
-    if name == "checkpoint":
-        return [not state.fields[name]]
-    current = state.ranks if name == "ranks" else state.fields[name]
-    others = [value for value in choices(state, name) if value not in (None, current)]
-    off = [None] if name in NEUTRAL and current is not None else []
-    return [*sorted(others, key=lambda value: abs(value - (current or 0))), *off]
+    current = state.value(name)
+    others = [value for value in choices(state, name) if value != current]
+    if name in BY_NAME and not BY_NAME[name].count:
+        return others
+    # Off is the last.
+    return sorted(others, key=lambda value: (value is None, abs((value or 0) - (current or 0))))
 
 
 def is_legal(state: State) -> bool:
     """Return whether the combination is legal."""
     try:
-        state.recipe  # noqa: B018
-    except RecipeError:
+        state.job  # noqa: B018
+    except LabError:
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -10,29 +10,20 @@ from typing import Any
 import ipywidgets
 
 from lab.models.presets import PRESETS
-from lab.recipe.knobs import BY_NAME, KNOBS
 from lab.recipe.ladder import RECIPE_NAMES
+from lab.recipe.recipe import BY_NAME
 from lab.show.tuner.choices import choices
-from lab.show.tuner.state import ORDER, TILES, State
-from lab.show.tuner.text import LABELS, value_text
+from lab.show.tuner.state import ADJUSTABLE, ORDER, State
+from lab.show.tuner.text import HINTS, LABELS, value_text
 from lab.units import format_bytes
 
-SIZES = ("tokens", "ranks", "device_memory")
-SLIDERS = (*SIZES, "head_chunk", *TILES)
+SLIDERS = ("tokens", "ranks", "device_memory", *(name for name in ADJUSTABLE if BY_NAME[name].count))
+LISTS = tuple(name for name in ADJUSTABLE if name not in SLIDERS)
 
 OFF = 0
 """The option of a slider for the value None: a slider takes None for no selection."""
 
 _STYLE = {"description_width": "108px"}
-
-_COSTS = {
-    "tokens": "The context: the tokens of one sequence",
-    "ranks": "The number of GPUs",
-    "device_memory": "The memory of one GPU",
-    "tokens_total": "The tokens of the whole training, decimal: 10B = 10^10",
-    "price": "The money for one GPU hour, in any currency",
-    **{knob.name: knob.cost for knob in KNOBS if knob.turned},
-}
 
 
 class Knobs:
@@ -53,20 +44,8 @@ class Knobs:
                 options=[(Path(model).name, model) for model in models], description="model"
             ),
             "rung": ipywidgets.Dropdown(options=RECIPE_NAMES, description="recipe"),
+            **{name: _control(name) for name in (*SLIDERS, *LISTS, *ORDER)},
         }
-        for name in SLIDERS:
-            slider = ipywidgets.SelectionSlider(options=[0], description=LABELS[name], tooltip=_COSTS[name])
-            self.by_name[name] = slider
-        self.by_name["checkpoint"] = ipywidgets.Checkbox(
-            description=LABELS["checkpoint"], tooltip=_COSTS["checkpoint"], indent=True
-        )
-        self.by_name["offload"] = ipywidgets.Dropdown(
-            options=BY_NAME["offload"].choices, description=LABELS["offload"], tooltip=_COSTS["offload"]
-        )
-        for name in ORDER:
-            self.by_name[name] = ipywidgets.Text(
-                description=LABELS[name], tooltip=_COSTS[name], continuous_update=False
-            )
         self.saves = {name: ipywidgets.Label(layout={"width": "114px"}) for name in self.by_name}
         rows = []
         for name, knob in self.by_name.items():
@@ -75,30 +54,23 @@ class Knobs:
             rows.append(ipywidgets.HBox([knob, self.saves[name]]))
         self.box = ipywidgets.VBox(rows, layout={"flex": "0 0 auto"})
 
-    def show(self, state: State, saves: dict[str, int]) -> None:
+    def show(self, state: State, saves: Mapping[str, int]) -> None:
         """Show a state, and the bytes that each knob saves."""
         self._is_showing = True
         try:
-            self._set_controls(state, saves)
+            for name, control in self.by_name.items():
+                value = state.value(name)
+                if name in SLIDERS:
+                    options = [(_option_text(name, option), option or OFF) for option in choices(state, name)]
+                    if list(control.options) != options:
+                        control.options = options
+                    value = value or OFF
+                elif name in ORDER:
+                    value = "" if value is None else str(value)
+                control.value = value
+                self.saves[name].value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
         finally:
             self._is_showing = False
-
-    def _set_controls(self, state: State, saves: dict[str, int]) -> None:
-        fields = state.fields
-        self.by_name["model"].value, self.by_name["rung"].value = state.model, state.rung
-        for name in SLIDERS:
-            slider = self.by_name[name]
-            options = [(_option_text(name, value), value or OFF) for value in choices(state, name)]
-            if list(slider.options) != options:
-                slider.options = options
-            slider.value = getattr(state, name) if name in SIZES else fields[name] or OFF
-        for name in ("checkpoint", "offload"):
-            self.by_name[name].value = fields[name]
-        for name in ORDER:
-            given = getattr(state, name)
-            self.by_name[name].value = "" if given is None else str(given)
-        for name, label in self.saves.items():
-            label.value = f"saves {format_bytes(saves[name])}" if saves.get(name) else ""
 
     def _changed(self, name: str, value: Any) -> None:
         with self._lock:
@@ -109,6 +81,18 @@ class Knobs:
             if name in ORDER:
                 value = value.strip() or None
             self._on_change(name, value)
+
+
+def _control(name: str) -> Any:
+    """Return the control of a value: a slider, a text, or what fits the choices of a knob."""
+    about = {"description": LABELS[name], "tooltip": HINTS[name]}
+    if name in SLIDERS:
+        return ipywidgets.SelectionSlider(options=[0], **about)
+    if name in ORDER:
+        return ipywidgets.Text(continuous_update=False, **about)
+    if BY_NAME[name].choices == (True, False):
+        return ipywidgets.Checkbox(indent=True, **about)
+    return ipywidgets.Dropdown(options=BY_NAME[name].choices, **about)
 
 
 def _option_text(name: str, value: Any) -> str:

@@ -10,11 +10,11 @@ class Panel {
     this.verdict.setAttribute("aria-live", "polite");
     this.suggestions = add(this.root, "div", "lab-tuner-suggestions");
     this.chart = add(this.root, "div", "lab-tuner-chart");
-    this.bars = ["closed form", "plan"].map((name) => new Bar(this.chart, name, look));
+    this.device = new Bar(this.chart, "device", look);
     this.host = new Bar(this.chart, "host", look);
     this.legend = add(this.chart, "div", "lab-tuner-legend");
     this.note = add(this.root, "div", "lab-tuner-note");
-    this.bill = add(this.root, "div", "lab-tuner-note lab-tuner-bill");
+    this.seconds = add(this.root, "div", "lab-tuner-note");
     this.texts = ["Python", "shell"].map((name) => new Copied(this.root, name));
   }
 
@@ -22,18 +22,14 @@ class Panel {
     this.root.dataset.verdict = content.verdict;
     this.verdict.textContent = content.words;
     this.note.textContent = content.note;
-    this.bill.textContent = content.bill;
+    this.seconds.textContent = content.seconds;
     this.suggestions.replaceChildren();
-    content.suggestions.forEach((words, n) => {
-      const button = add(this.suggestions, "button");
-      button.textContent = `Set ${words}`;
-      button.addEventListener("click", () => this.accept(n));
-    });
+    content.suggestions.forEach((words, n) => button(this.suggestions, `Set ${words}`, "", () => this.accept(n)));
     this.texts.forEach((text, n) => text.show(content.texts[n]));
-    // An illegal combination has no bytes: the last bars stay, pale.
-    if (!content.bars.length) return;
-    this.bars.forEach((bar, n) => bar.show(content.bars[n], content.limit, content.scale));
-    this.host.show(content.host, content.host?.limit, content.host?.scale);
+    // An illegal combination, and one that is being planned, have no bytes: the last bars stay, pale.
+    if (!content.bar) return;
+    this.device.show(content.bar);
+    this.host.show(content.host);
     this.legend.replaceChildren();
     for (const [category, bytes, parts] of content.legend) {
       swatch(add(this.legend, "span", "lab-tuner-category"), category, this.look[category]);
@@ -46,7 +42,8 @@ class Panel {
 // A bar with its name above it, and a line at the limit if there is one.
 class Bar {
   constructor(parent, name, look) {
-    this.root = add(parent, "div", `lab-tuner-bar lab-tuner-${name.replace(" ", "-")}`);
+    this.root = add(parent, "div", `lab-tuner-bar lab-tuner-${name}`);
+    this.root.hidden = true;
     const head = add(this.root, "div", "lab-tuner-head");
     this.name = add(head, "span");
     this.total = add(head, "span", "lab-tuner-total");
@@ -60,12 +57,12 @@ class Bar {
     this.limit = add(this.line, "span");
   }
 
-  show(bar, limit, scale) {
+  show(bar) {
     this.root.hidden = !bar;
     if (!bar) return;
     this.name.textContent = bar.name;
     this.total.textContent = bar.total;
-    this.root.classList.toggle("lab-tuner-stale", bar.stale);
+    const { limit, scale } = bar;
     let start = 0;
     for (const [category, part] of this.parts) {
       // A bar longer than the scale is cut; its total says so.
@@ -85,20 +82,17 @@ class Bar {
 class Copied {
   constructor(parent, name) {
     this.root = add(parent, "div", "lab-tuner-copy");
-    const button = add(this.root, "button");
-    button.textContent = "Copy";
-    button.title = `Copy as ${name}`;
-    this.code = add(this.root, "code");
-    button.addEventListener("click", async () => {
+    const copy = button(this.root, "Copy", `Copy as ${name}`, async () => {
       const range = document.createRange();
       range.selectNodeContents(this.code);
       getSelection().removeAllRanges();
       getSelection().addRange(range);
       // A page from another machine without https has no clipboard: the text is selected, to be copied by hand.
       if (navigator.clipboard) await navigator.clipboard.writeText(this.code.textContent);
-      button.textContent = navigator.clipboard ? "Copied" : "Marked";
-      setTimeout(() => (button.textContent = "Copy"), 1200);
+      copy.textContent = navigator.clipboard ? "Copied" : "Marked";
+      setTimeout(() => (copy.textContent = "Copy"), 1200);
     });
+    this.code = add(this.root, "code");
   }
 
   show(text) {

@@ -1,4 +1,4 @@
-"""The panel of the tuner: the verdict, the bars of the estimate and of the plan, and the state as code."""
+"""The panel of the tuner: the verdict, the bars of the device and of the host, and the state as code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 import anywidget
 import traitlets
 
-from lab.planning.cuda_workspace import NODE
 from lab.planning.plan import Plan
 from lab.show.page import join_files
 from lab.show.palette import COLOURS
-from lab.show.tuner.estimate import Refusal, StateEstimate
+from lab.show.tuner.prediction import Prediction, parts_of
 from lab.show.tuner.state import State
-from lab.show.tuner.text import as_command, as_python, bill_text
+from lab.show.tuner.text import as_command, as_python, seconds_text
 from lab.units import format_bytes
 
 AXIS_END = 1.25
@@ -33,94 +32,59 @@ class Panel(anywidget.AnyWidget):
     content = traitlets.Dict().tag(sync=True)
 
 
-def panel_content(
-    state: State, estimate: StateEstimate | Refusal, plan: Plan | None, *, current: bool
-) -> dict[str, Any]:
-    """Return what the panel shows: sizes in bytes, and all texts.
+def panel_content(state: State, answer: Prediction) -> dict[str, Any]:
+    """Return what the panel shows: sizes in bytes, and all texts. Without a plan it has no bars.
 
     Args:
         state: The state.
-        estimate: Its estimate, or its error.
-        plan: The last plan, which is shown below the estimate.
-        current: Whether the plan is one of this state; if not, the panel says so.
+        answer: What is known of it.
     """
     content = {
-        "verdict": estimate.verdict,
-        "words": estimate.text,
-        "bars": [],
-        "texts": ["", ""],
+        "verdict": answer.verdict,
+        "words": answer.text,
+        "bar": None,
+        "texts": ["", ""] if answer.verdict == "illegal" else [as_python(state), as_command(state)],
         "note": "",
-        "bill": bill_text(state, plan if current else None),
-        "suggestions": [],
+        "seconds": "",
+        "suggestions": [suggestion.text for suggestion in answer.suggestions],
     }
-    if isinstance(estimate, Refusal):
-        return {**content, "suggestions": [suggestion.text for suggestion in estimate.suggestions]}
-    scale = state.device_memory * AXIS_END
-    planned = plan.device_peak if plan is not None else 0
-    scale = max(scale, min(max(estimate.device, planned) * 1.02, state.device_memory * LONGEST))
-    bars = [_bar("closed form, a rank", estimate.by_category, scale, format_bytes(state.device_memory))]
-    if plan is not None:
-        name = f"plan: {plan.peak.op.removeprefix('aten.')}{_module_text(plan)}"
-        stale = "" if current else "plan of an earlier setting; Plan again for this one"
-        bars.append(_bar(stale or name, plan.peak.by_category, scale, "", stale=not current))
+    plan = answer.plan
+    if plan is None:
+        return content
+    parts = parts_of(plan)
     return {
         **content,
-        "bars": bars,
-        "limit": state.device_memory,
-        "scale": scale,
-        "host": _host_bar(state, estimate.host),
+        "bar": _bar("a rank", answer.by_category, state.device_memory),
+        "host": _host_bar(plan),
         "legend": [
-            [name, format_bytes(size), _parts_text(estimate, name)]
-            for name, size in estimate.by_category.items()
+            [name, format_bytes(size), _parts_text(parts[name], name)]
+            for name, size in answer.by_category.items()
         ],
-        "note": f"The predicted peak is in {estimate.moment}."
-        f"{_workspace_note(state)}{_plan_note(state, plan, current)}",
-        "texts": [as_python(state), as_command(state)],
+        "note": f"The peak: {plan.peak}",
+        "seconds": seconds_text(state, plan),
     }
 
 
-def _bar(
-    name: str, sizes: Mapping[str, int], scale: float, line: str, *, stale: bool = False
-) -> dict[str, Any]:
+def _bar(name: str, sizes: Mapping[str, int], limit: int) -> dict[str, Any]:
     total = sum(sizes.values())
-    cut = " »" if total > scale else ""
-    texts = {category: format_bytes(size) for category, size in sizes.items()}
+    scale = max(limit * AXIS_END, min(total * 1.02, limit * LONGEST))
     return {
         "name": name,
-        "total": format_bytes(total) + cut,
+        "total": format_bytes(total) + " »" * (total > scale),
         "sizes": dict(sizes),
-        "texts": texts,
-        "line": line,
-        "stale": stale,
+        "texts": {category: format_bytes(size) for category, size in sizes.items()},
+        "line": format_bytes(limit),
+        "limit": limit,
+        "scale": scale,
     }
 
 
-def _host_bar(state: State, size: int) -> dict[str, Any] | None:
-    if not size:
+def _host_bar(plan: Plan) -> dict[str, Any] | None:
+    if not plan.host_peak:
         return None
-    name = f"host memory, a node of {min(state.ranks, NODE)} ranks"
-    limit = state.host_available
-    scale = max(limit * AXIS_END, min(size * 1.02, limit * LONGEST))
-    return {**_bar(name, {"host": size}, scale, format_bytes(limit)), "limit": limit, "scale": scale}
+    name = f"host memory, a node of {plan.machine.node_ranks(plan.ranks)} ranks"
+    return _bar(name, {"host": plan.host_peak_per_node}, plan.available("host") or 0)
 
 
-def _parts_text(estimate: StateEstimate, category: str) -> str:
-    parts = sorted((p for p in estimate.parts if p.category == category), key=lambda part: -part.size)
-    return " · ".join(f"{part.name} {format_bytes(part.size)}" for part in parts if part.name != category)
-
-
-def _module_text(plan: Plan) -> str:
-    return f" in {plan.peak.module}" if plan.peak.module else ""
-
-
-def _workspace_note(state: State) -> str:
-    return (
-        " Only the plan adds the memory that CUDA kernels take inside themselves." if state.workspace else ""
-    )
-
-
-def _plan_note(state: State, plan: Plan | None, current: bool) -> str:
-    if plan is None or not current:
-        return ""
-    fits = plan.device_peak <= state.device_memory and plan.host_peak_per_node <= state.host_available
-    return f" Planned: {format_bytes(plan.device_peak)}, {'fits' if fits else 'does not fit'}."
+def _parts_text(parts: Mapping[str, int], category: str) -> str:
+    return " · ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if name != category)

@@ -9,7 +9,6 @@ from lab.models import shape_of
 from lab.show.tuner.choices import choices, is_legal
 from lab.show.tuner.state import TILES, State
 from lab.show.tuner.text import LABELS, value_text
-from lab.units import format_tokens
 
 TOKENS = 2048
 """The longest context that Run trains with; it takes a few seconds on two cores."""
@@ -33,7 +32,7 @@ def scale_down(state: State, ranks: int) -> ScaledState:
     """Return a state that ``ranks`` ranks of this machine can train.
 
     A tile keeps its share of a rank's tokens, and a head chunk its share of the heads, if that is legal. The
-    estimate of the result is that of CPU ranks, without the workspace of CUDA.
+    plan of the result is that of CPU ranks, without the workspace of CUDA.
 
     Raises:
         RecipeError: The state is illegal.
@@ -47,7 +46,8 @@ def scale_down(state: State, ranks: int) -> ScaledState:
         by_hand={name: fields[name] for name in UNSCALED},
     )
     degree = fields["ulysses"] * fields["ring"]
-    local, before = _local_tokens(small), max(1, state.tokens // degree)
+    local = max(1, small.tokens // (small.base["ulysses"] * small.base["ring"]))
+    before = max(1, state.tokens // degree)
     by_hand: dict[str, Any] = dict(small.by_hand)
     for name in (*TILES, "stream"):
         tile = fields[name]
@@ -55,11 +55,6 @@ def scale_down(state: State, ranks: int) -> ScaledState:
     by_hand["head_chunk"] = _head_chunk(state, small, fields["head_chunk"])
     small = replace(small, by_hand=by_hand)
     return ScaledState(small, tuple(_changes(state, small)))
-
-
-def _local_tokens(state: State) -> int:
-    degree: int = state.base["ulysses"] * state.base["ring"]
-    return max(1, state.tokens // degree)
 
 
 def _head_chunk(state: State, small: State, chunk: int | None) -> int | None:
@@ -73,14 +68,11 @@ def _head_chunk(state: State, small: State, chunk: int | None) -> int | None:
 
 
 def _changes(state: State, small: State) -> list[str]:
-    before, after = state.fields, small.fields
-    changes = [f"model {state.model} → {small.model}"] if state.model != small.model else []
-    if state.ranks != small.ranks:
-        changes.append(f"ranks {state.ranks} → {small.ranks}")
-    if state.tokens != small.tokens:
-        changes.append(f"context {format_tokens(state.tokens)} → {format_tokens(small.tokens)}")
-    for name in before:
-        if before[name] != after[name]:
-            label = LABELS.get(name, name)
-            changes.append(f"{label} {value_text(name, before[name])} → {value_text(name, after[name])}")
-    return changes
+    before, after = (
+        {"model": one.model, "ranks": one.ranks, "tokens": one.tokens, **one.fields} for one in (state, small)
+    )
+    return [
+        f"{LABELS.get(name, name)} {value_text(name, value)} → {value_text(name, after[name])}"
+        for name, value in before.items()
+        if value != after[name]
+    ]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lab.errors import LabError
 from lab.models import shape_of
 from lab.planning.bill import Order, make_order
-from lab.planning.cuda_workspace import NODE
-from lab.planning.hardware import make_machine
-from lab.recipe.knobs import BY_NAME, KNOBS
-from lab.recipe.ladder import RECIPE_NAMES, RUNGS, check_name, recipe_by_name
-from lab.recipe.recipe import Recipe, check_fields
+from lab.recipe.jobs import Job, Machine, make_job
+from lab.recipe.ladder import RECIPE_NAMES, check_name, recipe_by_name
+from lab.recipe.recipe import BY_NAME, KNOBS, Recipe, check_fields
 from lab.shape import Shape
-from lab.techniques.host_memory import reserve
 from lab.units import check_counts, parse_bytes, parse_tokens
 
 ADJUSTABLE = tuple(knob.name for knob in KNOBS if knob.turned)
@@ -76,19 +74,14 @@ class State:
         """
         return make_order(self.tokens_total, self.price)
 
-    @property
-    def host_available(self) -> int:
-        """The bytes of a node's host memory that a step may take; see ``Machine.available``."""
-        return max(self.host_memory - reserve(min(self.ranks, NODE)), 0)
-
-    @property
+    @cached_property
     def base(self) -> dict[str, Any]:
         """All fields of the rung's recipe, with the ``ulysses`` and ``ring`` that were set by hand."""
         degrees = {name: self.by_hand[name] for name in ("ulysses", "ring") if name in self.by_hand}
         recipe = recipe_by_name(self.rung, self.model, self.ranks, self.tokens, shape=self.shape, **degrees)
         return recipe.to_json() | degrees
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, Any]:
         """All fields of the recipe, legal or not."""
         return self.base | dict(self.by_hand)
@@ -100,12 +93,51 @@ class State:
         Raises:
             RecipeError: The combination is illegal with this model on these ranks.
         """
-        return recipe_of(self.fields, self)
+        recipe = Recipe(**self.fields)
+        recipe.check(self.shape, self.ranks)
+        return recipe
 
     @property
-    def step(self) -> tuple[Any, ...]:
-        """The values on which the bytes of a step depend: states with equal ``step`` have the same plan."""
-        return self.model, tuple(self.fields.items()), self.tokens, self.ranks, self.workspace
+    def job(self) -> Job:
+        """The step of the state.
+
+        Raises:
+            LabError: The combination is illegal, or the step is larger than the lab plans.
+        """
+        return make_job(self.model, self.recipe, tokens=self.tokens, ranks=self.ranks, shape=self.shape)
+
+    @property
+    def machine(self) -> Machine:
+        """What the step is planned for."""
+        return Machine(
+            device_memory=self.device_memory, host_memory=self.host_memory, workspace=self.workspace
+        )
+
+    def value(self, name: str) -> Any:
+        """Return a value by its name, or a field of the recipe."""
+        return self.fields[name] if name in BY_NAME else getattr(self, name)
+
+    def of_recipe(self, recipe: Recipe, knobs: Mapping[str, Any]) -> State:
+        """Return the state of a recipe: the rung that differs least from it, with the other fields by hand.
+
+        Args:
+            recipe: The recipe.
+            knobs: Fields that are set on it.
+        """
+        fields, states = {**recipe.to_json(), **knobs}, []
+        for rung in RECIPE_NAMES:
+            state = replace(self, rung=rung, by_hand={})
+            # First the degrees, from which others derive.
+            for names in (("ulysses", "ring"), fields):
+                base = state.base
+                changed = {name: fields[name] for name in names if fields[name] != base[name]}
+                state = replace(state, by_hand={**state.by_hand, **changed})
+            states.append(state)
+        return min(states, key=lambda state: len(state.by_hand))
+
+    def without(self, name: str) -> State:
+        """Return the state with a knob switched off."""
+        return replace(self, by_hand={**self.by_hand, **NEUTRAL[name]})
 
     def with_value(self, name: str, value: Any) -> State:
         """Return the state with one value changed. Another rung discards the fields set by hand.
@@ -117,7 +149,7 @@ class State:
                 itself.
         """
         if name == "model":
-            return replace(self, model=_as_text(value), shape=shape_of(value))
+            return replace(self, model=as_text(value), shape=shape_of(value))
         if name == "rung":
             check_name(value)
             return replace(self, rung=value, by_hand={})
@@ -135,77 +167,12 @@ class State:
         return replace(self, by_hand={**self.by_hand, name: value})
 
 
-def start_state(
-    model: str | Path,
-    recipe: str | Recipe,
-    *,
-    tokens: int | str,
-    ranks: int,
-    device_memory: int | str | None,
-    host_memory: int | str,
-    workspace: bool,
-    tokens_total: int | str | None = None,
-    price: float | str | None = None,
-    **knobs: Any,
-) -> State:
-    """Return the state at which a tuner begins.
-
-    A ``Recipe`` becomes the rung that differs least from it, with the other fields set by hand. An illegal
-    combination is not an error here.
+def as_text(model: object) -> str:
+    """Return the name or the directory of a model as text.
 
     Raises:
-        LabError: A model, rung, knob or size does not exist; the total of tokens or the price cannot be read.
+        LabError: It is neither.
     """
-    check_counts({"ranks": ranks})
-    make_order(tokens_total, price)
-    check_fields(knobs)
-    if isinstance(recipe, str):
-        check_name(recipe)
-    state = State(
-        model=_as_text(model),
-        shape=shape_of(model),
-        rung=recipe if isinstance(recipe, str) else RUNGS[-1],
-        tokens=parse_tokens(tokens),
-        ranks=ranks,
-        by_hand=knobs,
-        device_memory=make_machine(device_memory=device_memory).available("device", ranks) or 0,
-        host_memory=parse_bytes(host_memory),
-        workspace=workspace,
-        tokens_total=tokens_total,
-        price=price,
-    )
-    if isinstance(recipe, Recipe):
-        fields = recipe.to_json() | knobs
-        rungs = (
-            replace(state, rung=rung, by_hand=_fields_by_hand(fields, state, rung)) for rung in RECIPE_NAMES
-        )
-        state = min(rungs, key=lambda candidate: len(candidate.by_hand))
-    # A single value that no recipe can have is an error of the caller; the tuner explains combinations only.
-    Recipe(**{**state.fields, "checkpoint": True})
-    return state
-
-
-def _as_text(model: object) -> str:
     if not isinstance(model, str | Path):
         raise LabError(f"a tuner writes its model as text: give a name or a directory, not {model!r}")
     return str(model)
-
-
-def _fields_by_hand(fields: dict[str, Any], state: State, rung: str) -> dict[str, Any]:
-    """Return what to set on a rung to get these fields: first the degrees, from which others derive."""
-    by_hand: dict[str, Any] = {}
-    for names in (("ulysses", "ring"), fields):
-        base = replace(state, rung=rung, by_hand=by_hand).base
-        by_hand |= {name: fields[name] for name in names if fields[name] != base[name]}
-    return by_hand
-
-
-def recipe_of(fields: Mapping[str, Any], state: State) -> Recipe:
-    """Return the recipe of these fields, checked for the state's model and ranks.
-
-    Raises:
-        RecipeError: The recipe is illegal for them.
-    """
-    recipe = Recipe(**fields)
-    recipe.check(state.shape, state.ranks)
-    return recipe

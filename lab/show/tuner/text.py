@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from shlex import join
 from typing import Any
 
 from lab.errors import LabError
 from lab.planning.plan import Plan
-from lab.recipe.knobs import KNOBS
+from lab.recipe.recipe import KNOBS
 from lab.show.tuner.state import TILES, State
-from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_tokens
+from lab.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds, format_tokens
 
-LABELS = {knob.name: knob.label for knob in KNOBS if knob.turned} | {
-    "tokens": "context",
-    "ranks": "ranks",
-    "device_memory": "device memory",
-    "tokens_total": "tokens in all",
-    "price": "a GPU hour",
-}
+_CONTROLS = (
+    ("tokens", "context", "The context: the tokens of one sequence"),
+    ("ranks", "ranks", "The number of GPUs"),
+    ("device_memory", "device memory", "The memory of one GPU"),
+    ("tokens_total", "tokens in all", "The tokens of the whole training, decimal: 10B = 10^10"),
+    ("price", "a GPU hour", "The money for one GPU hour, in any currency"),
+    *((knob.name, knob.label, knob.cost) for knob in KNOBS if knob.turned),
+)
+LABELS = {name: label for name, label, _ in _CONTROLS}
+HINTS = {name: hint for name, _, hint in _CONTROLS}
 
 
 def value_text(name: str, value: Any) -> str:
@@ -35,6 +39,12 @@ def fields_to_set(state: State) -> dict[str, Any]:
     degrees = [name for name in state.by_hand if name in ("ulysses", "ring")]
     base = state.base
     return {n: value for n, value in state.by_hand.items() if n in degrees or value != base[n]}
+
+
+def step_text(state: State) -> str:
+    """Return the title of a legal state's step, with the recipe by its name."""
+    by_hand = (f"{name}={value_text(name, value)}" for name, value in fields_to_set(state).items())
+    return replace(state.job, recipe_name=" ".join([state.rung, *by_hand])).title
 
 
 def as_python(state: State) -> str:
@@ -56,8 +66,8 @@ def as_command(state: State) -> str:
     return join(words if state.workspace else [*words, "--no-workspace"])
 
 
-def bill_text(state: State, plan: Plan | None) -> str:
-    """Return a line on what the order of a state takes, by the seconds of its plan, or what is missing.
+def seconds_text(state: State, plan: Plan | None) -> str:
+    """Return a line on what a step takes, and the order of a state if it has one, or what is missing.
 
     Args:
         state: The state.
@@ -65,13 +75,13 @@ def bill_text(state: State, plan: Plan | None) -> str:
     """
     try:
         order = state.order
-        bill = None if order is None or plan is None else plan.bill(order)
+        bills = [] if order is None or plan is None else [plan.bill(order).text(order)]
     except LabError as error:
         return str(error)
     if plan is None:
-        return "" if order is None else "Plan estimates the seconds of a step, of which the bill is made."
-    mfu = f"MFU {plan.mfu:.1%} (estimate)"
-    return mfu if order is None or bill is None else f"{bill.text(order)}; {mfu}"
+        return ""
+    step = f"a step takes {format_seconds(plan.step_seconds)} on {plan.device}, MFU {plan.mfu:.1%} (estimate)"
+    return "; ".join([*bills, step])
 
 
 def _literal(value: Any) -> str:

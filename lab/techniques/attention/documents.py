@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import Kernel
+from lab.techniques.attention.kernel import Gradients, Kernel, check_causal
 from lab.techniques.document_lengths import Lengths
 from lab.techniques.precision import accumulation_dtype
 
@@ -74,13 +74,13 @@ def documents_kernel(kernel: Kernel, documents: Documents) -> Kernel:
         Llama 3 (arXiv 2407.21783), section 3.2, for a mask that separates the documents of a sequence.
     Composes with:
         Every kernel, windows, sinks, Ulysses, UPipe and streamed layers, where a rank has the whole sequence
-        of some heads. A ring has not.
+        of some heads. A ring that sends has not; ``gathered_kernel`` divides documents by itself.
     """
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        _check_causal(causal)
+        check_causal("documents", causal)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
         for rows, tokens in documents.parts(q.shape):
             own = [t[rows, :, tokens] for t in (q, k, v)]
@@ -90,58 +90,29 @@ def documents_kernel(kernel: Kernel, documents: Documents) -> Kernel:
             del part, part_lse
         return out, lse
 
-    def backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        _check_causal(causal)
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-        for rows, tokens in documents.parts(q.shape):
-            own = [t[rows, :, tokens] for t in (grad_out, q, k, v, out, lse)]
-            parts = list(kernel.backward(*own, scale=scale))
+    def backward(*tensors: Tensor, causal: bool = True, scale: float | None = None) -> Gradients:
+        check_causal("documents", causal)
+        dq, dk, dv = (torch.empty_like(t) for t in tensors[1:4])
+        for rows, tokens in documents.parts(tensors[0].shape):
+            parts = list(kernel.backward(*(t[rows, :, tokens] for t in tensors), scale=scale))
             for whole in (dq, dk, dv):
                 whole[rows, :, tokens].copy_(parts.pop(0))
         return dq, dk, dv
 
-    def accumulate(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> None:
-        _check_causal(causal)
-        for rows, tokens in documents.parts(q.shape):
-            own = [t[rows, :, tokens] for t in (grad_out, q, k, v, out, lse)]
-            sums = [t[rows, :, tokens] for t in (dk, dv)]
+    def accumulate(*tensors: Tensor, causal: bool = True, scale: float | None = None) -> None:
+        check_causal("documents", causal)
+        for rows, tokens in documents.parts(tensors[0].shape):
+            *own, dk, dv = (t[rows, :, tokens] for t in tensors)
             if kernel.accumulate is not None:
-                kernel.accumulate(*own, *sums, scale=scale)
+                kernel.accumulate(*own, dk, dv, scale=scale)
                 continue
             dq, *parts = kernel.backward(*own, scale=scale)
             own[1].copy_(dq)
             del dq
-            for total in sums:
+            for total in (dk, dv):
                 total.add_(parts.pop(0))
 
     return Kernel(forward, backward, accumulate)
-
-
-def _check_causal(causal: bool) -> None:
-    if not causal:
-        raise ValueError("documents with causal=False are not supported: pass causal=True")
 
 
 # ---- the documents of a batch ------------------------------------------------------------------------------

@@ -6,17 +6,17 @@ w bytes per element. The LSE (log-sum-exp) of a query is the logarithm of its so
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lab.errors import RecipeError
-from lab.techniques.attention.flash_limits import MAX_HEAD_DIM
+from lab.techniques.attention.kernel import Backward, Forward, Gradients, Kernel
 from lab.techniques.attention.matrix_products import exact_backward, exact_forward
 from lab.techniques.attention.sinks import sink_gradients
+from lab.techniques.limits import flash_takes, query_limit_refusal
 from lab.torch_private import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -27,27 +27,13 @@ from lab.torch_private import (
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes that flash kernels on CUDA support."""
 
-TORCH_QUERY_LIMIT = 2**31
-"""The number of elements of queries (tokens x heads x D) from which a call of torch's CUDA kernel is refused.
-
-The backward of FlashAttention-2 computes an offset from this number: ``row_offset_dq_accum`` in
-``flash_bwd_kernel.h``. The offset has 32 bits in releases whose source has the factor ``128``, and 64 bits in
-releases that have ``128ll``. No release of torch has been measured beyond the limit.
-"""
-
-
 # ---- what all kernels share: their arguments --------------------------------------------------------------
 
 
 def forward_by(
-    library: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
+    library: Forward, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``flash_forward`` by ``library``, which takes q, k, v, causal and scale.
+    """Compute ``flash_forward`` by ``library``, which takes q, k, v, causal and scale by position.
 
     Matrix products compute one query or one key, because cuDNN refuses such sequences. The library computes
     everything else. It gets tensors in which D is innermost, because kernels read D elements that follow each
@@ -64,27 +50,21 @@ def forward_by(
 
 
 def backward_by(
-    library: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``flash_backward`` by ``library``, which takes the tensors, causal and scale.
+    library: Backward, *tensors: Tensor, causal: bool = True, scale: float | None = None
+) -> Gradients:
+    """Compute ``flash_backward`` by ``library``, which takes the tensors, causal and scale by position.
 
     See ``forward_by``.
 
     Raises:
         ValueError: ``causal`` with S' != S.
     """
+    *whole, lse = tensors
+    _, q, k, *_ = whole
     scale = check_arguments(q, k, causal, scale)
     if 1 in (q.shape[2], k.shape[2]):
-        return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
-    return library(*_head_dim_innermost(grad_out, q, k, v, out), lse, causal, scale)
+        return exact_backward(*tensors, causal=causal, scale=scale)
+    return library(*_head_dim_innermost(*whole), lse, causal, scale)
 
 
 def check_arguments(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> float:
@@ -141,7 +121,7 @@ def flash_forward(
         ValueError: ``causal`` with S' != S.
         RecipeError: See ``query_limit_refusal``.
     """
-    return forward_by(_torch_forward, q, k, v, causal, scale)
+    return forward_by(_torch_forward, q, k, v, causal=causal, scale=scale)
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -175,7 +155,7 @@ def flash_backward(
     *,
     causal: bool = True,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Compute the gradients of attention from the results of ``flash_forward``, without another forward.
 
     ``out`` and ``lse`` may be the results of attention to more keys than ``k``. The gradients are then the
@@ -204,12 +184,12 @@ def flash_backward(
     Raises:
         ValueError: ``causal`` with S' != S.
     """
-    return backward_by(_torch_backward, grad_out, q, k, v, out, lse, causal, scale)
+    return backward_by(_torch_backward, grad_out, q, k, v, out, lse, causal=causal, scale=scale)
 
 
 def _torch_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     if not _flash_takes(q):
         return exact_backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
     if q.device.type != "cuda":
@@ -222,27 +202,9 @@ def _torch_backward(
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-def query_limit_refusal(tokens: int, heads: int, head_dim: int) -> str | None:
-    """Return why torch's CUDA kernel is not called with so many queries; None if it is called.
-
-    Args:
-        tokens: S, the query tokens of one call.
-        heads: h, the query heads of one call.
-        head_dim: D. The kernel rounds it up to a multiple of 32.
-    """
-    elements = tokens * heads * (-(-head_dim // 32) * 32)
-    if elements < TORCH_QUERY_LIMIT:
-        return None
-    return (
-        f"{heads} heads of {tokens} tokens in one call of torch's attention kernel on CUDA: its backward may "
-        f"count in 32 bits, and {elements} elements are too many for that; set a smaller head_chunk or a "
-        "larger ulysses, or kernel='cudnn' where lab doctor shows it"
-    )
-
-
 def _flash_takes(q: Tensor) -> bool:
     """Return whether torch has a flash kernel for these queries; on CPU it has one for every dtype and D."""
-    return q.device.type != "cuda" or (q.dtype in HALF_DTYPES and q.shape[-1] <= MAX_HEAD_DIM)
+    return q.device.type != "cuda" or flash_takes(q.dtype.itemsize, q.shape[-1])
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
@@ -251,65 +213,6 @@ def pad_head_dim(x: Tensor) -> Tensor:
 
 
 # ---- attention as a differentiable function ----------------------------------------------------------
-
-
-class _Forward(Protocol):
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class _Backward(Protocol):
-    def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class _Accumulate(Protocol):
-    def __call__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> None: ...
-
-
-class Kernel(NamedTuple):
-    """A forward and a backward of attention, with the arguments and results of the flash functions above.
-
-    It computes on one rank or on a ring of ranks.
-
-    Attributes:
-        forward: See ``flash_forward``.
-        backward: See ``flash_backward``.
-        accumulate: A backward that writes dq over ``q``, and adds dk and dv to two sums [b, h/G, S', D] in
-            the accumulation dtype, so that no tensor of the whole dq, dk or dv is made. None if the kernel
-            has no such backward.
-        sinks: The sinks of its query heads [h], which ``forward`` adds, see ``sink_kernel``; None if it adds
-            none.
-    """
-
-    forward: _Forward
-    backward: _Backward
-    accumulate: _Accumulate | None = None
-    sinks: Tensor | None = None
 
 
 FLASH = Kernel(flash_forward, flash_backward)

@@ -6,7 +6,6 @@ Letters: b rows, h heads, S tokens, D head_dim; LSE is the log-sum-exp of the sc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.techniques.attention.flash import Kernel, backward_by, forward_by, pad_head_dim
+from lab.techniques.attention.flash import backward_by, forward_by, pad_head_dim
+from lab.techniques.attention.kernel import Backward, Forward, Gradients, Kernel
 from lab.torch_private import cudnn_attention, cudnn_attention_backward
 
 MODULES = {
@@ -23,50 +23,6 @@ MODULES = {
     "flash-attn-4": "flash_attn.cute.interface",
 }
 """The module from which the kernels of a package are imported, by the kernel's name."""
-
-
-# ---- for all libraries: pad D ------------------------------------------------------------------------------
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    library: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """Compute ``flash_forward`` by the function ``library``, which takes q, k, v, causal and scale."""
-
-    def padded(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = library(*map(pad_head_dim, (q, k, v)), causal, scale)
-        return out[..., : q.shape[-1]], lse
-
-    return forward_by(padded, q, k, v, causal, scale)
-
-
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    library: Callable[..., tuple[Tensor, Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``flash_backward`` by the function ``library``, which takes the same arguments by position."""
-    head_dim = q.shape[-1]
-
-    def padded(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *tensors, lse, causal, scale = given
-        dq, dk, dv = library(*map(pad_head_dim, tensors), lse.contiguous(), causal, scale)
-        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
-
-    return backward_by(padded, grad_out, q, k, v, out, lse, causal, scale)
 
 
 # ---- cuDNN, in torch 2.9 and later: [b, h, S, D], fewer heads in k and v, LSE [b, h, S, 1] -----------------
@@ -78,7 +34,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 
 def _cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     # Torch keeps the graph of a call by the shapes and strides of q, k and v alone. The graph has the strides
     # of out and grad_out too, so a call with other ones would read them wrongly: measured on an H100, the
     # gradients were off by 70%.
@@ -101,28 +57,19 @@ def _in_layout_of(q: Tensor, x: Tensor) -> Tensor:
 
 def _flash_2_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module(MODULES["flash-attn-2"])._flash_attn_forward(
-        *_swap_heads_and_tokens(q, k, v),
-        **_flash_2_settings(causal, scale),
-        return_softmax=False,
+        q, k, v, **_flash_2_settings(causal, scale), return_softmax=False
     )
-    return out.transpose(1, 2), lse
+    return out, lse
 
 
 def _flash_2_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, k, v, out = _swap_heads_and_tokens(grad_out, q, k, v, out)
+) -> Gradients:
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    settings = _flash_2_settings(causal, scale)
     import_module(MODULES["flash-attn-2"])._flash_attn_backward(
-        grad_out,
-        *(q, k, v),
-        out,
-        lse,
-        *(dq, dk, dv),
-        **_flash_2_settings(causal, scale),
-        deterministic=False,
+        grad_out, q, k, v, out, lse, dq, dk, dv, **settings, deterministic=False
     )
-    dq, dk, dv = _swap_heads_and_tokens(dq, dk, dv)
     return dq, dk, dv
 
 
@@ -138,22 +85,18 @@ def _flash_2_settings(causal: bool, scale: float) -> dict[str, float | None]:
 
 def _flash_3_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     unused = (None,) * 20
-    out, lse, *_ = import_module(MODULES["flash-attn-3"])._flash_attn_forward(
-        *_swap_heads_and_tokens(q, k, v), *unused, scale, causal
-    )
-    return out.transpose(1, 2), lse
+    out, lse, *_ = import_module(MODULES["flash-attn-3"])._flash_attn_forward(q, k, v, *unused, scale, causal)
+    return out, lse
 
 
 def _flash_3_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, k, v, out = _swap_heads_and_tokens(grad_out, q, k, v, out)
+) -> Gradients:
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     unused = (None,) * 6
     import_module(MODULES["flash-attn-3"])._flash_attn_backward(
         grad_out, q, k, v, out, lse, *unused, dq, dk, dv, scale, causal
     )
-    dq, dk, dv = _swap_heads_and_tokens(dq, dk, dv)
     return dq, dk, dv
 
 
@@ -163,34 +106,50 @@ def _flash_3_backward(
 
 def _flash_4_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module(MODULES["flash-attn-4"])._flash_attn_fwd(
-        *_swap_heads_and_tokens(q, k, v), softmax_scale=scale, causal=causal, return_lse=True
+        q, k, v, softmax_scale=scale, causal=causal, return_lse=True
     )
-    return out.transpose(1, 2), lse
+    return out, lse
 
 
 def _flash_4_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, k, v, out = _swap_heads_and_tokens(grad_out, q, k, v, out)
+) -> Gradients:
     dq, dk, dv = import_module(MODULES["flash-attn-4"])._flash_attn_bwd(
         q, k, v, out, grad_out, lse, softmax_scale=scale, causal=causal
     )
-    dq, dk, dv = _swap_heads_and_tokens(dq, dk, dv)
     return dq, dk, dv
 
 
-def _swap_heads_and_tokens(*tensors: Tensor) -> list[Tensor]:
-    """View tensors [b, h, S, D] as [b, S, h, D], or the other way around."""
-    return [t.transpose(1, 2) for t in tensors]
+# ---- for all libraries: pad D, and give tensors their layout ---------------------------------------------
 
 
-def _kernel(
-    forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-) -> Kernel:
-    return Kernel(partial(_forward, library=forward), partial(_backward, library=backward))
+def _kernel(forward: Forward, backward: Backward, *, tokens_first: bool = True) -> Kernel:
+    """Return the kernel of a library's functions, which take the tensors, causal and scale by position.
+
+    ``tokens_first`` says that their tensors are [b, S, h, D]. D is a multiple of 8 in all tensors that they
+    get.
+    """
+
+    def prepare(x: Tensor) -> Tensor:
+        return in_layout(pad_head_dim(x))
+
+    def in_layout(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if tokens_first else x
+
+    def forward_of_library(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        out, lse = forward(prepare(q), prepare(k), prepare(v), *settings)
+        return in_layout(out)[..., : q.shape[-1]], lse
+
+    def backward_of_library(*given: Any) -> Gradients:
+        *tensors, lse, causal, scale = given
+        gradients = backward(*map(prepare, tensors), lse.contiguous(), causal, scale)
+        dq, dk, dv = (in_layout(gradient)[..., : given[1].shape[-1]] for gradient in gradients)
+        return dq, dk, dv
+
+    return Kernel(partial(forward_by, forward_of_library), partial(backward_by, backward_of_library))
 
 
-CUDNN = _kernel(_cudnn_forward, _cudnn_backward)
+CUDNN = _kernel(_cudnn_forward, _cudnn_backward, tokens_first=False)
 FLASH_2 = _kernel(_flash_2_forward, _flash_2_backward)
 FLASH_3 = _kernel(_flash_3_forward, _flash_3_backward)
 FLASH_4 = _kernel(_flash_4_forward, _flash_4_backward)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lab.decoder import decoder_of
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import FLASH, HALF_DTYPES, Kernel
+from lab.techniques.attention.flash import FLASH, HALF_DTYPES
+from lab.techniques.attention.kernel import Kernel
 from lab.techniques.attention.kernel_calls import CUDNN, FLASH_2, FLASH_3, FLASH_4, MODULES
 
 FASTEST_FIRST = ("flash-attn-4", "flash-attn-3", "cudnn", "flash-attn-2", "torch")

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lab.techniques.attention.flash_limits import BLOCK
+from lab.techniques.attention.kernel import Gradients
+from lab.techniques.limits import QUERY_BLOCK
 from lab.techniques.precision import accumulation_dtype
 
 
 def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention and its log-sum-exp (LSE).
 
-    Costs: two matrices of scores [b, h, BLOCK, S'] in the wider of fp32 and the dtype of ``q``, of which
-    logsumexp makes one inside. It is several times slower than a flash kernel.
+    Costs: two matrices of scores [b, h, QUERY_BLOCK, S'] in the wider of fp32 and the dtype of ``q``, of
+    which logsumexp makes one inside. It is several times slower than a flash kernel.
 
     Args:
         q: [b, h, S, D].
@@ -46,23 +47,15 @@ def exact_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
 
 
 def exact_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> Gradients:
     """Compute the gradients of attention from the results of ``exact_forward``.
 
     ``out`` and ``lse`` may be the results of attention to more keys than ``k``. The gradients are then the
     exact part that these keys contribute.
 
-    Costs: two matrices of scores [b, h, BLOCK, S'], the sums of dk and dv, and one term of such a sum, in the
-    dtype of ``lse``. See ``matrix_products_workspace`` in ``lab/planning/cuda_workspace.py``.
+    Costs: two matrices of scores [b, h, QUERY_BLOCK, S'], the sums of dk and dv, and one term of such a sum,
+    in the dtype of ``lse``. See ``matrix_products_workspace`` in ``lab/planning/cuda_workspace.py``.
     Source: FlashAttention (arXiv 2205.14135), appendix B.2.
 
     Args:
@@ -97,8 +90,8 @@ def exact_backward(
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
     """Yield each block of queries, and the keys that at least one of them attends to."""
     tokens = q.shape[2]
-    for start in range(0, tokens, BLOCK):
-        stop = min(start + BLOCK, tokens)
+    for start in range(0, tokens, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, tokens)
         yield slice(start, stop), slice(0, stop if causal else k.shape[2])
 
 

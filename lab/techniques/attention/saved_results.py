@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lab.techniques.attention.flash import Kernel
+from lab.techniques.attention.kernel import Kernel
 
 Results = tuple[Tensor, ...]
 """The tensors that attention's forward computes and its backward needs: the output, and one or more LSEs.

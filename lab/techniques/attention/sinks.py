@@ -6,16 +6,12 @@ of its softmax's denominator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from lab.techniques.attention.kernel import Kernel
+from lab.techniques.limits import SINK_PIECE
 from lab.techniques.slices import slices
-from lab.techniques.window_pieces import SINK_PIECE
-
-if TYPE_CHECKING:
-    from lab.techniques.attention.flash import Kernel
 
 
 def sink_kernel(kernel: Kernel, sinks: Tensor) -> Kernel:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lab.errors import RecipeError
-from lab.techniques.attention.flash import Kernel, check_arguments
+from lab.techniques.attention.flash import check_arguments
+from lab.techniques.attention.kernel import Gradients, Kernel
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import causal_slices, slices
 
@@ -64,36 +65,15 @@ def tiled_kernel(kernel: Kernel, tile: int) -> Kernel:
             f"attention_tile={tile}: a tile is a number of tokens; use 1 or more, or None for no tiles"
         )
 
-    def backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(*tensors: Tensor, causal: bool = True, scale: float | None = None) -> Gradients:
+        _, q, k, v, *_ = tensors
         dq, sums = _allocate(q, q.dtype), [_allocate(t, accumulation_dtype(t.dtype)).zero_() for t in (k, v)]
-        _add_pairs(kernel, tile, (grad_out, q, out, lse), (k, v), dq, sums, causal, scale)
+        _add_pairs(kernel, tile, tensors, dq, sums, causal, scale)
         dk = sums.pop(0).to(k.dtype)
         return dq, dk, sums.pop().to(v.dtype)
 
-    def accumulate(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> None:
-        _add_pairs(kernel, tile, (grad_out, q, out, lse), (k, v), q, [dk, dv], causal, scale)
+    def accumulate(*tensors: Tensor, causal: bool = True, scale: float | None = None) -> None:
+        _add_pairs(kernel, tile, tensors[:6], tensors[1], [*tensors[6:]], causal, scale)
 
     return Kernel(kernel.forward, backward, accumulate)
 
@@ -101,8 +81,7 @@ def tiled_kernel(kernel: Kernel, tile: int) -> Kernel:
 def _add_pairs(
     kernel: Kernel,
     tile: int,
-    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    of_keys: tuple[Tensor, Tensor],
+    tensors: tuple[Tensor, ...],
     dq: Tensor,
     sums: list[Tensor],
     causal: bool,
@@ -115,26 +94,24 @@ def _add_pairs(
     Args:
         kernel: Computes the backward of a pair.
         tile: The number of tokens in a tile.
-        of_queries: The gradient of the output, q, the output, and the LSE.
-        of_keys: k and v.
+        tensors: dout, q, k, v, the output and the LSE.
         dq: [b, h, S, D].
         sums: Of dk and of dv, [b, h/G, S', D] each, in the accumulation dtype.
         causal: A query attends only to keys that are not after it; S' must be S.
         scale: Multiplies the scores.
     """
-    q = of_queries[1]
-    scale = check_arguments(q, of_keys[0], causal, scale)
+    dout, q, k, v, out, lse = tensors
+    scale = check_arguments(q, k, causal, scale)
     tokens = q.shape[2]
     # Allocated before the loop: a plan runs only some passes of a loop, and each must allocate as much.
     dq_sum = _allocate(q.narrow(2, 0, min(tile, tokens)), accumulation_dtype(q.dtype))
-    for (start, length), key_tiles in _pairs(tokens, of_keys[0].shape[2], tile, causal):
+    for (start, length), key_tiles in _pairs(tokens, k.shape[2], tile, causal):
         total = dq_sum.narrow(2, 0, length).zero_()
-        grad_out, q, out, lse = (t.narrow(2, start, length) for t in of_queries)
+        dout_, q_, out_, lse_ = (t.narrow(2, start, length) for t in (dout, q, out, lse))
         for key_start, key_length in key_tiles:
-            k, v = (t.narrow(2, key_start, key_length) for t in of_keys)
-            parts = kernel.backward(
-                grad_out, q, k, v, out, lse, causal=causal and key_start == start, scale=scale
-            )
+            k_, v_ = (t.narrow(2, key_start, key_length) for t in (k, v))
+            masked = causal and key_start == start
+            parts = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal=masked, scale=scale)
             totals = (total, *(t.narrow(2, key_start, key_length) for t in sums))
             for whole, part in zip(totals, parts, strict=True):
                 whole.add_(part)

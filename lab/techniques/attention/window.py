@@ -7,7 +7,8 @@ logarithm of its softmax's denominator. dq, dk and dv are the gradients of q, k 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +16,34 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.techniques.attention.documents import Documents, documents_kernel
-from lab.techniques.attention.flash import FLASH, Kernel
+from lab.techniques.attention.flash import FLASH
+from lab.techniques.attention.kernel import Gradients, Kernel, check_causal
 from lab.techniques.attention.merging import merge
+from lab.techniques.limits import WINDOW_PIECE
 from lab.techniques.precision import accumulation_dtype
 from lab.techniques.slices import slices
-from lab.techniques.window_pieces import PIECE
 
 
 def kernel_of(module: nn.Module, documents: Documents | None = None) -> Kernel:
     """Return the kernel of an attention module, with the module's window and the documents of its input.
 
     ``apply_attention`` notes the window on the module. ``lab_kernel`` is the kernel, which may be a ring;
-    without it, the kernel is ``FLASH``.
+    without it, the kernel is ``FLASH``. ``lab_gathered`` makes of it one that gathers keys and values, which
+    takes the window and the documents itself; see ``gathered_kernel``.
     """
     kernel: Kernel = getattr(module, "lab_kernel", FLASH)
-    window = module.lab_window
+    window: Any = module.lab_window
+    if documents is not None:
+        documents.uses += 1
+    gathered: Callable[..., Kernel] | None = getattr(module, "lab_gathered", None)
+    if gathered is not None:
+        return gathered(kernel, window=window, documents=documents)
     if window is not None:
-        kernel = windowed_kernel(kernel, window)  # type: ignore[arg-type]
-    if documents is None:
-        return kernel
-    documents.uses += 1
-    return documents_kernel(kernel, documents)
+        kernel = windowed_kernel(kernel, window)
+    return kernel if documents is None else documents_kernel(kernel, documents)
 
 
-def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kernel:
+def windowed_kernel(kernel: Kernel, window: int, *, piece: int = WINDOW_PIECE) -> Kernel:
     """Return a kernel whose queries attend to the last ``window`` keys: query i to keys i - W + 1 to i.
 
     The sequence is divided into blocks of W tokens. A query sees the keys of its own block that are not after
@@ -67,7 +72,7 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
         B.4, for gradients from the LSE over all keys.
     Composes with:
         Every kernel, Ulysses, UPipe and streamed layers, where a rank has the whole sequence of some heads.
-        Not a ring: there a rank has two pieces of the sequence.
+        Not a ring that sends, where a rank has two pieces of the sequence; ``gathered_kernel`` has all keys.
 
     Raises:
         RecipeError: ``window`` is less than 1.
@@ -78,7 +83,7 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        _check_causal(causal)
+        check_causal("a window", causal)
         if window >= q.shape[2]:
             return kernel.forward(q, k, v, scale=scale)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
@@ -101,44 +106,24 @@ def windowed_kernel(kernel: Kernel, window: int, *, piece: int = PIECE) -> Kerne
                 del part, part_lse, whole
         return out, lse
 
-    def backward(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(*tensors: Tensor, causal: bool = True, scale: float | None = None) -> Gradients:
+        _, q, k, v, *_ = tensors
         if window >= q.shape[2]:
-            return kernel.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale)
-        _check_causal(causal)
+            return kernel.backward(*tensors, causal=causal, scale=scale)
+        check_causal("a window", causal)
         dq = torch.empty_like(q)
         sums = [torch.zeros_like(t, dtype=accumulation_dtype(t.dtype)) for t in (k, v)]
-        _add_blocks(kernel, window, piece, (grad_out, q, k, v, out, lse), dq, sums, scale)
+        _add_blocks(kernel, window, piece, tensors, dq, sums, scale)
         dk = sums.pop(0).to(k.dtype)
         return dq, dk, sums.pop().to(v.dtype)
 
-    def accumulate(
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-    ) -> None:
+    def accumulate(*tensors: Tensor, causal: bool = True, scale: float | None = None) -> None:
+        q = tensors[1]
         if window >= q.shape[2] and kernel.accumulate is not None:
-            kernel.accumulate(grad_out, q, k, v, out, lse, dk, dv, causal=causal, scale=scale)
+            kernel.accumulate(*tensors, causal=causal, scale=scale)
             return
-        _check_causal(causal)
-        _add_blocks(kernel, window, piece, (grad_out, q, k, v, out, lse), q, [dk, dv], scale)
+        check_causal("a window", causal)
+        _add_blocks(kernel, window, piece, tensors[:6], q, [*tensors[6:]], scale)
 
     return Kernel(forward, backward, accumulate)
 
@@ -147,7 +132,7 @@ def _add_blocks(
     kernel: Kernel,
     window: int,
     piece: int,
-    arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, ...],
     dq: Tensor,
     sums: list[Tensor],
     scale: float | None,
@@ -158,12 +143,12 @@ def _add_blocks(
         kernel: As in ``windowed_kernel``, like ``window`` and ``piece``.
         window: W; more than S stands for S.
         piece: The most tokens in one call, if W is not larger.
-        arguments: dout, q, k, v, the output and the LSE.
+        tensors: dout, q, k, v, the output and the LSE.
         dq: Where dq is written. It may be q itself.
         sums: The sums of dk and dv.
         scale: Multiplies the scores.
     """
-    grad_out, q, k, v, out, lse = arguments
+    grad_out, q, k, v, out, lse = tensors
     for blocks in _pieces(q.shape, min(window, q.shape[2]), piece):
         earlier = None
         if blocks.have_earlier_keys:
@@ -173,7 +158,7 @@ def _add_blocks(
             del dout_, q_, k_, v_, out_, lse_
             for total in sums:
                 blocks.keys(total).add_(parts.pop(0).flip(2))
-        part, *parts = kernel.backward(*map(blocks.of, arguments), scale=scale)
+        part, *parts = kernel.backward(*map(blocks.of, tensors), scale=scale)
         for total in sums:
             blocks.of(total).add_(parts.pop(0))
         blocks.of(dq).copy_(part)
@@ -181,11 +166,6 @@ def _add_blocks(
         if earlier is not None:
             blocks.queries(dq).add_(blocks.in_order(earlier))
             del earlier
-
-
-def _check_causal(causal: bool) -> None:
-    if not causal:
-        raise ValueError("a window with causal=False is not supported: pass causal=True")
 
 
 class _Blocks:

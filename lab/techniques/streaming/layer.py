@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.exchange import size_of
 from lab.techniques.host_file import HostFile
 from lab.techniques.host_tiles import TileCopiers
-from lab.techniques.streaming.passes import Positions, StreamedLayer, layer_backward, run_stages, run_tail
-from lab.techniques.streaming.segments import Segment
+from lab.techniques.streaming.passes import layer_backward, run_stages, run_tail
+from lab.techniques.streaming.segments import LayerRun
+from lab.techniques.streaming.tensors import StreamedLayer
 from lab.techniques.tiling import check_tile
 from lab.techniques.upipe.schedule import schedule
 from lab.torch_private import is_held_elsewhere, storage_id, version
@@ -104,58 +105,42 @@ def apply_streaming(
     heads = decoder.shape.H
     stages = schedule(heads, decoder.shape.K, size_of(group), heads if head_chunk is None else head_chunk)
     apply_attention(model)
-    state = _ModelState(segment, attention)
-    copiers = TileCopiers(file)
+    segments, copiers = _Segments(segment), TileCopiers(file)
     for i, parts in enumerate(decoder.layers):
-        layer = StreamedLayer(parts, stages, group, overlap and stages.ranks > 1, tile, copiers)
-        parts.module.forward = _streamed(layer, state, i, last=i == len(decoder.layers) - 1)
+        layer = StreamedLayer(
+            parts, stages, group, overlap, tile=tile, copiers=copiers, keeps_outputs=attention
+        )
+        parts.module.forward = _streamed(layer, segments, i, last=i == len(decoder.layers) - 1)
 
 
-class _ModelState:
-    """What the layers of a model share in a forward pass.
+class _Segments:
+    """Which layers follow each other in a segment of a forward pass.
 
     Args:
-        segment_length: k.
-        keeps_outputs: Whether the layers keep the outputs of their heads.
+        length: k.
     """
 
-    def __init__(self, segment_length: int, keeps_outputs: bool) -> None:
-        self._segment_length, self._keeps_outputs = segment_length, keeps_outputs
-        self._segment: Segment | None = None
-        # The output of the newest layer, and how often it was changed in place, until the next layer begins.
-        self._output: tuple[Tensor, int] | None = None
+    def __init__(self, length: int) -> None:
+        self._length = length
+        # The newest layer's pass, its output, and how often the output was changed in place, until the next
+        # layer begins.
+        self._newest: tuple[LayerRun, Tensor, int] | None = None
 
-    def begin_layer(self, index: int, run: _Run, x: Tensor, *, backward_follows: bool) -> None:
-        """Give a layer's run its place in a segment.
+    def before(self, index: int, x: Tensor) -> tuple[LayerRun, ...]:
+        """Return the passes of the layers before this one in its segment; none if it begins a segment.
 
         Each k-th layer begins a segment. So does a layer whose input is not the output of the layer before
         it, because a hook changed it, and a layer before which no backward follows: when a segment runs
         again, each of its layers but the first gets what the layer before it has computed.
         """
-        output, self._output = self._output, None
-        if index % self._segment_length == 0 or output is None or not _is_unchanged(x, *output):
-            self._segment = None
-        if backward_follows:
-            if self._segment is None:
-                self._segment = Segment(self._keeps_outputs)
-            run.segment, run.place = self._segment, len(self._segment)
+        newest, self._newest = self._newest, None
+        if index % self._length == 0 or newest is None or not _is_unchanged(x, *newest[1:]):
+            return ()
+        return *newest[0].before, newest[0]
 
-    def end_layer(self, run: _Run, output: Tensor, *, last: bool) -> None:
-        """Note what the next layer of the segment is expected to get; forget the segment after the last."""
-        if last:
-            self._segment = None
-        elif run.segment is not None:
-            self._output = output.detach(), version(output)
-
-
-@dataclass
-class _Run:
-    """One forward pass of a layer; ``segment`` is None if no backward follows, and when it has run."""
-
-    layer: StreamedLayer
-    positions: Positions
-    segment: Segment | None = None
-    place: int = 0
+    def note(self, run: LayerRun, output: Tensor) -> None:
+        """Note what the next layer of the segment is expected to get."""
+        self._newest = run, output.detach(), version(output)
 
 
 def _is_unchanged(x: Tensor, output: Tensor, changes: int) -> bool:
@@ -168,7 +153,7 @@ def _is_unchanged(x: Tensor, output: Tensor, changes: int) -> bool:
     )
 
 
-def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: bool) -> Patch:
+def _streamed(layer: StreamedLayer, segments: _Segments, index: int, *, last: bool) -> Patch:
     module = layer.parts.module
 
     def forward(
@@ -189,11 +174,12 @@ def _streamed(layer: StreamedLayer, state: _ModelState, index: int, *, last: boo
                 check_hooks(submodule, "stream")
         cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
         parameters = [p for p in module.parameters() if p.requires_grad]
-        run = _Run(layer, Positions(cos, sin, lab_documents))
         backward_follows = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(parameters))
-        state.begin_layer(index, run, hidden_states, backward_follows=backward_follows)
+        before = segments.before(index, hidden_states)
+        run = LayerRun(replace(layer, documents=lab_documents), (cos, sin), before, backward_follows)
         out: Tensor = _StreamedLayer.apply(run, hidden_states, *parameters)  # type: ignore[no-untyped-call]
-        state.end_layer(run, out, last=last)
+        if backward_follows and not last:
+            segments.note(run, out)
         return out
 
     return Patch(forward, module.forward)
@@ -203,32 +189,31 @@ class _StreamedLayer(Function):
     """A layer as one node: x [b, s, E] and the trained parameters -> y [b, s, E]."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, x: Tensor, *parameters: nn.Parameter) -> Tensor:
-        ctx.run, ctx.parameters = run, len(parameters)
-        layer = run.layer
-        tensors = run_stages(layer, x, run.positions)
+    def forward(ctx: Any, run: LayerRun, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.run = run
+        tensors = run_stages(run.layer, x, run.tables)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        run_tail(layer, tensors, y)
-        if run.segment is not None:
-            run.segment.keep(layer, x, run.positions, tensors)
+        run_tail(tensors, y)
+        if run.awaits_backward:
+            run.keep(x, tensors)
         # After this, the caller drops x, and its memory may be reused.
-        layer.copiers.to_host.wait_until_sent()
+        run.layer.copiers.to_host.wait_until_sent()
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        run: _Run = ctx.run
+        run: LayerRun = ctx.run
         if torch.is_grad_enabled():
             raise RecipeError(
                 "a backward with create_graph=True through a streamed layer, which overwrites its gradients: "
                 "leave create_graph out, or set stream=None"
             )
-        if run.segment is None:
+        if not run.awaits_backward:
             raise RecipeError(
                 "a second backward through a streamed layer: the first one overwrote what it needs; call "
                 "backward once, without retain_graph, or set stream=None"
             )
-        segment, run.segment = run.segment, None
+        run.awaits_backward = False
         if not dy.is_contiguous():
             dy = dy.contiguous()
         elif is_held_elsewhere(dy):
@@ -238,7 +223,7 @@ class _StreamedLayer(Function):
                 stacklevel=1,
             )
             dy = dy.clone()
-        tensors = segment.prepare(run.place)
-        gradients = layer_backward(run.layer, tensors, run.positions, dy, x_needed=ctx.needs_input_grad[1])
-        segment.release(run.place)
+        tensors = run.prepare()
+        gradients = layer_backward(tensors, run.tables, dy, x_needed=ctx.needs_input_grad[1])
+        run.release()
         return None, dy if ctx.needs_input_grad[1] else None, *gradients

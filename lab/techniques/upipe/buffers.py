@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lab.techniques.exchange import AllToAll, all_to_all
-from lab.techniques.upipe.projections import HeadProjections
-from lab.techniques.upipe.schedule import Schedule, Stage
+from lab.techniques.upipe.schedule import Stage
+from lab.techniques.upipe.settings import LayerSettings
 
 QUERIES, KEYS_AND_VALUES, ALL = slice(0, 1), slice(1, 3), slice(0, 3)
 """Which of q, k and v one all-to-all carries, as a slice of (q, k, v)."""
@@ -61,32 +60,18 @@ class StageBuffers:
     a rank in a stage, m slots in memory (a slot is one of the key/value heads that a rank attends to).
 
     Args:
-        schedule: The stages of the layer.
-        group: The C ranks. None is a group of one rank.
+        settings: The settings of the layer.
         shape: b and s.
-        head_dim: D.
         like: A tensor of the dtype and on the device of the buffers.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        group: dist.ProcessGroup | None,
-        shape: tuple[int, int],
-        head_dim: int,
-        like: Tensor,
-    ) -> None:
-        self.schedule, self.group = schedule, group
+    def __init__(self, settings: LayerSettings, shape: tuple[int, int], like: Tensor) -> None:
+        self.schedule, self.group, self.head_dim = settings.schedule, settings.group, settings.head_dim
         self.batch, self.local = shape
-        self.head_dim = head_dim
-        self.heads = HeadProjections(schedule, head_dim)
         self._free: list[Tensor] = []
-        head = self.batch * self.local * schedule.ranks * head_dim
-        self._sizes: tuple[int, ...] = (
-            schedule.heads_per_rank,
-            schedule.slots_in_flight,
-            schedule.slots_in_flight,
-        )
+        head = self.batch * self.local * self.schedule.ranks * self.head_dim
+        slots = self.schedule.slots_in_flight
+        self._sizes: tuple[int, ...] = (self.schedule.heads_per_rank, slots, slots)
         self.qkv_buffer = like.new_empty(head * sum(self._sizes))
         self.q, self.k, self.v = self.qkv_buffer.split([head * heads for heads in self._sizes])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lab.decoder import Layer, Patch, check_hooks, decoder_of, effective_weight, has_cache
+from lab.decoder import Patch, check_hooks, decoder_of, effective_weight, has_cache
 from lab.errors import RecipeError
 from lab.techniques.attention.documents import Documents
 from lab.techniques.attention.hf_attention import apply_attention
 from lab.techniques.attention.saved_results import ResultCache, Results, no_cache
-from lab.techniques.attention.window import kernel_of
 from lab.techniques.exchange import size_of
-from lab.techniques.upipe.passes import Inputs, LayerSettings, backward_pass, forward_pass
-from lab.techniques.upipe.schedule import Schedule, schedule
+from lab.techniques.upipe.passes import backward_pass, forward_pass
+from lab.techniques.upipe.schedule import schedule
+from lab.techniques.upipe.settings import Inputs, LayerSettings, inputs_of
 
 
 def apply_upipe(
@@ -95,19 +96,16 @@ def apply_upipe(
     stages = schedule(decoder.shape.H, decoder.shape.K, size_of(group), head_chunk)
     apply_attention(model)
     for layer in decoder.layers:
-        forward = partial(upipe_forward, layer, schedule=stages, group=group, overlap=overlap)
+        forward = partial(upipe_forward, LayerSettings(layer, stages, group, overlap))
         layer.attention.forward = Patch(forward, layer.attention.forward)
 
 
 def upipe_forward(
-    layer: Layer,
+    settings: LayerSettings,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
     *,
-    schedule: Schedule,
-    group: dist.ProcessGroup | None,
-    overlap: bool = False,
     lab_cache: ResultCache = no_cache,
     lab_documents: Documents | None = None,
     **keywords: Any,
@@ -115,13 +113,10 @@ def upipe_forward(
     """Compute the attention of a layer in stages: its ``forward`` after ``apply_upipe``.
 
     Args:
-        layer: The layer.
+        settings: The settings of the layer.
         hidden_states: x, [b, s, E].
         position_embeddings: Cosines and sines, [b, s, D] or [1, s, D] each.
         attention_mask: Must be None.
-        schedule: The stages.
-        group: The C ranks. None is a group of one rank.
-        overlap: Whether the inputs of a stage are sent during the stage before it.
         lab_cache: Stores the outputs of the heads and the LSEs, so that a recomputation runs only o_proj.
         lab_documents: The documents of the rows; None if each row is one.
         **keywords: Other keywords of transformers, which are not used. A key/value cache must be None.
@@ -137,38 +132,20 @@ def upipe_forward(
         raise RecipeError(
             "UPipe with a mask or a cache is not supported: pass no attention_mask, and use_cache=False"
         )
-    module: Any = layer.attention
-    norms = layer.head_norms
-    # A group of one rank sends nothing.
-    overlap = overlap and schedule.ranks > 1
-    settings = LayerSettings(
-        schedule,
-        group,
-        kernel_of(module, lab_documents),
-        module.scaling,
-        module.head_dim,
-        norms,
-        layer.norm_kind,
-        overlap,
-        layer.rotation,
-        layer.clip,
-    )
-    output = effective_weight(module.o_proj, "UPipe")
-    weights, biases = zip(*layer.input_weights("UPipe"), output, strict=True)
-    for norm in norms:
-        if norm is not None:
-            check_hooks(norm, "UPipe")
+    parts = settings.parts
+    attention: Any = parts.attention
+    output = effective_weight(attention.o_proj, "UPipe")
     cos, sin = (t.to(hidden_states.dtype) for t in position_embeddings)
+    inputs = inputs_of(parts, (cos, sin), "UPipe", output)
+    norms = [norm for norm in parts.head_norms if norm is not None]
+    for norm in norms:
+        check_hooks(norm, "UPipe")
     out = _UPipe.apply(  # type: ignore[no-untyped-call]
-        settings,
+        replace(settings, documents=lab_documents),
         lab_cache,
         hidden_states,
-        cos,
-        sin,
-        *weights,
-        *biases,
-        layer.sinks,
-        *(p for norm in norms if norm is not None for p in norm.parameters()),
+        *inputs,
+        *(parameter for norm in norms for parameter in norm.parameters()),
     )
     return out, None
 
@@ -178,7 +155,7 @@ class _UPipe(torch.autograd.Function):
     def forward(
         ctx: Any, settings: LayerSettings, cache: ResultCache, x: Tensor, *tensors: Tensor | None
     ) -> Tensor:
-        inputs = Inputs(*tensors[:11])  # type: ignore[arg-type]
+        inputs, _ = Inputs.split_from(tensors)
 
         def compute() -> Results:
             out, lses = forward_pass(settings, x, inputs)
@@ -186,7 +163,7 @@ class _UPipe(torch.autograd.Function):
 
         out, *lses = cache(compute)
         ctx.settings, ctx.out_is_overwritten = settings, False
-        ctx.save_for_backward(x, out, *tensors[:11], *lses)
+        ctx.save_for_backward(x, out, *inputs, *lses)
         assert inputs.wo is not None
         return linear(out, inputs.wo, inputs.bo)
 
@@ -200,6 +177,8 @@ class _UPipe(torch.autograd.Function):
             )
         ctx.out_is_overwritten = True
         x, out, *rest = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        inputs, dout = Inputs(*rest[:11]), grads[0].contiguous()
-        return None, None, *backward_pass(ctx.settings, x, out, inputs, rest[11:], dout, needed)
+        inputs, lses = Inputs.split_from(rest)
+        _, _, x_needed, *others = ctx.needs_input_grad
+        needed = Inputs.split_from(others)
+        dout = grads[0].contiguous()
+        return None, None, *backward_pass(ctx.settings, x, out, inputs, lses, dout, x_needed, *needed)

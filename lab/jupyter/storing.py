@@ -1,0 +1,55 @@
+"""Storing the outputs of an executed copy in its notebook, so that only what changed differs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from lab.jupyter.notebook_files import WIDGET, read_notebook
+
+STATE = "application/vnd.jupyter.widget-state+json"
+"""Where a notebook has the states of its widgets."""
+
+
+def store(copy: Path, path: Path) -> None:
+    """Write the outputs of an executed copy into the notebook at ``path``.
+
+    What papermill adds to a copy, its paths and times, is left out. A widget that has the same place and as
+    many parts as before keeps its ids, which a kernel draws at random.
+    """
+    executed, stored = read_notebook(copy), read_notebook(path)
+    text = json.dumps(executed)
+    for new, old in zip(_widgets(executed), _widgets(stored), strict=False):
+        ids, ids_before = _ids(executed, new), _ids(stored, old)
+        if len(ids) == len(ids_before):
+            for one, before in zip(ids, ids_before, strict=True):
+                text = text.replace(one, before)
+    executed = nbformat.from_dict(json.loads(text))
+    for cell, new in zip(stored.cells, executed.cells, strict=True):
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = new.outputs, new.execution_count
+    if "widgets" in executed.metadata:
+        stored.metadata.widgets = executed.metadata.widgets
+    nbformat.write(stored, path)
+
+
+def _widgets(notebook: NotebookNode) -> list[str]:
+    """The id of each widget that is an output, in order."""
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
+    return [output.data[WIDGET]["model_id"] for output in outputs if WIDGET in output.get("data", {})]
+
+
+def _ids(notebook: NotebookNode, widget: str) -> list[str]:
+    """The ids of a widget and of its parts, in the order in which they are named."""
+    state: dict[str, Any] = notebook.metadata.get("widgets", {}).get(STATE, {}).get("state", {})
+    ids = [widget]
+    for one in ids:
+        # The list grows while it is read: the parts of parts follow.
+        named = re.findall(r"IPY_MODEL_(\w+)", json.dumps(state.get(one, {}), sort_keys=True))
+        ids += [part for part in dict.fromkeys(named) if part not in ids]
+    return ids

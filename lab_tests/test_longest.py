@@ -1,0 +1,72 @@
+"""The longest context of a recipe, found from few plans: against plans of every length near it."""
+
+import pytest
+from transformers import MistralConfig
+
+from lab.planning.max_context import max_context
+from lab.planning.plan import plan
+from lab.techniques.host_memory import reserve
+from lab.units import MiB
+from lab_tests.support.models import quick_config, small_config
+
+pytestmark = pytest.mark.long
+
+MODEL = quick_config()
+
+CASES = {
+    "a class of short lengths": ("tiling", {"ranks": 2, "device_memory": "60MiB"}),
+    "no tiles": ("checkpoint", {"ranks": 2, "device_memory": "64MiB"}),
+    "a ring": ("upipe", {"ranks": 4, "device_memory": "30MiB"}),
+    "ranks that divide no power of two": ("offload", {"ranks": 3, "device_memory": "60MiB"}),
+    "a tile by hand": ("tiling", {"ranks": 2, "device_memory": "60MiB", "mlp_tile": 1000, "loss_tile": 300}),
+    "streamed": ("streamed", {"ranks": 2, "device_memory": "40MiB"}),
+    "rows": ("upipe", {"ranks": 2, "rows": 2, "device_memory": "50MiB"}),
+    "adapters": ("upipe", {"ranks": 2, "lora": "r=4", "device_memory": "24MiB"}),
+    "the host": ("fast", {"ranks": 2, "host_memory": reserve(2) + 4 * MiB, "device_memory": "1GiB"}),
+    "the disk": ("long", {"ranks": 2, "disk": "8MiB", "device_memory": "1GiB", "offload": "inputs"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_longest_context_fits_and_no_other_near_it_does(case):
+    recipe, asked = CASES[case]
+    tried, ranks = [], asked["ranks"]
+    found = max_context(MODEL, recipe, workspace=False, watch=tried.append, **asked)
+    assert found.tokens % ranks == 0
+    assert found.next_plan.tokens == found.tokens + ranks
+    assert {found.plan, found.next_plan} <= {*tried}
+    answer = found.to_json()
+    assert (answer["tokens"], answer["host_peak"]) == (found.tokens, found.plan.host_peak)
+    # Powers of two with other remainders are classes of their own, each with a plan.
+    assert len(tried) <= 26
+    memory = {"host_memory": "2TiB"} | asked
+    fresh = {
+        tokens: plan(MODEL, recipe, tokens=tokens, workspace=False, **memory)
+        for tokens in range(found.tokens - 2 * ranks, found.tokens + 3 * ranks, ranks)
+    }
+    assert {tokens for tokens, one in fresh.items() if one.fits} == {
+        tokens for tokens in fresh if tokens <= found.tokens
+    }
+    assert fresh[found.tokens].device_peak == found.plan.device_peak
+    assert fresh[found.next_plan.tokens].limit == found.limit
+
+
+def test_the_longest_context_holds_what_the_allocator_reserves():
+    """Seen red: by its tensors alone, which leave room for a longer one."""
+    asked = {"ranks": 2, "device_memory": "2900MiB"}
+    found = max_context(MODEL, "tiling", **asked)
+    assert (found.plan.fits, found.next_plan.tokens) == (True, found.tokens + 2)
+    assert found.next_plan.verdict.startswith("does not fit: device memory, though its tensors alone would")
+    fresh = plan(MODEL, "tiling", tokens=found.tokens, host_memory="2TiB", **asked)
+    assert (fresh.fit, fresh.device_need) == (found.plan.fit, found.plan.device_need)
+
+
+def test_the_shortest_length_of_a_class_may_be_the_only_one_that_fits():
+    """The next one is longer than the window, and of another class."""
+    config = small_config(MistralConfig, sliding_window=1024)
+    one, two = (
+        plan(config, "plain", tokens=tokens, ranks=1, workspace=False).device_peak for tokens in ("1K", "2K")
+    )
+    found = max_context(config, "plain", ranks=1, workspace=False, device_memory=(one + two) // 2)
+    assert 1024 <= found.tokens < 2048
+    assert found.next_plan.limit == "device"
