@@ -303,10 +303,15 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return number
 
 
-def use_count(tensor: Tensor) -> int:
-    """Return how many references C++ holds to a tensor: autograd's graph, or a thread of a collective."""
+def reference_counts(tensor: Tensor) -> tuple[int, int, int]:
+    """Return how many references there are to a tensor in C++, to its storage, and to the tensor in Python.
+
+    Autograd's graph holds tensors in C++, and so does the thread of a collective. The views that gloo's
+    all-gather makes of its output hold the storage alone.
+    """
+    storage = tensor.untyped_storage()
     count: int = tensor._use_count()  # type: ignore[attr-defined]
-    return count
+    return count, _C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
 
 
 def is_held_elsewhere(gradient: Tensor) -> bool:
@@ -318,12 +323,7 @@ def is_held_elsewhere(gradient: Tensor) -> bool:
         gradient: An argument of ``backward`` of a function with one output. ``backward`` has no other
             reference to it, and passes it on directly.
     """
-    return any(count > own for count, own in zip(_references(gradient), _own_references(), strict=True))
-
-
-def _references(tensor: Tensor) -> tuple[int, int, int]:
-    storage = tensor.untyped_storage()
-    return use_count(tensor), _C._storage_Use_Count(storage._cdata), sys.getrefcount(tensor)
+    return any(count > own for count, own in zip(reference_counts(gradient), _own_references(), strict=True))
 
 
 @cache
@@ -342,7 +342,7 @@ def _own_references() -> tuple[int, int, int]:
             return gradient
 
     def count_in_callee(gradient: Tensor) -> tuple[int, int, int]:
-        return _references(gradient)
+        return reference_counts(gradient)
 
     with disable_current_modes(), torch.enable_grad():
         x = torch.zeros(2, requires_grad=True)

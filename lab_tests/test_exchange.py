@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lab.errors import RecipeError
+from lab.techniques import exchange
 from lab.techniques.exchange import (
     AllToAll,
     Shift,
@@ -113,6 +114,17 @@ def test_an_exchange_is_waited_for_by_its_work(monkeypatch):
     assert work.waited == 0
     assert exchange.wait() is out
     assert work.waited == 1
+
+
+def test_a_collective_ends_when_a_thread_has_dropped_its_views(monkeypatch):
+    """Gloo's all-gather makes views of its output, without autograd, and its thread drops them later."""
+    held = []
+    monkeypatch.setattr(exchange, "size_of", lambda group: 2)
+    monkeypatch.setattr(exchange, "_all_gather_single", lambda whole, own, group: held.append(whole.data))
+    monkeypatch.setattr(exchange.time, "sleep", lambda seconds: held.clear())
+    whole = exchange.all_gather(torch.ones(3), None)
+    assert whole.shape == (6,)
+    assert held == []
 
 
 def test_a_group_of_one_copies_nothing():

@@ -294,14 +294,23 @@ def test_a_storage_has_one_number_whatever_its_size(mode: Callable[[], Any]) -> 
         assert torch_private.storage_id(x.untyped_storage()) == number
 
 
-def test_the_graph_counts_as_a_use_of_a_tensor() -> None:
+def test_the_graph_counts_as_a_use_of_a_tensor_and_another_tensor_as_one_of_its_storage() -> None:
+    # pytest's assertions hold what they compare: all is counted before the first one.
     x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
-    before = torch_private.use_count(x)
+    of_tensor, of_storage, in_python = torch_private.reference_counts(x)
     y = weight * x
-    assert torch_private.use_count(x) == before + 1
+    with_graph = torch_private.reference_counts(x)
     del y
     gc.collect()
-    assert torch_private.use_count(x) == before
+    of_same_storage = x.data
+    with_other = torch_private.reference_counts(x)
+    del of_same_storage
+    other = x
+    with_name = torch_private.reference_counts(x)
+    assert with_graph[:2] == (of_tensor + 1, of_storage)
+    assert with_other == (of_tensor, of_storage + 1, in_python)
+    assert with_name == (of_tensor, of_storage, in_python + 1)
+    assert other is x
 
 
 def test_each_change_in_place_is_counted() -> None:

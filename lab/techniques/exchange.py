@@ -6,7 +6,6 @@ heads, h heads of one rank during attention, D head_dim, w bytes per element.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.torch_private import disable_current_modes, use_count
+from lab.torch_private import disable_current_modes, reference_counts
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
@@ -32,26 +31,23 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 # ---- the end of a collective -------------------------------------------------------------------------
 
 
-def reference_counts(*tensors: Tensor) -> list[int]:
-    """Return, for each tensor, the number of references to it in C++ and the number in Python.
-
-    Both are needed, because a thread drops them one after the other.
-    """
-    counts = ((use_count(x), sys.getrefcount(x)) for x in tensors)
-    return [count for both in counts for count in both]
+def _counts(tensors: tuple[Tensor, ...]) -> list[int]:
+    """Return all references to the tensors. All kinds are needed: a thread drops them one after the other."""
+    return [count for tensor in tensors for count in reference_counts(tensor)]
 
 
 def _wait_for_counts(tensors: tuple[Tensor, ...], before: list[int]) -> None:
     """Wait until the tensors have no more references than ``before``, but for ten seconds at most.
 
-    Gloo's worker threads drop the tensors of a collective some moments after the collective has ended. Memory
-    that is freed at a random time cannot be measured to the byte. The limit is for references of others,
-    such as a debugger that holds a frame. On a busy machine a thread has taken more than a second.
+    Gloo's worker threads drop the tensors of a collective, or the views that it made of them, some moments
+    after the collective has ended. Memory that is freed at a random time cannot be measured to the byte. The
+    limit is for references of others, such as a debugger that holds a frame. On a busy machine a thread has
+    taken more than a second.
     """
     if not tensors[0].is_cpu:
         return
     end = time.monotonic() + 10
-    while any(map(int.__gt__, reference_counts(*tensors), before)) and time.monotonic() < end:
+    while any(map(int.__gt__, _counts(tensors), before)) and time.monotonic() < end:
         time.sleep(0)
 
 
@@ -61,7 +57,7 @@ def wait_for_release(*tensors: Tensor) -> Iterator[None]:
 
     The block runs one collective that is not asynchronous.
     """
-    before = reference_counts(*tensors)
+    before = _counts(tensors)
     yield
     _wait_for_counts(tensors, before)
 
@@ -128,7 +124,7 @@ class AllToAll:
         send_sizes: list[int] | None = None,
     ) -> None:
         self._tensors: tuple[Tensor, ...] = (send, out)
-        self._before = reference_counts(*self._tensors)
+        self._before = _counts(self._tensors)
         self._work = dist.all_to_all_single(out, send, receive_sizes, send_sizes, group=group, async_op=True)
 
     def wait(self) -> Tensor:
