@@ -205,8 +205,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(size: int, limit: int | None) -> str:
-    """Return the share of a limit that bytes take, as text: `` of 80.0 GiB (83%)``; empty without a limit."""
-    return "" if limit is None else f" of {format_bytes(limit)} ({size / limit:.0%})"
+    """Return the share of a limit that bytes take, as text: `` of 80.0 GiB (83%)``; empty without a limit.
+
+    Of a limit of 0 bytes there is no share: `` of 0 B``.
+    """
+    if limit is None:
+        return ""
+    return f" of {format_bytes(limit)}" + (f" ({size / limit:.0%})" if limit else "")
 
 
 def format_lines(title: str, lines: Mapping[str, str]) -> str:

@@ -58,3 +58,4 @@ def test_printing():
     ]
     assert format_share(60 * GiB, 80 * GiB) == " of 80.0 GiB (75%)"
     assert format_share(60 * GiB, None) == ""
+    assert format_share(60 * GiB, 0) == " of 0 B"
