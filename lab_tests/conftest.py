@@ -67,7 +67,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Iterator[None]:
+    """At the end, each failure has one line; pytest's own summary has many, where a comparison is printed."""
+    yield
+    for kind in ("failed", "error"):
+        for report in terminalreporter.stats.get(kind, []):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
+            terminalreporter.write_line(f"{kind.upper()} {report.nodeid} - {said}"[:300])
     if config.option.markexpr == SHORT:
         terminalreporter.write_line(
             "This was the short run. `pytest -m long` has the rest: more pairs of techniques and families, "

@@ -42,6 +42,7 @@ finally:
         assert f"\n  {command} " in said.stdout
 
 
+@pytest.mark.first
 def test_the_table_of_commands_in_the_readme_has_every_command():
     page = (Path(__file__).parents[1] / "README.md").read_text()
     table = re.search(r"\n## Commands\n(.*?)\n## ", page, re.DOTALL)[1]

@@ -13,6 +13,8 @@ import pytest
 from lab_tests.support.changed import reached_tests
 from lab_tests.support.long_run import third_of_day
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 

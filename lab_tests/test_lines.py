@@ -8,6 +8,10 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -224,6 +224,7 @@ NAMES = f"{', '.join(_FIRST)} and {_LAST}"
 FAMILY = f"is not a family that the lab computes right: {NAMES} are"
 
 
+@pytest.mark.first
 def test_the_table_of_supported_inputs_has_all_families():
     table = Path(lab.techniques.__file__).with_name("README.md").read_text()
     assert f"| models | {NAMES}, in the shapes of any config" in table

@@ -12,9 +12,9 @@ from nbval.plugin import IPyNbFile, coalesce_streams
 from lab import models
 from lab.commands.cli import main
 from lab.errors import NotebookError
-from lab.jupyter.executing import execute, execute_one, find_notebooks, parse_parameters
+from lab.jupyter.executing import execute, execute_one, find_notebooks, known_seconds, parse_parameters
 from lab.jupyter.notebook_files import FOLDER
-from lab.show.sources import source
+from lab.jupyter.storing import find_stale
 from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
 
 NAMES = [notebook.name for notebook in find_notebooks([])]
@@ -126,6 +126,7 @@ def test_a_notebook_runs_at_another_size(name, tmp_path):
     assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", NAMES)
 def test_each_notebook_is_stored_executed_small_and_without_a_trace_of_the_machine(name):
     path = FOLDER / f"{name}.ipynb"
@@ -140,6 +141,7 @@ def test_each_notebook_is_stored_executed_small_and_without_a_trace_of_the_machi
     assert sum(FACT in cell["metadata"].get("tags", []) for cell in code) > 1
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("name", NAMES)
 def test_each_notebook_has_the_shape_of_all(name):
     cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
@@ -266,22 +268,34 @@ def test_the_originals_are_never_written_over(tmp_path):
     assert Path(mine).read_bytes() == before
 
 
-SHOWN = re.compile(r"lab\.show\.source\((.*)\)")
-IMPORT = re.compile(r"^(?:import|from) .*$", re.M)
+def test_the_seconds_of_each_notebook_are_known():
+    assert list(known_seconds()) == [name[:2] for name in NAMES]
 
 
-def shown_sources(notebook):
-    """The cells of a notebook that show source code, and the source that they would show now."""
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    names = {}
-    exec("\n".join(line for cell in cells for line in IMPORT.findall(cell.source)), names)
-    for cell in cells:
-        if match := SHOWN.fullmatch(cell.source):
-            yield cell, source(eval(match[1], names))
-
-
+@pytest.mark.first
 @pytest.mark.parametrize("name", NAMES)
-def test_the_sources_that_a_notebook_shows_are_the_current_ones(name):
-    """The code is compared, and not the number of its first line, which changes with the code above it."""
-    for cell, today in shown_sources(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)):
-        assert cell.outputs[0].data["text/plain"].partition("\n")[2] == today.code
+def test_the_outputs_of_a_notebook_and_the_sources_that_it_shows_are_the_current_ones(name):
+    assert find_stale(FOLDER / f"{name}.ipynb") is None, "lab execute --stale --in-place"
+
+
+def test_stale_notebooks_alone_are_executed_in_place_and_are_current_then(tmp_path):
+    imports = "import lab\nfrom lab.errors import NotebookError"
+    edited = Path(write(tmp_path / "edited.ipynb", "n = 7"))
+    shows = Path(write(tmp_path / "shows.ipynb", "n = 7", imports, "lab.show.source(NotebookError)"))
+
+    def run(*paths):
+        given = ["execute", "--stale", "--in-place", "--out", str(tmp_path / "out"), *map(str, paths)]
+        result = CliRunner().invoke(main, given)
+        assert result.exit_code == 0, result.output
+        return [line for line in result.stderr.splitlines() if line.startswith(("stale", "no notebook"))]
+
+    changed = "its code has changed"
+    assert run(edited, shows) == [f"stale: edited, {changed}", f"stale: shows, {changed}"]
+    assert run(edited, shows) == ["no notebook is stale"]
+    current = shows.read_text()
+    shows.write_text(current.replace("class NotebookError(", "class OldError("))
+    edited.write_text(edited.read_text().replace("n = 7", "n = 8"))
+    older = "lab.show.source(NotebookError) shows older code"
+    assert run(edited, shows) == [f"stale: edited, {changed}", f"stale: shows, {older}"]
+    assert shows.read_text() == current
+    assert run(edited, shows) == ["no notebook is stale"]

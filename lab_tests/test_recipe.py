@@ -240,12 +240,14 @@ def test_fit_varies_the_knobs_that_are_searched_and_no_other():
     assert varied == {knob.name for knob in KNOBS if knob.searched}
 
 
+@pytest.mark.first
 def test_the_table_of_the_readme_is_made_from_the_rows():
     text = README.read_text()
     assert with_knobs(text) == text
     assert with_knobs(text.replace("| `fsdp` | `true`", "| `fsdp` | `yes`")) == text
 
 
+@pytest.mark.first
 def test_the_table_of_what_is_not_supported_is_made_from_the_rows():
     text = TECHNIQUES.read_text()
     assert with_unsupported(text) == text

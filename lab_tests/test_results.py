@@ -9,6 +9,8 @@ from lab.bench.gpu_items import ITEMS, Item
 from lab.bench.results import GAP, results_text
 from lab.bench.table import rows_text
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parent.parent
 FEW = (Item("copies", 1), Item("compile", 1), Item("rehearse", 1, tokens=64, recipe="upipe"))
 

@@ -28,16 +28,19 @@ def check(entries: list[Shipped], number: int) -> None:
     assert entry.holds(DAY % LENGTHS), f"{entry.title}: {MAKE}"
 
 
+@pytest.mark.first
 def test_every_entry_comes_with_the_lab():
     missing = [entry for entry in named() if not entry.nbytes]
     assert not missing, f"{len(missing)} entries are missing: {MAKE}"
 
 
+@pytest.mark.first
 def test_no_entry_is_left_over():
     left = {*SHIPPED.glob("*.plan")} - {file for entry in named() for file in entry.files}
     assert not left, f"no entry has {', '.join(sorted(file.name for file in left))}: {MAKE}"
 
 
+@pytest.mark.first
 def test_the_entries_are_of_these_sources():
     assert is_current(), f"a source that steps depend on has changed: {MAKE}"
 

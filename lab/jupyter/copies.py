@@ -5,7 +5,6 @@ A participant's copy has no outputs and no solutions. A teacher's copy has both.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from lab.errors import NotebookError
-from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook
+from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash
 
 PARTICIPANT, TEACHER = Path("my_notebooks"), Path("teacher_notebooks")
 """Where the copies of a participant and of a teacher go, in the working folder."""
@@ -63,7 +62,7 @@ def make_copies(folder: Path, *, teacher: bool = False) -> Copies:
                     shutil.copyfile(source, target)
                 continue
             notebook = read_notebook(source)
-            version = _version(notebook)
+            version = source_hash(notebook.cells)
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 notebook.metadata["lab"] = NotebookNode(notebook=source.stem, version=version)
@@ -107,8 +106,3 @@ def _files() -> Iterator[Path]:
     yield from sorted(FOLDER.glob("*.ipynb"))
     yield from sorted(FOLDER.glob("*.md"))
     yield from sorted((FOLDER / "images").iterdir())
-
-
-def _version(notebook: NotebookNode) -> str:
-    """A digest of what a participant's copy contains. The outputs of the original do not change it."""
-    return hashlib.sha256("\0".join(cell.source for cell in notebook.cells).encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,8 +21,8 @@ from traitlets.config import Config
 
 from lab.errors import NotebookError
 from lab.jupyter.notebook_files import FOLDER, code_cells, first_line, own_notebooks, read_notebook
-from lab.jupyter.storing import store
-from lab.units import abbreviate
+from lab.jupyter.storing import find_stale, store
+from lab.units import abbreviate, format_seconds
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,12 @@ def drop_erased_lines(copy: Path) -> None:
 
 
 def execute(
-    names: list[str], parameters: dict[str, str], out: Path | None = None, *, in_place: bool = False
+    names: list[str],
+    parameters: dict[str, str],
+    out: Path | None = None,
+    *,
+    in_place: bool = False,
+    stale: bool = False,
 ) -> list[str]:
     """Execute notebooks one after the other into copies under ``out``.
 
@@ -147,6 +153,7 @@ def execute(
         parameters: Values for the ``parameters`` cells, as text, by name.
         out: The folder of the copies; None for ``runs/<date>``.
         in_place: Whether the outputs of a copy are stored in its notebook, if no cell failed.
+        stale: Whether those alone are executed whose stored outputs are stale; see ``find_stale``.
 
     Returns:
         The names of the notebooks that failed.
@@ -158,7 +165,16 @@ def execute(
     if in_place and parameters:
         raise NotebookError("--in-place stores what a notebook shows at its own parameters: leave out -p")
     console = Console(stderr=True, highlight=False)
-    work = [(notebook, parse_parameters(notebook, parameters)) for notebook in find_notebooks(names)]
+    notebooks = find_notebooks(names)
+    if stale:
+        reasons = {notebook.name: find_stale(notebook.path) for notebook in notebooks}
+        notebooks = [notebook for notebook in notebooks if reasons[notebook.name]]
+        for notebook in notebooks:
+            console.print(f"stale: {notebook.name}, {reasons[notebook.name]}", markup=False, soft_wrap=True)
+        if not notebooks:
+            console.print("no notebook is stale")
+            return []
+    work = [(notebook, parse_parameters(notebook, parameters)) for notebook in notebooks]
     folder = out or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,6 +183,9 @@ def execute(
     for notebook, _ in work:
         if folder.resolve() == notebook.path.resolve().parent:
             raise NotebookError(f"--out {folder} is where {notebook.path.name} is: name another folder")
+    seconds = sum(known_seconds().get(notebook.name[:2], 0) for notebook in notebooks)
+    if seconds and not parameters:
+        console.print(f"about {format_seconds(seconds)} on two cores, by notebooks/README.md")
     failed = []
     for notebook, values in work:
         outcome = execute_one(notebook, values, folder)
@@ -182,6 +201,16 @@ def execute(
                 soft_wrap=True,
             )
     return failed
+
+
+def known_seconds() -> dict[str, int]:
+    """Return the seconds that an execution takes on two cores, by the first two letters of a notebook's name.
+
+    They are those of the table in the README of the notebooks.
+    """
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    numbers, seconds = re.findall(r"^\| (\d\d .*) \|$", page.partition("## How long they take")[2], re.M)[:2]
+    return dict(zip(numbers.split(" | "), map(int, seconds.split(" | ")), strict=True))
 
 
 def _find_other(name: str, known: dict[str, Path]) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,11 @@ def code_cells(notebook: NotebookNode, tag: str | None = None) -> list[NotebookN
     """Return the cells of code; with a tag, those that have it."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [cell for cell in cells if tag is None or tag in cell.metadata.get("tags", [])]
+
+
+def source_hash(cells: Iterable[NotebookNode]) -> str:
+    """Return a hash of the sources of cells. Their outputs do not change it."""
+    return sha256("\0".join(cell.source for cell in cells).encode()).hexdigest()[:16]
 
 
 def first_line(error: BaseException) -> str:

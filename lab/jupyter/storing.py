@@ -1,4 +1,4 @@
-"""Storing the outputs of an executed copy in its notebook, so that only what changed differs."""
+"""Storing the outputs of an executed copy in its notebook, and finding notebooks whose outputs are stale."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from lab.jupyter.notebook_files import WIDGET, read_notebook
+from lab.jupyter.notebook_files import WIDGET, code_cells, read_notebook, source_hash
 
 STATE = "application/vnd.jupyter.widget-state+json"
 """Where a notebook has the states of its widgets."""
+
+_SHOWS_SOURCE = re.compile(r"lab\.show\.source\(.*\)")
+_IMPORT = re.compile(r"^(?:import|from) .*$", re.M)
 
 
 def store(copy: Path, path: Path) -> None:
@@ -35,7 +38,32 @@ def store(copy: Path, path: Path) -> None:
             cell.outputs, cell.execution_count = new.outputs, new.execution_count
     if "widgets" in executed.metadata:
         stored.metadata.widgets = executed.metadata.widgets
+    stored.metadata.lab = {"executed": source_hash(code_cells(stored))}
     nbformat.write(stored, path)
+
+
+def find_stale(path: Path) -> str | None:
+    """Return why the outputs of a stored notebook are stale; None if they are not.
+
+    They are if its code has changed since it was executed, or the code of the lab that it shows. Data that it
+    reads may have changed without notice. The imports of a notebook that shows code are executed.
+
+    Raises:
+        NotebookError: See ``read_notebook``.
+    """
+    notebook = read_notebook(path)
+    if notebook.metadata.get("lab", {}).get("executed") != source_hash(code_cells(notebook)):
+        return "its code has changed"
+    cells, names = code_cells(notebook), dict[str, Any]()
+    showing = [cell for cell in cells if _SHOWS_SOURCE.fullmatch(cell.source)]
+    if showing:
+        exec("\n".join(line for cell in cells for line in _IMPORT.findall(cell.source)), names)
+    for cell in showing:
+        # The first line has the place of the code in its file, which changes with the code above it.
+        stored = cell.outputs[0].data["text/plain"].partition("\n")[2]
+        if stored != str(eval(cell.source, names)).partition("\n")[2]:
+            return f"{cell.source} shows older code"
+    return None
 
 
 def _widgets(notebook: NotebookNode) -> list[str]:

@@ -79,13 +79,18 @@ def check(notebook: str, folder: Path | None, solution: bool) -> None:
 @click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter.")
 @click.option("--out", type=path, help="Where the executed copies go. [runs/<date>]")
 @click.option("--in-place", is_flag=True, help="Store the outputs in the notebooks themselves, too.")
+@click.option("--stale", is_flag=True, help="Only those whose code, or the code they show, has changed.")
 def execute(
-    notebooks: tuple[str, ...], parameters: tuple[tuple[str, str], ...], out: Path | None, in_place: bool
+    notebooks: tuple[str, ...],
+    parameters: tuple[tuple[str, str], ...],
+    out: Path | None,
+    in_place: bool,
+    stale: bool,
 ) -> None:
     """Execute NOTEBOOKS (all of them when none is named) into copies, with their own ranks."""
     from lab.jupyter import executing
 
-    failed = executing.execute(list(notebooks), dict(parameters), out, in_place=in_place)
+    failed = executing.execute(list(notebooks), dict(parameters), out, in_place=in_place, stale=stale)
     if failed:
         click.echo(f"lab: {len(failed)} failed: {', '.join(failed)}", err=True)
         sys.exit(1)
