@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -161,6 +161,19 @@ def rehearse_job(
     )
 
 
+class _SendingStopwatch(Stopwatch):
+    """It also counts the bytes that a step sends. What ranks send to agree on a batch is not in them."""
+
+    sent = 0
+
+    @contextmanager
+    def measure(self, *step: Any) -> Iterator[None]:
+        before = bytes_sent()
+        with super().measure(*step):
+            yield
+        self.sent = (bytes_sent() - before).total()
+
+
 def _measured(
     settings: TrainSettings,
     planned: Plan,
@@ -174,7 +187,7 @@ def _measured(
     Out of memory is returned, for an exception that is raised holds the model by its frames.
     """
     meter = CudaMeter(CudaAllocator()) if where == "cuda" else Meter(limit=limit)
-    metered, timed = Stopwatch(meter), Stopwatch()
+    metered, timed = _SendingStopwatch(meter), Stopwatch()
     try:
         with (
             _capped(where, limit, planned.ranks),
@@ -183,10 +196,8 @@ def _measured(
             say("making the model")
             state = make_rank_state(planned.job, settings, mesh, host_folder=host_folder)
             say("a step under the meter")
-            before = bytes_sent()
             loss = float(state.train_step(0, metered))
             check_finite(settings, 1, loss)
-            sent = bytes_sent() - before
             for step in range(1, settings.steps):
                 say(f"step {step} of {settings.steps - 1} by the clock")
                 state.train_step(step, timed)
@@ -205,7 +216,7 @@ def _measured(
         beyond = _beyond(history, limit, planned.ranks)
         if beyond:
             return OutOfMemory(timeline.peak, None, beyond)
-    return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, sent.total())
+    return Measured(timeline, *peaks, seconds, len(timed.seconds), loss, metered.sent)
 
 
 # ---- where -----------------------------------------------------------------------------------------------
