@@ -32,6 +32,7 @@ from lab.recipe.jobs import Job, Machine, make_job
 from lab.recipe.ladder import RECIPE_NAMES
 from lab.recipe.recipe import Recipe
 from lab.techniques import tiling
+from lab_tests.proofs.length_draws import differences
 from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
 
@@ -97,16 +98,7 @@ def scaled_and_walked(job: Any, lengths: tuple[int, ...], *, workspace: bool) ->
 
 
 def assert_same(found: Step, walked: Step) -> None:
-    one, two = found.timeline, walked.timeline
-    assert np.array_equal(one.device, two.device)
-    assert np.array_equal(one.host, two.host)
-    assert [one.ops[i] for i in one.op] == [two.ops[i] for i in two.op]
-    for column in ("first", "end", "size", "category", "module", "phase", "step", "moves", "made", "freed"):
-        assert np.array_equal(getattr(one.storages, column), getattr(two.storages, column)), column
-    kinds = ([t.storages.kinds[i] for i in t.storages.kind] for t in (one, two))
-    assert next(kinds) == next(kinds)
-    for column in ("kind", "flops", "nbytes", "other"):
-        assert np.array_equal(getattr(found.work, column), getattr(walked.work, column)), column
+    assert differences(found, walked) == []
 
 
 SHORT = (4096, 8192, 16384, 28672)

@@ -13,6 +13,7 @@ from lab_tests.proofs.degrees import compare_degrees
 from lab_tests.proofs.faults import measure_faults
 from lab_tests.proofs.growth import measure_growth
 from lab_tests.proofs.input_cases import measure_inputs
+from lab_tests.proofs.length_draws import draw_lengths
 from lab_tests.proofs.notebooks import measure_notebooks
 from lab_tests.proofs.published import write_published
 from lab_tests.proofs.scalings import compare_lengths, make_scalings
@@ -64,6 +65,14 @@ def scalings(models):
 def lengths(model, recipe, ranks, times):
     """Compare what follows at random lengths from the plans that come with the lab with plans made now."""
     return partial(compare_lengths, model, recipe, ranks, times)
+
+
+@prints_rows(main)
+@click.option("--seed", type=int, default=0, help="The first seed. [0]")
+@number("--times", 200, "How many jobs are drawn")
+def length_draws(seed, times):
+    """Draw jobs at four lengths, and compare what follows for the last one with its own plan."""
+    return partial(draw_lengths, seed, times)
 
 
 @prints_rows(main)

@@ -1,0 +1,25 @@
+"""What follows at a further length of a random job is what a walk gives, to the byte."""
+
+import pytest
+
+from lab.planning import answers
+from lab_tests.proofs.length_draws import check, draw
+
+
+@pytest.mark.parametrize("seed", [3, 7, 13])
+def test_a_further_length_of_a_random_job_is_its_own_plan(seed):
+    """These take a second each; ``python -m lab_tests.proofs length-draws`` has others."""
+    drawn = draw(seed)
+    found, wrong = check(drawn)
+    assert found.lengths
+    assert not wrong, drawn
+
+
+def test_an_answer_that_is_another_one_is_found(monkeypatch):
+    drawn = draw(3)
+    monkeypatch.setattr(answers.Entry, "at", lambda entry, tokens: answers.Answer(
+        entry.facts, tuple(scaling.steps[-1] for scaling in entry.scalings), entry.scalings[0].tokens
+    ))  # fmt: skip
+    found, wrong = check(drawn)
+    assert found.lengths
+    assert {"device", "size", "operators", "kinds of storages", "flops", "nbytes"} <= {*wrong}
