@@ -44,7 +44,6 @@ def test_the_second_time_nothing_is_walked_and_the_same_comes_back(walks):
     assert len(walks) == 1
     assert first.timeline.to_json() == again.timeline.to_json()
     assert first.costs == again.costs
-    assert again.planning_seconds < first.planning_seconds
     kept = {k: v for k, v in first.to_json().items() if k != "planning_seconds"}
     assert kept == {k: v for k, v in again.to_json().items() if k != "planning_seconds"}
 
