@@ -78,6 +78,14 @@ def test_all_ranks_are_added_up_at_one_time(plan):
     assert ask(both, row, rank=1)["total"] == slow.total[row]
 
 
+def test_ranks_that_hold_the_same_are_added_up_at_the_same_row(plan):
+    """Also where several rows are of one instant. Seen red: the other rank was read at the last of them."""
+    both, timeline = of_ranks(plan, plan.timeline, plan.timeline), plan.timeline
+    same = np.flatnonzero((np.diff(timeline.seconds) == 0) & (np.diff(timeline.total) != 0))
+    for row in (*same[:10].tolist(), *same[:10] + 1, int(timeline.total.argmax())):
+        assert ask(both, int(row), all=True)["total"] == 2 * timeline.total[row]
+
+
 def test_timelines_of_different_runs_are_not_added_up(plan):
     named = lab.show.timeline({"a": plan.timeline, "b": plan.timeline}).recorded
     assert not ask(named, 5, all=True)["all"]

@@ -83,14 +83,17 @@ class Recorded:
         every = bool(asked.get("all")) and self.ranks and len(timelines) > 1
         if not 0 <= rank < len(timelines) or not 0 <= row < len(timelines[rank]):
             raise ResultError(f"rank {rank}, row {row}: there is no such instant in this timeline")
-        at = float(row_positions(timelines[rank], self.over)[row])
-        moment = timelines[rank].moment(row)
-        rows = [row if number == rank else self._row_at(one, at) for number, one in enumerate(timelines)]
+        positions, moment = row_positions(timelines[rank], self.over), timelines[rank].moment(row)
+        at = float(positions[row])
+        place = row - int(np.searchsorted(positions, at))
+        rows = [
+            row if number == rank else self._row_at(one, at, place) for number, one in enumerate(timelines)
+        ]
         asked_of = range(len(timelines)) if every else [rank]
         found = [self._held(timelines[number], rows[number], memory) for number in asked_of]
         items = tuple(item for one in found for item in one.items)
         holders = Holders(moment, memory, items, sum(one.total for one in found)).grouped()
-        place = f" in {moment.module}" if moment.module else ""
+        module = f" in {moment.module}" if moment.module else ""
         return {
             "kind": "holders",
             "rank": rank,
@@ -100,7 +103,7 @@ class Recorded:
             "position": at,
             "name": "all ranks" if every else names[rank],
             "when": f"step {moment.step + 1} · {format_seconds(moment.seconds)} · {moment.phase}: "
-            f"{format_operator(moment.op)}{place}",
+            f"{format_operator(moment.op)}{module}",
             "total": holders.total,
             "items": _items(holders),
             "ranks": [
@@ -109,10 +112,14 @@ class Recorded:
             ],
         }
 
-    def _row_at(self, timeline: Timeline, at: float) -> int:
-        """Return the last row at or before a position on the axis; the first if all are behind it."""
-        rows = np.searchsorted(row_positions(timeline, self.over), at, side="right")
-        return max(int(rows) - 1, 0)
+    def _row_at(self, timeline: Timeline, at: float, place: int) -> int:
+        """Return the row at or before a position on the axis; the first if all are behind it.
+
+        Of several at this position, as those of operators that take no time, it is the one at ``place``.
+        """
+        positions = row_positions(timeline, self.over)
+        first, end = (int(np.searchsorted(positions, at, side=side)) for side in ("left", "right"))
+        return max(min(first + place, end - 1), 0)
 
     def _held(self, timeline: Timeline, row: int, memory: Memory) -> Holders:
         held = timeline.holders_at(row, memory)
