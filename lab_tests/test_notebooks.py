@@ -13,7 +13,7 @@ from lab import models
 from lab.commands.cli import main
 from lab.errors import NotebookError
 from lab.jupyter.executing import execute, execute_one, find_notebooks, known_seconds, parse_parameters
-from lab.jupyter.notebook_files import FOLDER
+from lab.jupyter.notebook_files import FOLDER, code_cells, read_notebook, source_hash
 from lab.jupyter.storing import find_stale
 from lab_tests.proofs.notebooks import FACT, changed_facts, measure_notebooks
 
@@ -289,13 +289,30 @@ def test_stale_notebooks_alone_are_executed_in_place_and_are_current_then(tmp_pa
         assert result.exit_code == 0, result.output
         return [line for line in result.stderr.splitlines() if line.startswith(("stale", "no notebook"))]
 
-    changed = "its code has changed"
-    assert run(edited, shows) == [f"stale: edited, {changed}", f"stale: shows, {changed}"]
+    new, changed = "lab execute --in-place has not stored its outputs", "its code has changed"
+    assert run(edited, shows) == [f"stale: edited, {new}", f"stale: shows, {new}"]
     assert run(edited, shows) == ["no notebook is stale"]
     current = shows.read_text()
     shows.write_text(current.replace("class NotebookError(", "class OldError("))
     edited.write_text(edited.read_text().replace("n = 7", "n = 8"))
-    older = "lab.show.source(NotebookError) shows older code"
+    older = "lab.show.source(NotebookError) does not show the current code"
     assert run(edited, shows) == [f"stale: edited, {changed}", f"stale: shows, {older}"]
     assert shows.read_text() == current
     assert run(edited, shows) == ["no notebook is stale"]
+    document = json.loads(current)
+    document["cells"][-1]["outputs"] = []
+    shows.write_text(json.dumps(document))
+    assert find_stale(shows) == older
+    document["metadata"]["lab"] = "mine"
+    shows.write_text(json.dumps(document))
+    assert find_stale(shows) == new
+
+
+def test_code_that_a_notebook_shows_and_that_is_gone_is_one_clear_line(tmp_path):
+    path = Path(write(tmp_path / "gone.ipynb", "n = 7", "import lab_of_before", "lab.show.source(n)"))
+    notebook = read_notebook(path)
+    notebook.metadata.lab = {"executed": source_hash(code_cells(notebook))}
+    nbformat.write(notebook, path)
+    said = "gone.ipynb: the code that it shows cannot be found: No module named 'lab_of_before'"
+    with pytest.raises(NotebookError, match=said):
+        find_stale(path)

@@ -10,7 +10,8 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from lab.jupyter.notebook_files import WIDGET, code_cells, read_notebook, source_hash
+from lab.errors import NotebookError
+from lab.jupyter.notebook_files import WIDGET, code_cells, first_line, read_notebook, source_hash
 
 STATE = "application/vnd.jupyter.widget-state+json"
 """Where a notebook has the states of its widgets."""
@@ -49,20 +50,26 @@ def find_stale(path: Path) -> str | None:
     reads may have changed without notice. The imports of a notebook that shows code are executed.
 
     Raises:
-        NotebookError: See ``read_notebook``.
+        NotebookError: It cannot be read, see ``read_notebook``, or the code that it shows cannot be found.
     """
     notebook = read_notebook(path)
-    if notebook.metadata.get("lab", {}).get("executed") != source_hash(code_cells(notebook)):
+    cells, known = code_cells(notebook), notebook.metadata.get("lab")
+    if not isinstance(known, dict) or "executed" not in known:
+        return "lab execute --in-place has not stored its outputs"
+    if known["executed"] != source_hash(cells):
         return "its code has changed"
-    cells, names = code_cells(notebook), dict[str, Any]()
-    showing = [cell for cell in cells if _SHOWS_SOURCE.fullmatch(cell.source)]
-    if showing:
-        exec("\n".join(line for cell in cells for line in _IMPORT.findall(cell.source)), names)
-    for cell in showing:
+    names, showing = dict[str, Any](), [cell for cell in cells if _SHOWS_SOURCE.fullmatch(cell.source)]
+    try:
+        if showing:
+            exec("\n".join(line for cell in cells for line in _IMPORT.findall(cell.source)), names)
+        shown = [str(eval(cell.source, names)) for cell in showing]
+    except Exception as error:  # whatever the code of a notebook raises
+        raise NotebookError(f"{path}: the code that it shows cannot be found: {first_line(error)}") from error
+    for cell, current in zip(showing, shown, strict=True):
+        texts = (output.get("data", {}).get("text/plain", "") for output in cell.outputs)
         # The first line has the place of the code in its file, which changes with the code above it.
-        stored = cell.outputs[0].data["text/plain"].partition("\n")[2]
-        if stored != str(eval(cell.source, names)).partition("\n")[2]:
-            return f"{cell.source} shows older code"
+        if current.partition("\n")[2] not in (text.partition("\n")[2] for text in texts):
+            return f"{cell.source} does not show the current code"
     return None
 
 

@@ -162,7 +162,10 @@ def rehearse_job(
 
 
 class _SendingStopwatch(Stopwatch):
-    """It also counts the bytes that a step sends. What ranks send to agree on a batch is not in them."""
+    """A stopwatch that also counts the bytes that a step sends.
+
+    What ranks send to agree on a batch is not in them.
+    """
 
     sent = 0
 
