@@ -119,10 +119,6 @@ class Entry:
         pairs = zip(self.scalings, found.steps, strict=True)
         return Entry(self.facts, tuple(scaling.with_step(tokens, step) for scaling, step in pairs))
 
-    def closed(self) -> Entry:
-        """Return the entry of the same lengths, from which no other one follows."""
-        return Entry(self.facts, tuple(replace(scaling, closed=True) for scaling in self.scalings))
-
 
 def answer(job: Job, *, workspace: bool) -> Answer:
     """Return the steps of a job. What is not known is planned, and kept.
@@ -164,21 +160,12 @@ def _planned(job: Job, *, workspace: bool) -> Answer:
     found = walk(job, workspace=workspace)
     for which in _classes(job):
         entry = _read(job, which, workspace=workspace)
-        try:
+        with suppress(LookupError):
             entry = entry.with_answer(job.tokens, found) if entry else Entry.of({job.tokens: found})
-        except LookupError:
-            # Lengths that were taken to be alike are not. This one is kept alone.
-            assert entry is not None
-            _write(job, which, entry.closed(), workspace=workspace)
-            continue
-        _write(job, which, entry, workspace=workspace)
-        break
+            for file, scaling in zip(_files(job, which, workspace=workspace), entry.scalings, strict=False):
+                plan_cache.write(file, encode(scaling, asdict(entry.facts), small=False))
+            break
     return found
-
-
-def _write(job: Job, which: LengthClass, entry: Entry, *, workspace: bool) -> None:
-    for file, scaling in zip(_files(job, which, workspace=workspace), entry.scalings, strict=False):
-        plan_cache.write(file, encode(scaling, asdict(entry.facts), small=False))
 
 
 # ---- in memory and on disk ---------------------------------------------------------------------------------
