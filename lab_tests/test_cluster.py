@@ -254,14 +254,14 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> No
 
 @pytest.mark.long
 def test_a_dead_rank_is_named_and_recover_replaces_it(impatient: Cluster) -> None:
-    with within(10), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
+    with within(2), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
         impatient.apply(end_on, 1)
     with pytest.raises(ClusterError, match=r"process of rank 1 ended.*recover"):
         pids(impatient)
 
     impatient.recover()
     os.kill(pids(impatient)[0], signal.SIGKILL)
-    wait_until(impatient._caller.engines.missing, "the word that the rank has ended", seconds=10)
+    wait_until(impatient._caller.engines.missing, "the word that the rank has ended", seconds=2)
     with pytest.raises(ClusterError, match=r"rank 0 ended since the last call.*recover"):
         pids(impatient)
     assert impatient.broken

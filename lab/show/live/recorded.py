@@ -86,9 +86,7 @@ class Recorded:
         positions, moment = row_positions(timelines[rank], self.over), timelines[rank].moment(row)
         at = float(positions[row])
         place = row - int(np.searchsorted(positions, at))
-        rows = [
-            row if number == rank else self._row_at(one, at, place) for number, one in enumerate(timelines)
-        ]
+        rows = [self._row_at(one, at, place) for one in timelines]
         asked_of = range(len(timelines)) if every else [rank]
         found = [self._held(timelines[number], rows[number], memory) for number in asked_of]
         items = tuple(item for one in found for item in one.items)
