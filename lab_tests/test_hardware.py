@@ -178,13 +178,26 @@ def test_matrix_products_by_hand():
     # b=2, h=6, S=1000, K=3, S'=512, D=16: matrices of 256 queries.
     scores, of_keys, block, rows = 4 * 12 * 256 * 512, 4 * 6 * 512 * 16, 4 * 12 * 256 * 16, 4 * 12 * 256
     sizes = {"width": 4, "copies": 0}
-    assert matrix_products_workspace(2, 6, 3, 1000, 512, 16, **sizes, backward=False) == 2 * scores + 3 * rows
+    assert (
+        matrix_products_workspace(2, 6, 3, 1000, 512, 16, **sizes, backward=False) == 2 * scores + 3 * block
+    )
     assert matrix_products_workspace(2, 6, 3, 1000, 512, 16, **sizes, backward=True) == (
         2 * scores + of_keys + 3 * block + rows
     )
     # In bf16 the sums of dk and dv are wider than they are.
     wider = matrix_products_workspace(2, 6, 3, 1000, 512, 288, width=2, copies=1, backward=True)
     assert wider == 2 * scores + 18 * 2 * of_keys + 18 * 3 * block + rows
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_the_bytes_of_matrix_products_are_affine_in_the_keys(copies):
+    """Seen red: the larger of two terms that crossed, at 778 keys of a head of 512."""
+
+    def held(keys, backward):
+        return matrix_products_workspace(1, 8, 4, 1000, keys, 512, width=4, copies=copies, backward=backward)
+
+    for backward in (False, True):
+        assert held(4096, backward) - held(2048, backward) == 4 * (held(768, backward) - held(256, backward))
 
 
 def test_a_plan_counts_matrix_products_at_their_operator():

@@ -336,10 +336,11 @@ def test_a_length_that_disagrees_is_kept_for_itself(walks, monkeypatch):
     for tokens in (*SHORT[:3], SHORT[2]):
         lab.plan(config, "upipe", tokens=tokens, ranks=RANKS)
     assert walks == [*SHORT[:3]]
-    # A third length that agrees takes its place.
-    for tokens in (SHORT[3], 20480):
-        lab.plan(config, "upipe", tokens=tokens, ranks=RANKS)
-    assert walks == [*SHORT[:3], SHORT[3]]
+    # Some lengths of the class are not alike, so nothing follows from it.
+    further = (SHORT[3], 20480, SHORT[2], 20480)
+    plans = [lab.plan(config, "upipe", tokens=tokens, ranks=RANKS) for tokens in further]
+    assert walks == [*SHORT[:3], SHORT[3], 20480]
+    assert not any(plan.lengths for plan in plans)
 
 
 @pytest.mark.long

@@ -171,8 +171,10 @@ def highest(timeline: Timeline) -> dict[tuple[str, str, str], int]:
 def test_every_operator_of_a_shortened_step_of_streamed_layers_holds_as_much(monkeypatch, knobs):
     # s = 125: tiles of 23 leave 10.
     job, machine = asked("upipe", workspace=False, mlp_tile=None, stream=23, **knobs)
-    short = walked(job, machine, 2)[0]
+    short, short_costs = walked(job, machine, 2)
     monkeypatch.setattr(walking, "short_loops", contextlib.nullcontext)
-    whole = walked(job, machine, 2)[0]
+    whole, costs = walked(job, machine, 2)
     assert len(short) < 0.7 * len(whole)
     assert highest(short) == highest(whole)
+    for number in ("flops", "link_bytes", "host_bytes", "tile_writes", "tile_reads"):
+        assert getattr(short_costs, number) == getattr(costs, number) > 0

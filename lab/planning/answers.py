@@ -119,6 +119,10 @@ class Entry:
         pairs = zip(self.scalings, found.steps, strict=True)
         return Entry(self.facts, tuple(scaling.with_step(tokens, step) for scaling, step in pairs))
 
+    def closed(self) -> Entry:
+        """Return the entry of the same lengths, from which no other one follows."""
+        return Entry(self.facts, tuple(replace(scaling, closed=True) for scaling in self.scalings))
+
 
 def answer(job: Job, *, workspace: bool) -> Answer:
     """Return the steps of a job. What is not known is planned, and kept.
@@ -160,12 +164,21 @@ def _planned(job: Job, *, workspace: bool) -> Answer:
     found = walk(job, workspace=workspace)
     for which in _classes(job):
         entry = _read(job, which, workspace=workspace)
-        with suppress(LookupError):
+        try:
             entry = entry.with_answer(job.tokens, found) if entry else Entry.of({job.tokens: found})
-            for file, scaling in zip(_files(job, which, workspace=workspace), entry.scalings, strict=False):
-                plan_cache.write(file, encode(scaling, asdict(entry.facts), small=False))
-            break
+        except LookupError:
+            # Lengths that were taken to be alike are not. This one is kept alone.
+            assert entry is not None
+            _write(job, which, entry.closed(), workspace=workspace)
+            continue
+        _write(job, which, entry, workspace=workspace)
+        break
     return found
+
+
+def _write(job: Job, which: LengthClass, entry: Entry, *, workspace: bool) -> None:
+    for file, scaling in zip(_files(job, which, workspace=workspace), entry.scalings, strict=False):
+        plan_cache.write(file, encode(scaling, asdict(entry.facts), small=False))
 
 
 # ---- in memory and on disk ---------------------------------------------------------------------------------

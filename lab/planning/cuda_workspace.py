@@ -80,12 +80,12 @@ def matrix_products_workspace(
     sizes are those of the accumulation dtype: fp32, or fp64 for fp64. A matrix of scores has the last
     QUERY_BLOCK queries of all heads and all keys, [b, h, QUERY_BLOCK, S'].
 
-    - Forward holds two of them: the scores, and what ``logsumexp`` makes of them inside, with three numbers
-      for each query. Or, if that is more, the scores and the copies of k or of v.
+    - Forward holds two of them, the scores and what ``logsumexp`` makes of them inside, or, if that is more,
+      the scores and the copies of k or of v. Which of them is more does not depend on the tokens.
     - Backward holds the weights and the gradient of the scores, and the term that is added to the sum of dk,
       [b, h/G, S', D], or the copies of k or of v. Where the sums of dk and dv are wider than the results, it
       holds these sums, and not yet the results.
-    - Up to three tensors of a block of queries, [b, h, QUERY_BLOCK, D], are in memory with them.
+    - Up to three tensors of a block of queries, [b, h, QUERY_BLOCK, D], are taken to be in memory with them.
 
     Source: ``lab/techniques/attention/matrix_products.py``, and the profiler's memory events on CPU, which
     include what ``logsumexp`` allocates.
@@ -107,8 +107,7 @@ def matrix_products_workspace(
     scores, of_keys = rows * tokens_k, wide * batch * kv_heads * tokens_k * head_dim
     block = rounded(rows * head_dim)
     if not backward:
-        in_logsumexp = 2 * rounded(scores) + 3 * rounded(rows)
-        return max(in_logsumexp, rounded(scores) + copies * rounded(of_keys) + 3 * block)
+        return rounded(scores) + max(rounded(scores), copies * rounded(of_keys)) + 3 * block
     held = 2 * rounded(scores) + max(copies, 1) * rounded(of_keys) + 3 * block + rounded(rows)
     if width < wide:
         held += 2 * (rounded(of_keys) - rounded(of_keys * width // wide))

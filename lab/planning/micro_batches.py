@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lab.memory.storages import COLUMNS, Integers
+from lab.memory.storages import Integers
 from lab.memory.timeline import Timeline
 from lab.planning.scaling import Step
 
@@ -37,15 +37,14 @@ def with_micro_batches(few: Step, count: int) -> Step | None:
     # What the third made and the optimizer still holds.
     kept = (third.start <= storages.first) & (storages.first < third.stop) & (storages.end > last.stop)
     index = np.concatenate((np.arange(len(storages)), np.repeat(np.flatnonzero(kept), more)))
-    columns = {name: getattr(storages, name)[index] for name in COLUMNS}
-    for name, value in (("first", third.stop), ("made", timeline.seconds[third.stop])):
-        columns[name][len(storages) :] = value
+    columns = {name: getattr(storages, name)[index] for name in ("first", "end", "size", "category", "kind")}
+    columns["first"][len(storages) :] = third.stop
     work = few.work
     inside = slice(*(int(timeline.seconds[row - 1]) for row in (third.start, third.stop)))
     flops, nbytes = work.flops.copy(), work.nbytes.copy()
     flops[inside] *= 1 + more
     nbytes[inside] *= 1 + more
-    held = timeline.with_bytes_of(replace(storages, **columns))
+    held = timeline.with_storages(**columns, kinds=storages.kinds, moves=storages.moves)
     return Step(held, replace(work, flops=flops, nbytes=nbytes))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd, lcm
 from typing import Any, NamedTuple, TypeVar
 
@@ -165,18 +165,23 @@ class Scaling:
         steps: The step at each.
         exact: Whether bytes that are no integers raise LookupError. Without it, they are rounded down: a
             length may then be of another class, and its bytes are near the true ones.
+        closed: Whether no other length follows from these, since the step at one did not.
     """
 
     tokens: tuple[int, ...]
     steps: tuple[Step, ...]
     exact: bool = True
+    closed: bool = False
 
     def with_step(self, tokens: int, step: Step) -> Scaling:
         """Return the scaling with one more step; of more than ``LENGTHS``, one in the middle is left out.
 
         Raises:
-            LookupError: The step is not what the others say of its length, or has other operators.
+            LookupError: The step is not what the others say of its length, has other operators, or comes to
+                a closed scaling.
         """
+        if self.closed:
+            raise LookupError(tokens)
         steps = dict(zip(self.tokens, self.steps, strict=True)) | {tokens: step}
         both = sorted(steps.items(), key=lambda pair: pair[0])
         if len(both) > LENGTHS:
@@ -217,7 +222,8 @@ class Scaling:
 
     def covers(self, tokens: int) -> bool:
         """Return whether the step at a length of this class is known, in all."""
-        return tokens in self.tokens or (len(self.tokens) == LENGTHS and tokens >= self.tokens[0])
+        follows = len(self.tokens) == LENGTHS and tokens >= self.tokens[0] and not self.closed
+        return follows or tokens in self.tokens
 
     def at(self, tokens: int) -> Step:
         """Return the step at a length of this class that it ``covers``."""
@@ -294,18 +300,24 @@ class Scaling:
         """Return the work at a length: the parabola through three lengths."""
         works = [step.work for step in self.steps]
         a, b, c = self.tokens
-        weights = (
-            (tokens - b) * (tokens - c) / ((a - b) * (a - c)),
-            (tokens - a) * (tokens - c) / ((b - a) * (b - c)),
-            (tokens - a) * (tokens - b) / ((c - a) * (c - b)),
-        )
+        ab, bc, ac, to_a, to_b = b - a, c - b, c - a, tokens - a, tokens - b
 
-        def at(columns: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-            # What does not change stays as it is.
-            total = sum(weight * column for weight, column in zip(weights, columns, strict=True))
-            return np.where(columns[0] == columns[1], columns[0], np.rint(total))
+        @cache
+        def at(one: float, two: float, three: float) -> float:
+            # Newton's form in whole numbers: floats lose digits far from the three lengths.
+            first, second = int(two) - int(one), int(three) - int(two)
+            above = to_a * (ac * bc * first + to_b * (ab * second - bc * first))
+            return int(one) + _rounded_quotient(above, ab * bc * ac)
 
-        return replace(works[0], flops=at([w.flops for w in works]), nbytes=at([w.nbytes for w in works]))
+        def column(name: str) -> npt.NDArray[np.float64]:
+            columns = (getattr(work, name).tolist() for work in works)
+            return np.array([at(*counts) for counts in zip(*columns, strict=True)], dtype=np.float64)
+
+        return replace(works[0], flops=column("flops"), nbytes=column("nbytes"))
+
+
+def _rounded_quotient(above: int, below: int) -> int:
+    return (2 * above + below) // (2 * below)
 
 
 def _joint(

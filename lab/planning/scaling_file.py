@@ -52,6 +52,7 @@ def encode(scaling: Scaling, facts: dict[str, Any], *, small: bool) -> bytes:
         }
     header = {
         "tokens": scaling.tokens,
+        **({"closed": True} if scaling.closed else {}),
         "facts": facts,
         "phases": timeline.phases,
         "modules": timeline.modules,
@@ -87,7 +88,7 @@ def decode(data: bytes) -> tuple[Scaling, dict[str, Any]]:
         for name, column in columns.items()
     }
     steps = tuple(_step(header, columns, number) for number in range(len(header["tokens"])))
-    return Scaling(tuple(header["tokens"]), steps), header["facts"]
+    return Scaling(tuple(header["tokens"]), steps, closed="closed" in header), header["facts"]
 
 
 def _step(header: dict[str, Any], columns: dict[str, Any], number: int) -> Step:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lab.techniques.host_file import HostFile
 from lab.techniques.host_transfer import HostCopier
-from lab.techniques.slices import slices
+from lab.techniques.slices import counted_slices, repeated, repetitions, slices
 
 WRITTEN = 2
 """The ``different`` tiles of a loop that writes tiles, see ``slices``: from the third tile on, the two copies
@@ -112,18 +112,21 @@ def read_tiles(*tensors: HostTiles, different: int = 1) -> Iterator[tuple[int, i
             for t, flat in zip(tensors, memory[which], strict=True)
         ]
 
-    def buffers(number: int, start: int) -> list[Tensor]:
-        return views(number % 2, min(tile, tokens - start))
+    # A tile that is read ahead is counted as often as the loop counts it, and not the one before it.
+    outer, ahead = repetitions(), [*counted_slices(tokens, tile, different=different)]
 
-    def fetch(number: int, start: int) -> list[torch.cuda.Event | None]:
-        return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers(number, start), strict=True)]
+    def fetch(number: int) -> list[torch.cuda.Event | None]:
+        start, length, times = ahead[number]
+        buffers = views(number % 2, length)
+        with repeated(outer * times):
+            return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers, strict=True)]
 
-    arrivals = fetch(0, 0)
+    arrivals = fetch(0)
     # Counted, and not computed from ``start``: a shortened loop is then the same for odd and even numbers.
     for number, (start, length) in enumerate(slices(tokens, tile, different=different)):
         for arrival in arrivals:
             if arrival is not None:
                 torch.cuda.current_stream(device).wait_event(arrival)
-        if start + tile < tokens:
-            arrivals = fetch(number + 1, start + tile)
-        yield start, length, buffers(number, start)
+        if number + 1 < len(ahead):
+            arrivals = fetch(number + 1)
+        yield start, length, views(number % 2, length)

@@ -21,15 +21,22 @@ def slices(length: int, tile: int, *, different: int = 1) -> Iterator[tuple[int,
         different: How many tiles at the beginning may hold other bytes than those after them. A shortened
             loop runs each of these tiles.
     """
+    outer = _repetitions.get()
+    for start, size, times in counted_slices(length, tile, different=different):
+        _repetitions.set(outer * times)
+        yield start, size
+        _repetitions.set(outer)
+
+
+def counted_slices(length: int, tile: int, *, different: int = 1) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, length, tiles that it stands for) of each tile that ``slices`` yields."""
     count = -(-length // tile)
     equal = _repetitions_of_one(count, different)
     for index in range(count):
         if equal == 1 or index < different or index == count - 1:
-            yield index * tile, min(tile, length - index * tile)
+            yield index * tile, min(tile, length - index * tile), 1
         elif index == different:
-            outer = _repetitions.set(_repetitions.get() * equal)
-            yield index * tile, tile
-            _repetitions.reset(outer)
+            yield index * tile, tile, equal
 
 
 def causal_slices(length: int, tile: int) -> Iterator[tuple[tuple[int, int], Iterator[tuple[int, int]]]]:
@@ -90,3 +97,11 @@ def short_loops() -> Iterator[None]:
 def repetitions() -> int:
     """Return how many tiles the current tile stands for: the product over all loops that run now."""
     return _repetitions.get()
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """Make what runs in the block stand for itself so many times, in all."""
+    outer = _repetitions.set(times)
+    yield
+    _repetitions.reset(outer)
