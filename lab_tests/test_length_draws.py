@@ -5,10 +5,13 @@ import pytest
 from lab.planning import answers
 from lab_tests.proofs.length_draws import check, draw
 
+SEEDS = (0, 1, 2, 4, 5, 6, 7, 9, 11, 12, 13, 14, 15, 16)
+"""Of the first, those that take the least time."""
 
-@pytest.mark.parametrize("seed", [3, 7, 13])
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_further_length_of_a_random_job_is_its_own_plan(seed):
-    """These take a second each; ``python -m lab_tests.proofs length-draws`` has others."""
+    """These take some seconds each; ``python -m lab_tests.proofs length-draws`` has others."""
     drawn = draw(seed)
     found, wrong = check(drawn)
     assert found.lengths
@@ -16,7 +19,7 @@ def test_a_further_length_of_a_random_job_is_its_own_plan(seed):
 
 
 def test_an_answer_that_is_another_one_is_found(monkeypatch):
-    drawn = draw(3)
+    drawn = draw(1)
     monkeypatch.setattr(answers.Entry, "at", lambda entry, tokens: answers.Answer(
         entry.facts, tuple(scaling.steps[-1] for scaling in entry.scalings), entry.scalings[0].tokens
     ))  # fmt: skip

@@ -69,7 +69,10 @@ def _jobs(chosen: random.Random) -> tuple[Job, ...] | None:
     Raises:
         LabError: The job is refused.
     """
-    model = reference.config(*chosen.choice(MODELS), layers=chosen.choice((1, 1, 2)))
+    family, *heads = chosen.choice(MODELS)
+    # A flash kernel takes at most 256.
+    dims = {} if chosen.random() < 0.3 else {"head_dim": chosen.choice((64, 128, 192, 256, 512))}
+    model = reference.config(family, *heads, layers=chosen.choice((1, 1, 1, 2)), **dims)
     if getattr(model, "sliding_window", None) is not None:
         model.sliding_window = chosen.choice((96, 512, 1536, 4096, 16384))
     model.vocab_size = chosen.choice((101, 104))
@@ -82,10 +85,11 @@ def _jobs(chosen: random.Random) -> tuple[Job, ...] | None:
         knobs["head_chunk"] = chunk_of(shape.H, knobs.get("ulysses", 1), chosen.choice((None, 2, 4)))
         tiles = (64, 96, 256, 1000, 1024, 4096, 16384)
         knobs |= {name: chosen.choice(tiles) for name in TILES if knobs.get(name)}
+        knobs["compute_dtype"] = chosen.choice(("bfloat16", "float32"))
     given = {
         "ranks": chosen.choice((1, 2, 4, 4, 8)),
         "rows": chosen.choice((1, 1, 1, 2, 3)),
-        "accumulate": chosen.choice((1, 1, 1, 2)),
+        "accumulate": chosen.choice((1, 1, 1, 1, 2, 7)),
         "lora": chosen.choice((None, None, "r=4")),
     }
 
@@ -96,10 +100,11 @@ def _jobs(chosen: random.Random) -> tuple[Job, ...] | None:
     which = length_class(first, shape)
     if which.only is not None:
         return None
-    jobs = [first]
+    jobs, near = [first], chosen.random() < 0.5
     for _ in range(40):
-        # Most are near, and some are far.
-        more = which.grid * chosen.randint(1, 2 ** chosen.randint(0, 12))
+        # Near each other, with a far one at the end; or most near, and some far.
+        power = chosen.randint(*(0, 3) if near and len(jobs) < LENGTHS else (6, 12) if near else (0, 12))
+        more = which.grid * chosen.randint(1, 2**power)
         if jobs[0].tokens + more < MAX_TOKENS // given["rows"]:
             further = job(first.tokens + more)
             if further.tokens not in {one.tokens for one in jobs} and length_class(further, shape) == which:
