@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lab.memory.storages import Integers
+from lab.memory.storages import COLUMNS, Integers
 from lab.memory.timeline import Timeline
 from lab.planning.scaling import Step
 
@@ -24,7 +24,7 @@ WALKED = 4
 def with_micro_batches(few: Step, count: int) -> Step | None:
     """Return the step of ``count`` micro-batches, from that of ``WALKED``.
 
-    The third lasts as long as all that it stands for, and has their work. Their tokens are held from its end.
+    The third lasts as long as all that it stands for, and has their work and their tokens.
 
     Returns:
         The step; None if the third and the last of the few differ in an operator or in their bytes.
@@ -37,14 +37,13 @@ def with_micro_batches(few: Step, count: int) -> Step | None:
     # What the third made and the optimizer still holds.
     kept = (third.start <= storages.first) & (storages.first < third.stop) & (storages.end > last.stop)
     index = np.concatenate((np.arange(len(storages)), np.repeat(np.flatnonzero(kept), more)))
-    columns = {name: getattr(storages, name)[index] for name in ("first", "end", "size", "category", "kind")}
-    columns["first"][len(storages) :] = third.stop
+    columns = {name: getattr(storages, name)[index] for name in COLUMNS}
     work = few.work
     inside = slice(*(int(timeline.seconds[row - 1]) for row in (third.start, third.stop)))
     flops, nbytes = work.flops.copy(), work.nbytes.copy()
     flops[inside] *= 1 + more
     nbytes[inside] *= 1 + more
-    held = timeline.with_storages(**columns, kinds=storages.kinds, moves=storages.moves)
+    held = timeline.with_bytes_of(replace(storages, **columns))
     return Step(held, replace(work, flops=flops, nbytes=nbytes))
 
 

@@ -115,11 +115,13 @@ def read_tiles(*tensors: HostTiles, different: int = 1) -> Iterator[tuple[int, i
     # A tile that is read ahead is counted as often as the loop counts it, and not the one before it.
     outer, ahead = repetitions(), [*counted_slices(tokens, tile, different=different)]
 
+    def buffers(number: int, length: int) -> list[Tensor]:
+        return views(number % 2, length)
+
     def fetch(number: int) -> list[torch.cuda.Event | None]:
         start, length, times = ahead[number]
-        buffers = views(number % 2, length)
         with repeated(outer * times):
-            return [t.fetch(start, buffer) for t, buffer in zip(tensors, buffers, strict=True)]
+            return [t.fetch(start, out) for t, out in zip(tensors, buffers(number, length), strict=True)]
 
     arrivals = fetch(0)
     # Counted, and not computed from ``start``: a shortened loop is then the same for odd and even numbers.
@@ -129,4 +131,4 @@ def read_tiles(*tensors: HostTiles, different: int = 1) -> Iterator[tuple[int, i
                 torch.cuda.current_stream(device).wait_event(arrival)
         if number + 1 < len(ahead):
             arrivals = fetch(number + 1)
-        yield start, length, views(number % 2, length)
+        yield start, length, buffers(number, length)
