@@ -1,8 +1,9 @@
 """The longest context of one recipe that fits a machine.
 
-Two plans of a class of lengths (``scaling.py``) give the longest one that ends with a whole tile. Two more,
-of lengths between it and the next, say near which multiple of the ranks the memory ends. Plans of multiples
-there, mostly two, say which it is. A length fits if the bytes fit that CUDA's allocator reserves.
+Two plans of a class of lengths (``scaling.py``) give the longest one that ends with a whole tile. It and the
+next one say near which multiple of the ranks the memory ends. Where they are of two classes, two lengths
+between them say it. Plans of multiples there, mostly two, say which it is. A length fits if the bytes fit
+that CUDA's allocator reserves.
 """
 
 from __future__ import annotations
@@ -150,20 +151,19 @@ def to_the_token(
     """
     unit, next_plan = fits.ranks, None
     low, high = fits.tokens // unit * unit, -(-beyond // unit) * unit
-    if low < fits.tokens:
-        fits = planned(job_of(low))
-    quarter = (high - low) // 4 // unit * unit
-    guess = None
-    if quarter:
-        two = (low + quarter, low + 3 * quarter)
+    guess, quarter = None, (high - low) // 4 // unit * unit
+    for two in ((fits.tokens, beyond), (low + quarter, low + 3 * quarter)) if quarter else ():
         with suppress(LookupError):
             guess = _longest_by(two, range(low, high, unit), job_of, machine, exact=False)
+            break
+    if low < fits.tokens:
+        fits = planned(job_of(low))
     step = unit
     while next_plan is None or high - low > unit:
         tokens = low + max((high - low) // (2 * unit), 1) * unit
         if guess is not None and high - low > unit:
             # Close to the guess, and further from it with each plan that is on the other side.
-            tokens = min(max(guess if guess > low else guess + step, low + unit), high - unit)
+            tokens = min(max(guess if guess > low else guess + step // 2, low + unit), high - unit)
         if tokens > MAX_TOKENS:
             raise _nothing_stops()
         tried = planned(job_of(tokens))

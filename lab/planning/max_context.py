@@ -12,7 +12,7 @@ from lab.models import ModelLike
 from lab.models.lora import Lora
 from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
-from lab.planning.longest import NothingFits, to_the_token, whole_tiles
+from lab.planning.longest import JobOf, NothingFits, to_the_token, whole_tiles
 from lab.planning.plan import Plan, plan_job
 from lab.recipe.jobs import MAX_TOKENS, Job, Limit, check_host_memory, make_job, memory_name
 from lab.recipe.recipe import Recipe
@@ -20,7 +20,7 @@ from lab.techniques.ulysses_degrees import degree_pairs
 from lab.units import Ki, format_bytes, format_lines, format_tokens, round_tokens
 
 TILES = 16
-"""With so many whole tiles or more, the longest context on a GPU ends with one."""
+"""With so many whole tiles or more, contexts of two pairs of degrees are compared by whole tiles."""
 
 RESOLUTION = 128
 """Contexts that differ by less than one part in so many are as good as equal."""
@@ -102,8 +102,7 @@ def max_context(
 
     Without ``device_memory``, a rank has the memory of ``device``.
 
-    A multiple of the ranks is found: it fits, and the next does not. On a GPU, a context of at least
-    ``TILES`` tiles ends with a whole tile: it fits, and with one tile more it does not.
+    A multiple of the ranks is found: it fits, and the next does not.
 
     A ladder's name gives each length its own recipe, for tiles derive from it. Other Ulysses and ring degrees
     than the ladder's are taken if their context is longer by more than one part in ``RESOLUTION``. Knobs by
@@ -159,33 +158,31 @@ def max_context(
     if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
         others = (pair for pair in degree_pairs(shape, ranks) if pair != (usual.ulysses, usual.ring))
         pairs += [{"ulysses": ulysses, "ring": ring} for ulysses, ring in others]
-    found: tuple[Plan, Plan] | None = None
+    found: tuple[JobOf, Plan, int] | None = None
     refusal = None
     for degrees in pairs:
-        job_of = partial(job, degrees=degrees)
+        job_of: JobOf = partial(job, degrees=degrees)
         if found is not None or refusal is not None:
-            longer = Ki if found is None else found[0].tokens + max(found[0].tokens // RESOLUTION, Ki)
+            longer = Ki if found is None else found[1].tokens + max(found[1].tokens // RESOLUTION, Ki)
             if longer > MAX_TOKENS or planned(job_of(longer)).limit is not None:
                 continue
         try:
-            fits, longer = whole_tiles(job_of, machine, planned)
+            fits, beyond = whole_tiles(job_of, machine, planned)
         except NothingFits as error:
             refusal = refusal or error
             continue
-        # What the allocator reserves need not grow with the length: between two tiles, more may fit again.
-        is_close = machine.workspace and (longer - fits.tokens) * TILES <= fits.tokens
-        over = planned(job_of(longer)) if is_close else None
-        if over is not None and over.limit is not None:
-            found = fits, over
-        else:
-            found = to_the_token(job_of, machine, planned, fits, longer)
+        if (beyond - fits.tokens) * TILES > fits.tokens:
+            fits, next_plan = to_the_token(job_of, machine, planned, fits, beyond)
+            beyond = next_plan.tokens
+        found = job_of, fits, beyond
     if found is None:
         assert refusal is not None
         raise refusal
-    fits, beyond = found
-    assert beyond.limit is not None
+    job_of, fits, beyond = found
+    fits, next_plan = to_the_token(job_of, machine, planned, fits, beyond)
+    assert next_plan.limit is not None
     if machine.disk is not None and isinstance(recipe, str) and fits.recipe.stream and "offload" not in knobs:
         kept = replace(fits.recipe, offload="attention")
         faster = plan_job(replace(fits.job, recipe=kept), machine)
         fits = fits if faster.limit else faster
-    return MaxContext(fits.tokens, beyond.limit, fits, beyond)
+    return MaxContext(fits.tokens, next_plan.limit, fits, next_plan)

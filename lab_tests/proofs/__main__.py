@@ -4,7 +4,7 @@ from functools import partial
 
 import click
 
-from lab.commands.base import RECIPE, OneLineErrors, status
+from lab.commands.base import RECIPE, OneLineErrors
 from lab.commands.subcommands.benches import prints_rows
 from lab.models.presets import PRESETS
 from lab.units import parse_tokens
@@ -15,7 +15,7 @@ from lab_tests.proofs.growth import measure_growth
 from lab_tests.proofs.input_cases import measure_inputs
 from lab_tests.proofs.length_draws import draw_lengths
 from lab_tests.proofs.notebooks import measure_notebooks
-from lab_tests.proofs.published import write_published
+from lab_tests.proofs.pages import write_pages
 from lab_tests.proofs.scalings import compare_lengths, make_scalings
 from lab_tests.proofs.tables import write_tables
 
@@ -107,11 +107,10 @@ def tables():
     write_tables()
 
 
-@main.command
-def published():
-    """Write what ``lab bench published`` prints into lab/bench/README.md."""
-    with status("published") as say:
-        write_published(say)
+@prints_rows(main)
+def pages():
+    """Write what planning commands print into README.md and lab/bench/README.md. It takes 15 minutes."""
+    return write_pages
 
 
 main()
