@@ -19,6 +19,9 @@ CASES = {
     "a ring": ("upipe", {"ranks": 4, "device_memory": "30MiB"}),
     "ranks that divide no power of two": ("offload", {"ranks": 3, "device_memory": "60MiB"}),
     "a tile by hand": ("tiling", {"ranks": 2, "device_memory": "60MiB", "mlp_tile": 1000, "loss_tile": 300}),
+    # Seen red: 2^30 tokens, a class of their own, are more than are planned of a whole row.
+    "whole rows": ("tiling", {"ranks": 1, "device_memory": "90MiB", "mlp_tile": 1000, "loss_tile": 300}),
+    "many rows": ("tiling", {"ranks": 1, "rows": 2048, "device_memory": "24GiB"}),
     "streamed": ("streamed", {"ranks": 2, "device_memory": "40MiB"}),
     "rows": ("upipe", {"ranks": 2, "rows": 2, "device_memory": "50MiB"}),
     "adapters": ("upipe", {"ranks": 2, "lora": "r=4", "device_memory": "24MiB"}),

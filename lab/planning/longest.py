@@ -18,9 +18,9 @@ from itertools import groupby
 from lab.errors import LabError
 from lab.planning.allocator import reserved_bytes
 from lab.planning.answers import Entry, answer, shape_of
-from lab.planning.plan import Plan
+from lab.planning.plan import Plan, most_tokens
 from lab.planning.scaling import LengthClass, length_class
-from lab.recipe.jobs import MAX_TOKENS, Job, Limit, Machine, memory_name
+from lab.recipe.jobs import Job, Limit, Machine, memory_name
 from lab.shape import Shape
 from lab.units import Ki, format_bytes, format_tokens
 
@@ -104,37 +104,32 @@ def whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan])
 
     Raises:
         NothingFits: Not even ``Ki`` tokens fit.
-        LabError: The longest context that the lab plans still fits.
     """
-    beyond, first = MAX_TOKENS + Ki, job_of(Ki)
+    first = job_of(Ki)
+    end = most_tokens(first)
+    beyond = end + 1
     for which, lengths in reversed([*classes(job_of, shape_of(first.model, first.dtype))]):
         shortest = planned(job_of(lengths[0]))
         if shortest.limit is not None:
-            if beyond > MAX_TOKENS and planned(first).limit is not None:
+            if beyond > end and planned(first).limit is not None:
                 break
             beyond = lengths[0]
             continue
         # Lengths of the class, which have the same remainder.
         grid, fewest = which.grid, lengths[0]
-        most = fewest + (min(beyond - 1, MAX_TOKENS) - fewest) // grid * grid
+        most = fewest + (beyond - 1 - fewest) // grid * grid
         if which.only is not None or most <= fewest:
             return shortest, beyond
-        two = (fewest, fewest + max(fewest // grid, 1) * grid)
+        two = (fewest, min(fewest + max(fewest // grid, 1) * grid, most))
         try:
             fewest = _longest_by(two, range(fewest, most + 1, grid), job_of, machine)
         except LookupError:
             # The longer one is of another class.
             return shortest, beyond
-        if fewest + grid > MAX_TOKENS:
-            raise _nothing_stops()
         longest = planned(job_of(fewest))
         # A length between those of the class may be of another one.
         return (longest, min(fewest + grid, beyond)) if longest.limit is None else (shortest, fewest)
     raise NothingFits(planned(first))
-
-
-def _nothing_stops() -> LabError:
-    return LabError(f"{format_tokens(MAX_TOKENS)} tokens still fit: give less memory, or another recipe")
 
 
 def to_the_token(
@@ -147,12 +142,15 @@ def to_the_token(
         machine: What they are to fit.
         planned: Plans a job.
         fits: The plan of a length that fits.
-        beyond: A length that does not.
+        beyond: A length that does not, or that is longer than any that is planned.
+
+    Raises:
+        LabError: The longest context that the lab plans still fits.
     """
-    unit, next_plan = fits.ranks, None
+    unit, next_plan, end = fits.ranks, None, most_tokens(fits.job)
     low, high = fits.tokens // unit * unit, -(-beyond // unit) * unit
     guess, quarter = None, (high - low) // 4 // unit * unit
-    for two in ((fits.tokens, beyond), (low + quarter, low + 3 * quarter)) if quarter else ():
+    for two in ((fits.tokens, min(beyond, end)), (low + quarter, low + 3 * quarter)) if quarter else ():
         with suppress(LookupError):
             guess = _longest_by(two, range(low, high, unit), job_of, machine, exact=False)
             break
@@ -164,8 +162,8 @@ def to_the_token(
         if guess is not None and high - low > unit:
             # Close to the guess, and further from it with each plan that is on the other side.
             tokens = min(max(guess if guess > low else guess + step // 2, low + unit), high - unit)
-        if tokens > MAX_TOKENS:
-            raise _nothing_stops()
+        if tokens > end:
+            raise LabError(f"{format_tokens(end)} tokens still fit: give less memory, or another recipe")
         tried = planned(job_of(tokens))
         if tried.limit is None:
             fits, low = tried, tokens
@@ -179,6 +177,6 @@ def to_the_token(
 
 def classes(job_of: JobOf, shape: Shape) -> Iterator[tuple[LengthClass, list[int]]]:
     """Yield the classes of lengths, each with its powers of two in order."""
-    lengths = [Ki << power for power in range((MAX_TOKENS // Ki).bit_length())]
+    lengths = [Ki << power for power in range((most_tokens(job_of(Ki)) // Ki).bit_length())]
     for which, group in groupby(lengths, lambda tokens: length_class(job_of(tokens), shape)):
         yield which, [*group]

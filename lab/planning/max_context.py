@@ -13,8 +13,8 @@ from lab.models.lora import Lora
 from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
 from lab.planning.longest import JobOf, NothingFits, to_the_token, whole_tiles
-from lab.planning.plan import Plan, plan_job
-from lab.recipe.jobs import MAX_TOKENS, Job, Limit, check_host_memory, make_job, memory_name
+from lab.planning.plan import Plan, most_tokens, plan_job
+from lab.recipe.jobs import Job, Limit, check_host_memory, make_job, memory_name
 from lab.recipe.recipe import Recipe
 from lab.techniques.ulysses_degrees import degree_pairs
 from lab.units import Ki, format_bytes, format_lines, format_tokens, round_tokens
@@ -164,7 +164,7 @@ def max_context(
         job_of: JobOf = partial(job, degrees=degrees)
         if found is not None or refusal is not None:
             longer = Ki if found is None else found[1].tokens + max(found[1].tokens // RESOLUTION, Ki)
-            if longer > MAX_TOKENS or planned(job_of(longer)).limit is not None:
+            if longer > most_tokens(job_of(Ki)) or planned(job_of(longer)).limit is not None:
                 continue
         try:
             fits, beyond = whole_tiles(job_of, machine, planned)

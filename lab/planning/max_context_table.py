@@ -12,8 +12,8 @@ from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
 from lab.planning.longest import NothingFits, whole_tiles
 from lab.planning.max_context import RESOLUTION
-from lab.planning.plan import Plan, plan_job
-from lab.recipe.jobs import MAX_TOKENS, Job, Limit, Machine, make_job
+from lab.planning.plan import Plan, most_tokens, plan_job
+from lab.recipe.jobs import Job, Limit, Machine, make_job
 from lab.recipe.ladder import RECIPE_NAMES
 from lab.units import format_bytes, round_tokens
 
@@ -181,7 +181,7 @@ def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestCont
 
         try:
             fits, beyond = whole_tiles(job_of, machine, planned)
-            found.append((fits, planned(job_of(min(beyond, MAX_TOKENS)))))
+            found.append((fits, planned(job_of(min(beyond, most_tokens(fits.job))))))
         except NothingFits as refusal:
             refusals.append(refusal)
         except RecipeError:

@@ -25,7 +25,7 @@ from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
 from lab.planning.cuda_workspace import matrix_products_note
 from lab.planning.hardware import hardware, make_machine
 from lab.planning.model_flops import model_flops
-from lab.recipe.jobs import Documents, Job, Limit, Machine, make_job, memory_name
+from lab.recipe.jobs import MAX_STEP, MAX_TOKENS, Documents, Job, Limit, Machine, make_job, memory_name
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import BY_NAME, Recipe, torch_refusal
 from lab.shape import WIDTHS, Shape
@@ -476,19 +476,23 @@ def _plan_of(found: Answer, job: Job, machine: Machine, began: float) -> Plan:
     )
 
 
-def _check_pairs(job: Job) -> None:
-    """Refuse a step of which a rank has so many pairs of tokens that torch cannot count their bytes.
+def most_tokens(job: Job) -> int:
+    """Return the most tokens of a row that the lab plans with a job's rows, micro-batches and ranks.
 
     transformers sums over the positions of each row. Of fake tensors, torch sums by a matrix of pairs, which
-    takes no memory.
+    takes no memory, and of which torch has to count the bytes.
     """
     ranks = job.recipe.ulysses * job.recipe.ring
-    rows, tokens = -(-job.rows * ranks // job.ranks), -(-job.tokens // ranks)
-    if rows * tokens**2 * POSITION > LARGEST:
-        most = math.isqrt(LARGEST // POSITION // rows) * ranks
+    rows = -(-job.rows * ranks // job.ranks)
+    pairs = math.isqrt(LARGEST // POSITION // rows) * ranks
+    return min(MAX_TOKENS, MAX_STEP // (job.rows * job.accumulate), pairs)
+
+
+def _check_pairs(job: Job) -> None:
+    if job.tokens > (most := most_tokens(job)):
         raise LabError(
-            f"tokens={job.tokens}, rows={job.rows}: a rank has {rows} rows of {tokens} tokens, whose pairs "
-            f"are too many for a plan; up to {most} tokens work with these rows and ranks"
+            f"tokens={job.tokens}, rows={job.rows}: a rank has more pairs of tokens than a plan counts; up "
+            f"to {most} tokens work with these rows and ranks"
         )
 
 
