@@ -178,8 +178,15 @@ def test_the_texts(results, plan):
     assert "max context   320 tokens (320)" in longest
     for limit, memory in (("device", "device_need"), ("host", "host_peak_per_node")):
         needed = format_bytes(getattr(results["MaxContext"].next_plan, memory))
-        stopped = f"stopped by    {limit} memory at 1344 tokens, which need {needed}\n"
+        stopped = f"stopped by    {limit} memory at 1,344 tokens, which need {needed}\n"
         assert stopped in repr(replace(results["MaxContext"], limit=limit))
+
+
+def test_two_lengths_that_are_rounded_alike_are_both_shown(plan):
+    """Seen red: 6.00M tokens was the name of both, and the longer one was shown."""
+    fits, beyond = (replace(plan, job=replace(plan.job, tokens=tokens)) for tokens in (6286848, 6286856))
+    shown = display_of(MaxContext(6286848, "device", fits, beyond)).html
+    assert all(f"{one.tokens:,} tokens" in shown for one in (fits, beyond))
 
 
 def test_of_many_recipes_that_fit_the_text_has_few_and_a_notebook_folds_the_others(plan):

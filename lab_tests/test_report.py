@@ -75,8 +75,8 @@ def test_a_ladder_is_drawn_into_a_file(plans, tmp_path):
 
 def test_a_longest_context_says_what_stops_the_next(plans):
     text = max_context_text(MaxContext(1024, "device", plans["upipe"], plans["plain"]))
-    assert "longest context   0.00M tokens (1,024)" in text
-    assert "stopped by        device memory" in text
+    assert "longest context   1K tokens (1,024)" in text
+    assert f"stopped by        device memory at {plans['plain'].tokens:,} tokens" in text
 
 
 def test_fitting_recipes_are_ranked_and_the_pareto_front_marked(plans):

@@ -15,7 +15,7 @@ from lab.planning.cuda_workspace import outside_workspace
 from lab.planning.model_flops import MFU_LEGEND
 from lab.recipe.jobs import memory_name
 from lab.shape import Shape
-from lab.units import Mi, format_bytes, format_seconds, format_share, round_tokens
+from lab.units import format_bytes, format_seconds, format_share, round_tokens
 
 # Imported for their types alone: they import torch, which a saved text does not need.
 if TYPE_CHECKING:
@@ -197,14 +197,14 @@ def max_context_text(result: MaxContext) -> str:
             plan.recipe.summary,
             plan.state,
             "",
-            f"longest context   {result.tokens / Mi:.2f}M tokens ({result.tokens:,})",
+            f"longest context   {round_tokens(result.tokens)} tokens ({result.tokens:,})",
             f"a device holds    {format_bytes(plan.device_peak)}"
             f"{format_share(plan.device_peak, plan.machine.device_memory)}",
             f"a host holds      {format_bytes(plan.host_peak_per_node)}"
             f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
             *_on_disk(plan, "a disk holds      "),
             f"verdict           {plan.verdict}",
-            f"stopped by        {memory_name(result.limit)} at {next_plan.tokens / Mi:.2f}M tokens",
+            f"stopped by        {memory_name(result.limit)} at {next_plan.tokens:,} tokens",
             f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
             f"{next_plan.peak.module or '-'}",
             *(f"note              {note}" for note in plan.notes),

@@ -59,7 +59,7 @@ class MaxContext:
             "device peak": plan.description["device peak"],
             "host peak": plan.description["host peak"],
             "disk peak": plan.description["disk peak"],
-            "stopped by": f"{memory_name(self.limit)} at {round_tokens(next_plan.tokens)} tokens, which "
+            "stopped by": f"{memory_name(self.limit)} at {next_plan.tokens:,} tokens, which "
             f"need {format_bytes(next_plan.needed(self.limit))}",
             "at its peak": str(next_plan.peak),
         }

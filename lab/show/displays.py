@@ -21,7 +21,7 @@ from lab.show.html_tables import byte_cell, cell, line_table, peak_table, table
 from lab.show.memory_vs_speed import memory_vs_speed
 from lab.show.picture import Picture
 from lab.training.records import Run
-from lab.units import format_seconds, round_tokens
+from lab.units import format_seconds
 
 Result: TypeAlias = Plan | Run | Rehearsal | Timeline | MaxContext | Fits
 """What a notebook displays as a table and a picture."""
@@ -115,7 +115,7 @@ def _of_rehearsal(rehearsal: Rehearsal) -> DisplayedResult:
 
 def _of_max_context(result: MaxContext) -> DisplayedResult:
     """The picture has the bytes of the memory that stops a longer context, and a line at its limit."""
-    plans = {f"{round_tokens(plan.tokens)} tokens": plan for plan in (result.plan, result.next_plan)}
+    plans = {f"{plan.tokens:,} tokens": plan for plan in (result.plan, result.next_plan)}
 
     def draw() -> Picture:
         if result.limit == "device":
