@@ -230,7 +230,7 @@ def test_the_bars_of_the_longest_context_are_of_the_memory_that_stops_it(results
         assert "disk peak" in display_of(longest).html
     bars = display_of(longest).draw().text
     for plan in (longest.plan, longest.next_plan):
-        assert f"{plan.tokens} tokens {format_bytes(getattr(plan, sizes))}" in bars
+        assert f"{plan.tokens:,} tokens {format_bytes(getattr(plan, sizes))}" in bars
     assert bars.endswith({"device": "at 80.0 GiB.", "host": "at 1.98 TiB.", "disk": "at 3.00 TiB."}[limit])
 
 
