@@ -49,6 +49,7 @@ class Caller:
         self.kernels_wait = False
         self.engines, self._recover = engines, recover
         self._current: Call | None = None
+        self._failed: Call | None = None
         self._interrupted: float | None = None
 
     @property
@@ -82,7 +83,7 @@ class Caller:
         """
         inbox = self.engines.inbox
         self._current = call = Call(secrets.token_hex(8), list(payloads), on_record)
-        self._interrupted = None
+        self._failed = self._interrupted = None
         hangs = HangWatch(call, timeout, self._signal)
         try:
             for rank, payload in payloads.items():
@@ -112,6 +113,13 @@ class Caller:
         if self._current is not None:
             self._interrupted = time.monotonic()
             self._signal(self._current.waiting, signal.SIGINT)
+
+    def wait_for_late_answers(self) -> None:
+        """Wait for ranks that had not answered when the last call failed. Some are not stuck, only slow."""
+        call = self._failed
+        if call is not None and call.waiting:
+            call.wait(self.engines.inbox, lambda: not call.waiting, LEAVE_SECONDS)
+            self._note_answers(call)
 
     def wait_for_records(self, call: Call, seconds: float) -> bool:
         """Wait until all records of `call` have arrived, and return whether they did within `seconds`."""
@@ -177,6 +185,10 @@ class Caller:
             call.wait(self.engines.inbox, lambda: not call.waiting, GRACE_SECONDS)
         if call.on_record is not None:
             self.wait_for_records(call, REPORT_SECONDS)
+        call.on_record, self._failed = None, call
+        self._note_answers(call)
+
+    def _note_answers(self, call: Call) -> None:
         dead = [rank for rank, failure in call.failures.items() if failure.kind == PROCESS_DIED]
         if dead:
             self.broken = f"the process of {name_ranks(dead)} ended"

@@ -155,9 +155,10 @@ class Cluster:
         """Run `fn(*args, **kwargs)` on all ranks.
 
         After an error, every rank that answered has left its process group, and the next call joins the ranks
-        again. A rank that did not answer, or is gone, leaves the cluster broken. With gloo it stays broken
-        until `recover()` is called. With NCCL the next call restarts the ranks, because the peers of a rank
-        that fails always wait in a kernel.
+        again. A rank that did not answer, or is gone, leaves the cluster broken. With gloo the next call
+        waits five seconds for the answer, and the cluster stays broken without it until `recover()` is
+        called. With NCCL the next call restarts the ranks, because the peers of a rank that fails always wait
+        in a kernel.
 
         Args:
             fn: The function. It is sent to the ranks by cloudpickle.
@@ -191,6 +192,8 @@ class Cluster:
         name = getattr(fn, "__name__", "a function").lstrip("_")
         line = nullcontext() if on_record is not None else progress(f"{self.ranks} ranks run {name}")
         with self._one_call(), line:
+            if not caller.restarts:
+                caller.wait_for_late_answers()
             if caller.broken is None and (missing := caller.engines.missing()):
                 caller.broken = f"{name_ranks(missing)} ended since the last call"
             if caller.broken is None and caller.left_group:
