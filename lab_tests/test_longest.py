@@ -3,6 +3,7 @@
 import pytest
 from transformers import MistralConfig
 
+from lab.planning.longest import NothingFits
 from lab.planning.max_context import max_context
 from lab.planning.plan import plan
 from lab.techniques.host_memory import reserve
@@ -41,7 +42,7 @@ def test_the_longest_context_fits_and_no_other_near_it_does(case):
     answer = found.to_json()
     assert (answer["tokens"], answer["host_peak"]) == (found.tokens, found.plan.host_peak)
     # Powers of two with other remainders are classes of their own, each with a plan.
-    assert len({one.tokens for one in tried}) <= 26
+    assert len(tried) <= 27
     memory = {"host_memory": "2TiB"} | asked
     fresh = {
         tokens: plan(MODEL, recipe, tokens=tokens, workspace=False, **memory)
@@ -52,6 +53,17 @@ def test_the_longest_context_fits_and_no_other_near_it_does(case):
     }
     assert fresh[found.tokens].device_peak == found.plan.device_peak
     assert fresh[found.next_plan.tokens].limit == found.limit
+
+
+def test_more_ranks_than_the_shortest_context_has_tokens():
+    """Seen red: 0 tokens were planned."""
+    asked = {"ranks": 2048, "device_memory": "300MiB", "workspace": False}
+    found = max_context(MODEL, "fsdp", **asked)
+    assert (found.tokens % 2048, found.next_plan.tokens) == (0, found.tokens + 2048)
+    short = plan(MODEL, "fsdp", tokens=1024, host_memory="2TiB", **asked)
+    asked["device_memory"] = short.device_peak
+    with pytest.raises(NothingFits, match=r"^not even 2K tokens fit: "):
+        max_context(MODEL, "fsdp", **asked)
 
 
 @pytest.mark.parametrize("tiles", [{}, {"mlp_tile": 64, "norm_tile": 64, "loss_tile": 64}])

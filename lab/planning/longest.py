@@ -95,7 +95,9 @@ def _longest_by(
 
 
 def whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]) -> tuple[Plan, int]:
-    """Return the plan of the longest context that fits and ends with a whole tile, and the next such length.
+    """Return the plan of the longest context that fits and ends with a whole tile, and a length beyond it.
+
+    The other length does not fit, or is longer than any that is planned.
 
     Args:
         job_of: The jobs.
@@ -132,45 +134,51 @@ def whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan])
     raise NothingFits(planned(first))
 
 
-def to_the_token(
-    job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan], fits: Plan, beyond: int
-) -> tuple[Plan, Plan]:
+def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]) -> tuple[Plan, Plan]:
     """Return the plans of the longest multiple of the ranks that fits, and of the next, which does not.
 
     Args:
         job_of: The jobs.
         machine: What they are to fit.
         planned: Plans a job.
-        fits: The plan of a length that fits.
-        beyond: A length that does not, or that is longer than any that is planned.
 
     Raises:
-        LabError: The longest context that the lab plans still fits.
+        NothingFits: Not even the shortest multiple fits.
+        LabError: The longest one that the lab plans still fits.
     """
-    unit, next_plan, end = fits.ranks, None, most_tokens(fits.job)
-    low, high = fits.tokens // unit * unit, -(-beyond // unit) * unit
-    guess, quarter = None, (high - low) // 4 // unit * unit
-    for two in ((fits.tokens, min(beyond, end)), (low + quarter, low + 3 * quarter)) if quarter else ():
+    fits, beyond = whole_tiles(job_of, machine, planned)
+    unit, next_plan = fits.ranks, None
+    most = most_tokens(fits.job)
+    low, end = max(fits.tokens // unit, 1) * unit, most // unit * unit
+    high = max(min(-(-beyond // unit) * unit, end + unit), low + unit)
+    guess, quarter = high - unit, (high - low) // 4 // unit * unit
+    for two in ((fits.tokens, min(beyond, most)), (low + quarter, low + 3 * quarter)) if quarter else ():
         with suppress(LookupError):
             guess = _longest_by(two, range(low, high, unit), job_of, machine, exact=False)
             break
-    if low < fits.tokens:
+    if low != fits.tokens:
         fits = planned(job_of(low))
-    step = unit
+    while fits.limit is not None:
+        if low == unit:
+            raise NothingFits(fits)
+        next_plan, high, low = fits, low, max(low // (2 * unit), 1) * unit
+        fits = planned(job_of(low))
+    # First the guess, then further from it with each plan until one fits and one does not.
+    tokens, shortest, step = max(min(guess, high - unit), low + unit), low, unit
     while next_plan is None or high - low > unit:
-        tokens = low + max((high - low) // (2 * unit), 1) * unit
-        if guess is not None and high - low > unit:
-            # Close to the guess, and further from it with each plan that is on the other side.
-            tokens = min(max(guess if guess > low else guess + step // 2, low + unit), high - unit)
-        if tokens > end:
+        if low == end:
             raise LabError(f"{format_tokens(end)} tokens still fit: give less memory, or another recipe")
         tried = planned(job_of(tokens))
         if tried.limit is None:
             fits, low = tried, tokens
-            high = max(high, low + unit)
         else:
             next_plan, high = tried, tokens
-            guess = None if guess is None else max(guess - step, low)
+        if next_plan is None:
+            tokens = min(low + step, end)
+        elif low == shortest:
+            tokens = max(high - step, low + unit)
+        else:
+            tokens = low + (high - low) // (2 * unit) * unit
         step *= 2
     return fits, next_plan
 

@@ -12,15 +12,12 @@ from lab.models import ModelLike
 from lab.models.lora import Lora
 from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
-from lab.planning.longest import JobOf, NothingFits, to_the_token, whole_tiles
+from lab.planning.longest import JobOf, NothingFits, longest_context
 from lab.planning.plan import Plan, most_tokens, plan_job
 from lab.recipe.jobs import Job, Limit, check_host_memory, make_job, memory_name
 from lab.recipe.recipe import Recipe
 from lab.techniques.ulysses_degrees import degree_pairs
 from lab.units import Ki, format_bytes, format_lines, format_tokens, round_tokens
-
-TILES = 16
-"""With so many whole tiles or more, contexts of two pairs of degrees are compared by whole tiles."""
 
 RESOLUTION = 128
 """Contexts that differ by less than one part in so many are as good as equal."""
@@ -106,8 +103,8 @@ def max_context(
 
     A ladder's name gives each length its own recipe, for tiles derive from it. Other Ulysses and ring degrees
     than the ladder's are taken if their context is longer by more than one part in ``RESOLUTION``. Knobs by
-    hand hold: with ``ulysses``, ``ring``, ``ring_exchange``,
-    ``head_chunk`` or ``ulysses_backend`` among them nothing is compared.
+    hand hold: with ``ulysses``, ``ring``, ``ring_exchange``, ``head_chunk`` or ``ulysses_backend`` among them
+    nothing is compared.
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes per node. If the attention
     of the longest context fits there too, the answer has ``offload="attention"``, unless ``offload`` is among
@@ -158,28 +155,22 @@ def max_context(
     if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
         others = (pair for pair in degree_pairs(shape, ranks) if pair != (usual.ulysses, usual.ring))
         pairs += [{"ulysses": ulysses, "ring": ring} for ulysses, ring in others]
-    found: tuple[JobOf, Plan, int] | None = None
+    found: tuple[Plan, Plan] | None = None
     refusal = None
     for degrees in pairs:
         job_of: JobOf = partial(job, degrees=degrees)
         if found is not None or refusal is not None:
-            longer = Ki if found is None else found[1].tokens + max(found[1].tokens // RESOLUTION, Ki)
+            longer = Ki if found is None else found[0].tokens + max(found[0].tokens // RESOLUTION, Ki)
             if longer > most_tokens(job_of(Ki)) or planned(job_of(longer)).limit is not None:
                 continue
         try:
-            fits, beyond = whole_tiles(job_of, machine, planned)
+            found = longest_context(job_of, machine, planned)
         except NothingFits as error:
             refusal = refusal or error
-            continue
-        if (beyond - fits.tokens) * TILES > fits.tokens:
-            fits, next_plan = to_the_token(job_of, machine, planned, fits, beyond)
-            beyond = next_plan.tokens
-        found = job_of, fits, beyond
     if found is None:
         assert refusal is not None
         raise refusal
-    job_of, fits, beyond = found
-    fits, next_plan = to_the_token(job_of, machine, planned, fits, beyond)
+    fits, next_plan = found
     assert next_plan.limit is not None
     if machine.disk is not None and isinstance(recipe, str) and fits.recipe.stream and "offload" not in knobs:
         kept = replace(fits.recipe, offload="attention")

@@ -435,14 +435,21 @@ def plan_job(job: Job, machine: Machine) -> Plan:
         LabError: a model that cannot be made; no such device; more tokens of a rank than can be planned.
     """
     began = time.perf_counter()
-    _check_pairs(job)
+    if job.tokens > (most := most_tokens(job)):
+        raise LabError(
+            f"tokens={job.tokens}, rows={job.rows}: torch cannot count the pairs of the tokens that one rank "
+            f"holds of a row; up to {most} tokens work with these rows and ranks"
+        )
     return _plan_of(answer(job, workspace=machine.workspace), job, machine, began)
 
 
 def known_plan(job: Job, machine: Machine) -> Plan | None:
-    """Return the plan of a job where its step is known without running its code; None where it is not."""
+    """Return the plan of a job where its step is known without running its code.
+
+    Returns None where it is not known, and where ``plan_job`` refuses the job.
+    """
     began = time.perf_counter()
-    found = known_answer(job, workspace=machine.workspace)
+    found = known_answer(job, workspace=machine.workspace) if job.tokens <= most_tokens(job) else None
     return None if found is None else _plan_of(found, job, machine, began)
 
 
@@ -479,21 +486,14 @@ def _plan_of(found: Answer, job: Job, machine: Machine, began: float) -> Plan:
 def most_tokens(job: Job) -> int:
     """Return the most tokens of a row that the lab plans with a job's rows, micro-batches and ranks.
 
-    transformers sums over the positions of each row. Of fake tensors, torch sums by a matrix of pairs, which
-    takes no memory, and of which torch has to count the bytes.
+    They are at most ``MAX_TOKENS``, and ``MAX_STEP`` in all rows of a step. transformers sums over the
+    positions of each row. Of fake tensors, torch sums by a matrix of pairs, which takes no memory, and whose
+    bytes torch has to count.
     """
     ranks = job.recipe.ulysses * job.recipe.ring
     rows = -(-job.rows * ranks // job.ranks)
     pairs = math.isqrt(LARGEST // POSITION // rows) * ranks
     return min(MAX_TOKENS, MAX_STEP // (job.rows * job.accumulate), pairs)
-
-
-def _check_pairs(job: Job) -> None:
-    if job.tokens > (most := most_tokens(job)):
-        raise LabError(
-            f"tokens={job.tokens}, rows={job.rows}: a rank has more pairs of tokens than a plan counts; up "
-            f"to {most} tokens work with these rows and ranks"
-        )
 
 
 @progress("planning the ladder")

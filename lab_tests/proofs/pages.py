@@ -31,7 +31,7 @@ def without_seconds(text: str) -> str:
 
 
 def write_pages(say) -> Iterator[dict[str, str]]:
-    """Write what each command prints into its page, and yield a row for each: whether it is another one."""
+    """Write what each command prints into its page, and yield a row for each: whether its text changed."""
     for page in PAGES:
         for command, before in PRINTED.findall(page.read_text()):
             say(command)
