@@ -115,11 +115,32 @@ class Caller:
             self._signal(self._current.waiting, signal.SIGINT)
 
     def wait_for_late_answers(self) -> None:
-        """Wait for ranks that had not answered when the last call failed. Some are not stuck, only slow."""
-        call = self._failed
-        if call is not None and call.waiting:
-            call.wait(self.engines.inbox, lambda: not call.waiting, LEAVE_SECONDS)
+        """Wait once for ranks that had not answered when the last call failed. Some are not stuck, only slow.
+
+        Raises:
+            ClusterError: The controller is gone.
+            Stopped: `interrupt` ended the wait.
+        """
+        call, self._failed = self._failed, None
+        if call is None or not call.waiting or call.dead:
+            return
+
+        def check() -> None:
+            self.engines.check_controller()
+            if self._interrupted is not None:
+                self.stopped = True
+                raise self._error_of(call)
+
+        self._current, self._interrupted = call, None
+        try:
+            call.wait(self.engines.inbox, lambda: bool(call.dead) or not call.waiting, LEAVE_SECONDS, check)
+        finally:
+            self._current = None
             self._note_answers(call)
+
+    def cannot_serve(self, why: str) -> None:
+        """Note why no call can be served until the ranks are restarted."""
+        self.broken, self._failed = why, None
 
     def wait_for_records(self, call: Call, seconds: float) -> bool:
         """Wait until all records of `call` have arrived, and return whether they did within `seconds`."""
@@ -174,23 +195,24 @@ class Caller:
 
     def _note_state(self, call: Call, error: BaseException) -> None:
         """Find out whether the ranks can serve another call, after this one failed or was interrupted."""
-        # Set before the wait, so that it stands if the wait is interrupted too.
-        self.broken = f"{name_ranks(call.waiting or call.ranks)} did not come back from a call"
         self.left_group = True
         self.stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        if isinstance(error, KeyboardInterrupt):
-            self._interrupt_again(call)
-        elif not isinstance(error, RankError | Stopped):
-            call.on_record = None  # it may have raised the error
-            call.wait(self.engines.inbox, lambda: not call.waiting, GRACE_SECONDS)
-        if call.on_record is not None:
-            self.wait_for_records(call, REPORT_SECONDS)
-        call.on_record, self._failed = None, call
-        self._note_answers(call)
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupt_again(call)
+            elif not isinstance(error, RankError | Stopped):
+                call.on_record = None  # it may have raised the error
+                call.wait(self.engines.inbox, lambda: not call.waiting, GRACE_SECONDS)
+            if call.on_record is not None:
+                self.wait_for_records(call, REPORT_SECONDS)
+        finally:
+            # Also where the wait is interrupted, or where `on_record` raises an error.
+            call.on_record, self._failed = None, call
+            self._note_answers(call)
 
     def _note_answers(self, call: Call) -> None:
-        dead = [rank for rank, failure in call.failures.items() if failure.kind == PROCESS_DIED]
-        if dead:
-            self.broken = f"the process of {name_ranks(dead)} ended"
-        elif not call.waiting:
-            self.broken = None
+        self.broken = None
+        if call.dead:
+            self.broken = f"the process of {name_ranks(call.dead)} ended"
+        elif call.waiting:
+            self.broken = f"{name_ranks(call.waiting)} did not come back from a call"

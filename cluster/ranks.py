@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def broken(self) -> bool:
-        """Whether a rank is stuck or gone, so that the ranks have to be restarted. See `apply`."""
+        """Whether a rank was gone, or had not answered, when a call last failed. See `apply`."""
         return self._caller is not None and self._caller.broken is not None
 
     def start(self) -> Self:
@@ -156,9 +156,9 @@ class Cluster:
 
         After an error, every rank that answered has left its process group, and the next call joins the ranks
         again. A rank that did not answer, or is gone, leaves the cluster broken. With gloo the next call
-        waits five seconds for the answer, and the cluster stays broken without it until `recover()` is
-        called. With NCCL the next call restarts the ranks, because the peers of a rank that fails always wait
-        in a kernel.
+        waits up to five seconds for the ranks that did not answer. If one still does not, or is gone, the
+        cluster stays broken until `recover()` is called. With NCCL the next call restarts the ranks, because
+        the peers of a rank that fails always wait in a kernel.
 
         Args:
             fn: The function. It is sent to the ranks by cloudpickle.
@@ -264,7 +264,7 @@ class Cluster:
             if error.kind != ClusterError.__name__:
                 # After an error in a CUDA kernel, nothing but a new process can use the GPU again.
                 why = f"{error.kind}: {error.message}".splitlines()[0]
-                caller.broken = f"rank {error.rank} cannot join the others again: {why}"
+                caller.cannot_serve(f"rank {error.rank} cannot join the others again: {why}")
                 raise
             raise ClusterError(f"rank {error.rank}: {error.message}") from None
         # The ranks report it, because a login node may have no GPU although their hosts have GPUs.

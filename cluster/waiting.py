@@ -60,10 +60,14 @@ class Call:
         return [rank for rank in self.waiting if rank not in self.leaving]
 
     @property
+    def dead(self) -> list[int]:
+        """The ranks whose process ended."""
+        return [rank for rank, failure in self.failures.items() if failure.kind == PROCESS_DIED]
+
+    @property
     def unrecorded(self) -> list[int]:
         """The ranks that have answered, but whose records may not all have arrived."""
-        failed = [rank for rank, failure in self.failures.items() if failure.kind != PROCESS_DIED]
-        return [rank for rank in (*self.answers, *failed) if rank not in self.ended]
+        return [rank for rank in (*self.answers, *self.failures) if rank not in {*self.ended, *self.dead}]
 
     def wait(
         self,

@@ -265,6 +265,19 @@ def test_a_rank_that_was_only_slow_serves_the_next_call(ranks4: Cluster) -> None
 
 
 @pytest.mark.long
+def test_the_wait_for_a_slow_rank_is_stopped_from_another_thread(impatient: Cluster) -> None:
+    """Seen red: the stop was lost, and the call waited on."""
+    before = pids(impatient)
+    with pytest.raises(RankError, match=r"^rank 0 failed first"):
+        impatient.apply(fail_while_one_sleeps, 0, 1)
+    threading.Timer(0.5, impatient.interrupt).start()
+    with within(5), pytest.raises(Stopped):
+        impatient.apply(os.getpid)
+    assert not impatient.broken, "the sleeping rank was interrupted"
+    assert pids(impatient) == before, "no rank needed a restart"
+
+
+@pytest.mark.long
 def test_a_dead_rank_is_named_and_recover_replaces_it(impatient: Cluster) -> None:
     with within(2), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
         impatient.apply(end_on, 1)

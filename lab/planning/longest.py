@@ -143,7 +143,7 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
         planned: Plans a job.
 
     Raises:
-        NothingFits: Not even the shortest multiple fits.
+        NothingFits: Not even ``Ki`` tokens, or one token a rank, fit.
         LabError: The longest one that the lab plans still fits.
     """
     fits, beyond = whole_tiles(job_of, machine, planned)
@@ -152,9 +152,10 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
     low, end = max(fits.tokens // unit, 1) * unit, most // unit * unit
     high = max(min(-(-beyond // unit) * unit, end + unit), low + unit)
     guess, quarter = high - unit, (high - low) // 4 // unit * unit
+    step = quarter or unit
     for two in ((fits.tokens, min(beyond, most)), (low + quarter, low + 3 * quarter)) if quarter else ():
         with suppress(LookupError):
-            guess = _longest_by(two, range(low, high, unit), job_of, machine, exact=False)
+            guess, step = _longest_by(two, range(low, high, unit), job_of, machine, exact=False), unit
             break
     if low != fits.tokens:
         fits = planned(job_of(low))
@@ -164,7 +165,7 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
         next_plan, high, low = fits, low, max(low // (2 * unit), 1) * unit
         fits = planned(job_of(low))
     # First the guess, then further from it with each plan until one fits and one does not.
-    tokens, shortest, step = max(min(guess, high - unit), low + unit), low, unit
+    tokens, shortest = max(min(guess, high - unit), low + unit), low
     while next_plan is None or high - low > unit:
         if low == end:
             raise LabError(f"{format_tokens(end)} tokens still fit: give less memory, or another recipe")
@@ -174,7 +175,7 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
         else:
             next_plan, high = tried, tokens
         if next_plan is None:
-            tokens = min(low + step, end)
+            tokens = min(low + step, max(high, low + unit), end)
         elif low == shortest:
             tokens = max(high - step, low + unit)
         else:

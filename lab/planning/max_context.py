@@ -164,9 +164,13 @@ def max_context(
             if longer > most_tokens(job_of(Ki)) or planned(job_of(longer)).limit is not None:
                 continue
         try:
-            found = longest_context(job_of, machine, planned)
+            other = longest_context(job_of, machine, planned)
         except NothingFits as error:
             refusal = refusal or error
+            continue
+        # What the allocator reserves need not grow with the length: that `longer` fits may be an exception.
+        if found is None or other[0].tokens > found[0].tokens:
+            found = other
     if found is None:
         assert refusal is not None
         raise refusal

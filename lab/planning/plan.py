@@ -437,8 +437,9 @@ def plan_job(job: Job, machine: Machine) -> Plan:
     began = time.perf_counter()
     if job.tokens > (most := most_tokens(job)):
         raise LabError(
-            f"tokens={job.tokens}, rows={job.rows}: torch cannot count the pairs of the tokens that one rank "
-            f"holds of a row; up to {most} tokens work with these rows and ranks"
+            f"tokens={job.tokens}, rows={job.rows}: a plan needs a matrix of all pairs of the tokens that a "
+            f"rank holds of a row, of more bytes than torch can count; up to {most} tokens work with these "
+            "rows and ranks"
         )
     return _plan_of(answer(job, workspace=machine.workspace), job, machine, began)
 
