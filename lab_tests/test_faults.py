@@ -36,7 +36,7 @@ from lab.training.rank_out_of_memory import RankOutOfMemory
 from lab.training.records import Run, Started
 from lab.training.run import Interrupted
 from lab_tests.support.models import small_config
-from lab_tests.support.on_ranks import within
+from lab_tests.support.on_ranks import ranks_kept, within
 
 TOKENS = 1024
 
@@ -71,7 +71,10 @@ def failing_model() -> PreTrainedModel:
 @pytest.mark.long
 def test_a_failed_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
     seen: list[Any] = []
-    with pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught:
+    with (
+        ranks_kept(two_ranks),
+        pytest.raises(RankError, match=r"^rank 1 failed first: ArithmeticError: 7 is not 11") as caught,
+    ):
         lab.run(failing_model, "ulysses", tokens=TOKENS, cluster=two_ranks, watch=seen.append)
     kept = caught.value.partial
     assert isinstance(kept, Run)
@@ -81,7 +84,6 @@ def test_a_failed_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
     assert len(kept.timelines) == 2
     assert "model.layers.0.mlp" in kept.timelines[1].modules
     assert "model.layers.2.mlp" not in kept.timelines[1].modules
-    assert not two_ranks.broken
 
 
 def test_leaving_the_process_groups_holds_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +138,14 @@ def test_a_rank_that_runs_out_says_in_what_and_what_would_have_fit(two_ranks: Cl
 
 @pytest.mark.long
 def test_where_no_rung_fits_the_leanest_is_named(two_ranks: Cluster) -> None:
-    with pytest.raises(
-        RankOutOfMemory, match=r"no rung fits that, the leanest is 'streamed', planned at"
-    ) as caught:
+    with (
+        ranks_kept(two_ranks),
+        pytest.raises(
+            RankOutOfMemory, match=r"no rung fits that, the leanest is 'streamed', planned at"
+        ) as caught,
+    ):
         lab.run(small(), "upipe", tokens=TOKENS, cluster=two_ranks, device_memory="256KiB")
     assert "before the first operator" in str(caught.value)
-    assert not two_ranks.broken
 
 
 def test_what_the_device_refuses_names_the_operator_too() -> None:
@@ -192,12 +196,12 @@ def test_a_stopped_run_is_what_it_measured(two_ranks: Cluster) -> None:
             stops.append(message.stop)
         stop_later(message)
 
-    run = lab.run(small(), "upipe", tokens=TOKENS, steps=500, cluster=two_ranks, watch=watch)
+    with ranks_kept(two_ranks):
+        run = lab.run(small(), "upipe", tokens=TOKENS, steps=500, cluster=two_ranks, watch=watch)
     assert not run.complete
     assert 1 <= len(run.losses) == len(run.seconds) < 500
     assert f"stopped in step {len(run.losses) + 1} of 500" in run.title
     assert all(timeline.step.max() >= len(run.losses) - 1 for timeline in run.timelines)
-    assert not two_ranks.broken
     again = lab.run(small(), "upipe", tokens=TOKENS, steps=1, cluster=two_ranks)
     assert again.losses[0] == run.losses[0]
 
@@ -206,12 +210,14 @@ def test_a_stopped_run_is_what_it_measured(two_ranks: Cluster) -> None:
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupted_run_keeps_what_was_measured(two_ranks: Cluster) -> None:
     watch = after_a_step(lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(Interrupted, match=r"\.partial is what it measured: .* interrupted in step") as caught:
+    with (
+        ranks_kept(two_ranks),
+        pytest.raises(Interrupted, match=r"\.partial is what it measured: .* interrupted in step") as caught,
+    ):
         lab.run(small(), "fsdp", tokens=TOKENS, steps=500, cluster=two_ranks, watch=watch)
     assert isinstance(caught.value, KeyboardInterrupt)
     assert caught.value.partial is not None
     assert len(caught.value.partial.losses) >= 1
-    assert not two_ranks.broken
 
 
 # ---- processes without an owner ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from cluster.ranks import Cluster
 from cluster.watchdog import is_alive
 
 
@@ -40,6 +41,29 @@ def sum_over_ranks(start: float) -> float:
     value = torch.tensor(start ** dist.get_rank())
     dist.all_reduce(value)
     return float(value)
+
+
+def pids(cluster: Cluster) -> list[int]:
+    """Return the processes of the ranks."""
+    return cluster.apply(os.getpid)
+
+
+def sums(cluster: Cluster) -> bool:
+    """Return whether all ranks work together."""
+    return cluster.apply(sum_over_ranks, 2.0) == [2.0**cluster.ranks - 1] * cluster.ranks
+
+
+@contextmanager
+def ranks_kept(cluster: Cluster) -> Iterator[None]:
+    """Check that the same processes serve a call after this block.
+
+    A rank may need seconds to leave a call that failed, so what the cluster says of it right then proves
+    nothing. The next call waits for it.
+    """
+    before = pids(cluster)
+    yield
+    assert pids(cluster) == before, "ranks were restarted"
+    assert sums(cluster)
 
 
 def raise_on(culprit: int) -> None:
