@@ -26,6 +26,7 @@ import zmq
 from torch.distributed.device_mesh import init_device_mesh
 
 from cluster import capacity, host, remote, watchdog
+from cluster.calling import Caller
 from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import ClusterError, Failure, RankError, Stopped
 from cluster.live import Stamp, publish
@@ -188,6 +189,20 @@ def test_an_error_in_on_record_reaches_the_caller(ranks4: Cluster) -> None:
 
     with ranks_kept(ranks4), pytest.raises(BufferError, match="own"):
         ranks4.apply(publish_one, 0.0, on_record=refuse)
+
+
+def test_an_error_in_on_record_after_a_failure_leaves_the_ranks_whole(
+    ranks4: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record may come after the failure of its rank."""
+
+    def refuse(*_: Any) -> bool:
+        raise BufferError("late")
+
+    with ranks_kept(ranks4), monkeypatch.context() as patched:
+        patched.setattr(Caller, "wait_for_records", refuse)
+        with pytest.raises(BufferError, match="late"):
+            ranks4.apply(raise_on, 1, on_record=refuse)
 
 
 def test_the_earliest_failure_is_the_cause(ranks4: Cluster) -> None:

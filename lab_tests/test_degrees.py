@@ -75,3 +75,18 @@ def test_the_longest_context_is_searched_with_the_pair_that_holds_most():
     assert recipe.ulysses * recipe.ring == 4
     beyond = plan(SMALL, "upipe", tokens=found.tokens, ulysses=4, **asked)
     assert beyond.limit == "device"
+
+
+@pytest.mark.long
+def test_a_pair_whose_longest_context_is_shorter_is_not_taken(monkeypatch):
+    """What the allocator reserves need not grow with the length, so that a pair may fit one length alone."""
+    asked = {"ranks": 4, "device_memory": "48MiB", "host_memory": "21GiB", "workspace": False}
+    own = max_context(SMALL, "upipe", ulysses=4, **asked)
+
+    def shorter(job_of, machine, planned):
+        if job_of(1024).recipe.ulysses == 4:
+            return own.plan, own.next_plan
+        return planned(job_of(own.tokens - 4)), own.plan
+
+    monkeypatch.setattr("lab.planning.max_context.longest_context", shorter)
+    assert max_context(SMALL, "upipe", **asked).plan == own.plan

@@ -5,8 +5,8 @@ import pytest
 from lab.planning import answers
 from lab_tests.proofs.length_draws import check, draw
 
-SEEDS = (0, 1, 2, 4, 5, 6, 7, 9, 11, 12, 13, 14, 15, 16)
-"""Of the first, those that take the least time."""
+SEEDS = (1, 5, 9, 16, 24, 25, 26, 40, 43, 62, 106, 112, 116, 131, 132, 135, 146, 155, 159, 172)
+"""Of the first two hundred, of those that take a few seconds, one of each kind."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

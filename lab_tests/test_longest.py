@@ -1,8 +1,13 @@
 """The longest context of a recipe, found from few plans: against plans of every length near it."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 from transformers import MistralConfig
 
+from lab.errors import LabError
+from lab.planning import longest
 from lab.planning.longest import NothingFits
 from lab.planning.max_context import max_context
 from lab.planning.plan import plan
@@ -64,6 +69,44 @@ def test_more_ranks_than_the_shortest_context_has_tokens():
     asked["device_memory"] = short.device_peak
     with pytest.raises(NothingFits, match=r"^not even 2K tokens fit: "):
         max_context(MODEL, "fsdp", **asked)
+
+
+@pytest.mark.parametrize("unit", [1, 6, 7, 1000])
+def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
+    """Any lengths may fit, with any guess, and the first may be no multiple of the ranks."""
+    chosen, found = random.Random(unit), 0
+    for _ in range(500):
+        most = chosen.randint(unit, 10_000)
+        fitting = [tokens <= most // 2 or chosen.random() < 0.3 for tokens in range(most + 1)]
+        if chosen.random() < 0.5:
+            fitting = [*sorted(fitting, reverse=True)]
+        shortest = chosen.choice([tokens for tokens, fits in enumerate(fitting) if fits])
+        beyond = chosen.choice([*(t for t in range(shortest + 1, most + 1) if not fitting[t]), most + 1])
+        guess = chosen.randint(shortest, beyond)
+
+        def planned(job, fitting=fitting):
+            limit = None if fitting[job.tokens] else "device"
+            return SimpleNamespace(job=job, tokens=job.tokens, ranks=unit, limit=limit)
+
+        def job_of(tokens):
+            return SimpleNamespace(tokens=tokens)
+
+        answers = planned(job_of(shortest)), beyond
+        monkeypatch.setattr(longest, "most_tokens", lambda job, most=most: most)
+        monkeypatch.setattr(longest, "whole_tiles", lambda *_, answers=answers: answers)
+        monkeypatch.setattr(longest, "_longest_by", lambda *_, guess=guess, **__: guess // unit * unit)
+        monkeypatch.setattr(longest, "NothingFits", LookupError)
+        try:
+            fits, next_plan = longest.longest_context(job_of, None, planned)
+        except LookupError:
+            assert not fitting[unit]
+        except LabError:
+            assert fitting[most // unit * unit]
+        else:
+            found += 1
+            assert (fits.limit, next_plan.limit) == (None, "device")
+            assert (fits.tokens % unit, next_plan.tokens) == (0, fits.tokens + unit)
+    assert found > 300
 
 
 @pytest.mark.parametrize("tiles", [{}, {"mlp_tile": 64, "norm_tile": 64, "loss_tile": 64}])

@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import lab
 from lab.planning import answers, plan_cache, whole_step
 from lab.planning.fake_step import fake_step
+from lab.planning.plan import known_plan, plan_job
 from lab.recipe.recipe import Recipe
 from lab_tests.support.models import small_config
 
@@ -52,6 +54,17 @@ def test_limits_are_no_part_of_what_is_kept(walks):
     assert plan(device_memory=1).limit == "device"
     assert plan(device_memory="80GiB").limit is None
     assert len(walks) == 1
+
+
+def test_no_plan_is_known_of_a_length_that_is_refused(folder):
+    *_, longest = (plan(tokens=2**power, ranks=1) for power in (26, 27, 28))
+    beyond, too_long = (replace(longest.job, tokens=2**power) for power in (29, 30))
+    found = known_plan(beyond, longest.machine)
+    assert found is not None
+    assert found.lengths == (2**26, 2**27, 2**28)
+    assert known_plan(too_long, longest.machine) is None
+    with pytest.raises(lab.LabError, match=r"needs a matrix of all pairs of .* up to 1073741823 tokens work"):
+        plan_job(too_long, longest.machine)
 
 
 CHANGES = {

@@ -102,9 +102,9 @@ def max_context(
     A multiple of the ranks is found: it fits, and the next does not.
 
     A ladder's name gives each length its own recipe, for tiles derive from it. Other Ulysses and ring degrees
-    than the ladder's are taken if their context is longer by more than one part in ``RESOLUTION``. Knobs by
-    hand hold: with ``ulysses``, ``ring``, ``ring_exchange``, ``head_chunk`` or ``ulysses_backend`` among them
-    nothing is compared.
+    than the ladder's are taken if their context is longer by one part in ``RESOLUTION``, and by 1K tokens.
+    Knobs by hand hold: with ``ulysses``, ``ring``, ``ring_exchange``, ``head_chunk`` or ``ulysses_backend``
+    among them nothing is compared.
 
     With ``disk``, the long tensors of streamed layers are on a disk of these bytes per node. If the attention
     of the longest context fits there too, the answer has ``offload="attention"``, unless ``offload`` is among
