@@ -1,15 +1,18 @@
 """The recipes that fit a model on given ranks, fastest first: against every combination of knobs."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from math import inf
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 import lab.planning.fit as fit_module
 from lab.errors import LabError
 from lab.models import shape_of
+from lab.planning import allocator
 from lab.planning.fit import KEEPS, candidates, fit, leanest, pareto_front, with_other_degrees
 from lab.planning.plan import plan_job
 from lab.recipe.ladder import RECIPE_NAMES, resolve_recipe
@@ -198,6 +201,22 @@ def test_the_candidates_are_few_and_the_leanest_is_the_first():
 def test_tiny_fits_with_the_leanest_recipe():
     found = fit("tiny", tokens=1024, device_memory=61_843_989, **ASKED)
     assert found[0].device_peak <= 61_843_989
+
+
+def test_what_the_allocator_reserves_is_simulated_once_a_plan(monkeypatch):
+    """Seen red: for each plan and each recipe that it may rule out, which took a quarter of an hour."""
+    simulated, planned = Counter(), []
+
+    def simulate(timeline, *, expandable):
+        simulated[id(timeline), expandable] += 1
+        return SimpleNamespace(reserved=2**40)
+
+    monkeypatch.setattr(allocator, "simulate", simulate)
+    asked = {"tokens": 4096, "ranks": 2, "device_memory": "8GiB"}
+    with pytest.raises(LabError, match="no recipe fits"):
+        fit(MODEL, watch=lambda number, most, plan: planned.append(plan), **asked)
+    assert len(planned) > 8
+    assert max(simulated.values()) == 1
 
 
 def test_bf16_weights_fit_with_all_of_it_on_the_device():

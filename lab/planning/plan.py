@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -175,7 +176,7 @@ class Plan:
         reserved = reserved_bytes(self.timeline, self.ranks, expandable=expandable)
         return max(reserved, self.start.device)
 
-    @property
+    @cached_property
     def device_need(self) -> int:
         """The device bytes with which the step runs.
 
@@ -249,11 +250,9 @@ class Plan:
 
     def needed(self, memory: Limit) -> int:
         """Return the bytes that the step needs of a memory: of a device, or of a node's host or disk."""
-        return {
-            "device": self.device_need,
-            "host": self.host_peak_per_node,
-            "disk": self.disk_peak_per_node,
-        }[memory]
+        if memory == "device":
+            return self.device_need
+        return self.host_peak_per_node if memory == "host" else self.disk_peak_per_node
 
     @property
     def fits(self) -> bool | None:
