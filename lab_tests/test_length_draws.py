@@ -6,7 +6,7 @@ from lab.planning import answers
 from lab_tests.proofs.length_draws import check, draw
 
 SEEDS = (1, 5, 9, 16, 24, 25, 26, 40, 43, 62, 106, 112, 116, 131, 132, 135, 146, 155, 159, 172)
-"""Of the first two hundred, of those that take a few seconds, one of each kind."""
+"""Of the first two hundred, some that take a few seconds, of different families and recipes."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -79,7 +79,7 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
         most = chosen.randint(unit, 10_000)
         fitting = [tokens <= most // 2 or chosen.random() < 0.3 for tokens in range(most + 1)]
         if chosen.random() < 0.5:
-            fitting = [*sorted(fitting, reverse=True)]
+            fitting.sort(reverse=True)
         shortest = chosen.choice([tokens for tokens, fits in enumerate(fitting) if fits])
         beyond = chosen.choice([*(t for t in range(shortest + 1, most + 1) if not fitting[t]), most + 1])
         guess = chosen.randint(shortest, beyond)

@@ -58,7 +58,7 @@ def ranks_kept(cluster: Cluster) -> Iterator[None]:
     """Check that the same processes serve a call after this block.
 
     A rank may need seconds to leave a call that failed, so what the cluster says of it right then proves
-    nothing. The next call waits for it.
+    nothing. After a failure the next call waits for it, and after a stop it restarts the ranks.
     """
     before = pids(cluster)
     yield
