@@ -134,6 +134,8 @@ class Caller:
         self._current, self._interrupted = call, None
         try:
             call.wait(self.engines.inbox, lambda: bool(call.dead) or not call.waiting, LEAVE_SECONDS, check)
+            # The rank may have answered the stop before the next look.
+            check()
         finally:
             self._current = None
             self._note_answers(call)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import zmq
 from torch.distributed.device_mesh import init_device_mesh
 
-from cluster import capacity, host, remote, watchdog
+from cluster import capacity, host, remote, waiting, watchdog
 from cluster.calling import Caller
 from cluster.client import AnswerMessage, RecordMessage
 from cluster.errors import ClusterError, Failure, RankError, Stopped
@@ -33,7 +33,7 @@ from cluster.live import Stamp, publish
 from cluster.network import LOOPBACK, reserved_ports
 from cluster.processes import family
 from cluster.ranks import Cluster
-from cluster.waiting import Call
+from cluster.waiting import TICK_SECONDS, Call
 from lab_tests.support.long_run import mostly_long
 from lab_tests.support.on_ranks import (
     describe_rank,
@@ -76,6 +76,13 @@ def publish_one(pause: float) -> None:
     publish("own")
 
 
+@pytest.fixture
+def ready(ranks4: Cluster) -> Cluster:
+    """Ranks that have imported this module, which takes new ones seconds: a stop waits for its end."""
+    ranks4.apply(import_module, __name__)
+    return ranks4
+
+
 def fail_while_one_sleeps(culprit: int, sleeper: int, seconds: float = 600) -> None:
     if dist.get_rank() == sleeper:
         time.sleep(seconds)
@@ -105,6 +112,7 @@ def sleep_through_interrupts(sleeper: int) -> None:
 
 
 def fail_one_after_another(order: list[int]) -> None:
+    dist.barrier()
     time.sleep(0.15 * order.index(dist.get_rank()))
     raise LookupError(f"place {order.index(dist.get_rank())}")
 
@@ -263,7 +271,7 @@ def test_a_rank_that_was_only_slow_serves_the_next_call(ranks4: Cluster) -> None
     """On a busy machine a rank may need seconds more than the peers that failed."""
     before = pids(ranks4)
     with pytest.raises(RankError, match=r"^rank 0 failed first") as caught:
-        ranks4.apply(fail_while_one_sleeps, 0, 3, 4)
+        ranks4.apply(fail_while_one_sleeps, 0, 3, 6)
     assert 3 in caught.value.waiting
     assert ranks4.broken
     assert sums(ranks4)
@@ -272,11 +280,15 @@ def test_a_rank_that_was_only_slow_serves_the_next_call(ranks4: Cluster) -> None
 
 
 @pytest.mark.long
-def test_the_wait_for_a_slow_rank_is_stopped_from_another_thread(impatient: Cluster) -> None:
-    """Seen red: the stop was lost, and the call waited on."""
+@pytest.mark.parametrize("tick", [TICK_SECONDS, 60])
+def test_the_wait_for_a_slow_rank_is_stopped_from_another_thread(
+    impatient: Cluster, tick: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the stop was lost where the rank answered it before the caller looked again."""
     before = pids(impatient)
     with pytest.raises(RankError, match=r"^rank 0 failed first"):
         impatient.apply(fail_while_one_sleeps, 0, 1)
+    monkeypatch.setattr(waiting, "TICK_SECONDS", tick)
     threading.Timer(0.5, impatient.interrupt).start()
     with within(5), pytest.raises(Stopped):
         impatient.apply(os.getpid)
@@ -325,14 +337,14 @@ def test_a_call_that_is_not_answered_in_time_is_an_error(ranks4: Cluster) -> Non
 
 
 @pytest.mark.usefixtures("_interruptible")
-def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ranks4: Cluster) -> None:
-    before, got = pids(ranks4), list[str]()
+def test_a_kernels_interrupt_ends_the_call_on_the_ranks(ready: Cluster) -> None:
+    before, got = pids(ready), list[str]()
     threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
     with within(5), pytest.raises(KeyboardInterrupt):
-        ranks4.apply(work_together, on_record=lambda rank, record: got.append(record))
+        ready.apply(work_together, on_record=lambda rank, record: got.append(record))
     assert got
-    assert sums(ranks4)
-    assert pids(ranks4) == before, "no rank needed a restart"
+    assert sums(ready)
+    assert pids(ready) == before, "no rank needed a restart"
 
 
 def test_a_call_is_stopped_from_another_thread(ranks4: Cluster) -> None:
@@ -359,13 +371,6 @@ def import_slowly(folder: str) -> None:
 
     while slow_module.whole:
         time.sleep(0.01)
-
-
-@pytest.fixture
-def ready(ranks4: Cluster) -> Cluster:
-    """Ranks that have imported this module, which takes new ones seconds: a stop waits for its end."""
-    ranks4.apply(import_module, __name__)
-    return ranks4
 
 
 @pytest.mark.long

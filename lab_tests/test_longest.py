@@ -81,10 +81,11 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
         if chosen.random() < 0.5:
             fitting.sort(reverse=True)
         shortest = chosen.choice([tokens for tokens, fits in enumerate(fitting) if fits])
-        beyond = chosen.choice([*(t for t in range(shortest + 1, most + 1) if not fitting[t]), most + 1])
-        guess = chosen.randint(shortest, beyond)
+        beyond = chosen.randint(shortest + 1, most + 1)
+        guess, tried = chosen.randint(shortest, beyond), []
 
-        def planned(job, fitting=fitting):
+        def planned(job, fitting=fitting, tried=tried):
+            tried.append(job.tokens)
             limit = None if fitting[job.tokens] else "device"
             return SimpleNamespace(job=job, tokens=job.tokens, ranks=unit, limit=limit)
 
@@ -104,6 +105,8 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
             assert fitting[most // unit * unit]
         else:
             found += 1
+            # Doubled steps to it, and halved ones back.
+            assert len(tried) <= 30
             assert (fits.limit, next_plan.limit) == (None, "device")
             assert (fits.tokens % unit, next_plan.tokens) == (0, fits.tokens + unit)
     assert found > 300

@@ -97,7 +97,7 @@ def _longest_by(
 def whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]) -> tuple[Plan, int]:
     """Return the plan of the longest context that fits and ends with a whole tile, and a length beyond it.
 
-    The other length does not fit, or is longer than any that is planned.
+    The other length should not fit, by the steps of its class, or is longer than any that is planned.
 
     Args:
         job_of: The jobs.
@@ -175,7 +175,8 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
         else:
             next_plan, high = tried, tokens
         if next_plan is None:
-            tokens = min(low + step, max(high, low + unit), end)
+            # Beyond `high`, which was not planned, from step to step.
+            tokens = min(low + step, high if low < high else end, end)
         elif low == shortest:
             tokens = max(high - step, low + unit)
         else:
