@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -9,13 +10,12 @@ from click.testing import CliRunner
 from lab.commands.cli import main
 from lab.errors import LabError, RecipeError
 from lab.models import config_of
+from lab.planning import longest
 from lab.planning import max_context_table as table
-from lab.planning.answers import shape_of
 from lab.planning.hardware import HARDWARE
 from lab.planning.max_context import RESOLUTION
 from lab.planning.max_context_table import MODELS, RENTALS, Rental, longest_contexts
 from lab.planning.plan import plan
-from lab.planning.scaling import length_class
 from lab.show.context_table import context_table
 
 SMALL = (Rental(2, "rtx4090", "15GiB", 2, "little"), Rental(2, "rtx5090", "16GiB", 2, "more"))
@@ -36,13 +36,12 @@ def cells():
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_cell_fits_and_a_tile_more_on_each_rank_does_not(cells, number):
+def test_a_cell_fits_and_the_next_multiple_of_the_ranks_does_not(cells, number):
     cell, rental = cells[number], SMALL[number]
     memory = {"device_memory": int(HARDWARE[rental.device].memory.value), "host_memory": rental.host_memory}
-    step = length_class(cell.plan.job, shape_of("tiny")).grid
     longest, beyond = (
         plan("tiny", cell.recipe_name, tokens=tokens, ranks=2, ranks_per_node=2, **memory)
-        for tokens in (cell.tokens, cell.tokens + step)
+        for tokens in (cell.tokens, cell.tokens + 2)
     )
     assert (longest.fits, beyond.fits) == (True, False)
     assert cell.limit == beyond.limit
@@ -69,6 +68,32 @@ def test_the_picture_has_every_cell(cells):
     assert context_table(cells).png.startswith(b"\x89PNG")
     with pytest.raises(LabError, match=r"^no longest contexts to draw"):
         context_table(())
+
+
+@pytest.mark.parametrize(
+    ("upipe", "long", "best"),
+    [(1_900_000, 1_908_000, "upipe"), (1_100_000, 1_900_000, "long"), (1_900_000, 1_100_000, "upipe")],
+)
+def test_a_class_of_one_length_does_not_cut_a_cell_short(upipe, long, best, monkeypatch):
+    """The windows of 2,047 tokens make a class of each power of two. Seen red: the cells said 1,048,576."""
+    limits, tried = {"upipe": upipe, "long": long}, {"upipe": [], "long": []}
+
+    def plan_job(job, machine):
+        tried[job.recipe_name].append(job.tokens)
+        limit = None if job.tokens <= limits[job.recipe_name] else "device"
+        return SimpleNamespace(job=job, tokens=job.tokens, ranks=1, limit=limit)
+
+    monkeypatch.setattr(table, "RECIPE_NAMES", tuple(limits))
+    monkeypatch.setattr(table, "plan_job", plan_job)
+    # The guess from the steps of two lengths would plan them.
+    monkeypatch.setattr(longest, "_longest_by", refuse)
+    [cell] = longest_contexts(("phi3-mini",), RENTALS[:1])
+    assert (cell.recipe_name, cell.tokens, cell.limit) == (best, limits[best], "device")
+    assert (len(tried["upipe"]) == 1) is (best == "long"), "what cannot be the longest is planned once"
+
+
+def refuse(*_, **__):
+    raise LookupError
 
 
 def test_the_machines_of_the_table():

@@ -94,7 +94,7 @@ def _longest_by(
     return lengths[bisect_left(lengths, True, lo=last + 1, hi=over, key=partial(is_over, reserved=True)) - 1]
 
 
-def whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]) -> tuple[Plan, int]:
+def _whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]) -> tuple[Plan, int]:
     """Return the plan of the longest context that fits and ends with a whole tile, and a length beyond it.
 
     The other length should not fit, by the steps of its class, or is longer than any that is planned.
@@ -134,8 +134,12 @@ def whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan])
     raise NothingFits(planned(first))
 
 
-def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]) -> tuple[Plan, Plan]:
+def longest_context(
+    job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]
+) -> tuple[Plan, Plan | None]:
     """Return the plans of the longest multiple of the ranks that fits, and of the next, which does not.
+
+    The other is None if the longest one that the lab plans still fits.
 
     Args:
         job_of: The jobs.
@@ -144,9 +148,8 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
 
     Raises:
         NothingFits: Not even ``Ki`` tokens, or one token a rank, fit.
-        LabError: The longest one that the lab plans still fits.
     """
-    fits, beyond = whole_tiles(job_of, machine, planned)
+    fits, beyond = _whole_tiles(job_of, machine, planned)
     unit, next_plan = fits.ranks, None
     most = most_tokens(fits.job)
     low, end = max(fits.tokens // unit, 1) * unit, most // unit * unit
@@ -168,7 +171,7 @@ def longest_context(job_of: JobOf, machine: Machine, planned: Callable[[Job], Pl
     tokens, shortest = max(min(guess, high - unit), low + unit), low
     while next_plan is None or high - low > unit:
         if low == end:
-            raise LabError(f"{format_tokens(end)} tokens still fit: give less memory, or another recipe")
+            return fits, None
         tried = planned(job_of(tokens))
         if tried.limit is None:
             fits, low = tried, tokens

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from cluster.progress import hide_progress, progress, say
+from lab.errors import LabError
 from lab.models import ModelLike
 from lab.models.lora import Lora
 from lab.planning.answers import shape_of
@@ -155,7 +156,7 @@ def max_context(
     if isinstance(recipe, str) and usual.ulysses * usual.ring == ranks and not DEGREES & knobs.keys():
         others = (pair for pair in degree_pairs(shape, ranks) if pair != (usual.ulysses, usual.ring))
         pairs += [{"ulysses": ulysses, "ring": ring} for ulysses, ring in others]
-    found: tuple[Plan, Plan] | None = None
+    found: tuple[Plan, Plan | None] | None = None
     refusal = None
     for degrees in pairs:
         job_of: JobOf = partial(job, degrees=degrees)
@@ -175,6 +176,8 @@ def max_context(
         assert refusal is not None
         raise refusal
     fits, next_plan = found
+    if next_plan is None:
+        raise LabError(f"{format_tokens(fits.tokens)} tokens still fit: give less memory, or another recipe")
     assert next_plan.limit is not None
     if machine.disk is not None and isinstance(recipe, str) and fits.recipe.stream and "offload" not in knobs:
         kept = replace(fits.recipe, offload="attention")

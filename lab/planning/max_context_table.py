@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lab.errors import RecipeError
 from lab.models.presets import PRESETS
 from lab.planning.answers import shape_of
 from lab.planning.hardware import make_machine
-from lab.planning.longest import NothingFits, whole_tiles
+from lab.planning.longest import NothingFits, longest_context
 from lab.planning.max_context import RESOLUTION
 from lab.planning.plan import Plan, most_tokens, plan_job
 from lab.recipe.jobs import Job, Limit, Machine, make_job
 from lab.recipe.ladder import RECIPE_NAMES
-from lab.units import format_bytes, round_tokens
+from lab.units import Ki, format_bytes, round_tokens
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,7 @@ def longest_contexts(
     """Find the longest context of each model on each of ``rentals``, with the best of ``RECIPE_NAMES``.
 
     Each recipe has the ladder's degrees. Of recipes whose contexts differ by less than one part in
-    ``RESOLUTION``, the first name is taken. A context ends with a whole tile: it fits, and with one tile more
-    on each rank it does not.
+    ``RESOLUTION``, the first name is taken. A multiple of the ranks is found: it fits, and the next does not.
 
     Args:
         models: The names of presets.
@@ -166,30 +166,36 @@ def longest_contexts(
 
 
 def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestContext:
-    shape, machine = shape_of(model), rental.machine
-    found: list[tuple[Plan, Plan]] = []
+    shape, machine, ranks = shape_of(model), rental.machine, rental.gpus
+    found: dict[str, tuple[Plan, Plan | None]] = {}
     refusals: list[NothingFits] = []
+
+    def job_of(name: str, tokens: int) -> Job:
+        return make_job(model, name, tokens=tokens, ranks=ranks, shape=shape)
 
     def planned(job: Job) -> Plan:
         say(f"{model} on {rental.title}: planning {job.recipe_name} at {round_tokens(job.tokens)}")
         return plan_job(job, machine)
 
-    for name in RECIPE_NAMES:
-
-        def job_of(tokens: int, name: str = name) -> Job:
-            return make_job(model, name, tokens=tokens, ranks=rental.gpus, shape=shape)
-
+    enough = 0
+    # The last recipes mostly have the longest contexts: then one plan of each of the others is enough.
+    for name in reversed(RECIPE_NAMES):
         try:
-            fits, beyond = whole_tiles(job_of, machine, planned)
-            found.append((fits, planned(job_of(min(beyond, most_tokens(fits.job))))))
+            if enough > most_tokens(job_of(name, Ki)) or (enough and planned(job_of(name, enough)).limit):
+                continue
+            found[name] = longest_context(partial(job_of, name), machine, planned)
         except NothingFits as refusal:
             refusals.append(refusal)
         except RecipeError:
             # The model or the number of ranks forbids this recipe.
             continue
+        else:
+            longest = found[name][0].tokens
+            enough = max(enough, (longest - longest // RESOLUTION) // ranks * ranks)
     if not found:
         leanest = min(refusals, key=lambda refusal: refusal.plan.device_peak)
         return LongestContext(model, rental, None, leanest.plan.limit, str(leanest))
-    enough = max(fits.tokens for fits, _ in found) * (1 - 1 / RESOLUTION)
-    fits, beyond_plan = next(pair for pair in found if pair[0].tokens >= enough)
-    return LongestContext(model, rental, fits, beyond_plan.limit)
+    fits, next_plan = next(
+        found[name] for name in RECIPE_NAMES if name in found and found[name][0].tokens >= enough
+    )
+    return LongestContext(model, rental, fits, next_plan.limit if next_plan else None)
