@@ -1,6 +1,7 @@
 """The longest context of a recipe, found from few plans: against plans of every length near it."""
 
 import random
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -70,8 +71,9 @@ def test_more_ranks_than_the_shortest_context_has_tokens():
         max_context(MODEL, "fsdp", **asked)
 
 
+@pytest.mark.parametrize("resolution", [inf, 40])
 @pytest.mark.parametrize("unit", [1, 6, 7, 1000])
-def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
+def test_the_search_ends_beside_a_length_that_does_not_fit(unit, resolution, monkeypatch):
     """Any lengths may fit, with any guess, and the first may be no multiple of the ranks."""
     chosen, found = random.Random(unit), 0
     for _ in range(500):
@@ -97,7 +99,7 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
         monkeypatch.setattr(longest, "_longest_by", lambda *_, guess=guess, **__: guess // unit * unit)
         monkeypatch.setattr(longest, "NothingFits", LookupError)
         try:
-            fits, next_plan = longest.longest_context(job_of, None, planned)
+            fits, next_plan = longest.longest_context(job_of, None, planned, resolution=resolution)
         except LookupError:
             assert not fitting[unit]
             continue
@@ -108,7 +110,9 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(unit, monkeypatch):
             # Doubled steps to it, and halved ones back.
             assert len(tried) <= 30
             assert (fits.limit, next_plan.limit) == (None, "device")
-            assert (fits.tokens % unit, next_plan.tokens) == (0, fits.tokens + unit)
+            assert fits.tokens % unit == next_plan.tokens % unit == 0
+            apart = next_plan.tokens - fits.tokens
+            assert apart == unit or unit < apart <= fits.tokens / resolution
     assert found > 300
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from math import inf
 
 from lab.errors import LabError
 from lab.planning.allocator import reserved_bytes
@@ -135,7 +136,7 @@ def _whole_tiles(job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]
 
 
 def longest_context(
-    job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan]
+    job_of: JobOf, machine: Machine, planned: Callable[[Job], Plan], *, resolution: float = inf
 ) -> tuple[Plan, Plan | None]:
     """Return the plans of the longest multiple of the ranks that fits, and of the next, which does not.
 
@@ -145,6 +146,7 @@ def longest_context(
         job_of: The jobs.
         machine: What they are to fit.
         planned: Plans a job.
+        resolution: The two lengths may differ by one part in so many, which takes fewer plans.
 
     Raises:
         NothingFits: Not even ``Ki`` tokens, or one token a rank, fit.
@@ -154,9 +156,10 @@ def longest_context(
     most = most_tokens(fits.job)
     low, end = max(fits.tokens // unit, 1) * unit, most // unit * unit
     high = max(min(-(-beyond // unit) * unit, end + unit), low + unit)
-    guess, quarter = high - unit, (high - low) // 4 // unit * unit
-    step = quarter or unit
-    for two in ((fits.tokens, min(beyond, most)), (low + quarter, low + 3 * quarter)) if quarter else ():
+    quarter = (high - low) // 4 // unit * unit
+    guess, step = low + 2 * quarter, quarter or unit
+    pairs = ((fits.tokens, min(beyond, most)), (low + quarter, low + 3 * quarter))
+    for two in pairs if quarter and resolution == inf else ():
         with suppress(LookupError):
             guess, step = _longest_by(two, range(low, high, unit), job_of, machine, exact=False), unit
             break
@@ -169,7 +172,7 @@ def longest_context(
         fits = planned(job_of(low))
     # First the guess, then further from it with each plan until one fits and one does not.
     tokens, shortest = max(min(guess, high - unit), low + unit), low
-    while next_plan is None or high - low > unit:
+    while next_plan is None or high - low > max(unit, low // resolution):
         if low == end:
             return fits, None
         tried = planned(job_of(tokens))

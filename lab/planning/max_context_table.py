@@ -145,7 +145,8 @@ def longest_contexts(
     """Find the longest context of each model on each of ``rentals``, with the best of ``RECIPE_NAMES``.
 
     Each recipe has the ladder's degrees. Of recipes whose contexts differ by less than one part in
-    ``RESOLUTION``, the first name is taken. A multiple of the ranks is found: it fits, and the next does not.
+    ``RESOLUTION``, the first name is taken. A multiple of the ranks is found: it fits, and with one part in
+    ``RESOLUTION`` more it does not.
 
     Args:
         models: The names of presets.
@@ -167,7 +168,7 @@ def longest_contexts(
 
 def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestContext:
     shape, machine, ranks = shape_of(model), rental.machine, rental.gpus
-    found: dict[str, tuple[Plan, Plan | None]] = {}
+    found: tuple[Plan, Plan | None] | None = None
     refusals: list[NothingFits] = []
 
     def job_of(name: str, tokens: int) -> Job:
@@ -183,19 +184,17 @@ def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestCont
         try:
             if enough > most_tokens(job_of(name, Ki)) or (enough and planned(job_of(name, enough)).limit):
                 continue
-            found[name] = longest_context(partial(job_of, name), machine, planned)
+            found = longest_context(partial(job_of, name), machine, planned, resolution=RESOLUTION)
         except NothingFits as refusal:
             refusals.append(refusal)
         except RecipeError:
             # The model or the number of ranks forbids this recipe.
             continue
         else:
-            longest = found[name][0].tokens
-            enough = max(enough, (longest - longest // RESOLUTION) // ranks * ranks)
-    if not found:
+            tokens = found[0].tokens
+            enough = max(enough, (tokens - tokens // RESOLUTION) // ranks * ranks)
+    if found is None:
         leanest = min(refusals, key=lambda refusal: refusal.plan.device_peak)
         return LongestContext(model, rental, None, leanest.plan.limit, str(leanest))
-    fits, next_plan = next(
-        found[name] for name in RECIPE_NAMES if name in found and found[name][0].tokens >= enough
-    )
+    fits, next_plan = found
     return LongestContext(model, rental, fits, next_plan.limit if next_plan else None)
