@@ -158,6 +158,7 @@ def rehearse_job(
         device_memory_asked=asked,
         plan=planned,
         whole=whole,
+        weights=training.weights,
     )
 
 

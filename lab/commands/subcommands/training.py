@@ -180,7 +180,9 @@ def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, prints: boo
 
     knobs = parse_knobs(settings.pop("knobs"))
     with _step_printer(as_json) if prints else nullcontext() as watch:
-        train(cluster=cluster, watch=watch, **settings, **knobs)
+        trained = train(cluster=cluster, watch=watch, **settings, **knobs)
+    if prints and trained.weights:
+        click.echo(trained.weights, err=as_json)
 
 
 @contextmanager
