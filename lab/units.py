@@ -7,7 +7,7 @@ training are decimal, as data sets are counted: ``10B`` is 10**10 tokens.
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from math import floor, inf
+from math import inf
 from pathlib import Path
 
 from lab.errors import LabError
@@ -60,12 +60,10 @@ def parse_price(value: str | float) -> float:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the number of bytes that a text such as ``"79.2GiB"`` or ``"2TiB"``, or an integer, means.
-
-    A fraction of a byte is left out.
+    """Return the number of bytes that a text such as ``"80GiB"`` or ``"2TiB"``, or an integer, means.
 
     Raises:
-        LabError: It is not 1 byte or more; or it is a number without a unit, and not whole.
+        LabError: It is not a positive whole number of bytes.
     """
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
 
@@ -152,8 +150,6 @@ def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> 
     match = _NUMBER.fullmatch(str(text).strip())
     factor = units.get(match[2].upper()) if match else None
     value = Fraction(match[1]) * factor if match and factor else Fraction(0)
-    if factor != 1 and (units is _BYTES or units is _DISK):
-        value = Fraction(floor(value))  # 79.2GiB, as the lab prints it, is no whole number of bytes
     if not 1 <= value <= LARGEST or value.denominator != 1:
         raise LabError(f"{abbreviate(repr(text))} is not {what}: write {examples}")
     return int(value)

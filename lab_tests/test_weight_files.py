@@ -5,7 +5,6 @@ dropped, or read as numbers that it does not hold.
 """
 
 import json
-import os
 import weakref
 from itertools import pairwise
 
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lab import models
 from lab.errors import ModelError
-from lab.models.headers import LARGE
 from lab.models.unread import UNREAD, unread_reason
 from lab_tests.support.models import small_config
 
@@ -297,96 +295,3 @@ def test_a_tensor_in_two_files_or_in_none_is_refused(several):
 def test_an_index_that_is_none_is_refused(several, text):
     (several / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json is no index of weights" in refusal(several)
-
-
-# ---- which files there are -------------------------------------------------------------------------------
-
-FOREIGN = (
-    "consolidated.00.pth", "model.gguf", "flax_model.msgpack", "tf_model.h5", "pytorch_model-1-of-2.bin",
-    "pytorch_model.bin.index.json", "WEIGHTS.PT", "model.ckpt.1",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_weights_that_are_not_read_are_refused(folder, name):
-    """Seen red: the model had random weights, without a word."""
-    (folder / name).write_bytes(b"no safetensors")
-    models.build(folder)
-    assert models.weights_note(folder) == ""
-    (folder / "model.safetensors").unlink()
-    # A plan needs none.
-    assert models.shape_of(models.config_of(folder)).L > 0
-    assert refusal(folder) == (
-        f"DIR has {name}, which may hold weights, and the lab reads safetensors alone: save the weights in "
-        "that format, or give a directory with config.json alone for random weights"
-    )
-
-
-@pytest.mark.parametrize("name", ["MODEL.SAFETENSORS", "model-00001-of-00002.safetensors"])
-def test_safetensors_by_another_name_are_refused(folder, name):
-    (folder / "model.safetensors").rename(folder / name)
-    assert refusal(folder) == (
-        "DIR has safetensors files, but neither model.safetensors nor model.safetensors.index.json: "
-        "name them so"
-    )
-
-
-def test_a_large_file_of_an_unknown_kind_may_hold_weights(folder):
-    (folder / "model.safetensors").unlink()
-    with (folder / "blob").open("wb") as file:
-        file.truncate(LARGE - 1)
-        models.build(folder)
-        file.truncate(LARGE)
-    assert "DIR has blob, which may hold weights" in refusal(folder)
-    (folder / "blob").rename(folder / "text.uint16.bin")
-    models.build(folder)
-
-
-def test_a_folder_without_weights_says_so(folder):
-    (folder / "model.safetensors").unlink()
-    assert models.weights_note(folder) == "random weights: the folder has none"
-    assert models.weights_note("tiny") == models.weights_note(llama()) == ""
-
-
-def make_dangling(path):
-    path.symlink_to("blobs/gone")
-
-
-def make_loop(path):
-    path.symlink_to(path.name)
-
-
-WHAT = {
-    make_dangling: "a link to a file that is not there", make_loop: "a link to a file that is not there",
-    os.mkfifo: "no regular file", os.mkdir: "a folder",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make", WHAT)
-def test_weights_that_are_no_files_are_called_what_they_are(several, make):
-    shard = several / "model-00002-of-00007.safetensors"
-    whole = shard.read_bytes()
-    shard.unlink()
-    make(shard)
-    told = f"{WHAT[make]}: download or copy the weights again"
-    assert refusal(several).endswith(f"DIR/{shard.name} is {told}")
-    shard.rmdir() if shard.is_dir() else shard.unlink()
-    shard.write_bytes(whole)
-    models.build(several)
-    index = several / "model.safetensors.index.json"
-    index.unlink()
-    make(index)
-    assert refusal(several) == f"DIR/{index.name} is {told}"
-
-
-def test_a_shard_that_is_missing_and_a_null_byte_in_the_index_are_refused(several):
-    (several / "model-00002-of-00007.safetensors").unlink()
-    told = "DIR/model-00002-of-00007.safetensors is missing: download or copy the weights again"
-    assert refusal(several).endswith(told)
-    change_index(several, lambda document: document["weight_map"].update({"model.norm.weight": "a\0b"}))
-    assert "give the name of a file in the folder of the index" in refusal(several)
-
-
-def test_generation_config_that_cannot_be_read_is_named(folder):
-    (folder / "generation_config.json").write_text("{")
-    assert refusal(folder).startswith("DIR/generation_config.json cannot be read; mend it or take it out")

@@ -40,7 +40,6 @@ from lab.decoder import (
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
-from lab.models.headers import foreign_weights, weights_in
 from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS, preset_config
 from lab.models.quantized import quantization_of
@@ -126,20 +125,6 @@ def dtype_source(model: ModelLike, dtype: str | None = None) -> str:
     return "its config names none" if config_of(model).dtype is None else "its config says so"
 
 
-def weights_note(model: ModelLike) -> str:
-    """Return what a result says of the weights of a directory that has none; else an empty text.
-
-    Raises:
-        ModelError: The directory has files that may hold weights, and none that the lab reads.
-    """
-    if not isinstance(model, str | Path) or (folder := _folder(model)) is None:
-        return ""
-    layout = weights_in(folder)
-    if layout == "foreign":
-        raise foreign_weights(folder)
-    return "random weights: the folder has none" if layout == "none" else ""
-
-
 @dataclass(frozen=True, eq=False)
 class MetaModel:
     """A model on the meta device, with real buffers, and the source of its parameters' values.
@@ -210,12 +195,15 @@ def build_on_meta(
         weights: Whether the weights of a directory are used. Without them the parameters get first values.
 
     Raises:
-        ModelError: See ``config_of``, ``weights_note`` and ``add_adapters``; or a file cannot be read.
+        ModelError: See ``config_of`` and ``add_adapters``; or the weights are not safetensors.
     """
     config = copy.deepcopy(config_of(model, dtype))
     # ``config_of`` takes an empty one alone, and transformers searches it where it is null, too.
     vars(config).pop("auto_map", None)
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
+    own = folder is not None and any(folder.glob("*.safetensors*"))
+    if folder is not None and not own and _any_weights(folder):
+        raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
         attention = FAMILIES[config.model_type].attention
         with torch.device("meta"):
@@ -232,11 +220,10 @@ def build_on_meta(
             embedding.embed_scale = nn.Buffer(scale, persistent=False)
     skeleton.config.use_cache = False
     files = None
-    if folder is not None and weights and not weights_note(folder):
+    if folder is not None and own and weights:
         with _as_model_error(f"the weights in {folder} cannot be loaded"):
             files = WeightFiles(folder, wrapper_of(folder))
-        if (folder / "generation_config.json").is_file():
-            with _as_model_error(f"{folder}/generation_config.json cannot be read; mend it or take it out"):
+            if (folder / "generation_config.json").is_file():
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
         skeleton.eval()
     if lora is not None:
@@ -365,8 +352,8 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     fields = document if kind not in WRAPPERS else _text_fields(path, document)
     # A reason that nothing mends comes first.
     family = _family(path, document, fields["model_type"])
-    how = quantization_of(document, folder)
-    if weights_in(folder) != "none":
+    how, weights = quantization_of(document, folder), _any_weights(folder)
+    if weights:
         check_not_quantized(how)
     elif how is not None and dtype is None:
         raise ModelError(
@@ -415,6 +402,10 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
             config = config_class(**{name: value for name, value in fields.items() if name not in others})
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _any_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
 
 
 def _document(folder: Path) -> dict[str, Any]:

@@ -158,7 +158,6 @@ def rehearse_job(
         device_memory_asked=asked,
         plan=planned,
         whole=whole,
-        weights=training.weights,
     )
 
 

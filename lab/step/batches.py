@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 from lab.errors import RecipeError
 from lab.recipe.recipe import Recipe
-from lab.step.loopback import BACKEND
 from lab.step.token_source import TokenSource
 from lab.techniques.agreement import check_same_batch, refuse_together
 from lab.techniques.attention.documents import document_positions, documents_of
@@ -231,18 +230,13 @@ def read_batch(
                 followed = positions < len(window) - 1
                 labels[row, followed] = source.read(window.start + positions[followed] + 1)
 
-    group = mesh.get_group()
-    refuse_together(read, group)
-    label_count = sum(len(window) - 1 for window in windows)
-    if dist.get_backend(group) == BACKEND:
-        # Every rank has the labels of this one, and their sum is as many times the sum of this one.
-        label_count = max(int((labels != IGNORED).sum()), 1) * group.size()
+    refuse_together(read, mesh.get_group())
     return Batch(
         input_ids=input_ids.to(mesh.device_type),
         labels=labels.to(mesh.device_type),
         position_ids=positions[None].to(mesh.device_type),
-        label_count=label_count,
-        group=group,
+        label_count=sum(len(window) - 1 for window in windows),
+        group=mesh.get_group(),
         ulysses=recipe.ulysses,
         ring=recipe.ring,
         highest_token=source.vocab_size - 1,

@@ -180,9 +180,7 @@ def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, prints: boo
 
     knobs = parse_knobs(settings.pop("knobs"))
     with _step_printer(as_json) if prints else nullcontext() as watch:
-        trained = train(cluster=cluster, watch=watch, **settings, **knobs)
-    if prints and trained.weights:
-        click.echo(trained.weights, err=as_json)
+        train(cluster=cluster, watch=watch, **settings, **knobs)
 
 
 @contextmanager
