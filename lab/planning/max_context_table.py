@@ -184,15 +184,16 @@ def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestCont
         try:
             if enough > most_tokens(job_of(name, Ki)) or (enough and planned(job_of(name, enough)).limit):
                 continue
-            found = longest_context(partial(job_of, name), machine, planned, resolution=RESOLUTION)
+            other = longest_context(partial(job_of, name), machine, planned, resolution=2 * RESOLUTION)
         except NothingFits as refusal:
             refusals.append(refusal)
         except RecipeError:
             # The model or the number of ranks forbids this recipe.
             continue
-        else:
-            tokens = found[0].tokens
-            enough = max(enough, (tokens - tokens // RESOLUTION) // ranks * ranks)
+        # What the allocator reserves need not grow with the length: that `enough` fits may be an exception.
+        if found is None or other[0].tokens > found[0].tokens * (1 - 1 / RESOLUTION):
+            found = other
+            enough = max(enough, found[0].tokens * (2 * RESOLUTION - 1) // (2 * RESOLUTION) // ranks * ranks)
     if found is None:
         leanest = min(refusals, key=lambda refusal: refusal.plan.device_peak)
         return LongestContext(model, rental, None, leanest.plan.limit, str(leanest))
