@@ -187,6 +187,7 @@ def _cell(model: str, rental: Rental, say: Callable[[str], None]) -> LongestCont
             other = longest_context(partial(job_of, name), machine, planned, resolution=2 * RESOLUTION)
         except NothingFits as refusal:
             refusals.append(refusal)
+            continue
         except RecipeError:
             # The model or the number of ranks forbids this recipe.
             continue
