@@ -90,6 +90,23 @@ def test_a_class_of_one_length_does_not_cut_a_cell_short(upipe, long, best, monk
     assert (len(tried["upipe"]) == 1) is (best == "long"), "what cannot be the longest is planned once"
 
 
+def test_a_length_that_fits_as_an_exception_does_not_make_a_cell_shorter(monkeypatch):
+    """``upipe`` fits at what is enough, and its search ends at a shorter context."""
+    found = {"upipe": 5_000, "long": 10_000}
+
+    def longest_context(job_of, *_, **__):
+        job = job_of(1024)
+        return tuple(
+            SimpleNamespace(job=job, tokens=found[job.recipe_name], limit=end) for end in (None, "device")
+        )
+
+    monkeypatch.setattr(table, "RECIPE_NAMES", tuple(found))
+    monkeypatch.setattr(table, "plan_job", lambda job, machine: SimpleNamespace(job=job, limit=None))
+    monkeypatch.setattr(table, "longest_context", longest_context)
+    [cell] = longest_contexts(("tiny",), RENTALS[:1])
+    assert (cell.recipe_name, cell.tokens, cell.limit) == ("long", 10_000, "device")
+
+
 def test_the_machines_of_the_table():
     assert [rental.title for rental in RENTALS] == [
         "1 x RTX 4090", "1 x H100", "8 x H100", "16 x H100", "8 x B200", "1 x GH200",
