@@ -83,9 +83,15 @@ def ready(ranks4: Cluster) -> Cluster:
     return ranks4
 
 
-def fail_while_one_sleeps(culprit: int, sleeper: int, seconds: float = 600) -> None:
+def fail_while_one_sleeps(culprit: int, sleeper: int) -> None:
     if dist.get_rank() == sleeper:
-        time.sleep(seconds)
+        time.sleep(600)
+    raise_on(culprit)
+
+
+def fail_while_one_waits_for(file: Path, culprit: int, waiter: int) -> None:
+    while dist.get_rank() == waiter and not file.exists():
+        time.sleep(0.02)
     raise_on(culprit)
 
 
@@ -254,7 +260,7 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> No
     assert re.search(
         r"rank 1 still waiting, in fail_while_one_sleeps \(test_cluster\.py:\d+\)", str(caught.value)
     )
-    assert "time.sleep(seconds)" in caught.value.stacks[1]
+    assert "time.sleep(600)" in caught.value.stacks[1]
     assert str(caught.value).endswith("cluster.recover() restarts the ranks")
 
     assert impatient.broken
@@ -267,13 +273,15 @@ def test_a_stuck_rank_is_found_and_recover_replaces_it(impatient: Cluster) -> No
     assert sums(impatient)
 
 
-def test_a_rank_that_was_only_slow_serves_the_next_call(ranks4: Cluster) -> None:
+def test_a_rank_that_was_only_slow_serves_the_next_call(ranks4: Cluster, tmp_path: Path) -> None:
     """On a busy machine a rank may need seconds more than the peers that failed."""
     before = pids(ranks4)
+    file = tmp_path / "go on"
     with pytest.raises(RankError, match=r"^rank 0 failed first") as caught:
-        ranks4.apply(fail_while_one_sleeps, 0, 3, 6)
+        ranks4.apply(fail_while_one_waits_for, file, 0, 3)
     assert 3 in caught.value.waiting
     assert ranks4.broken
+    threading.Timer(0.5, file.touch).start()
     assert sums(ranks4)
     assert not ranks4.broken
     assert pids(ranks4) == before, "no rank needed a restart"
