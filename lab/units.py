@@ -7,7 +7,7 @@ training are decimal, as data sets are counted: ``10B`` is 10**10 tokens.
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from math import inf
+from math import floor, inf
 from pathlib import Path
 
 from lab.errors import LabError
@@ -17,7 +17,7 @@ KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
 
 _TOKENS = {"": 1, "K": Ki, "M": Mi}
 _TOTALS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
+_BYTES = {"": 1, "B": 1, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB, "PIB": PiB}
 _DISK = _BYTES | {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _PRICE = re.compile(r"\d{1,18}(\.\d{1,18})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
@@ -60,10 +60,12 @@ def parse_price(value: str | float) -> float:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the number of bytes that a text such as ``"80GiB"`` or ``"2TiB"``, or an integer, means.
+    """Return the number of bytes that a text such as ``"79.2GiB"`` or ``"2TiB"``, or an integer, means.
+
+    A fraction of a byte is left out.
 
     Raises:
-        LabError: It is not a positive whole number of bytes.
+        LabError: It is not 1 byte or more; or it is a number without a unit, and not whole.
     """
     return _parse(text, _BYTES, "an amount of memory", "80GiB, 512MiB or a number of bytes")
 
@@ -74,7 +76,7 @@ def parse_disk(text: str | int) -> int:
     Disks are sold in decimal units: a TB is 10^12 bytes. A TiB is 2^40 bytes, as of memory.
 
     Raises:
-        LabError: It is not a positive whole number of bytes.
+        LabError: As of ``parse_bytes``.
     """
     return _parse(text, _DISK, "the size of a disk", "4TB, 500GB or 2TiB")
 
@@ -83,7 +85,7 @@ def parse_file_size(text: str | int) -> int:
     """Return the bytes of a file that a text such as ``"5GB"``, or an integer, means; units as of a disk.
 
     Raises:
-        LabError: It is not a positive whole number of bytes.
+        LabError: As of ``parse_bytes``.
     """
     return _parse(text, _DISK, "the size of a file", "5GB, 500MB or 2GiB")
 
@@ -92,7 +94,7 @@ def parse_rate(text: str | int) -> int:
     """Return the bytes per second that a text such as ``"3GB/s"``, or an integer, means.
 
     Raises:
-        LabError: It is not a positive whole number of bytes per second.
+        LabError: As of ``parse_bytes``, for a second.
     """
     amount = str(text).strip()
     unit = amount[-2:].lower() == "/s"
@@ -150,6 +152,8 @@ def _parse(text: str | int, units: dict[str, int], what: str, examples: str) -> 
     match = _NUMBER.fullmatch(str(text).strip())
     factor = units.get(match[2].upper()) if match else None
     value = Fraction(match[1]) * factor if match and factor else Fraction(0)
+    if factor != 1 and (units is _BYTES or units is _DISK):
+        value = Fraction(floor(value))  # 79.2GiB, as the lab prints it, is no whole number of bytes
     if not 1 <= value <= LARGEST or value.denominator != 1:
         raise LabError(f"{abbreviate(repr(text))} is not {what}: write {examples}")
     return int(value)

@@ -364,6 +364,23 @@ def test_losses_that_are_a_link_or_of_something_else_are_not_changed(train, tmp_
     assert (run / "losses.jsonl").read_text() == "no newline"
 
 
+@pytest.mark.parametrize("steps", [[3, 4], [1], [1, 1], [2, 1]])
+def test_losses_of_another_training_are_refused_and_kept(train, tmp_path, steps):
+    """Seen red: its lines were removed without a word."""
+    train()
+    file = tmp_path / "run" / "losses.jsonl"
+    own, other = file.read_text(), "".join(f'{{"step": {step}, "loss": 5.5}}\n' for step in steps)
+    file.write_text(other)
+    with refused("its steps do not lead to 2; put back the file of this training, or move it away"):
+        train(steps=3, resume=True)
+    assert file.read_text() == other
+    file.write_text(own)
+    train(steps=3, resume=True)
+    file.unlink()
+    train(steps=4, resume=True)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [4]
+
+
 def test_folders_of_others_stay(train, tmp_path):
     mine = tmp_path / "run" / "mydata.part" / "thesis"
     mine.mkdir(parents=True)

@@ -122,6 +122,27 @@ def test_a_config_says_it_for_itself_or_for_its_text_model(field, how):
     assert quantization_of({"text_config": {"quantization_config": field}}, None) == how
 
 
+def test_the_older_name_of_the_field_is_read(folder):
+    """Seen red: not read, and the numbers of the files were trained as weights."""
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, "compression_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantized weights"):
+        models.config_of(folder)
+    config = small_config()
+    config.compression_config = {"bits": 4}
+    with pytest.raises(ModelError, match="quantized weights"):
+        models.config_of(config)
+
+
+def test_scales_of_a_cache_beside_plain_weights_are_left_out(folder):
+    """Seen red: refused as quantized weights, which nobody can dequantize."""
+    whole = models.build(folder).model.layers[1].mlp.down_proj.weight
+    file, weights = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    scales = ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")
+    save_file({**weights, **{f"model.layers.1.self_attn.{name}": torch.ones(1) for name in scales}}, file)
+    assert torch.equal(models.build(folder).model.layers[1].mlp.down_proj.weight, whole)
+
+
 def test_plain_weights_are_not_quantized(tmp_path):
     for number, family in enumerate(FAMILIES):
         folder = tmp_path / str(number)

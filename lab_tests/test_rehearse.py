@@ -14,11 +14,12 @@ import torch
 from transformers import PretrainedConfig
 
 import lab
+from cluster.ranks import Cluster
 from lab import models
 from lab.bench import rehearsals
 from lab.bench.rehearsals import _row
 from lab.commands.report import rehearsal_text
-from lab.errors import DivergedError, LabError, RecipeError
+from lab.errors import DataError, DivergedError, LabError, RecipeError
 from lab.memory.cuda import History
 from lab.planning.cuda_workspace import nccl_workspace, outside_workspace
 from lab.planning.plan import Plan
@@ -80,6 +81,7 @@ def test_a_hybrid_with_a_ring_in_bf16() -> None:
 @pytest.mark.long
 def test_fewer_layers_are_extrapolated_by_the_plans() -> None:
     part = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4, layers=2)
+    assert part.weights == "random weights: a part of the layers is rehearsed"
     whole = lab.rehearse("tiny", "tiling", tokens=TOKENS, ranks=4)
     assert (part.layers, part.of_layers, whole.layers) == (2, 4, 4)
     assert part.plan_over_measured == 1
@@ -252,6 +254,22 @@ def test_a_text_and_a_tokenizer_are_taken(verb: str, tmp_path: Path, monkeypatch
     answer(f"{asked} --text {tmp_path / 'text'}")
     assert "no text at" in refusal(f"{asked} --text {tmp_path / 'none'}")
     assert "no tokenizer in" in refusal(f"{asked} --tokenizer {tmp_path}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_loss_of_a_rehearsal_is_near_that_of_the_ranks(recipe: str, ranks4: Cluster) -> None:
+    """Peers repeat the labels of this rank, and their sum. Seen red: the sum alone, so 4 times the loss."""
+    asked = {"tokens": 64, "rows": 3, "compute_dtype": None}
+    rehearsed = lab.rehearse(odd(), recipe, ranks=4, machine="cpu", **asked)
+    run = lab.run(odd(), recipe, steps=1, cluster=ranks4, **asked)
+    assert rehearsed.loss == pytest.approx(run.losses[0], rel=0.05)
+
+
+def test_a_rank_without_labels_is_refused() -> None:
+    """Seen red: its loss was 0."""
+    with pytest.raises(DataError, match="no token with a label: give more tokens"):
+        lab.rehearse("tiny", "upipe", ranks=16, tokens=5, machine="cpu")
 
 
 @pytest.mark.long

@@ -247,12 +247,6 @@ def test_a_tied_model_may_have_its_head_in_the_files_twice_or_once_by_either_nam
     assert torch.equal(whole_parameters(tmp_path)["model.embed_tokens.weight"], theirs.lm_head.weight)
 
 
-def test_files_by_other_names_are_refused(folder):
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    with pytest.raises(ModelError, match=r"neither model.safetensors nor model.safetensors.index.json: name"):
-        models.build(folder)
-
-
 # ---- ranks that differ -----------------------------------------------------------------------------------
 
 

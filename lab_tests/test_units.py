@@ -29,6 +29,8 @@ def test_bytes():
     assert parse_bytes("80GiB") == 80 * GiB
     assert parse_bytes("2 TiB") == 2 * TiB
     assert parse_bytes("12345") == 12345
+    assert parse_bytes("79.2GiB") == 85040352460
+    assert parse_bytes("1.00 PiB") == 1024 * TiB
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "0", "1.5", "5G", "3X", "9" * 400 + "M", 0, -1])
@@ -37,7 +39,7 @@ def test_what_is_no_number_of_tokens_is_refused_with_examples(text):
         parse_tokens(text)
 
 
-@pytest.mark.parametrize("text", ["80GB", "-3GiB", "much", "0"])
+@pytest.mark.parametrize("text", ["80GB", "-3GiB", "much", "0", "1.5", "0.0001KiB"])
 def test_what_is_no_amount_of_memory_is_refused_with_examples(text):
     with pytest.raises(LabError, match=r"is not an amount of memory: write 80GiB, 512MiB"):
         parse_bytes(text)

@@ -5,6 +5,7 @@ dropped, or read as numbers that it does not hold.
 """
 
 import json
+import os
 import weakref
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lab import models
 from lab.errors import ModelError
+from lab.models.headers import LARGE
 from lab.models.unread import UNREAD, unread_reason
 from lab_tests.support.models import small_config
 
@@ -181,6 +183,8 @@ def test_adapters_beside_the_weights_are_refused_and_read_where_they_are_merged(
     assert "DIR has adapters of PEFT (adapter_config.json), which the lab does not read: merge" in refusal(
         folder
     )
+    (folder / "model.safetensors").unlink()
+    assert "which the lab does not read: merge" in refusal(folder)
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     built = models.build(tmp_path / "merged")
@@ -212,7 +216,7 @@ def test_numbers_that_are_no_weights_are_refused(folder, dtype, called):
     add(folder, **{"model.layers.1.mlp.up_proj.weight": torch.zeros(72, 48, dtype=dtype)})
     assert refusal(folder) == (
         f"the weights in DIR hold model.layers.1.mlp.up_proj.weight as {called}: the lab trains weights of "
-        "F64, F32, F16 and BF16; save them in one of these"
+        "F64, F32, F16, BF16; save them in one of these"
     )
 
 
@@ -295,3 +299,140 @@ def test_a_tensor_in_two_files_or_in_none_is_refused(several):
 def test_an_index_that_is_none_is_refused(several, text):
     (several / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json is no index of weights" in refusal(several)
+
+
+# ---- which files there are -------------------------------------------------------------------------------
+
+FOREIGN = (
+    "consolidated.00.pth", "model.gguf", "flax_model.msgpack", "tf_model.h5", "pytorch_model-1-of-2.bin",
+    "pytorch_model.bin.index.json", "WEIGHTS.PT", "model.ckpt.1", "model.ckpt-1000.index",
+    "original/consolidated.00.pth", "checkpoint-7/__0_0.distcp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_weights_that_are_not_read_are_refused(folder, name):
+    """Seen red: the model had random weights, without a word."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"no safetensors")
+    models.build(folder)
+    assert models.weights_note(folder) == ""
+    (folder / "model.safetensors").unlink()
+    # A plan needs none.
+    assert models.shape_of(models.config_of(folder)).L > 0
+    assert refusal(folder) == (
+        f"DIR has {name}, which may hold weights, and the lab reads safetensors alone: save the weights in "
+        "that format, or give a directory with config.json alone for random weights"
+    )
+
+
+UNSEEN = {
+    "MODEL.SAFETENSORS": "and the lab reads the weights in model.safetensors alone: name them so",
+    "model-00001-of-00002.safetensors": "and no model.safetensors.index.json: write or download that, too",
+    "last/model.safetensors": (
+        "and the lab reads those beside the config.json alone: give a directory that has both"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_safetensors_in_another_place_are_refused(folder, name):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / "model.safetensors").rename(folder / name)
+    assert refusal(folder) == (
+        f"DIR has {name}, which may hold weights, {UNSEEN[name]}, or give a directory with config.json alone "
+        "for random weights"
+    )
+
+
+def test_a_large_file_of_an_unknown_kind_may_hold_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with (folder / "blob").open("wb") as file:
+        file.truncate(LARGE - 1)
+        models.build(folder)
+        file.truncate(LARGE)
+    assert "DIR has blob, which may hold weights" in refusal(folder)
+    (folder / "blob").rename(folder / "text.uint16.bin")
+    (folder / "training_args.bin").write_bytes(b"settings")
+    models.build(folder)
+
+
+def test_a_folder_without_weights_says_so(folder):
+    (folder / "model.safetensors").unlink()
+    assert models.weights_note(folder) == "random weights: the folder has none"
+    assert models.weights_note("tiny") == models.weights_note(llama()) == ""
+
+
+def make_dangling(path):
+    path.symlink_to("blobs/gone")
+
+
+def make_loop(path):
+    path.symlink_to(path.name)
+
+
+WHAT = {
+    make_dangling: "a link to a file that is not there", make_loop: "a link to a file that is not there",
+    os.mkfifo: "no regular file", os.mkdir: "a folder",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", WHAT)
+def test_weights_that_are_no_files_are_called_what_they_are(several, make):
+    shard = several / "model-00002-of-00007.safetensors"
+    whole = shard.read_bytes()
+    shard.unlink()
+    make(shard)
+    told = f"{WHAT[make]}: download or copy the weights again"
+    assert refusal(several).endswith(f"DIR/{shard.name} is {told}")
+    shard.rmdir() if shard.is_dir() else shard.unlink()
+    shard.write_bytes(whole)
+    models.build(several)
+    index = several / "model.safetensors.index.json"
+    index.unlink()
+    make(index)
+    assert refusal(several) == f"DIR/{index.name} is {told}"
+
+
+def test_a_shard_that_is_missing_and_a_null_byte_in_the_index_are_refused(several):
+    (several / "model-00002-of-00007.safetensors").unlink()
+    told = "DIR/model-00002-of-00007.safetensors is missing: download or copy the weights again"
+    assert refusal(several).endswith(told)
+    change_index(several, lambda document: document["weight_map"].update({"model.norm.weight": "a\0b"}))
+    assert "give the name of a file in the folder of the index" in refusal(several)
+
+
+def test_generation_config_that_cannot_be_read_is_named(folder):
+    (folder / "generation_config.json").write_text("{")
+    assert refusal(folder).startswith("DIR/generation_config.json cannot be read; mend it or take it out")
+
+
+def test_what_a_cast_loses_is_said_or_refused(folder, capsys):
+    """Seen red: 70,000 was loaded as infinity, and 1e-9 as 0, without a word."""
+    norm = models.build(folder).model.norm.weight.detach().clone()
+    norm[2] = 1e-9
+    norm[:2] = 0.0
+    add(folder, **{"model.norm.weight": norm})
+    assert models.weights_note(folder) == ""
+    assert models.weights_note(folder, "float16") == "weights of F32 in the files, rounded to torch.float16"
+    models.build(folder)
+    assert capsys.readouterr().err == ""
+    loaded = models.build(folder, dtype="float16").model.norm.weight
+    assert torch.equal(loaded, norm.half())
+    assert capsys.readouterr().err == f"values of the weights in {folder} that became 0 in torch.float16: 1\n"
+    norm[1] = -70000.0
+    add(folder, **{"model.norm.weight": norm})
+    models.build(folder, dtype="bfloat16")
+    with pytest.raises(
+        ModelError, match=r"^model\.norm\.weight has a value of 7e\+04, which is not finite in"
+    ):
+        models.build(folder, dtype="float16")
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_cast_that_loses_nothing_is_not_named(folder, stored):
+    path = folder / "model.safetensors"
+    save_file({name: tensor.to(stored) for name, tensor in load_file(path).items()}, path)
+    wide = stored in (torch.float32, torch.float64)
+    assert bool(models.weights_note(folder, "float32")) == (stored == torch.float64)
+    assert bool(models.weights_note(folder, "bfloat16")) == (wide or stored == torch.float16)

@@ -90,6 +90,7 @@ def model_report(model: models.ModelLike, dtype_name: str | None = None) -> str:
         f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over "
         "the ranks."
     )
+    state = "\n".join(filter(None, (state, models.weights_note(model, dtype_name))))
     many = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "no difference"
     title = f"{family}, {shape.L} layers, {shape.weights:,} weights, {many} from Llama"
     if not found:

@@ -290,6 +290,7 @@ def rehearsal_text(rehearsal: Rehearsal) -> str:
         rehearsal.job.title,
         rehearsal.job.recipe.summary,
         rehearsal.plan.state,
+        *filter(None, (rehearsal.weights,)),
         "",
         f"measured      as one rank of {rehearsal.job.ranks} on {rehearsal.machine}, "
         f"{rehearsal.layers} of {rehearsal.of_layers} layers",
@@ -339,6 +340,7 @@ def run_text(run: Run, plan: Plan) -> str:
             run.title,
             plan.recipe.summary,
             plan.state,
+            *filter(None, (run.weights,)),
             "",
             *(f"step {step:<9}loss {loss:.4f}, {format_seconds(seconds)}" for step, (loss, seconds) in steps),
             f"device peak   {format_bytes(run.device_peak)} per rank, planned {format_bytes(planned)}",
@@ -354,6 +356,7 @@ def run_json(run: Run, plan: Plan) -> dict[str, Any]:
     return {
         "title": run.title,
         "state": plan.state,
+        "weights": run.weights,
         "losses": list(run.losses),
         "seconds": list(run.seconds),
         "device_peak": run.device_peak,

@@ -44,7 +44,8 @@ def check_config(config: PretrainedConfig) -> Family:
         )
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
-    check_not_quantized(quantization_in(getattr(config, "quantization_config", None)))
+    for name in ("quantization_config", "compression_config"):
+        check_not_quantized(quantization_in(getattr(config, name, None)))
     for name, values in UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), values)
     if config.is_heterogeneous:

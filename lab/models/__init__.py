@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         is_quantized,
         save,
         shape_of,
+        weights_note,
     )
     from lab.models.lora import Lora
     from lab.models.small_copies import small_copy
@@ -38,6 +39,7 @@ __all__ = [
     "save",
     "shape_of",
     "small_copy",
+    "weights_note",
     "weights_of",
 ]
 
@@ -58,6 +60,7 @@ __getattr__ = load_on_first_use(
         "is_quantized": "lab.models.load",
         "save": "lab.models.load",
         "shape_of": "lab.models.load",
+        "weights_note": "lab.models.load",
         "small_copy": "lab.models.small_copies",
         "weights_of": "lab.models.weight_files",
     },

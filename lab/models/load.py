@@ -40,6 +40,7 @@ from lab.decoder import (
 from lab.errors import LabError, ModelError
 from lab.models.adapters import add_adapters
 from lab.models.first_values import fill
+from lab.models.headers import check_weights, weights_in
 from lab.models.lora import Lora, check_takes_adapters
 from lab.models.presets import PRESETS, preset_config
 from lab.models.quantized import quantization_of
@@ -125,6 +126,32 @@ def dtype_source(model: ModelLike, dtype: str | None = None) -> str:
     return "its config names none" if config_of(model).dtype is None else "its config says so"
 
 
+def weights_note(model: ModelLike, dtype: str | None = None) -> str:
+    """Return what a result says of the weights of a directory: there are none, or a cast rounds them.
+
+    Else the text is empty. Headers alone are read.
+
+    Raises:
+        ModelError: See ``check_weights`` and ``WeightFiles``.
+    """
+    if not isinstance(model, str | Path) or (folder := _folder(model)) is None:
+        return ""
+    files, own = _weight_files(folder), config_of(model, dtype).dtype or torch.float32
+    if files is None:
+        return "random weights: the folder has none"
+    assert isinstance(own, torch.dtype)
+    rounded = files.rounded_to(own)
+    return f"weights of {' and '.join(rounded)} in the files, rounded to {own}" if rounded else ""
+
+
+def _weight_files(folder: Path) -> WeightFiles | None:
+    check_weights(folder)
+    if weights_in(folder) == "none":
+        return None
+    with _as_model_error(f"the weights in {folder} cannot be loaded"):
+        return WeightFiles(folder, wrapper_of(folder))
+
+
 @dataclass(frozen=True, eq=False)
 class MetaModel:
     """A model on the meta device, with real buffers, and the source of its parameters' values.
@@ -195,15 +222,12 @@ def build_on_meta(
         weights: Whether the weights of a directory are used. Without them the parameters get first values.
 
     Raises:
-        ModelError: See ``config_of`` and ``add_adapters``; or the weights are not safetensors.
+        ModelError: See ``config_of``, ``weights_note`` and ``add_adapters``; or a file cannot be read.
     """
     config = copy.deepcopy(config_of(model, dtype))
     # ``config_of`` takes an empty one alone, and transformers searches it where it is null, too.
     vars(config).pop("auto_map", None)
     folder = None if isinstance(model, PretrainedConfig) else _folder(model)
-    own = folder is not None and any(folder.glob("*.safetensors*"))
-    if folder is not None and not own and _any_weights(folder):
-        raise ModelError(f"{folder} has weights, but none as safetensors: save them in that format")
     with _as_model_error(f"no {config.model_type} model can be made from this config"):
         attention = FAMILIES[config.model_type].attention
         with torch.device("meta"):
@@ -219,11 +243,10 @@ def build_on_meta(
             scale = torch.tensor(embedding.scalar_embed_scale, dtype=skeleton.dtype)
             embedding.embed_scale = nn.Buffer(scale, persistent=False)
     skeleton.config.use_cache = False
-    files = None
-    if folder is not None and own and weights:
-        with _as_model_error(f"the weights in {folder} cannot be loaded"):
-            files = WeightFiles(folder, wrapper_of(folder))
-            if (folder / "generation_config.json").is_file():
+    files = _weight_files(folder) if folder is not None and weights else None
+    if folder is not None and files is not None:
+        if (folder / "generation_config.json").is_file():
+            with _as_model_error(f"{folder}/generation_config.json cannot be read; mend it or take it out"):
                 skeleton.generation_config = GenerationConfig.from_pretrained(folder)
         skeleton.eval()
     if lora is not None:
@@ -352,8 +375,8 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     fields = document if kind not in WRAPPERS else _text_fields(path, document)
     # A reason that nothing mends comes first.
     family = _family(path, document, fields["model_type"])
-    how, weights = quantization_of(document, folder), _any_weights(folder)
-    if weights:
+    how = quantization_of(document, folder)
+    if weights_in(folder) != "none":
         check_not_quantized(how)
     elif how is not None and dtype is None:
         raise ModelError(
@@ -404,10 +427,6 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     return config
 
 
-def _any_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
-
-
 def _document(folder: Path) -> dict[str, Any]:
     """Return the fields in the config.json of a folder; none if it holds no table.
 
@@ -419,7 +438,11 @@ def _document(folder: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
-    return document if isinstance(document, dict) else {}
+    if not isinstance(document, dict):
+        return {}
+    # The name of the field in older checkpoints of compressed-tensors.
+    older = document.pop("compression_config", None)
+    return document if older is None else {"quantization_config": older, **document}
 
 
 def _text_fields(path: Path, document: dict[str, Any]) -> dict[str, Any]:

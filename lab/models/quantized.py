@@ -12,7 +12,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from lab.decoder import quantization_in
-from lab.models.headers import dtypes_in, files_of, has_weights
+from lab.errors import ModelError
+from lab.models.headers import dtypes_in, files_of
 from lab.models.unread import unread_reason
 
 _NAME = re.compile(
@@ -60,12 +61,10 @@ def _by_note(path: Path) -> str | None:
 
 def _by_headers(folder: Path, kind: object) -> str | None:
     wrapper = kind if isinstance(kind, str) else None
-    if not has_weights(folder):
-        return None
     for path, names in files_of(folder).items():
         try:
             dtypes: dict[str, str] = dtypes_in(path)
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError, ModelError):
             dtypes = {}
         for name, dtype in {**dict.fromkeys(names, ""), **dtypes}.items():
             quantized = _NAME.fullmatch(name) or _DTYPE.fullmatch(dtype)

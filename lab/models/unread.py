@@ -47,6 +47,10 @@ UNREAD = (
         Unread(f"{before}layers.N.self_attn.rotary_emb.inv_freq", None, "computed from the config")
         for before in ("model.", "")
     ),
+    *(
+        Unread(f"model.layers.N.self_attn.{name}", None, "a scale of the quantized cache of generation")
+        for name in ("k_scale", "v_scale", "kv_scale", "k_proj.k_scale", "v_proj.v_scale")
+    ),
 )
 """The tensors that are left out."""
 

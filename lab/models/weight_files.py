@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from cluster.live import notify
 from lab.errors import ModelError
 from lab.models.expert_files import Place, parts_in_files
 from lab.models.first_values import shard_of
@@ -23,11 +24,11 @@ from lab.models.lora import is_adapter, plain_name
 from lab.models.unread import TEXT_PREFIXES, unread_reason
 from lab.torch_private import offloaded_parameters, reset_shards
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
-"""The dtypes of weights, as safetensors names them."""
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of weights, by their names in safetensors."""
 
 COMPARED_ELEMENTS = 2**22
-"""How many elements of two tied tensors are compared at once."""
+"""How many elements are compared at once: of two tied tensors, or of one before and after a cast."""
 
 MAX_FILE = 5 * 10**9
 """The most bytes of weights in a file, unless the caller says another number."""
@@ -122,20 +123,42 @@ def _groups(weights: Mapping[str, Tensor], max_file: int) -> Iterator[list[str]]
 
 
 @torch.no_grad()
-def copy_part(parameter: Tensor, place: Place, part: Any) -> None:
+def copy_part(parameter: Tensor, place: Place, part: Any) -> int:
     """Copy a tensor of a file into its place in a parameter; of a sharded one, this rank's rows alone.
 
     Args:
         parameter: The parameter.
         place: Which part of the parameter the tensor is.
         part: The tensor, or a slice of an open file, of which no other rows are read.
+
+    Returns:
+        How many values are 0 in the parameter's dtype, and are not 0 in the file.
+
+    Raises:
+        ModelError: A value is not finite in the parameter's dtype, which is not that of the file.
     """
     local, first = shard_of(parameter)
     if place.expert is not None:
-        if first <= place.expert < first + len(local):
-            place._replace(expert=place.expert - first).part_of(local).copy_(part[:])
+        if not first <= place.expert < first + len(local):
+            return 0
+        local, values = place._replace(expert=place.expert - first).part_of(local), part[:]
     elif local.numel():
-        local.copy_(part[first : first + len(local)])
+        values = part[first : first + len(local)]
+    else:
+        return 0
+    local.copy_(values)
+    if values.dtype == local.dtype:
+        return 0
+    zeros = 0
+    for block in values.flatten().split(COMPARED_ELEMENTS):
+        cast = block.to(local.dtype)
+        if not cast.isfinite().all():
+            raise ModelError(
+                f"{place.parameter} has a value of {block.abs().max():.4g}, which is not finite in "
+                f"{local.dtype}: give another dtype, such as dtype='float32', or --dtype float32"
+            )
+        zeros += int(((cast == 0) & (block != 0)).sum())
+    return zeros
 
 
 class WeightFiles:
@@ -147,8 +170,7 @@ class WeightFiles:
             ``lab.models.unread``.
 
     Raises:
-        ModelError: See ``files_of``; or there are adapters of PEFT, or a tensor of the index is in no file,
-            or one is in two files.
+        ModelError: See ``files_of``; or a tensor of the index is in no file, or one is in two files.
         OSError, SafetensorError: A file cannot be read.
     """
 
@@ -156,12 +178,6 @@ class WeightFiles:
         self.folder = folder
         self._wrapper = wrapper
         self._dtypes: dict[str, str] = {}
-        if (folder / "adapter_config.json").is_file():
-            # transformers adds them to the model.
-            raise ModelError(
-                f"{folder} has adapters of PEFT (adapter_config.json), which the lab does not read: merge "
-                "them into the weights by merge_and_unload(), and give a directory with these alone"
-            )
         files = files_of(folder)
         self._files = {name: path for path, names in files.items() for name in names}
         for path in files:
@@ -180,20 +196,31 @@ class WeightFiles:
     def load(self, model: PreTrainedModel) -> None:
         """Read the values of every parameter that is not an adapter's.
 
-        Of a sharded parameter, only this rank's rows are read.
+        Of a sharded parameter, only this rank's rows are read. What the cast to the model's dtype makes 0 is
+        said on stderr.
 
         Raises:
             ModelError: A parameter is in no file, or has another shape there, or a dtype of which the lab
-                trains no weights; a tensor of the files has no place in the model; or two tied parameters
-                have different values there.
+                trains no weights; a tensor of the files has no place in the model; two tied parameters have
+                different values there; or see ``copy_part``.
         """
+        zeros = 0
         for path, names in self._by_file(model).items():
             with safe_open(path, framework="pt") as file:
                 for name_in_file, place in names:
                     parameter = model.get_parameter(place.parameter)
                     part = file.get_slice(name_in_file)
                     self._check_shape(part.get_shape(), name_in_file, place, parameter)
-                    copy_part(parameter, place, part)
+                    zeros += copy_part(parameter, place, part)
+        if zeros:
+            notify(f"values of the weights in {self.folder} that became 0 in {model.dtype}: {zeros:,}")
+
+    def rounded_to(self, dtype: torch.dtype) -> list[str]:
+        """Return the dtypes in the files, of weights that are read, whose values ``dtype`` rounds."""
+        read = {found for name, found in self._dtypes.items() if unread_reason(name, self._wrapper) is None}
+        return sorted(
+            name for name in read & DTYPES.keys() if torch.promote_types(DTYPES[name], dtype) != dtype
+        )
 
     def digest(self, model: PreTrainedModel) -> str:
         """Return a checksum, as text, of every tensor's name, shape, dtype and first row.
@@ -264,12 +291,11 @@ class WeightFiles:
                 "model with this config has no place: give the config that belongs to them, or files without "
                 "them"
             )
-        no_weights = [name for name in used if self._dtypes[name] not in _DTYPES]
+        no_weights = [name for name in used if self._dtypes[name] not in DTYPES]
         if no_weights:
             raise ModelError(
                 f"the weights in {self.folder} hold {_first(no_weights)} as {self._dtypes[min(no_weights)]}: "
-                f"the lab trains weights of {', '.join(_DTYPES[:-1])} and {_DTYPES[-1]}; save them in one of "
-                "these"
+                f"the lab trains weights of {', '.join(DTYPES)}; save them in one of these"
             )
         return files
 

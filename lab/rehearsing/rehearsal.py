@@ -60,7 +60,7 @@ class Rehearsal(Measured):
 
     ``plan`` is of the same layers, ``whole`` of all ``of_layers``. ``device_memory`` is what the device was
     taken to have, in bytes, and ``device_memory_asked`` what was asked for: more where that is the whole of
-    this GPU. Both are None without a limit.
+    this GPU. Both are None without a limit. ``weights`` is that of ``Training``.
     """
 
     layers: int
@@ -70,6 +70,7 @@ class Rehearsal(Measured):
     device_memory_asked: int | None
     plan: Plan
     whole: Plan
+    weights: str = ""
 
     def __repr__(self) -> str:
         return format_lines(f"Rehearsal of {self.job.title}", self.description)
@@ -84,6 +85,7 @@ class Rehearsal(Measured):
         )
         return {
             "recipe": self.job.recipe.summary,
+            "weights": self.weights,
             "measured": f"as one rank of {self.job.ranks} on {self.machine}, "
             f"{self.layers} of {self.of_layers} layers",
             "device peak": f"{format_bytes(self.device_peak)}{limit}, planned {planned}",
@@ -152,6 +154,7 @@ class Rehearsal(Measured):
         return {
             "recipe": self.job.recipe.to_json(),
             "state": self.plan.state,
+            "weights": self.weights,
             "tokens": self.job.tokens,
             "ranks": self.job.ranks,
             "layers": self.layers,

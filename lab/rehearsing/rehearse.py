@@ -42,6 +42,7 @@ from lab.units import GiB, format_bytes, parse_bytes
 DeviceType = Literal["cuda", "cpu"]
 Say = Callable[[str], None]
 
+PART = "random weights: a part of the layers is rehearsed"
 MISSING = 2 * GiB
 """How much less a GPU may report than its name says: an H100 of 80 GiB has 79.19."""
 
@@ -158,6 +159,7 @@ def rehearse_job(
         device_memory_asked=asked,
         plan=planned,
         whole=whole,
+        weights=training.weights if part.model is job.model or callable(job.model) else PART,
     )
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from lab.errors import RecipeError
+from lab.errors import DataError, RecipeError
 from lab.recipe.recipe import Recipe
+from lab.step.loopback import BACKEND
 from lab.step.token_source import TokenSource
 from lab.techniques.agreement import check_same_batch, refuse_together
 from lab.techniques.attention.documents import document_positions, documents_of
@@ -215,7 +216,8 @@ def read_batch(
         mesh: All ranks. The batch is on its device.
 
     Raises:
-        DataError: See ``TokenSource.read``; every rank raises it where one does.
+        DataError: See ``TokenSource.read``; every rank raises it where one does. Or a rank that is rehearsed
+            has no label.
     """
     mine, positions = _part(len(windows), length, recipe, mesh)
     input_ids = torch.zeros(len(mine), len(positions), dtype=torch.int64)
@@ -230,13 +232,20 @@ def read_batch(
                 followed = positions < len(window) - 1
                 labels[row, followed] = source.read(window.start + positions[followed] + 1)
 
-    refuse_together(read, mesh.get_group())
+    group = mesh.get_group()
+    refuse_together(read, group)
+    label_count = sum(len(window) - 1 for window in windows)
+    if dist.get_backend(group) == BACKEND:
+        # Every rank has the labels of this one, and their sum is as many times the sum of this one.
+        label_count = int((labels != IGNORED).sum()) * group.size()
+        if not label_count:
+            raise DataError("the rank that is rehearsed has no token with a label: give more tokens")
     return Batch(
         input_ids=input_ids.to(mesh.device_type),
         labels=labels.to(mesh.device_type),
         position_ids=positions[None].to(mesh.device_type),
-        label_count=sum(len(window) - 1 for window in windows),
-        group=mesh.get_group(),
+        label_count=label_count,
+        group=group,
         ulysses=recipe.ulysses,
         ring=recipe.ring,
         highest_token=source.vocab_size - 1,

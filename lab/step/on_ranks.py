@@ -38,12 +38,14 @@ class Training:
         settings: How it is trained.
         config: The config of the job's model.
         source: The tokens of the text.
+        weights: See ``models.weights_note``.
     """
 
     job: Job
     settings: TrainSettings
     config: PretrainedConfig
     source: TokenSource
+    weights: str
 
 
 def make_training(
@@ -80,7 +82,7 @@ def make_training(
         opened.read(torch.arange(min(len(opened), CHECKED)))
     if validation is not None and len(validation) < 2:
         raise DataError(f"validate={str(settings.validate)!r} has one token: give a text of 2 tokens or more")
-    return Training(job, settings, config, source)
+    return Training(job, settings, config, source, models.weights_note(model, dtype))
 
 
 def _open_sources(settings: TrainSettings, vocab_size: int) -> tuple[TokenSource, TokenSource | None]:

@@ -56,7 +56,8 @@ class LossFile:
         """Keep the lines of the first ``steps`` steps; one cut short by a kill is of a later step.
 
         Raises:
-            CheckpointError: the file cannot be read and written.
+            CheckpointError: the file cannot be read and written; or it has lines, and not those that end with
+                this step.
         """
         try:
             with os.fdopen(_open(self._path), "rb") as file:
@@ -66,7 +67,12 @@ class LossFile:
                 whole.append(last)
             elif not last.startswith(b"{"):
                 raise ValueError("its last line is none that a training writes")
-            kept = takewhile(lambda line: json.loads(line)["step"] <= steps, whole)
+            kept = list(takewhile(lambda line: json.loads(line)["step"] <= steps, whole))
+            found = [json.loads(line)["step"] for line in kept]
+            if steps and whole and (not kept or found != list(range(steps + 1 - len(kept), steps + 1))):
+                raise ValueError(
+                    f"its steps do not lead to {steps}; put back the file of this training, or move it away"
+                )
             self._length = sum(map(len, kept))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self._path} is no file of losses: {error}") from error

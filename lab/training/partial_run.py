@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lab.memory.timeline import Timeline
-from lab.recipe.jobs import Job, TrainSettings
+from lab.step.on_ranks import Training
 from lab.training.records import Progress, Run
 
 
@@ -16,8 +16,8 @@ class PartialRun:
     will outlive its module is still a temporary buffer while the module runs.
     """
 
-    def __init__(self, job: Job, settings: TrainSettings) -> None:
-        self._job, self._settings = job, settings
+    def __init__(self, training: Training) -> None:
+        self._training = training
         self._pieces: dict[int, list[Timeline]] = defaultdict(list)
         self._finished: dict[int, tuple[float, float]] = {}
 
@@ -35,12 +35,14 @@ class PartialRun:
         if not self._pieces:
             return None
         losses, seconds = zip(*self._finished.values(), strict=True) if self._finished else ((), ())
+        job, settings = self._training.job, self._training.settings
         return Run(
-            title=f"{self._job.title} · {how} in step {len(losses) + 1} of {self._settings.steps}",
-            job=self._job,
-            settings=self._settings,
+            title=f"{job.title} · {how} in step {len(losses) + 1} of {settings.steps}",
+            job=job,
+            settings=settings,
             losses=losses,
             seconds=seconds,
             timelines=tuple(Timeline.join(self._pieces[rank]) for rank in sorted(self._pieces)),
             complete=False,
+            weights=self._training.weights,
         )

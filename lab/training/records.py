@@ -59,7 +59,8 @@ class Run:
     ``losses`` and ``seconds`` have one entry per step (the loss is the global mean, the time rank 0's);
     ``timelines`` one a rank: the bytes that crossed the dispatcher. ``allocated`` are the most bytes that
     CUDA's allocator held on each rank, kernels' workspaces among them; it is empty on CPU, and where the run
-    is not ``complete``. A run that was stopped or failed is not: it has what was measured.
+    is not ``complete``. A run that was stopped or failed is not: it has what was measured. ``weights`` is
+    that of ``Training``.
     """
 
     title: str
@@ -70,6 +71,7 @@ class Run:
     timelines: tuple[Timeline, ...]
     complete: bool = True
     allocated: tuple[int, ...] = ()
+    weights: str = ""
 
     def __repr__(self) -> str:
         return format_lines(f"Run of {self.title}", self.description)
@@ -82,6 +84,7 @@ class Run:
         highest = self.timelines[rank]
         others = f", the highest of {len(metered)} ranks" if len(metered) > 1 else ""
         return {
+            "weights": self.weights,
             "losses": _ends([f"{loss:.4f}" for loss in self.losses]),
             "seconds": _ends([f"{seconds:.3g}" for seconds in self.seconds]),
             "device peak": f"{format_bytes(metered[rank])} on rank {rank}{others}",

@@ -114,7 +114,7 @@ def run_job(
     """
     job, settings = training.job, training.settings
     folder = planned_folder(job, host_path)
-    partial_run = PartialRun(job, settings)
+    partial_run = PartialRun(training)
     tell = watch or _nobody
 
     def on_record(_rank: int, record: object) -> None:
@@ -153,6 +153,7 @@ def run_job(
         results[0].seconds,
         tuple(result.timeline for result in results),
         allocated=tuple(result.allocated for result in results if result.allocated is not None),
+        weights=training.weights,
     )
     tell(finished)
     return finished

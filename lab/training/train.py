@@ -35,11 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What training brings back: the steps of this call, and the folder that holds the checkpoints."""
+    """What training brings back: the steps of this call, and the folder that holds the checkpoints.
+
+    ``weights`` is that of ``Training``, and empty where training went on from a checkpoint.
+    """
 
     title: str
     steps: tuple[StepRecord, ...]
     checkpoint: Path
+    weights: str = ""
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -149,6 +153,7 @@ def train_job(
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
         check_kernel(job, training.config, device.type, lambda: kernel_support(device))
+    weights = "" if saving.resume else training.weights
     # A checkpoint is read from the first byte to the last: by one process, not by every rank.
     saving = from_first_rank(saving.open) if cluster is None else saving.open()
     if cluster is not None:
@@ -162,7 +167,7 @@ def train_job(
             [records, *_] = train_on_cluster(
                 cluster, training, train_on_this_rank, saving, host_folder, timeout=timeout, on_record=note
             )
-        return Trained(job.title, records, saving.folder)
+        return Trained(job.title, records, saving.folder, weights)
     if timeout is None and torch.cuda.is_available():
         timeout = on_this_rank(job, DEFAULT_SECONDS["cuda"])
     if timeout is not None:
@@ -172,4 +177,4 @@ def train_job(
         nbytes = answer_on_all_ranks("how large the file of streamed layers is", file_bytes, job)
         host_folder = HostFolder(host_path, nbytes)
     records = train_on_this_rank(job, training.settings, saving, host_folder, watch)
-    return Trained(job.title, records, saving.folder)
+    return Trained(job.title, records, saving.folder, weights)

@@ -175,10 +175,17 @@ def _train_as_rank(ranks: int | None, as_json: bool, settings: dict[str, Any]) -
 
 
 def _train(cluster: Any, as_json: bool, settings: dict[str, Any], *, prints: bool = True) -> None:
+    from lab import models
     from lab.recipe.recipe import parse_knobs
     from lab.training.train import train
 
     knobs = parse_knobs(settings.pop("knobs"))
+    if (
+        prints
+        and not settings["resume"]
+        and (note := models.weights_note(settings["model"], settings["dtype"]))
+    ):
+        click.echo(note, err=as_json)
     with _step_printer(as_json) if prints else nullcontext() as watch:
         train(cluster=cluster, watch=watch, **settings, **knobs)
 
