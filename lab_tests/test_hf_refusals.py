@@ -181,11 +181,34 @@ def test_parsed_arguments_of_transformers(tmp_path: Path, caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.name.startswith("lab.")]
 
 
+def test_a_second_recipe_for_the_same_arguments_computes_in_the_same_dtype(tmp_path: Path) -> None:
+    """Seen red: bf16 was lost without a word, and a trainer changed the object that was given."""
+    for given in (
+        plain_arguments(SFTConfig, tmp_path),
+        plain_arguments(TrainingArguments, tmp_path, bf16=True),
+    ):
+        first = lab.hf.arguments(given, recipe="tiling", tokens=TOKENS)
+        second = lab.hf.arguments(first, recipe="fsdp", tokens=TOKENS)
+        assert check_arguments(second).recipe == "fsdp"
+        assert check_arguments(second).knobs == {"compute_dtype": "bfloat16"}
+        own = lab.hf.arguments(given, recipe=Recipe(compute_dtype="bfloat16"))
+        assert check_arguments(lab.hf.arguments(own, recipe="fsdp", tokens=TOKENS)).knobs == {
+            "compute_dtype": "bfloat16"
+        }
+        first.accelerator_config.split_batches = True
+        assert given.accelerator_config.split_batches is False
+    plain = lab.hf.arguments(plain_arguments(TrainingArguments, tmp_path), recipe="tiling", tokens=TOKENS)
+    again = lab.hf.arguments(plain, recipe="fsdp", tokens=TOKENS)
+    assert check_arguments(again).knobs == {"compute_dtype": None}
+
+
 # ---- what accelerate launch puts into the environment ----------------------------------------------------
 
 
 @pytest.mark.long
-def test_bf16_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_of_accelerate_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is what bf16=True is, for a class, for an object, and for a model that is given by hand."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     made = [
@@ -195,6 +218,8 @@ def test_bf16_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         arguments(tmp_path),
         lab.hf.arguments(plain_arguments(TrainingArguments, tmp_path), recipe="tiling", tokens=TOKENS),
     ]
+    [said] = [record.getMessage() for record in caplog.records if record.name.startswith("lab.")]
+    assert "compute_dtype='bfloat16' (ACCELERATE_MIXED_PRECISION=bf16 is in the environment)" in said
     for args in made:
         assert check_arguments(args).knobs == {"compute_dtype": "bfloat16"}
         assert args.mixed_precision == "no"

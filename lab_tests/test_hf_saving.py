@@ -94,6 +94,8 @@ def on_ranks(folder: Path) -> dict[str, dict[str, Any]]:
         weights = trained(trainer).weights
         losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
         best[name] = losses, trainer.evaluate()["eval_loss"], weights
+    # The trainer of the adapters, which are merged into the shards.
+    trainer.model.merge_and_unload().save_pretrained(str(folder / "merged"))
     trained(long_trainer(ON_OTHER_RANKS, folder / "of four"))
     of_one = trained(long_trainer(ON_OTHER_RANKS, folder / "of one"), str(folder / "of one" / "checkpoint-3"))
     return {"unbroken": unbroken, "resumed": resumed, "best": best, "other": {"one": of_one}}
@@ -207,6 +209,18 @@ def test_the_best_model_is_loaded_at_the_end(name: str, folder: Path, on_four: O
         own = weights.get(stored, weights.get(stored.replace(".weight", ".default.weight")))
         assert own is not None
         assert torch.equal(own, value), stored
+
+
+def test_merged_adapters_are_saved_as_a_plain_checkpoint(folder: Path, on_four: OnRanks) -> None:
+    """Seen red: torch's error about the data pointer of a tensor without storage."""
+    loaded = LlamaForCausalLM.from_pretrained(folder / "merged").state_dict()
+    adapted = PeftModel.from_pretrained(
+        model(replace(BEST_FIRST["adapters"], lora=False)), folder / "best" / "adapters" / "checkpoint-1"
+    )
+    merged = adapted.merge_and_unload().state_dict()
+    assert loaded.keys() == merged.keys()
+    for name, value in merged.items():
+        assert torch.allclose(loaded[name], value, rtol=1e-5, atol=1e-6), name
 
 
 def check_close(found: Training, right: Training) -> None:

@@ -355,7 +355,9 @@ def _leave_as_it_is(model: nn.Module, accelerator: Accelerator) -> None:
     """
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     if _is_sharded(model):
-        save_by_all_ranks(model)
+        # PEFT's merge_and_unload returns the inner model.
+        for one in {model, inner_model(model)}:
+            save_by_all_ranks(one)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         # The policy would look for classes of layers by their names, which FSDP has changed.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
+from copy import copy, deepcopy
 from typing import Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lab.errors import RecipeError
 from lab.hf.accelerate_settings import PRECISION, launched_precision, refusal
@@ -75,8 +76,9 @@ def arguments(
             "give the class"
         )
     chosen = dict(knobs or {})
-    # An object does not say whether bf16=False was set or is the default.
-    bf16 = settings.pop("bf16", None) if is_class else given.bf16 or None
+    # An object does not say whether bf16=False was set or is the default. One with a recipe has bf16=False.
+    earlier: RecipeChoice | None = getattr(given, CHOICE, None)
+    bf16 = settings.pop("bf16", None) if is_class else given.bf16 or _computes_in_bf16(earlier) or None
     # The settings are checked before an object is made, because making it with some of them changes
     # environment variables.
     _check_settings(settings)
@@ -94,7 +96,7 @@ def arguments(
         made: A = given(**{"prediction_loss_only": True, **defaults, **settings, "bf16": False})
         made.mixed_precision = "no"
     else:
-        made = _replaced(given)
+        made = _replaced(given, launched)
     tokens = getattr(made, "max_length", None) if tokens is None else tokens
     setattr(made, CHOICE, RecipeChoice.of(recipe, tokens, chosen))
     check_arguments(made)
@@ -111,10 +113,29 @@ _REPLACED: dict[str, tuple[object, str]] = {
 """For each setting of an object that a recipe does in its own way: the value that it gets, and the reason."""
 
 
-def _replaced(given: A) -> A:
-    """Return a copy of arguments with the values of ``_REPLACED``, and log those that have changed."""
+def _computes_in_bf16(choice: RecipeChoice | None) -> bool:
+    own = choice.recipe.compute_dtype if choice and isinstance(choice.recipe, Recipe) else None
+    return choice is not None and choice.knobs.get("compute_dtype", own) == "bfloat16"
+
+
+def _replaced(given: A, launched: bool) -> A:
+    """Return a copy of arguments with the values of ``_REPLACED``, and log those that have changed.
+
+    Args:
+        given: The arguments.
+        launched: Whether ``accelerate launch`` asks for bf16.
+    """
     made = copy(given)
+    for name, value in vars(given).items():
+        # A trainer changes its accelerator_config.
+        if isinstance(value, dict | list | AcceleratorConfig):
+            setattr(made, name, deepcopy(value))
     changed = []
+    if launched and not given.bf16 and not _computes_in_bf16(getattr(given, CHOICE, None)):
+        changed.append(
+            f"bf16=False, and the recipe has compute_dtype='bfloat16' ({PRECISION}=bf16 is in the "
+            "environment)"
+        )
     for name, (value, reason) in _REPLACED.items():
         before = getattr(made, name, value)
         if before != value:
