@@ -5,6 +5,7 @@ Each was seen red: refused, or with another loss.
 
 import json
 import pathlib
+from itertools import product
 
 import pytest
 import torch
@@ -123,6 +124,35 @@ def test_a_head_is_tied_where_the_wrapper_or_else_its_text_says_so(tmp_path):
                 fields["tie_word_embeddings"] = value
         (tmp_path / "config.json").write_text(json.dumps(document))
         assert models.shape_of(tmp_path).tied == tied
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("in_files", [True, False])
+@pytest.mark.parametrize("make", [gemma3, mistral3])
+def test_a_head_of_files_is_tied_as_transformers_ties_it_or_refused(tmp_path, make, in_files):
+    """Where the wrapper does not say it, transformers' default is tied, and the files of Mistral Small 3.1,
+    whose text model does not say it either, have a head of their own, which transformers keeps.
+    """
+    wrapper = make(tie_word_embeddings=in_files)
+    wrapper.save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    built = 0
+    for values in product(({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}), repeat=2):
+        for fields, value in zip((document, document["text_config"]), values, strict=True):
+            fields.pop("tie_word_embeddings", None)
+            fields.update(value)
+        (tmp_path / "config.json").write_text(json.dumps(document))
+        theirs = type(wrapper).from_pretrained(tmp_path)
+        if models.shape_of(tmp_path).tied != in_files:
+            with pytest.raises(ModelError, match=r"lack lm_head\.weight|set tie_word_embeddings to false"):
+                models.build(tmp_path)
+            continue
+        ours = models.build(tmp_path)
+        built += 1
+        assert torch.equal(ours.lm_head.weight, theirs.lm_head.weight)
+        assert torch.equal(ours.model.embed_tokens.weight, theirs.get_input_embeddings().weight)
+        assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == in_files
+    assert built >= 4
 
 
 def test_the_parts_that_are_left_out_are_named(tmp_path):
