@@ -82,8 +82,8 @@ class Caller:
             Stopped: `interrupt` ended the call.
         """
         inbox = self.engines.inbox
-        self._current = call = Call(secrets.token_hex(8), list(payloads), on_record)
         self._failed = self._interrupted = None
+        self._current = call = Call(secrets.token_hex(8), list(payloads), on_record)
         hangs = HangWatch(call, timeout, self._signal)
         try:
             for rank, payload in payloads.items():
@@ -131,11 +131,14 @@ class Caller:
                 self.stopped = True
                 raise self._error_of(call)
 
-        self._current, self._interrupted = call, None
+        self._interrupted, self._current = None, call
         try:
             call.wait(self.engines.inbox, lambda: bool(call.dead) or not call.waiting, LEAVE_SECONDS, check)
             # The rank may have answered the stop before the next look.
             check()
+        except KeyboardInterrupt:
+            self.stopped = True
+            raise
         finally:
             self._current = None
             self._note_answers(call)

@@ -304,6 +304,18 @@ def test_the_wait_for_a_slow_rank_is_stopped_from_another_thread(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_in_the_wait_for_a_slow_rank_lets_the_next_call_run(impatient: Cluster) -> None:
+    """Seen red: the next call was told to recover, and after Ctrl-C in any other wait it is not."""
+    with pytest.raises(RankError, match=r"^rank 0 failed first"):
+        impatient.apply(fail_while_one_sleeps, 0, 1)
+    threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        impatient.apply(os.getpid)
+    assert sums(impatient)
+
+
+@pytest.mark.long
 def test_a_dead_rank_is_named_and_recover_replaces_it(impatient: Cluster) -> None:
     with within(2), pytest.raises(RankError, match=r"^rank 1 failed first: .*ended \(exit code 87\)"):
         impatient.apply(end_on, 1)
