@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import lab
 from lab import models
-from lab.errors import CheckpointError
+from lab.errors import CheckpointError, ModelError
 from lab.models import weight_files
 from lab.recipe.jobs import TrainSettings, make_job
 from lab.step.on_ranks import make_rank_state
@@ -379,6 +379,20 @@ def test_losses_of_another_training_are_refused_and_kept(train, tmp_path, steps)
     file.unlink()
     train(steps=4, resume=True)
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [4]
+
+
+def test_a_training_goes_on_beside_the_config_of_its_model(train, tmp_path):
+    """A resume reads no weights of the directory. Seen red: the checkpoint was taken for foreign ones."""
+    small_config().save_pretrained(tmp_path)
+    first = train(tmp_path, checkpoint=tmp_path)
+    assert first.weights == "random weights: the folder has none"
+    after = train(tmp_path, checkpoint=tmp_path, steps=3, resume=True)
+    assert (after.weights, after.title) == ("", first.title)
+    assert (*first.losses, *after.losses) == train(steps=3).losses
+    export(tmp_path, tmp_path / "out")
+    assert len(train(tmp_path, checkpoint=tmp_path, steps=4, resume=True).losses) == 1
+    with pytest.raises(ModelError, match=r"out/model\.safetensors, .* give a directory that has both"):
+        train(tmp_path)
 
 
 def test_folders_of_others_stay(train, tmp_path):

@@ -195,6 +195,10 @@ def test_a_second_recipe_for_the_same_arguments_computes_in_the_same_dtype(tmp_p
         assert check_arguments(lab.hf.arguments(own, recipe="fsdp", tokens=TOKENS)).knobs == {
             "compute_dtype": "bfloat16"
         }
+        in_own = lab.hf.arguments(first, recipe=Recipe())
+        assert check_arguments(in_own).knobs == {}
+        in_own = lab.hf.arguments(first, recipe="fsdp", tokens=TOKENS, knobs={"compute_dtype": None})
+        assert check_arguments(in_own).knobs == {"compute_dtype": None}
         first.accelerator_config.split_batches = True
         assert given.accelerator_config.split_batches is False
     plain = lab.hf.arguments(plain_arguments(TrainingArguments, tmp_path), recipe="tiling", tokens=TOKENS)

@@ -125,13 +125,17 @@ def test_a_config_says_it_for_itself_or_for_its_text_model(field, how):
 def test_the_older_name_of_the_field_is_read(folder):
     """Seen red: not read, and the numbers of the files were trained as weights."""
     document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, "compression_config": {"bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps({**document, "quantization_config": None, "compression_config": {"bits": 4}})
+    )
     with pytest.raises(ModelError, match="quantized weights"):
         models.config_of(folder)
     config = small_config()
     config.compression_config = {"bits": 4}
     with pytest.raises(ModelError, match="quantized weights"):
         models.config_of(config)
+    assert models.is_quantized(config)
+    assert not hasattr(models.config_of(config, "bfloat16"), "compression_config")
 
 
 def test_scales_of_a_cache_beside_plain_weights_are_left_out(folder):

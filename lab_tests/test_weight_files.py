@@ -8,6 +8,7 @@ import json
 import os
 import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import lab
+from cluster.errors import RankError
 from lab import models
+from lab.commands.doctor import model_report
 from lab.errors import ModelError
 from lab.models.headers import LARGE
 from lab.models.unread import UNREAD, unread_reason
@@ -363,6 +367,26 @@ def test_a_folder_without_weights_says_so(folder):
     assert models.weights_note("tiny") == models.weights_note(llama()) == ""
 
 
+def test_weights_that_are_not_used_are_not_looked_at(several, digits):
+    """Seen red: refused, where the config alone is enough."""
+    (several / "model-00002-of-00007.safetensors").unlink()
+    part = lab.rehearse(several, "plain", tokens=32, ranks=1, layers=1, text=digits, machine="cpu")
+    assert part.weights == "random weights: a part of the layers is rehearsed"
+    report = model_report(several)
+    assert "42,768 weights" in report
+    assert "model-00002-of-00007.safetensors is missing: download or copy the weights again" in report
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(folder, monkeypatch):
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert "DIR cannot be listed (Permission denied), and may hold weights" in refusal(folder)
+
+
+def refuse(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def make_dangling(path):
     path.symlink_to("blobs/gone")
 
@@ -423,10 +447,25 @@ def test_what_a_cast_loses_is_said_or_refused(folder, capsys):
     norm[1] = -70000.0
     add(folder, **{"model.norm.weight": norm})
     models.build(folder, dtype="bfloat16")
-    with pytest.raises(
-        ModelError, match=r"^model\.norm\.weight has a value of 7e\+04, which is not finite in"
-    ):
+    said = r"^model\.norm\.weight has -7e\+04, which is not finite in torch\.float16: give dtype='float32'"
+    with pytest.raises(ModelError, match=said):
         models.build(folder, dtype="float16")
+    norm[1] = float("inf")
+    add(folder, **{"model.norm.weight": norm})
+    # Of the file, not of the cast.
+    assert models.build(folder, dtype="float16").model.norm.weight[1] == float("inf")
+
+
+@pytest.mark.long
+def test_what_a_cast_loses_on_one_rank_is_refused_on_all(folder, ranks4, digits):
+    head = models.build(folder).lm_head.weight.detach().clone()
+    head[-1] = 70000.0
+    add(folder, **{"lm_head.weight": head})
+    with pytest.raises(RankError) as caught:
+        lab.run(folder, "fsdp", tokens=64, text=digits, cluster=ranks4, dtype="float16", compute_dtype=None)
+    assert "lm_head.weight has 7e+04, which is not finite in torch.float16" in str(caught.value)
+    assert not caught.value.waiting
+    assert "peer left" not in str(caught.value)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -24,7 +24,7 @@ from lab import models
 from lab.bench.table import table_text
 from lab.commands.gpu_findings import gpu_findings
 from lab.decoder import FAMILIES
-from lab.errors import LabError
+from lab.errors import LabError, ModelError
 from lab.models.unread import left_out, wrapper_of
 from lab.techniques.attention.kernels import FASTEST_FIRST, choose_kernel, kernel_support, missing_requirement
 from lab.techniques.deepspeed import warm_operator
@@ -90,7 +90,11 @@ def model_report(model: models.ModelLike, dtype_name: str | None = None) -> str:
         f"A weight has {4 * dtype.itemsize} bytes of state in training in {name}, which FSDP2 divides over "
         "the ranks."
     )
-    state = "\n".join(filter(None, (state, models.weights_note(model, dtype_name))))
+    try:
+        weights = models.weights_note(model, dtype_name)
+    except ModelError as error:
+        weights = str(error)
+    state = "\n".join(filter(None, (state, weights)))
     many = f"{len(found)} difference{'s' * (len(found) != 1)}" if found else "no difference"
     title = f"{family}, {shape.L} layers, {shape.weights:,} weights, {many} from Llama"
     if not found:

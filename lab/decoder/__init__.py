@@ -1,6 +1,7 @@
 """What a model is: the families that the lab supports, and a frozen view of the parts of a decoder."""
 
 from lab.decoder.config import (
+    QUANTIZATION,
     check_config,
     check_largest,
     check_not_quantized,
@@ -26,6 +27,7 @@ from lab.decoder.patch import Patch, refuse_copy, refuse_pickle
 __all__ = [
     "FAMILIES",
     "PER_LAYER",
+    "QUANTIZATION",
     "SIZES",
     "Decoder",
     "Family",

@@ -44,7 +44,7 @@ def check_config(config: PretrainedConfig) -> Family:
         )
     foreign = kind not in CONFIG_MAPPING or type(config) is not CONFIG_MAPPING[kind]
     family = check_family(f"{kind or 'a model'} by {type(config).__name__}" if foreign else kind)
-    for name in ("quantization_config", "compression_config"):
+    for name in QUANTIZATION:
         check_not_quantized(quantization_in(getattr(config, name, None)))
     for name, values in UNDECLARED.items():
         _check_value(family, name, getattr(config, name, None), values)
@@ -136,6 +136,10 @@ def check_largest(sizes: Mapping[str, int]) -> None:
         raise ModelError(
             f"num_hidden_layers={sizes['num_hidden_layers']}: the lab takes up to {MOST_LAYERS} layers"
         )
+
+
+QUANTIZATION = {"quantization_config", "compression_config"}
+"""The fields of a config that say how weights are quantized; the second is of older checkpoints."""
 
 
 def quantization_in(field: object) -> str | None:

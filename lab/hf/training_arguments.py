@@ -78,7 +78,7 @@ def arguments(
     chosen = dict(knobs or {})
     # An object does not say whether bf16=False was set or is the default. One with a recipe has bf16=False.
     earlier: RecipeChoice | None = getattr(given, CHOICE, None)
-    bf16 = settings.pop("bf16", None) if is_class else given.bf16 or _computes_in_bf16(earlier) or None
+    bf16 = settings.pop("bf16", None) if is_class else given.bf16 or None
     # The settings are checked before an object is made, because making it with some of them changes
     # environment variables.
     _check_settings(settings)
@@ -88,7 +88,7 @@ def arguments(
     bf16 = True if launched else bf16
     if bf16 is None and not isinstance(recipe, Recipe) and "compute_dtype" not in chosen:
         # The default of TRL's class, None, stands for bf16.
-        bf16 = is_class and given.bf16 is not False
+        bf16 = _computes_in_bf16(earlier) or (is_class and given.bf16 is not False)
     if bf16 is not None:
         _set_dtype(recipe, chosen, "bfloat16" if bf16 else None, launched)
     if isinstance(given, type):

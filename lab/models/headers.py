@@ -41,6 +41,9 @@ def weights_in(folder: Path) -> Literal["single", "index", "foreign", "none"]:
 
     Files of other formats beside safetensors are no part of the weights. Alone they are foreign, also one
     folder deeper, as in the original/ of a published model.
+
+    Raises:
+        ModelError: The directory cannot be listed.
     """
     if os.path.lexists(folder / SINGLE):
         return "single"
@@ -79,7 +82,15 @@ def check_weights(folder: Path) -> None:
 
 
 def _foreign(folder: Path) -> list[Path]:
-    return sorted(filter(_may_hold_weights, (*folder.glob("*"), *folder.glob("*/*"))))
+    try:
+        inside = list(folder.iterdir())
+        inside += [path for one in inside if one.is_dir() for path in one.iterdir()]
+    except OSError as error:
+        raise ModelError(
+            f"{error.filename} cannot be listed ({error.strerror}), and may hold weights: let this user read "
+            "it, or give a directory with config.json alone for random weights"
+        ) from error
+    return sorted(filter(_may_hold_weights, inside))
 
 
 def _may_hold_weights(path: Path) -> bool:

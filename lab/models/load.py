@@ -30,6 +30,7 @@ from transformers import (
 from lab import decoder
 from lab.decoder import (
     FAMILIES,
+    QUANTIZATION,
     Family,
     check_config,
     check_family,
@@ -102,15 +103,15 @@ def config_of(model: ModelLike, dtype: str | None = None) -> PretrainedConfig:
         config = preset_config(str(model)) if folder is None else _read(folder, dtype)
     if dtype is not None:
         config.dtype = getattr(torch, dtype)
-        if is_quantized(config):
-            del config.quantization_config
+        for name in QUANTIZATION & vars(config).keys():
+            delattr(config, name)
     return _checked(config)
 
 
 def is_quantized(model: ModelLike) -> bool:
     """Return whether a config, or what is in a directory, says that weights are quantized."""
     if isinstance(model, PretrainedConfig):
-        return bool(getattr(model, "quantization_config", None))
+        return any(getattr(model, name, None) for name in QUANTIZATION)
     folder = _folder(model)
     return folder is not None and quantization_of(_document(folder), folder) is not None
 
@@ -376,9 +377,9 @@ def _read(folder: Path, dtype: str | None) -> PretrainedConfig:
     # A reason that nothing mends comes first.
     family = _family(path, document, fields["model_type"])
     how = quantization_of(document, folder)
-    if weights_in(folder) != "none":
+    if how is not None and weights_in(folder) != "none":
         check_not_quantized(how)
-    elif how is not None and dtype is None:
+    if how is not None and dtype is None:
         raise ModelError(
             f"{path} is that of a checkpoint with quantized weights ({how}): give dtype='bfloat16', or "
             "--dtype bfloat16, to plan it as if dequantized"
@@ -442,7 +443,7 @@ def _document(folder: Path) -> dict[str, Any]:
         return {}
     # The name of the field in older checkpoints of compressed-tensors.
     older = document.pop("compression_config", None)
-    return document if older is None else {"quantization_config": older, **document}
+    return document if older is None else {**document, "quantization_config": older}
 
 
 def _text_fields(path: Path, document: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def copy_part(parameter: Tensor, place: Place, part: Any) -> int:
         How many values are 0 in the parameter's dtype, and are not 0 in the file.
 
     Raises:
-        ModelError: A value is not finite in the parameter's dtype, which is not that of the file.
+        ModelError: A value that is finite in the file is not finite in the parameter's dtype.
     """
     local, first = shard_of(parameter)
     if place.expert is not None:
@@ -152,10 +152,12 @@ def copy_part(parameter: Tensor, place: Place, part: Any) -> int:
     zeros = 0
     for block in values.flatten().split(COMPARED_ELEMENTS):
         cast = block.to(local.dtype)
-        if not cast.isfinite().all():
+        lost = block[block.isfinite() & ~cast.isfinite()]
+        if len(lost):
+            own = str(values.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{place.parameter} has a value of {block.abs().max():.4g}, which is not finite in "
-                f"{local.dtype}: give another dtype, such as dtype='float32', or --dtype float32"
+                f"{place.parameter} has {lost[0]:.4g}, which is not finite in {local.dtype}: give "
+                f"dtype={own!r}, or --dtype {own}, which is that of the files"
             )
         zeros += int(((cast == 0) & (block != 0)).sum())
     return zeros

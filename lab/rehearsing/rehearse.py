@@ -104,7 +104,8 @@ def rehearse(
     where, asked = machine_for(machine), None if device_memory is None else parse_bytes(device_memory)
     settings = TrainSettings(1 + steps, text, tokenizer)
     sizes: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "rows": rows, "accumulate": accumulate}
-    training = make_training(model, recipe, settings, lora=lora, dtype=dtype, **sizes, **knobs)
+    how: dict[str, Any] = {"lora": lora, "dtype": dtype, "weights": False}
+    training = make_training(model, recipe, settings, **how, **sizes, **knobs)
     planned_for = make_machine(device=device, ranks_per_node=ranks_per_node, workspace=where == "cuda")
     folder, say = check_host_dir(training.job, host_dir), watch or say_in_notebook
     return rehearse_job(training, planned_for, where, layers=layers, asked=asked, host_path=folder, say=say)
@@ -133,6 +134,8 @@ def rehearse_job(
     """
     job, config = training.job, training.config
     part = replace(job, model=first_layers(job.model, layers, config=config))
+    uses_own = part.model is job.model or callable(job.model)
+    weights = models.weights_note(job.model, job.dtype) if uses_own else PART
     check_kernel(job, config, where, lambda: kernel_support(torch.device(where)))
     limit, disk = _limit(where, asked), None if host_path is None else Disk()
     total = torch.cuda.get_device_properties(0).total_memory if where == "cuda" else machine.device_memory
@@ -159,7 +162,7 @@ def rehearse_job(
         device_memory_asked=asked,
         plan=planned,
         whole=whole,
-        weights=training.weights if part.model is job.model or callable(job.model) else PART,
+        weights=weights,
     )
 
 

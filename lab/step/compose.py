@@ -100,7 +100,7 @@ def start(
         mesh.get_group(),
         "give every rank the same seed, and a copy of the same files",
     )
-    meta.materialize(device)
+    refuse_together(partial(meta.materialize, device), mesh.get_group())
     return applied
 
 

@@ -54,6 +54,7 @@ def make_training(
     settings: TrainSettings,
     *,
     dtype: str | None = None,
+    weights: bool = True,
     **asked: Any,
 ) -> Training:
     """Make the job, and open the text and that of the validation. Nothing has been launched yet.
@@ -63,10 +64,12 @@ def make_training(
         recipe: A recipe, or the name of one.
         settings: How the job is trained.
         dtype: As ``Job.dtype``.
+        weights: Whether the weights of a directory are read.
         asked: The sizes and the knobs, as ``make_job`` takes them.
 
     Raises:
-        LabError: as ``make_job``; a text, a tokenizer or a length of which no batch can be made.
+        LabError: as ``make_job`` and ``models.weights_note``; a text, a tokenizer or a length of which no
+            batch can be made.
     """
     config = models.config_of(model, dtype)
     job = make_job(model, recipe, dtype=dtype, shape=models.shape_of(config), **asked)
@@ -82,7 +85,8 @@ def make_training(
         opened.read(torch.arange(min(len(opened), CHECKED)))
     if validation is not None and len(validation) < 2:
         raise DataError(f"validate={str(settings.validate)!r} has one token: give a text of 2 tokens or more")
-    return Training(job, settings, config, source, models.weights_note(model, dtype))
+    note = models.weights_note(model, dtype) if weights else ""
+    return Training(job, settings, config, source, note)
 
 
 def _open_sources(settings: TrainSettings, vocab_size: int) -> tuple[TokenSource, TokenSource | None]:

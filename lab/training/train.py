@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +124,7 @@ def train(
         steps, text, tokenizer, learning_rate, clip_norm, seed, warmup, schedule, weight_decay, validate
     )
     sizes: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "rows": rows, "accumulate": accumulate}
-    training = make_training(model, recipe, settings, dtype=dtype, **sizes, **knobs)
+    training = make_training(model, recipe, settings, dtype=dtype, weights=not resume, **sizes, **knobs)
     host_path = check_host_dir(training.job, host_dir)
     saving = CheckpointSettings(parse_path(checkpoint).absolute(), every, keep, Manifest.of(training), resume)
     return train_job(training, saving, cluster, timeout=timeout, host_path=host_path, watch=watch)
@@ -149,11 +149,14 @@ def train_job(
         host_path: The folder for the long tensors of streamed layers, see ``check_host_dir``.
         watch: As that of ``train``.
     """
-    job = training.job
+    job, title = training.job, training.job.title
+    if saving.resume and not callable(job.model):
+        # The weights are those of the checkpoint: none of the directory are read.
+        job = replace(job, model=training.config)
+        training = replace(training, job=job)
     if cluster is None and torch.cuda.is_available():
         device = torch.device("cuda")
         check_kernel(job, training.config, device.type, lambda: kernel_support(device))
-    weights = "" if saving.resume else training.weights
     # A checkpoint is read from the first byte to the last: by one process, not by every rank.
     saving = from_first_rank(saving.open) if cluster is None else saving.open()
     if cluster is not None:
@@ -167,7 +170,7 @@ def train_job(
             [records, *_] = train_on_cluster(
                 cluster, training, train_on_this_rank, saving, host_folder, timeout=timeout, on_record=note
             )
-        return Trained(job.title, records, saving.folder, weights)
+        return Trained(title, records, saving.folder, training.weights)
     if timeout is None and torch.cuda.is_available():
         timeout = on_this_rank(job, DEFAULT_SECONDS["cuda"])
     if timeout is not None:
@@ -177,4 +180,4 @@ def train_job(
         nbytes = answer_on_all_ranks("how large the file of streamed layers is", file_bytes, job)
         host_folder = HostFolder(host_path, nbytes)
     records = train_on_this_rank(job, training.settings, saving, host_folder, watch)
-    return Trained(job.title, records, saving.folder, weights)
+    return Trained(title, records, saving.folder, training.weights)
