@@ -1,4 +1,4 @@
-"""The plain model with which all results are compared: transformers' own, with sdpa and fp64 rotary tables.
+"""The plain model with which all results are compared: transformers' own, with sdpa.
 
 In transformers, the softmax of eager attention and the rotary tables are computed in fp32, so two right fp64
 models can differ by 1e-7. gpt-oss has no sdpa, and its own eager attention computes in the model's dtype. The
@@ -8,7 +8,6 @@ because the techniques call the same norms; but see ``exact_modules``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from lab.decoder import FAMILIES, Patch
+from lab.decoder import FAMILIES
 
 
 def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
@@ -43,34 +42,6 @@ def build(cfg: PretrainedConfig, dtype: torch.dtype = torch.float64, seed: int =
     # A plan has fake tensors, for which ``to`` fails.
     result: PreTrainedModel = model if dtype == torch.float64 else model.to(dtype)
     return result
-
-
-def exact_rotary(model: nn.Module) -> nn.Module:
-    """Let the rotary embedding compute in fp64, without code of the lab.
-
-    The rope type is the default, or dynamic NTK scaling in a model that has computed no longer row before.
-    """
-    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
-    head_dim, of_all = rotary.config.head_dim, rotary.config.rope_parameters
-    kind = rotary.config.model_type
-
-    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        parameters = of_all if layer_type is None else of_all[layer_type]
-        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        base, length = parameters["rope_theta"], int(position_ids.max()) + 1
-        if parameters["rope_type"] == "dynamic":
-            ratio = max(length / rotary.config.max_position_embeddings, 1)
-            base *= (1 + parameters["factor"] * (ratio - 1)) ** (dim / (dim - 2))
-        half = position_ids.double()[..., None] * torch.exp(-powers * math.log(base))
-        if kind.startswith("cohere"):
-            angles = half.repeat_interleave(2, -1)
-        else:
-            angles = half if kind == "gpt_oss" else torch.cat((half, half), -1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-    rotary.forward = Patch(forward, rotary.forward)
-    return model
 
 
 @contextmanager

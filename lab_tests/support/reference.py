@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -10,10 +11,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, LlamaConfig, PretrainedConfig
 
-from lab.bench.reference import build, error, exact_modules, exact_rotary, gradients, loss_of
-from lab.decoder import FAMILIES, PER_LAYER
+from lab.bench.reference import build, error, exact_modules, gradients, loss_of
+from lab.decoder import FAMILIES, PER_LAYER, Patch
 
 VOCABULARY, HEAD_DIM = 101, 10
+
+
+def exact_rotary(model: nn.Module) -> nn.Module:
+    """Let the rotary embedding compute in fp64, without code of the lab.
+
+    The rope type is the default, or dynamic NTK scaling in a model that has computed no longer row before.
+    """
+    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
+    head_dim, of_all = rotary.config.head_dim, rotary.config.rope_parameters
+    kind = rotary.config.model_type
+
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        parameters = of_all if layer_type is None else of_all[layer_type]
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        powers = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        base, length = parameters["rope_theta"], int(position_ids.max()) + 1
+        if parameters["rope_type"] == "dynamic":
+            ratio = max(length / rotary.config.max_position_embeddings, 1)
+            base *= (1 + parameters["factor"] * (ratio - 1)) ** (dim / (dim - 2))
+        half = position_ids.double()[..., None] * torch.exp(-powers * math.log(base))
+        if kind.startswith("cohere"):
+            angles = half.repeat_interleave(2, -1)
+        else:
+            angles = half if kind == "gpt_oss" else torch.cat((half, half), -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    rotary.forward = Patch(forward, rotary.forward)
+    return model
 
 
 def config(
