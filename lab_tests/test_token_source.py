@@ -53,6 +53,7 @@ def test_a_file_has_the_tokens_that_were_written(tmp_path, name):
         (1, 17, 4, {"ring": 2}), (3, 25, 12, {"ulysses": 3, "ring": 2}), (2, 90, 3, {"ring": 3}),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("alone")
 def test_a_rank_reads_its_own_part_and_makes_the_batch_of_the_whole(rows, length, ranks, knobs):
     tokens = torch.randint(0, 101, (83,), generator=torch.Generator().manual_seed(1))
     source, recipe = Counted(tokens.numpy().astype("<u2"), 101), Recipe(**knobs)
@@ -74,6 +75,7 @@ def test_a_rank_reads_its_own_part_and_makes_the_batch_of_the_whole(rows, length
             assert len(read) <= 2 * mine.input_ids.numel()
 
 
+@pytest.mark.usefixtures("alone")
 def test_short_rows_are_padded_with_labels_that_do_not_count():
     tokens = torch.arange(1, 51)
     mask = (torch.arange(20) < torch.tensor([[20], [10]])).long()
