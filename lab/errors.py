@@ -7,6 +7,10 @@ class LabError(ValueError):
     """Input that the lab cannot work with. The command line prints the message and exits with code 2."""
 
 
+class DoesNotFitError(LabError):
+    """No recipe, or no context, fits the memory. The command line exits with code 3."""
+
+
 class RecipeError(LabError):
     """A value of a knob, or a combination of values, that a technique or the model does not allow."""
 

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
-from lab.bench.reference import error
 from lab.errors import LabError
 from lab.memory import stopwatch
 from lab.memory.timeline import Timeline
@@ -27,7 +26,7 @@ from lab.step.training_step import NoMeter, make_optimizer
 from lab_tests.proofs import cases
 from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
-from lab_tests.support.reference import exact_rotary
+from lab_tests.support.reference import error, exact_rotary
 
 ROWS, TOKENS, LENGTHS = 3, 40, (40, 23, 31)
 """The tokens of each row; what follows them is padding, so that the mean of the rows' means is another."""

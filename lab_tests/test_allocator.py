@@ -9,7 +9,7 @@ import pytest
 import lab
 from lab.memory.categories import OTHER
 from lab.models.small_copies import first_layers
-from lab.planning.allocator import Allocator, simulate, streams_of
+from lab.planning.allocator import Allocator, count_retries, simulate, streams_of
 from lab.planning.cuda_workspace import outside_workspace
 from lab.units import MiB
 
@@ -117,6 +117,40 @@ def test_each_stream_has_pools_of_its_own():
     assert allocator.reserved == 80 * MiB
 
 
+def test_near_the_limit_whole_segments_that_are_cached_are_given_back():
+    allocator = Allocator(expandable=False, limit=100 * MiB)
+    whole, split = take(allocator, 40 * MiB, 40 * MiB)
+    free(allocator, whole, split)
+    take(allocator, 10 * MiB)  # of one of the two
+    take(allocator, 60 * MiB)
+    assert (allocator.retries, allocator.reserved) == (1, 100 * MiB)
+    with pytest.raises(MemoryError, match="32505856 bytes more than 104857600 of 104857600"):
+        take(allocator, 31 * MiB)
+
+
+def test_near_the_limit_whole_pages_are_given_back_and_mapped_elsewhere():
+    allocator = Allocator(expandable=True, limit=140 * MiB)
+    _, hole, _ = take(allocator, 10 * MiB, 60 * MiB, 30 * MiB)
+    free(allocator, hole)
+    # The hole has the pages 20 to 60, and 10 MiB on either side that are not whole pages.
+    [(_, block)] = take(allocator, 80 * MiB)
+    assert (allocator.retries, allocator.reserved) == (1, 140 * MiB)
+    assert block.address == 100 * MiB
+    # What is left of the hole, and its pages, are one block again once the pages are mapped.
+    allocator.limit = 180 * MiB
+    [(_, block)] = take(allocator, 55 * MiB)
+    assert (block.address, allocator.reserved) == (10 * MiB, 180 * MiB)
+
+
+def test_the_pages_that_a_free_end_lacks_are_all_that_the_limit_holds():
+    """Seen red: a limit that is compared with the whole tensor."""
+    allocator = Allocator(expandable=True, limit=100 * MiB)
+    _, end = take(allocator, 20 * MiB, 60 * MiB)
+    free(allocator, end)
+    take(allocator, 80 * MiB)
+    assert (allocator.retries, allocator.reserved) == (0, 100 * MiB)
+
+
 @pytest.fixture(scope="module")
 def plans():
     """The plans of the first two layers of llama3-8b that an H100 has measured."""
@@ -148,6 +182,17 @@ def test_what_a_kernel_takes_inside_is_allocated_while_it_runs(plans):
     device[timeline.total.argmax(), OTHER] += 20 * 1024 * MiB
     plain, more = simulate(timeline), simulate(replace(timeline, device=device))
     assert more.allocated_peak == plain.allocated_peak + 20 * 1024 * MiB
+
+
+def test_a_limit_between_the_allocated_and_the_reserved_bytes_costs_retries(plans):
+    timeline, outside = plans["fsdp", "16K"].timeline, outside_workspace(8)
+    free_of_limit = simulate(timeline)
+    for limit in (free_of_limit.reserved, free_of_limit.reserved - 1, 39 * 1024 * MiB):
+        cramped = simulate(timeline, limit=limit)
+        assert (cramped.retries == 0) == (limit == free_of_limit.reserved)
+        assert cramped.allocated_peak == free_of_limit.allocated_peak
+        assert count_retries(timeline, 8, limit + outside, expandable=True) == cramped.retries
+    assert count_retries(timeline, 8, free_of_limit.allocated_peak - 1 + outside, expandable=True) is None
 
 
 def test_fsdp_gathers_and_reduces_in_streams_of_its_own(plans):

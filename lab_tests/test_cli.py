@@ -226,16 +226,24 @@ def test_a_length_that_was_never_planned_follows_from_those_that_come_with_the_l
 
 
 def test_the_exit_code_is_that_of_the_verdict():
-    """Of the answer that is made, and of the one that was saved. Seen red: 0 for all."""
+    """Of the answer that is made, and of the one that was saved. Seen red: 0 for all; 3 for the second."""
     step = plan("tiny", "fsdp", tokens=4096, ranks=4)
     expandable, fixed = step.reserved_peak(), step.reserved_peak(expandable=False)
-    for memory, code in ((fixed, 0), (expandable, 3), (expandable - 1, 4), (expandable - 1, 4)):
+    not_at_all = expandable - 1, 3, "does not fit"
+    for memory, code, verdict in (
+        (fixed, 0, "fits"), (expandable, 0, "fits with expandable segments"), not_at_all, not_at_all,
+    ):  # fmt: skip
         words = f"plan tiny --tokens 4K --ranks 4 --recipe fsdp --device-memory {memory} --json"
         done = CliRunner().invoke(main, words.split())
-        assert (done.exit_code, json.loads(done.stdout)["verdict"]) == (code, VERDICTS[code])
+        assert (done.exit_code, json.loads(done.stdout)["verdict"]) == (code, verdict)
 
 
-VERDICTS = {0: "fits", 3: "fits with expandable segments", 4: "does not fit"}
+@pytest.mark.parametrize("words", ["max-context tiny", "fit tiny --tokens 4K"])
+def test_nothing_that_fits_is_an_answer_and_not_an_error_of_the_user(words):
+    """Seen red: 2, as for a model that is unknown."""
+    done = CliRunner().invoke(main, [*words.split(), "--ranks", "4", "--device-memory", "2GiB"])
+    assert (done.exit_code, done.stderr.count("\n")) == (3, 1), done.stderr
+    assert CliRunner().invoke(main, [*words.split(), "--ranks", "none"]).exit_code == 2
 
 
 @pytest.mark.long
@@ -254,7 +262,9 @@ def test_planning_commands_print_json_and_save_their_answers(monkeypatch):
     assert sum(made["by_category"].values()) == made["device_peak"]
     rungs = asked("ladder tiny --tokens 1K --ranks 4 --device-memory 64MiB --set head_chunk=32")
     assert [rung["name"] for rung in rungs] == list(RUNGS)
-    assert all(rung.keys() == {"name", "state", "device_peak", "host_peak", "fits"} for rung in rungs)
+    assert all(
+        rung.keys() == {"name", "state", "device_peak", "host_peak", "fits", "verdict"} for rung in rungs
+    )
     small = "--ranks 4 --device-memory 64MiB --host-memory 21GiB --no-workspace"
     longest = asked(f"max-context tiny --recipe checkpoint {small}")
     assert {"tokens", "limit", "device_peak", "host_peak"} <= longest.keys()

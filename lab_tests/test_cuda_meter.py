@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lab
 from lab.errors import LabError
+from lab.memory import cuda
 from lab.memory.cuda import AllocatedPeak, CudaAllocator, CudaMeter, Event, History, limit_memory
 from lab.memory.meter import Meter
 from lab.memory.stopwatch import Stopwatch
 from lab.recipe.jobs import TrainSettings, make_job
+from lab.step import on_ranks
 from lab.step.on_ranks import RankState
 from lab.techniques.host_transfer import to_host
 from lab.training import run, train_loop
@@ -189,6 +191,42 @@ def test_torch_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None
         ("_record_memory_history", "all", ("context", None)),
         ("_record_memory_history", None),
     ]
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_environment_sets_the_allocator(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, "backend:native")
+    segments = [{"allocated_size": 3, "is_expandable": False}, {"allocated_size": 5, "is_expandable": True}]
+    monkeypatch.setattr(cuda, "set_expandable_segments", calls.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert cuda.grow_segments() == 3
+    assert calls == ([] if name else ["emptied", True])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_segments_of_a_rank_grow_before_its_model_is_made(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ``lab.run``, ``train`` and ``rehearse`` from Python too. Seen red: from the commands alone."""
+    calls: list[str] = []
+
+    def start(*_: object, **__: object) -> None:
+        calls.append("start")
+        raise InterruptedError
+
+    monkeypatch.setattr(on_ranks, "grow_segments", lambda: calls.append("grow"))
+    monkeypatch.setattr(on_ranks, "start", start)
+    job = make_job(small_config(), "fsdp", tokens=TOKENS, ranks=1)
+    with pytest.raises(InterruptedError):
+        on_ranks.make_rank_state(job, TrainSettings(steps=1), SimpleNamespace(device_type=device))  # type: ignore[arg-type]
+    assert calls == (["grow", "start"] if device == "cuda" else ["start"])
 
 
 class Starting:

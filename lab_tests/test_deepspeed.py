@@ -12,13 +12,13 @@ from torch._subclasses import FakeTensorMode
 from transformers import GptOssConfig, LlamaConfig, MinistralConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.techniques.checkpointing import apply_checkpointing
 from lab.techniques.deepspeed import apply_deepspeed_ulysses
 from lab.techniques.offload import apply_offload
 from lab.techniques.ulysses import apply_ulysses
 from lab_tests.support.models import small_config, small_decoder
+from lab_tests.support.reference import error
 
 TOKENS, VOCAB = 40, 67
 FAMILIES = {

@@ -28,6 +28,7 @@ from lab.bench.hollow import hollow_attention
 from lab.bench.json_lines import read_lines
 from lab.commands.cli import main
 from lab.errors import LabError
+from lab.memory import cuda
 from lab.planning.plan_cache import sources_hash
 from lab.techniques.attention.flash import flash_backward
 from lab.techniques.attention.kernels import KERNELS
@@ -289,7 +290,13 @@ def test_a_row_has_the_allocators_setting_of_its_item(monkeypatch, expandable):
     given = []
     monkeypatch.setattr(gpu_row, "set_expandable_segments", given.append)
     monkeypatch.setitem(gpu_row._MEASURES, "copies", lambda *_: {})
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     gpu_row.figures(Item("copies", 1, expandable=expandable), "cuda")
+    assert given == [expandable]
+    # Seen red: a rehearsal in this process would let segments of fixed sizes grow.
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    monkeypatch.setattr(cuda, "set_expandable_segments", given.append)
+    cuda.grow_segments()
     assert given == [expandable]
 
 

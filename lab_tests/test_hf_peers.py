@@ -23,9 +23,9 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lab.hf
-from lab.bench.reference import error
 from lab.hf.ranks import fresh_process
 from lab_tests.support.models import small_config
+from lab_tests.support.reference import error
 from lab_tests.support.small_trainings import QUIET, tokenizer
 from lab_tests.support.trainers import Gradients, launch, whole
 

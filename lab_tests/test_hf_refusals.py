@@ -153,6 +153,31 @@ ARGUMENTS: list[tuple[str, Action]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("fixed", [0, 3 * 2**30])
+def test_a_trainer_on_a_gpu_lets_segments_grow(
+    fixed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the GPU. Seen red: no call, and no warning."""
+    calls: list[str] = []
+
+    def made(*_: object, **__: object) -> None:
+        calls.append("trainer")
+        raise InterruptedError
+
+    args = lab.hf.arguments(
+        TrainingArguments, recipe="upipe", tokens=TOKENS, output_dir=str(tmp_path), **QUIET
+    )
+    monkeypatch.setattr(TrainingArguments, "device", torch.device("cuda", 0))
+    monkeypatch.setattr("lab.hf.trainer.grow_segments", lambda: (calls.append("grow"), fixed)[1])
+    monkeypatch.setattr(Trainer, "__init__", made)
+    with pytest.raises(InterruptedError):
+        LongTrainer(None, args)
+    assert calls == ["grow", "trainer"]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("lab.")]
+    assert len(said) == bool(fixed)
+    assert all("3.00 GiB" in line and "PYTORCH_ALLOC_CONF=expandable_segments:True" in line for line in said)
+
+
 def test_parsed_arguments_of_trl(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their defaults are bf16=True and gradient_checkpointing=True. What changes is said in one line."""
     given = plain_arguments(SFTConfig, tmp_path, max_length=TOKENS, learning_rate=3e-4)

@@ -14,7 +14,6 @@ from transformers import Gemma3TextConfig
 
 import lab
 from lab import models
-from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.recipe.ladder import ladder
 from lab.recipe.recipe import Recipe
@@ -32,6 +31,7 @@ from lab_tests.support.decoder_step import (
     step,
 )
 from lab_tests.support.models import small_config, small_decoder
+from lab_tests.support.reference import error
 
 
 class _Gradients(Function):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
@@ -27,6 +26,7 @@ from lab_tests.support.decoder_step import (
     step_timeline,
 )
 from lab_tests.support.operators import BytesAtAttention, TransfersAndAttention
+from lab_tests.support.reference import error
 
 DEEP = 5
 

@@ -54,21 +54,30 @@ def test_what_fits_to_the_byte(offload_plan, device, host, fits, limit):
     assert (plan.fits, plan.limit) == (fits, limit)
 
 
+RETRY = "retries of the allocator with expandable segments: 1"
+
+
 def test_the_verdict_counts_what_the_allocator_reserves():
-    """To the byte. Seen red: tensors alone, one kind of segments alone."""
+    """To the byte. Seen red: tensors alone, one kind of segments alone, no limit of the allocator."""
     plan = lab.plan("tiny", "fsdp", tokens=4096, ranks=4)
     expandable, fixed = plan.reserved_peak(), plan.reserved_peak(expandable=False)
     assert plan.device_peak < expandable < fixed
+    tensors_alone = "does not fit: device memory, though its tensors alone would"
     expected = {
         fixed: ("fits", "fits"),
         fixed - 1: ("fits with expandable segments",) * 2,
         expandable: ("fits with expandable segments",) * 2,
-        expandable - 1: ("does not fit", "does not fit: device memory, though its tensors alone would"),
+        expandable - 1: ("does not fit", f"{tensors_alone}; {RETRY}"),
+        plan.device_peak: (
+            "does not fit",
+            f"{tensors_alone}; even with expandable segments the allocator fails",
+        ),
         plan.device_peak - 1: ("does not fit", "does not fit: device memory"),
     }
     for memory, (fit, verdict) in expected.items():
         asked = on_machine(plan, device_memory=memory)
         assert (asked.fit, asked.verdict, asked.fits) == (fit, verdict, fit != "does not fit")
+        assert asked.retries == (0 if asked.fits else 1 if verdict.endswith(RETRY) else None)
     # Without the bytes of CUDA there is no allocator.
     tensors = lab.plan("tiny", "fsdp", tokens=4096, ranks=4, workspace=False)
     assert on_machine(tensors, device_memory=tensors.device_peak).fit == "fits"

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 
-from lab.bench.reference import error
 from lab.memory.meter import Meter
 from lab_tests.support.decoder_step import (
     BATCH,
@@ -16,6 +15,7 @@ from lab_tests.support.decoder_step import (
     step,
 )
 from lab_tests.support.operators import BytesAtAttention, TransfersAndAttention
+from lab_tests.support.reference import error
 
 DEEP = 5
 INPUT = BATCH * TOKENS * HIDDEN * 8

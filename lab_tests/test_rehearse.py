@@ -1,7 +1,6 @@
 """A rehearsal is the step of one rank of N: its bytes are the plan's, and the process stays usable."""
 
 import json
-import os
 import pkgutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from cluster.ranks import Cluster
 from lab import models
 from lab.bench import rehearsals
 from lab.bench.rehearsals import _row
-from lab.commands.report import rehearsal_text
 from lab.errors import DataError, DivergedError, LabError, RecipeError
 from lab.memory.cuda import History
 from lab.planning.cuda_workspace import nccl_workspace, outside_workspace
@@ -190,31 +188,18 @@ def test_a_cap_up_to_2_gib_above_the_gpu_is_all_that_it_has(monkeypatch: pytest.
 
 def test_the_report_says_what_the_allocator_did_and_which_limit_it_had() -> None:
     found = lab.rehearse(odd(), "fsdp", tokens=TOKENS, ranks=4, layers=1, device_memory="1GiB")
-    assert "device memory 1.00 GiB\n" in rehearsal_text(found)
+    assert "device memory 1.00 GiB\n" in repr(found)
     on_cuda = replace(
         found, reserved_peak=3 * GiB, alloc_retries=5, outside_torch=GiB, device_memory=79 * GiB,
         device_memory_asked=80 * GiB,
     )  # fmt: skip
-    text = rehearsal_text(on_cuda)
+    text = repr(on_cuda)
     assert "device memory 79.0 GiB, all that the GPU has: 80.0 GiB were asked for\n" in text
-    assert ", 3.00 GiB reserved (5 retries), 1.00 GiB outside torch\n" in text
+    assert "reserved      3.00 GiB (5 retries), 1.00 GiB outside torch\n" in text
     said = on_cuda.to_json()
     assert (said["reserved_peak"], said["alloc_retries"], said["device_memory"]) == (3 * GiB, 5, 79 * GiB)
     row = _row("fsdp", TOKENS, {"fsdp": on_cuda})
     assert (row["reserved, GiB"], row["retries"]) == (3, 5)
-
-
-@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_commands_on_a_gpu_use_segments_that_grow(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {name: "backend:native"} if name else {}
-    for arguments in (["bench", "meter", "--help"], ["rehearse", "none", "--tokens", "8", "--ranks", "1"]):
-        for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            monkeypatch.setenv(each, "backend:native")
-            if each != name:
-                monkeypatch.delenv(each)
-        invoke(arguments)
-        found = {each: value for each, value in os.environ.items() if each.endswith("ALLOC_CONF")}
-        assert found == (given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.commands.report import draw_ladder, fit_text, ladder_text, max_context_text, plan_text
+from lab.commands.report import draw_ladder, fit_text, ladder_text, plan_text
 from lab.planning import plan as planning
 from lab.planning.bill import Order
 from lab.planning.fit import Fits
@@ -74,9 +74,10 @@ def test_a_ladder_is_drawn_into_a_file(plans, tmp_path):
 
 
 def test_a_longest_context_says_what_stops_the_next(plans):
-    text = max_context_text(MaxContext(1024, "device", plans["upipe"], plans["plain"]))
-    assert "longest context   1K tokens (1,024)" in text
-    assert f"stopped by        device memory at {plans['plain'].tokens:,} tokens" in text
+    text = repr(MaxContext(1024, "device", plans["upipe"], plans["plain"]))
+    assert "max context   1K tokens (1,024)" in text
+    assert f"stopped by    device memory at {plans['plain'].tokens:,} tokens" in text
+    assert f"\nverdict       {plans['upipe'].verdict}\n" in text
 
 
 def test_fitting_recipes_are_ranked_and_the_pareto_front_marked(plans):

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lab
 from lab import models
-from lab.bench.reference import error
 from lab.recipe.ladder import RUNGS, resolve_recipe
 from lab.step.training_step import NoMeter, make_optimizer
 from lab_tests.support.long_run import mostly_long
 from lab_tests.support.models import small_config
+from lab_tests.support.reference import error
 
 ROWS, TOKENS = 3, 40
 LEARNING_RATE = 1e-3

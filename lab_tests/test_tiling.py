@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lab.bench.reference import error
 from lab.errors import RecipeError
 from lab.memory.meter import Meter
 from lab.techniques.checkpointing import apply_checkpointing
@@ -34,6 +33,7 @@ from lab_tests.support.decoder_step import (
 )
 from lab_tests.support.models import small_config, small_decoder
 from lab_tests.support.operators import Calls
+from lab_tests.support.reference import error
 
 APPLY = {"mlp": apply_tiled_mlp, "norms": apply_tiled_norms, "loss": apply_tiled_loss}
 DIVIDES, DOES_NOT = 5, 11

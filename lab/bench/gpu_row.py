@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +49,8 @@ def figures(item: Item, where: DeviceType) -> dict[str, Any]:
     """
     if where == "cuda":
         set_expandable_segments(item.expandable)
+        # What is measured leaves the allocator as the environment has it.
+        os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{item.expandable}"
     saved = _saved_plans()
     try:
         result = _MEASURES[item.kind](item, where)

@@ -52,6 +52,16 @@ def measure_gradients(
     return {"distances": distances, "worst": float(torch.tensor(list(distances.values())).max())}
 
 
+def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest relative error of a gradient, in the Frobenius norm."""
+    assert actual.keys() == expected.keys()
+    assert all(actual[n].isfinite().all() and expected[n].norm() > 0 for n in expected)
+    return max(
+        float((actual[n].double() - expected[n].double()).norm() / expected[n].double().norm())
+        for n in expected
+    )
+
+
 def _gradients(job: Job, where: str) -> dict[str, Tensor]:
     """Return this rank's shards of the gradients, by parameter, in fp32 on the host."""
     with one_rank(job.recipe, job.ranks, "loopback", where) as mesh:

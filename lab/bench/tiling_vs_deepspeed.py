@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lab import models
-from lab.bench.reference import error
+from lab.bench.gradients import error
 from lab.bench.software import device_and_versions
 from lab.bench.table import Row, Say
 from lab.bench.timing import rounds

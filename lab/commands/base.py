@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,12 +13,15 @@ from typing import Any
 import click
 
 from cluster.errors import ClusterError, RankError
-from lab.errors import LabError
+from lab.errors import DoesNotFitError, LabError
 from lab.recipe.recipe import BY_NAME
 from lab.units import abbreviate, parse_path
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What adds options to a command."""
+
+DOES_NOT_FIT = 3
+"""The exit code of a command that answers that nothing fits; that of an error is 2."""
 
 
 def integer(value: int | str) -> int:
@@ -155,7 +157,7 @@ def _one_line(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.ClickException):
         return " ".join(error.format_message().split()), error.exit_code
     if isinstance(error, LabError | ClusterError):
-        return str(error), 2
+        return str(error), DOES_NOT_FIT if isinstance(error, DoesNotFitError) else 2
     if isinstance(error, OSError) and error.filename is not None:
         # A path of the user's that the system does not take; other errors of the system name no file.
         return f"{abbreviate(str(error.filename))}: {error.strerror}", 2
@@ -172,16 +174,6 @@ def status(first: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(first) as line:
         yield line.update
-
-
-def grow_segments() -> None:
-    """Let the segments of CUDA's allocator grow, unless the environment sets the allocator already.
-
-    When the device is nearly full, segments of fixed sizes reserve several GiB more than they hold. Torch
-    reads the variable once, at the first use of CUDA, so a command calls this before it imports torch.
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def pick(keys: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from lab.bench.table import table_text
 from lab.errors import LabError
 from lab.planning.cuda_workspace import outside_workspace
 from lab.planning.model_flops import MFU_LEGEND
-from lab.recipe.jobs import memory_name
 from lab.shape import Shape
 from lab.units import format_bytes, format_seconds, format_share, round_tokens
 
@@ -21,10 +20,8 @@ from lab.units import format_bytes, format_seconds, format_share, round_tokens
 if TYPE_CHECKING:
     from lab.memory.holders import Holders
     from lab.planning.fit import Fits
-    from lab.planning.max_context import MaxContext
     from lab.planning.max_context_table import LongestContext
     from lab.planning.plan import Fit, Plan
-    from lab.rehearsing.rehearsal import Rehearsal
     from lab.show.picture import Picture
     from lab.training.records import Run
 
@@ -53,7 +50,7 @@ def plan_text(plan: Plan) -> str:
         *_weights_line(plan.shape),
         f"device peak   {format_bytes(plan.device_peak)} per rank"
         f"{format_share(plan.device_peak, plan.machine.device_memory)}",
-        *_reserved_line(plan),
+        *([f"reserved      {plan.reserved_text}"] if plan.reserved_text else []),
         f"host peak     {format_bytes(plan.host_peak)} per rank, "
         f"{format_bytes(plan.host_peak_per_node)} per node"
         f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
@@ -85,16 +82,6 @@ def plan_text(plan: Plan) -> str:
         f"planned in    {plan.planning_seconds:.1f} s",
     ]
     return "\n".join(lines)
-
-
-def _reserved_line(plan: Plan) -> list[str]:
-    expandable, fixed = plan.reserved_peak(), plan.reserved_peak(expandable=False)
-    if expandable is None or fixed is None:
-        return []
-    return [
-        f"reserved      {format_bytes(expandable)} per rank with expandable segments, "
-        f"{format_bytes(fixed)} without"
-    ]
 
 
 def _weights_line(shape: Shape) -> list[str]:
@@ -188,30 +175,6 @@ def _longest_bar(plans: Mapping[str, Plan]) -> int:
     return min(2 * max(memory or 0, min(peaks)), max(peaks))
 
 
-def max_context_text(result: MaxContext) -> str:
-    """Return the text of `lab max-context`: the longest context, and what stops the next longer one."""
-    plan, next_plan = result.plan, result.next_plan
-    return "\n".join(
-        (
-            plan.title,
-            plan.recipe.summary,
-            plan.state,
-            "",
-            f"longest context   {round_tokens(result.tokens)} tokens ({result.tokens:,})",
-            f"a device holds    {format_bytes(plan.device_peak)}"
-            f"{format_share(plan.device_peak, plan.machine.device_memory)}",
-            f"a host holds      {format_bytes(plan.host_peak_per_node)}"
-            f"{format_share(plan.host_peak_per_node, plan.available('host'))}",
-            *_on_disk(plan, "a disk holds      "),
-            f"verdict           {plan.verdict}",
-            f"stopped by        {memory_name(result.limit)} at {next_plan.tokens:,} tokens",
-            f"at its peak       {next_plan.peak.phase}: {next_plan.peak.operator} in "
-            f"{next_plan.peak.module or '-'}",
-            *(f"note              {note}" for note in plan.notes),
-        )
-    )
-
-
 def context_table_text(cells: Sequence[LongestContext]) -> str:
     """Return the text of `lab max-context --table`: rows of models, and the assumptions."""
     rentals = list(dict.fromkeys(cell.rental for cell in cells))
@@ -264,64 +227,20 @@ def fit_text(plans: Fits) -> str:
             f"+{plan.step_seconds / fastest.step_seconds - 1:.1%}",
             f"{plan.mfu:.1%}",
             *(bills[number - 1] if bills else ()),
-            format_bytes(plan.device_peak),
+            format_bytes(plan.device_peak) + (MARKS[plan.fit] if plan.fit != "fits" else ""),
             format_bytes(plan.host_peak_per_node),
             *([format_bytes(plan.disk_peak_per_node)] if has_disk else []),
             plan.recipe.summary,
         )
     legend = "↓ needs less device memory than every faster one: its price is the time it is slower."
     estimates = f"Seconds, and what follows from them, are estimates.\n{MFU_LEGEND}."
+    reserved = [f"The fastest reserves {fastest.reserved_text}."] if fastest.reserved_text else []
+    by_segments = [EXPANDABLE] if any("(fits)" in MARKS[plan.fit] for plan in plans) else []
     whole = [f"The fastest: {fastest.bill(plans.order).text(plans.order)}."] if plans.order else []
     notes = dict.fromkeys(f"note: {note}" for plan in plans for note in plan.notes)
     head = [fastest.job.subject, fastest.state]
-    return "\n".join([*head, table_text(table), legend, *whole, estimates, fastest.verdict, *notes])
-
-
-def rehearsal_text(rehearsal: Rehearsal) -> str:
-    """Return the text of `lab rehearse`: what was measured, the plan, and both for the whole model."""
-    peak, seconds, whole = rehearsal.timeline.peak, rehearsal.seconds, rehearsal.layers == rehearsal.of_layers
-    allocator = (
-        f", {format_bytes(rehearsal.reserved_peak)} reserved ({rehearsal.alloc_retries} retries), "
-        f"{format_bytes(rehearsal.outside_torch)} outside torch"
-        if rehearsal.reserved_peak is not None and rehearsal.outside_torch is not None
-        else ""
-    )
-    lines = [
-        rehearsal.job.title,
-        rehearsal.job.recipe.summary,
-        rehearsal.plan.state,
-        *filter(None, (rehearsal.weights,)),
-        "",
-        f"measured      as one rank of {rehearsal.job.ranks} on {rehearsal.machine}, "
-        f"{rehearsal.layers} of {rehearsal.of_layers} layers",
-        f"device peak   {format_bytes(rehearsal.device_peak)}{allocator}",
-        f"host peak     {format_bytes(rehearsal.host_peak)}",
-        *([f"disk peak     {format_bytes(rehearsal.disk_peak)}"] if rehearsal.disk_peak else []),
-        f"at the peak   {peak.phase}: {peak.operator} {peak.shapes}".rstrip(),
-        f"planned       {rehearsal.plan_over_measured:.4f} of the measured peak",
-        f"a step        {format_seconds(rehearsal.step_seconds)}"
-        f"{'' if rehearsal.timed_steps else ', the first one, with pinning and the meter'}: "
-        + ", ".join(f"{phase} {format_seconds(duration)}" for phase, duration in seconds.items()),
-        f"a rank sends  {format_bytes(rehearsal.link_bytes)}, and would wait "
-        f"{format_seconds(rehearsal.plan.costs.link_seconds)} for the links of {rehearsal.plan.device}",
-    ]
-    if rehearsal.device_memory is not None and rehearsal.device_memory_asked is not None:
-        is_less = rehearsal.device_memory < rehearsal.device_memory_asked
-        whole_gpu = f", all that the GPU has: {format_bytes(rehearsal.device_memory_asked)} were asked for"
-        lines.insert(
-            4, f"device memory {format_bytes(rehearsal.device_memory)}{whole_gpu if is_less else ''}"
-        )
-    if not whole:
-        lines += [
-            f"extrapolated  to {rehearsal.of_layers} layers by the ratio of their plan to these layers':",
-            f"              {format_bytes(rehearsal.whole_device_peak)} per device, "
-            f"{format_seconds(rehearsal.whole_seconds)} per step",
-        ]
-    lines += [
-        f"tokens        {rehearsal.tokens_per_second:.4g} per second and rank if links were free, "
-        f"{rehearsal.tokens_per_second_with_links:.4g} with their time added"
-    ]
-    return "\n".join(lines)
+    texts = [legend, *by_segments, *whole, estimates, *reserved, fastest.verdict, *notes]
+    return "\n".join([*head, table_text(table), *texts])
 
 
 def planned_peak(run: Run, plan: Plan) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
@@ -27,9 +28,11 @@ from lab.hf.saving import (
 )
 from lab.hf.shared_sequences import SharedSequences, parallelism
 from lab.hf.training_arguments import check_arguments, check_optimizer, check_trained
+from lab.memory.cuda import grow_segments
 from lab.recipe.recipe import Recipe
 from lab.step.training_step import gradient_norm, make_moments
 from lab.techniques.loss import IGNORED
+from lab.units import format_bytes
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -119,6 +122,13 @@ class LongContext(Base):
                 "no arguments: make them by lab.hf.arguments(TrainingArguments, recipe='upipe', ...)"
             )
         check_arguments(args)
+        fixed = grow_segments() if args.device.type == "cuda" else 0
+        if fixed:
+            get_logger(__name__).warning(
+                "lab.hf.LongContext: %s are in segments of fixed sizes, so a plan that fits with expandable "
+                "segments may not fit: set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts",
+                format_bytes(fixed),
+            )
         super().__init__(model, args, *rest, **kwargs)
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if getattr(self, name) is not None:

@@ -8,6 +8,7 @@ bytes at each instant, split into categories as the meter splits them. Bytes unk
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,12 @@ from lab.errors import LabError
 from lab.memory.categories import OTHER
 from lab.memory.meter import Meter
 from lab.memory.timeline import Timeline
-from lab.torch_private import memory_events, start_memory_history, stop_memory_history
+from lab.torch_private import (
+    memory_events,
+    set_expandable_segments,
+    start_memory_history,
+    stop_memory_history,
+)
 from lab.units import format_bytes
 
 Event = Mapping[str, Any]
@@ -73,6 +79,19 @@ class CudaAllocator:
             stats["num_alloc_retries"] - self._retries,
             outside_torch(),
         )
+
+
+def grow_segments() -> int:
+    """Let the segments of CUDA's allocator grow, unless the environment sets the allocator.
+
+    When the device is nearly full, segments of fixed sizes reserve several GiB more than they hold. Those
+    that hold no tensor now are given back first. Returns the bytes of tensors that remain in the others.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch.cuda.empty_cache()
+        set_expandable_segments(True)
+    segments = torch.cuda.memory_snapshot()
+    return sum(each["allocated_size"] for each in segments if not each["is_expandable"])
 
 
 class AllocatedPeak:

@@ -35,10 +35,16 @@ SMALL_SEGMENT, LARGE_SEGMENT = 2 * MiB, 20 * MiB
 kLargeBuffer)."""
 BIG = 10 * MiB
 """From this size on, a tensor has a segment of its own size, rounded up to 2 MiB (kMinLargeAlloc)."""
+ADDRESSES = 2**50
+"""The address space of an expandable segment, and a limit that is never reached."""
 
 COMPUTE, ALL_GATHER, REDUCE, ALL_REDUCE = "compute", "all-gather", "reduce", "all-reduce"
 """The streams that allocate: the others of a step only copy."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.addmm_")
+
+
+class OutOfReserved(MemoryError):
+    """The device does not hold a tensor, even after everything that was cached was given back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,67 +53,95 @@ class Block:
 
     address: int
     size: int
+    mapped: bool = True
     allocated: bool = False
     before: Block | None = None
     after: Block | None = None
 
+    @property
+    def room(self) -> int:
+        """Its bytes, and those that it can grow by."""
+        return self.size + (self.after.size if self.after is not None and not self.after.mapped else 0)
+
 
 class Pool:
-    """The blocks of one stream, either for small tensors or for large ones.
+    """The blocks of one stream in segments of fixed sizes, either for small tensors or for large ones.
 
     Args:
         small: Whether its tensors are small.
-        expandable: Whether it has one segment, in which the device maps page after page.
     """
 
-    def __init__(self, small: bool, expandable: bool) -> None:
-        self.small, self.expandable = small, expandable
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+    def __init__(self, small: bool) -> None:
+        self.small, self.page = small, SMALL_SEGMENT if small else LARGE_SEGMENT
         self.blocks: dict[int, Block] = {}
         """The free blocks by address."""
         self.free: list[tuple[int, int]] = []
         """Their sizes and addresses, in order: the smallest that fits is the best."""
         self.reserved = 0
-        # What is not mapped yet: no tensor takes it. Of segments that are not expandable, the next address.
-        self._unmapped = Block(0, 0, allocated=True)
+        self.least_rest = BLOCK if small else SMALL + 1
+        """The smallest remainder that is split off (should_split)."""
+        self._end = 0
 
     def take(self, size: int) -> Block | None:
         """Return the best free block, without what is split off; None if no block fits (get_free_block)."""
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             return None
-        best = self.blocks[self.free[place][1]]
         # A block that can grow counts as large as it can grow, so a larger one that cannot is better.
-        if best.after is self._unmapped and place + 1 < len(self.free):
-            best = self.blocks[self.free[place + 1][1]]
+        best = self.blocks[self.free[place][1]]
+        while place + 1 < len(self.free):
+            place += 1
+            larger = self.blocks[self.free[place][1]]
+            if larger.room >= best.room:
+                break
+            best = larger
         return self._split(self._pick(best), size)
 
-    def grow(self, size: int) -> Block:
-        """Return a block of new memory (alloc_block, try_allocate_expandable_block)."""
-        unmapped = self._unmapped
-        if not self.expandable:
-            block = Block(unmapped.address, 0)
-            more = self.page if size < BIG else round_up(size, SMALL_SEGMENT)
-        else:
-            last = unmapped.before
-            if last is not None and not last.allocated:
-                block = self._pick(last)
-            else:
-                block = Block(unmapped.address, 0, before=last, after=unmapped)
-                unmapped.before = block
-                if last is not None:
-                    last.after = block
-            more = round_up(size - block.size, self.page)
-        block.size += more
-        unmapped.address += more
+    def grow(self, size: int, left: int) -> Block | None:
+        """Return a block of new memory (alloc_block).
+
+        Args:
+            size: Its bytes.
+            left: The bytes that the device has left. If it needs more, None is returned.
+        """
+        more = self.page if size < BIG else round_up(size, SMALL_SEGMENT)
+        if more > left:
+            return None
+        block = Block(self._end, more)
+        self._end += more
         self.reserved += more
         return self._split(block, size)
 
     def release(self, block: Block) -> None:
-        """Take a tensor's block back, and merge it with free neighbours (free_block, try_merge_blocks)."""
+        """Take a tensor's block back (free_block)."""
         block.allocated = False
+        self._put(self._merged(block))
+
+    def give_back(self) -> None:
+        """Give whole free segments back to the device (release_blocks)."""
+        for block in [*self.blocks.values()]:
+            if block.before is None and block.after is None:
+                self.reserved -= self._pick(block).size
+
+    def _split(self, block: Block, size: int) -> Block:
+        """Mark a block as allocated. What remains of it stays free, if it is large enough."""
+        if block.size - size >= self.least_rest:
+            self._put(self._cut(block, size))
+        block.allocated = True
+        return block
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten a block, and return the rest of it."""
+        rest = Block(block.address + size, block.size - size, block.mapped, before=block, after=block.after)
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        return rest
+
+    def _merged(self, block: Block) -> Block:
+        """Return a block with its free neighbours that are mapped as it is (try_merge_blocks)."""
         for other in (block.before, block.after):
-            if other is None or other.allocated:
+            if other is None or other.allocated or other.mapped != block.mapped:
                 continue
             self._pick(other)
             block.size += other.size
@@ -119,18 +153,6 @@ class Pool:
                 block.after = other.after
                 if block.after is not None:
                     block.after.before = block
-        self._put(block)
-
-    def _split(self, block: Block, size: int) -> Block:
-        """Mark a block as allocated. What remains of it stays free, if it is large enough (should_split)."""
-        remaining = block.size - size
-        if remaining >= BLOCK if self.small or self.expandable else remaining > SMALL:
-            rest = Block(block.address + size, remaining, before=block, after=block.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            block.after, block.size = rest, size
-            self._put(rest)
-        block.allocated = True
         return block
 
     def _put(self, block: Block) -> None:
@@ -145,26 +167,101 @@ class Pool:
         return block
 
 
+class ExpandablePool(Pool):
+    """The blocks of one stream in one segment, in which the device maps page after page."""
+
+    def __init__(self, small: bool) -> None:
+        super().__init__(small)
+        self.least_rest = BLOCK
+        self.unmapped = [Block(0, ADDRESSES, mapped=False)]
+        """The blocks that are not mapped, by address."""
+
+    def grow(self, size: int, left: int) -> Block | None:
+        """Return a block of new pages, and of free blocks beside them (try_allocate_expandable_block)."""
+        # The lowest address at which free and unmapped blocks follow each other for long enough.
+        for hole in self.unmapped:
+            before = hole.before
+            block = hole if before is None or before.allocated else before
+            part: Block | None = block
+            found = more = 0
+            while found < size and part is not None and not part.allocated:
+                pages = 0 if part.mapped else min(round_up(size - found, self.page), part.size)
+                found, more = found + (pages or part.size), more + pages
+                part = part.after
+            if found >= size:
+                break
+        if more > left:
+            return None
+        if not block.mapped:
+            block = self._map(block, size)
+        while block.size < size:
+            assert block.after is not None
+            block = self._map(block.after, size - block.size)
+        return self._split(self._pick(block), size)
+
+    def give_back(self) -> None:
+        """Give whole free pages back to the device (unmap_block)."""
+        for block in [*self.blocks.values()]:
+            start, end = block.address, block.address + block.size
+            first, last = round_up(start, self.page), end // self.page * self.page
+            if first >= last:
+                continue
+            self._pick(block)
+            if start < first:
+                block = self._cut(free := block, first - start)
+                self._put(free)
+            if last < end:
+                self._put(self._cut(block, last - first))
+            block.mapped = False
+            self.reserved -= block.size
+            self._put(self._merged(block))
+
+    def _map(self, hole: Block, size: int) -> Block:
+        """Map the first pages of a hole, and return them with their free neighbours (map_block)."""
+        self._pick(hole)
+        if round_up(size, self.page) < hole.size:
+            self._put(self._cut(hole, round_up(size, self.page)))
+        hole.mapped = True
+        self.reserved += hole.size
+        block = self._merged(hole)
+        self._put(block)
+        return block
+
+    def _put(self, block: Block) -> None:
+        if block.mapped:
+            super()._put(block)
+        else:
+            insort(self.unmapped, block, key=lambda hole: hole.address)
+
+    def _pick(self, block: Block) -> Block:
+        if block.mapped:
+            return super()._pick(block)
+        self.unmapped.remove(block)
+        return block
+
+
 class Allocator:
     """All pools of a device.
 
     Args:
         expandable: Whether segments are expandable (``expandable_segments:True``).
+        limit: The most bytes that it may reserve.
 
     Attributes:
         allocated: The bytes that are allocated. They are those of blocks: a remainder that is not split off
             counts.
         allocated_peak: The most bytes that were allocated at once.
+        retries: How often everything that was cached was given back, because of the limit.
     """
 
-    def __init__(self, expandable: bool) -> None:
-        self.expandable = expandable
+    def __init__(self, expandable: bool, limit: int = ADDRESSES) -> None:
+        self.expandable, self.limit = expandable, limit
         self.pools: dict[tuple[str, bool], Pool] = {}
-        self.allocated = self.allocated_peak = 0
+        self.allocated = self.allocated_peak = self.retries = 0
 
     @property
     def reserved(self) -> int:
-        """The bytes that the device has given. None are given back, because no limit is followed."""
+        """The bytes that the device has given. Without a limit, none are given back."""
         return sum(pool.reserved for pool in self.pools.values())
 
     def free(self, pool: Pool, block: Block) -> None:
@@ -173,13 +270,24 @@ class Allocator:
         pool.release(block)
 
     def allocate(self, nbytes: int, stream: str = COMPUTE) -> tuple[Pool, Block]:
-        """Allocate a tensor (malloc)."""
+        """Allocate a tensor. Near the limit, everything that is cached is given back first (malloc).
+
+        Raises:
+            OutOfReserved: The limit does not hold it.
+        """
         size = rounded(max(nbytes, 1))
         key = stream, size <= SMALL
         if key not in self.pools:
-            self.pools[key] = Pool(key[1], self.expandable)
+            self.pools[key] = (ExpandablePool if self.expandable else Pool)(key[1])
         pool = self.pools[key]
-        block = pool.take(size) or pool.grow(size)
+        block = pool.take(size) or pool.grow(size, self.limit - self.reserved)
+        if block is None:
+            self.retries += 1
+            for each in self.pools.values():
+                each.give_back()
+            block = pool.grow(size, self.limit - self.reserved)
+        if block is None:
+            raise OutOfReserved(f"{size} bytes more than {self.reserved} of {self.limit}")
         self.allocated += block.size
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         return pool, block
@@ -198,16 +306,34 @@ def reserved_bytes(timeline: Timeline, ranks: int, *, expandable: bool) -> int:
     return simulate(timeline, expandable=expandable).reserved + outside_workspace(ranks)
 
 
-def simulate(timeline: Timeline, *, expandable: bool = True) -> Allocator:
+def count_retries(timeline: Timeline, ranks: int, memory: int, *, expandable: bool) -> int | None:
+    """Return how often a device's allocator gives everything back that it has cached; None if it fails still.
+
+    Args:
+        timeline: As for ``simulate``, like ``expandable``.
+        ranks: The ranks of the process group.
+        memory: The bytes of the device.
+        expandable: Whether segments are expandable.
+    """
+    try:
+        return simulate(timeline, expandable=expandable, limit=memory - outside_workspace(ranks)).retries
+    except OutOfReserved:
+        return None
+
+
+def simulate(timeline: Timeline, *, expandable: bool = True, limit: int = ADDRESSES) -> Allocator:
     """Follow the storages of a timeline through the allocator, and return it as it is after the last row.
 
     At each row, what was freed before its operator is freed. Then its results are allocated, and then what
     its kernel takes inside, as one block. What the timeline holds at its first row was allocated in order.
-    The device has enough memory: the allocator never gives back what is cached.
 
     Args:
         timeline: That of a plan with ``workspace``.
         expandable: Whether segments are expandable.
+        limit: The most bytes that may be reserved: the device's without those outside torch.
+
+    Raises:
+        OutOfReserved: The limit does not hold a tensor.
     """
     storages = timeline.storages
     streams = streams_of(timeline)
@@ -218,7 +344,7 @@ def simulate(timeline: Timeline, *, expandable: bool = True) -> Allocator:
     other = timeline.device[:, OTHER]
     inside = (other - other.min(initial=np.iinfo(np.int64).max)).tolist()
     handles = dict(zip(_first_products(timeline), range(int(CUBLAS_HANDLES.value)), strict=False))
-    allocator, sizes = Allocator(expandable), storages.size.tolist()
+    allocator, sizes = Allocator(expandable, limit), storages.size.tolist()
     held: dict[int, tuple[Pool, Block]] = {}
     for row in range(len(timeline)):
         for entry in freed[row]:

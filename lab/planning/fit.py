@@ -11,7 +11,7 @@ from operator import ge
 from typing import Any, Literal
 
 from cluster.progress import hide_progress, progress, say
-from lab.errors import LabError, RecipeError
+from lab.errors import DoesNotFitError, RecipeError
 from lab.models import ModelLike
 from lab.models.lora import Lora
 from lab.planning.answers import shape_of
@@ -200,7 +200,9 @@ def fit(
         plan_those(by_hand(others))
     fitting = sorted((plan for plan in plans if plan.fits), key=_time)
     if not fitting:
-        raise LabError(_none_fits(min(plans, key=lambda plan: max(_over(plan, place) for place in _PLACES))))
+        raise DoesNotFitError(
+            _none_fits(min(plans, key=lambda plan: max(_over(plan, place) for place in _PLACES)))
+        )
     return Fits(fitting, order)
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import groupby
 from math import inf
 
-from lab.errors import LabError
+from lab.errors import DoesNotFitError
 from lab.planning.allocator import reserved_bytes
 from lab.planning.answers import Entry, answer, shape_of
 from lab.planning.plan import Plan, most_tokens
@@ -29,7 +29,7 @@ JobOf = Callable[[int], Job]
 """Returns the job of so many tokens: that of a named recipe has tiles that derive from them."""
 
 
-class NothingFits(LabError):
+class NothingFits(DoesNotFitError):
     """Not even the shortest context fits.
 
     Attributes:

@@ -30,6 +30,10 @@ DEGREES = {"ulysses", "ring", "ring_exchange", "head_chunk", "ulysses_backend"}
 """The knobs that decide on the degrees, or that are legal with few of them."""
 
 
+SHOWN = ("device peak", "reserved", "host peak", "disk peak", "verdict")
+"""The lines of its plan's description that an answer shows."""
+
+
 @dataclass(frozen=True, eq=False)
 class MaxContext:
     """The longest context that fits.
@@ -54,12 +58,11 @@ class MaxContext:
             "recipe": plan.recipe.summary,
             "state": plan.state,
             "max context": f"{round_tokens(self.tokens)} tokens ({self.tokens:,})",
-            "device peak": plan.description["device peak"],
-            "host peak": plan.description["host peak"],
-            "disk peak": plan.description["disk peak"],
+            **{name: plan.description[name] for name in SHOWN},
             "stopped by": f"{memory_name(self.limit)} at {next_plan.tokens:,} tokens, which "
             f"need {format_bytes(next_plan.needed(self.limit))}",
             "at its peak": str(next_plan.peak),
+            "note": "; ".join(plan.notes),
         }
 
     def to_json(self) -> dict[str, Any]:

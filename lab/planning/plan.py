@@ -19,11 +19,11 @@ from lab.memory.holders import Holders, Memory
 from lab.memory.moment import Moment
 from lab.memory.timeline import Timeline
 from lab.models.lora import Lora
-from lab.planning.allocator import reserved_bytes
+from lab.planning.allocator import count_retries, reserved_bytes
 from lab.planning.answers import Answer, Facts, answer, known_answer, shape_of
 from lab.planning.bill import Bill, Order, make_bill
 from lab.planning.costs import HOST_MEMORY, HOST_MEMORY_SHARE, Costs
-from lab.planning.cuda_workspace import matrix_products_note
+from lab.planning.cuda_workspace import matrix_products_note, outside_workspace
 from lab.planning.hardware import hardware, make_machine
 from lab.planning.model_flops import model_flops
 from lab.recipe.jobs import MAX_STEP, MAX_TOKENS, Documents, Job, Limit, Machine, make_job, memory_name
@@ -100,6 +100,7 @@ class Plan:
             "recipe": self.recipe.summary,
             "state": self.state,
             "device peak": f"{format_bytes(self.device_peak)} per rank{on_device}",
+            "reserved": self.reserved_text,
             "at the peak": str(self.peak),
             "host peak": of_node("host", self.host_peak),
             "disk peak": of_node("disk", self.disk_peak),
@@ -121,7 +122,11 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether it fits (see ``fit``), in words, and what is left of the host memory that was given."""
+        """Whether it fits (see ``fit``), in words, and what is left of the host memory that was given.
+
+        Where the tensors alone would fit a device, it also says what CUDA's allocator would do when it is
+        full.
+        """
         given, left = self.machine.host_memory, self.available("host")
         host = ""
         if given is not None and left is not None and self.host_peak:
@@ -129,7 +134,12 @@ class Plan:
                 f" ({format_bytes(given)} of host memory, of which the system and the processes leave "
                 f"{format_bytes(left)})"
             )
-        return f"{self._fit_text}{host}"
+        full = ""
+        if self.limit == "device" and self.tensors_fit:
+            fails = "; even with expandable segments the allocator fails"
+            retries = f"; retries of the allocator with expandable segments: {self.retries}"
+            full = fails if self.retries is None else retries
+        return f"{self._fit_text}{full}{host}"
 
     @property
     def _fit_text(self) -> str:
@@ -175,6 +185,30 @@ class Plan:
             return None
         reserved = reserved_bytes(self.timeline, self.ranks, expandable=expandable)
         return max(reserved, self.start.device)
+
+    @property
+    def reserved_text(self) -> str:
+        """What is reserved, in words; empty without ``workspace``."""
+        expandable, fixed = self.reserved_peak(), self.reserved_peak(expandable=False)
+        if expandable is None or fixed is None:
+            return ""
+        return (
+            f"{format_bytes(expandable)} per rank with expandable segments, {format_bytes(fixed)} without "
+            f"(CUDA's context and NCCL: {format_bytes(outside_workspace(self.ranks))}, assumed)"
+        )
+
+    @cached_property
+    def retries(self) -> int | None:
+        """How often the allocator gives back everything that it has cached, because the device is full.
+
+        Segments are expandable. None if it fails even so, and where no device memory was given.
+        """
+        memory = self.machine.device_memory
+        if memory is None or not self.tensors_fit:
+            return None
+        if not self.machine.workspace:
+            return 0
+        return count_retries(self.timeline, self.ranks, memory, expandable=True)
 
     @cached_property
     def device_need(self) -> int:
@@ -333,6 +367,7 @@ class Plan:
             "start_peak": self.start.device,
             "reserved_peak": self.reserved_peak(),
             "reserved_peak_fixed_segments": self.reserved_peak(expandable=False),
+            "alloc_retries": self.retries,
             "host_peak": self.host_peak,
             "host_peak_per_node": self.host_peak_per_node,
             "disk_peak": self.disk_peak,

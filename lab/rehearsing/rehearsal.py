@@ -81,14 +81,29 @@ class Rehearsal(Measured):
         limit = format_share(self.device_peak, self.device_memory)
         planned = format_bytes(self._planned(self.plan))
         whole = (
-            f"{format_bytes(self.whole_device_peak)} per rank, {format_seconds(self.whole_seconds)} per step"
+            f"{format_bytes(self.whole_device_peak)} per rank, {format_seconds(self.whole_seconds)} per "
+            "step, by the ratio of their plan to that of these layers"
         )
+        memory, asked, allocator = "", self.device_memory_asked, ""
+        if self.device_memory is not None and asked is not None:
+            has_less = f", all that the GPU has: {format_bytes(asked)} were asked for"
+            memory = format_bytes(self.device_memory) + (has_less if self.device_memory < asked else "")
+        if self.reserved_peak is not None and self.outside_torch is not None:
+            allocator = (
+                f"{format_bytes(self.reserved_peak)} ({self.alloc_retries} retries), "
+                f"{format_bytes(self.outside_torch)} outside torch"
+            )
+        first = "" if self.timed_steps else ", the first one, with pinning and the meter"
         return {
             "recipe": self.job.recipe.summary,
+            "state": self.plan.state,
             "weights": self.weights,
             "measured": f"as one rank of {self.job.ranks} on {self.machine}, "
             f"{self.layers} of {self.of_layers} layers",
+            "device memory": memory,
             "device peak": f"{format_bytes(self.device_peak)}{limit}, planned {planned}",
+            "planned": f"{self.plan_over_measured:.4f} of the measured peak",
+            "reserved": allocator,
             "at the peak": str(self.timeline.peak),
             "host peak": f"{format_bytes(self.host_peak)}, planned {format_bytes(self.plan.host_peak)}"
             if self.host_peak
@@ -96,10 +111,13 @@ class Rehearsal(Measured):
             "disk peak": f"{format_bytes(self.disk_peak)}, planned {format_bytes(self.plan.disk_peak)}"
             if self.disk_peak
             else "",
-            "step": f"{format_seconds(self.step_seconds)}: "
+            "step": f"{format_seconds(self.step_seconds)}{first}: "
             + ", ".join(f"{phase} {format_seconds(seconds)}" for phase, seconds in self.seconds.items()),
             "all layers": whole if self.layers < self.of_layers else "",
-            "tokens": f"{self.tokens_per_second:.4g} per second and rank if links were free",
+            "a rank sends": f"{format_bytes(self.link_bytes)}, and would wait "
+            f"{format_seconds(self.plan.costs.link_seconds)} for the links of {self.plan.device}",
+            "tokens": f"{self.tokens_per_second:.4g} per second and rank if links were free, "
+            f"{self.tokens_per_second_with_links:.4g} with their time added",
         }
 
     @property

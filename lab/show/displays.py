@@ -136,7 +136,7 @@ def _of_fits(fits: Fits) -> DisplayedResult:
     numbered = dict(enumerate(fits, start=1))
     bills = [(cell(bill.days_text), cell(bill.money_text)) for bill in fits.bills]
     of_order = ("days", "money") if bills else ()
-    names = ("", "step", "slower", *of_order, "device peak", "host per node")
+    names = ("", "step", "slower", *of_order, "device peak", "host per node", "verdict")
     header = [*(cell(name, tag="th", wrap=True) for name in names), cell("recipe", tag="th", align="left")]
     rows = {
         number: [
@@ -146,6 +146,7 @@ def _of_fits(fits: Fits) -> DisplayedResult:
             *(bills[number - 1] if bills else ()),
             byte_cell(plan.device_peak),
             byte_cell(plan.host_peak_per_node),
+            cell(plan.fit or ""),
             cell(plan.recipe.summary, align="left", wrap=True),
         ]
         for number, plan in numbered.items()

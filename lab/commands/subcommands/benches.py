@@ -17,7 +17,6 @@ from lab.commands.base import (
     PART,
     RECIPE,
     TEXT,
-    grow_segments,
     integer,
     number,
     path,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 @click.group()
 def bench() -> None:
     """Run a benchmark. The ratios of one run are comparable; seconds depend on the machine."""
-    grow_segments()
 
 
 OUT = click.option("--out", type=path, help="Also append each row to this file, as JSON.")

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from lab.commands.base import (
     ACCUMULATE,
+    DOES_NOT_FIT,
     DTYPE,
     JSON,
     LORA,
@@ -72,9 +73,6 @@ DISK = options(
 )
 
 
-EXIT_CODES = {"fits with expandable segments": 3, "does not fit": 4}
-"""The exit code of a command whose answer has this verdict; see ``Plan.fit``. It is 0 for "fits"."""
-
 Answer = tuple[Any, str]
 """What a command answers: the plain values that ``--json`` prints, and the text."""
 
@@ -83,7 +81,7 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
     """Print the answer of the command that runs, as it was saved when the same was asked before, or made now.
 
     To read a saved answer takes neither torch nor transformers. With ``saved=False`` it is made in any case.
-    The exit code is that of the answer's verdict; of several, that of the first.
+    The exit code is ``DOES_NOT_FIT`` if that is the verdict of an answer that has one.
     """
     from lab.planning.plan_cache import cached, model_identity
 
@@ -94,8 +92,8 @@ def print_cached_answer(as_json: bool, make: Callable[[], Answer], *, saved: boo
         cached("answers", facts, make, encode=lambda a: {"answer": a}, decode=_answer) if saved else make()
     )
     print_answer(values if as_json else text)
-    first = values[0] if isinstance(values, list) else values
-    context.exit(EXIT_CODES.get(first.get("verdict"), 0))
+    if isinstance(values, dict) and values["verdict"] == "does not fit":
+        context.exit(DOES_NOT_FIT)
 
 
 def _answer(document: dict[str, Any]) -> Answer:
@@ -210,7 +208,7 @@ def ladder(model: str, knobs: tuple[str, ...], as_json: bool, figure: Path | Non
             )
         if figure is not None:
             draw_ladder(plans, figure)
-        keys = ("state", "device_peak", "host_peak", "fits")
+        keys = ("state", "device_peak", "host_peak", "fits", "verdict")
         rows = [{"name": name} | pick(keys, planned.to_json()) for name, planned in plans.items()]
         return rows, ladder_text(plans)
 
@@ -246,7 +244,6 @@ def max_context(
     assert model is not None
 
     def make() -> Answer:
-        from lab.commands.report import max_context_text
         from lab.planning.max_context import max_context
         from lab.recipe.recipe import parse_knobs
 
@@ -254,7 +251,7 @@ def max_context(
             longest = max_context(
                 model, recipe, watch=lambda tried: say(tried.summary), **settings, **parse_knobs(knobs)
             )
-        return longest.to_json(), max_context_text(longest)
+        return longest.to_json(), repr(longest)
 
     print_cached_answer(as_json, make)
 
@@ -320,7 +317,10 @@ def fit(model: str, as_json: bool, **settings: Any) -> None:
                 say(f"{number} of at most {most}: {tried.summary}{so_far}")
 
             plans = fit(model, watch=watch, **settings)
-        keys = ("recipe", "state", "device_peak", "host_peak", "disk_peak", "verdict", "step_seconds", "mfu")
+        keys = (
+            "recipe", "state", "device_peak", "reserved_peak", "reserved_peak_fixed_segments", "host_peak",
+            "disk_peak", "verdict", "step_seconds", "mfu",
+        )  # fmt: skip
         rows = [pick(keys, planned.to_json()) for planned in plans]
         bills = [{"bill": bill.to_json()} for bill in plans.bills] or [{}] * len(rows)
         return [row | bill for row, bill in zip(rows, bills, strict=True)], fit_text(plans)

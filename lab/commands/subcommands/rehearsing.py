@@ -19,7 +19,6 @@ from lab.commands.base import (
     SET,
     TEXT,
     TOKENS,
-    grow_segments,
     integer,
     print_answer,
     status,
@@ -48,14 +47,12 @@ from lab.commands.base import (
 @JSON
 def rehearse(model: str, recipe: str, knobs: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """Run one training step of MODEL as one rank of many, and measure it; all peers are simulated."""
-    grow_segments()
-    from lab.commands.report import rehearsal_text
     from lab.recipe.recipe import parse_knobs
     from lab.rehearsing.rehearse import rehearse
 
     with status(f"rehearsing {model}") as say:
         result = rehearse(model, recipe, watch=say, **settings, **parse_knobs(knobs))
-    print_answer(result.to_json() if as_json else rehearsal_text(result))
+    print_answer(result.to_json() if as_json else repr(result))
 
 
 COMMANDS = (rehearse,)
