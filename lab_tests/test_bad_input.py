@@ -128,8 +128,8 @@ def test_the_command_says_in_one_line_that_the_loss_is_not_finite(train_settings
     ]  # fmt: skip
     run = CliRunner().invoke(main, [str(word) for word in words])
     assert run.exit_code == 2, run.exception
-    assert run.stdout.startswith("step 1/4   loss ")
-    assert run.stdout.count("\n") == 1
+    assert run.stdout.startswith("random weights: the folder has none\nstep 1/4   loss ")
+    assert run.stdout.count("\n") == 2
     assert run.stderr.startswith("lab: the loss of step 2 is ")
     assert f"; the last good checkpoint is {tmp_path / 'run' / 'step-00000001'} (" in run.stderr
     assert run.stderr.count("\n") == 1

@@ -233,15 +233,14 @@ def fail(*_):
 
 @pytest.mark.long
 def test_a_process_that_has_no_group_yet_is_ended():
-    start = time.monotonic()
-    assert gpu._in_a_process(time.sleep, 60, limit=0.0) is None
-    assert time.monotonic() - start < 30
+    # It would sleep for longer than a test may take.
+    assert gpu._in_a_process(time.sleep, 3600, limit=0.0) is None
 
 
 def hang(*_):
     """Measure as a process that hangs, and has started another one."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "of a row"])
-    time.sleep(60)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "of a row"])
+    time.sleep(3600)
 
 
 def tell(*_):
@@ -270,9 +269,7 @@ def test_a_process_that_crashes_is_a_row(tmp_path, monkeypatch, on_cpu, work, fa
 
 
 def test_a_process_that_hangs_is_ended_with_those_that_it_started():
-    start = time.monotonic()
     assert gpu._in_a_process(hang, limit=5) is None
-    assert time.monotonic() - start < 40
     assert not [p for p in psutil.process_iter(["cmdline"]) if "of a row" in (p.info["cmdline"] or ())]
 
 
